@@ -1,0 +1,1 @@
+"""The machinery around a training step: arguments, data, the measured loop, results."""

@@ -1,0 +1,89 @@
+"""Which attention kernel PyTorch may use; set once, before anything is compiled."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from bench.errors import UsageError
+from model.config import ModelConfig
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def select_attention(
+    name: str,
+    config: ModelConfig,
+    seq_len: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    gradients: bool,
+) -> bool:
+    """Allow only the named kernel in this process, and see that it can run the model.
+
+    Returns whether sliding windows go through FlexAttention (else a dense mask does it). A kernel
+    that cannot serve this model on this device is a UsageError.
+    """
+    windowed = any(window is not None and window < seq_len for window in config.windows)
+    torch.backends.cuda.enable_flash_sdp(name in ("auto", "flex", "flash"))
+    torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
+    torch.backends.cuda.enable_mem_efficient_sdp(name in ("auto", "flex", "efficient"))
+    torch.backends.cuda.enable_math_sdp(name in ("auto", "flex", "math"))
+    if name == "flex":
+        if not windowed:
+            raise UsageError(
+                "--attention flex: no layer has a sliding window shorter than the sequence; "
+                "use --attention auto"
+            )
+        if device.type == "cpu" and gradients:
+            raise UsageError(
+                "--attention flex: FlexAttention has no backward on a CPU; use --attention auto, "
+                "or --pass-type forward"
+            )
+    dropout = config.attention_dropout
+    flex = windowed and (name == "flex" or (name == "auto" and device.type == "cuda"))
+    if flex and dropout:
+        raise UsageError(
+            f"{config.path}: attention_dropout {dropout} does not work with FlexAttention, which "
+            "applies the sliding window; set it to 0, or use --attention efficient"
+        )
+    if name in BACKENDS:
+        _probe(name, config, windowed, device, dtype)
+    return flex
+
+
+def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dtype: torch.dtype):
+    """Run the one allowed kernel on a small case of the model's heads."""
+    T = 16
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    q, k, v = (
+        torch.zeros(1, n, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+        for n in sizes
+    )
+    attn_mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if mask else None
+    try:
+        if device.type == "cpu" and name not in ("flash", "math"):
+            raise RuntimeError("No available kernel on a CPU")
+        F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            dropout_p=config.attention_dropout,
+            is_causal=not mask,
+            enable_gqa=sizes[0] != sizes[1],
+        ).sum().backward()
+    except RuntimeError as error:
+        if "kernel" not in str(error):
+            raise
+        extras = " with a sliding window" if mask else ""
+        extras += " and dropout" if config.attention_dropout else ""
+        raise UsageError(
+            f"--attention {name}: that kernel cannot run {sizes[0]} heads over {sizes[1]} "
+            f"key/value heads of {config.head_dim} in {str(dtype).removeprefix('torch.')} on "
+            f"{device.type}{extras}; use --attention auto"
+        ) from None

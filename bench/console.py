@@ -1,0 +1,153 @@
+"""What a person sees: a progress bar while it runs, and a table to paste into a report."""
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bench.results import Result
+from bench.steps import Step
+
+
+class ProgressDisplay:
+    """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
+
+    def __init__(self, n_steps: int):
+        self.n_steps, self.lines_left = n_steps, 10
+        self.bar = None
+        console = Console(stderr=True)
+        if console.is_terminal:
+            # Drawn only when steps are handed on: a drawing thread of its own would take time from
+            # the loop.
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self.task = self.bar.add_task("warm-up", total=n_steps, figures="")
+            self.bar.start()
+        self.tenth = max(1, n_steps // 10)
+
+    def __call__(self, step: Step) -> None:
+        done = step.step + 1
+        figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
+        name = "warm-up" if step.phase == "warmup" else "measured"
+        if self.bar is None:
+            if done % self.tenth == 0 or done == self.n_steps:
+                line = f"step {done}/{self.n_steps}  {name}  {figures}"
+                print(line, file=sys.stderr, flush=True)
+            return
+        self.bar.update(self.task, completed=done, description=name, figures=figures)
+        self.bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def print_header(result: Result) -> None:
+    """What is about to run, with the resolved shape: two runs of one name may differ in it."""
+    m, b, d = result.model, result.batch, result.device
+    s = m.shape
+    heads = f"{s['num_attention_heads']}/{s['num_key_value_heads']} heads of {s['head_dim']}"
+    args = result.args
+    compiled = f"compile {args['compile_mode']}" if args["pt_compile"] else "eager"
+    lines = [
+        f"{m.name} ({s['model_type']}): {m.n_parameters:,} parameters, {s['num_hidden_layers']} "
+        f"layers, d {s['hidden_size']}, {heads}, MLP {s['intermediate_size']}, "
+        f"vocabulary {s['vocab_size']}",
+        f"batch: {b.micro_batch} x {b.grad_acc_steps} x {b.data_parallel_size} = {b.global_batch} "
+        f"samples of {b.seq_len} tokens = {b.tokens_per_step:,} tokens a step",
+        f"{d.name}, amp {args['amp']}, {compiled}, attention {args['attention']}, "
+        f"{args['pass_type']}, data {args['data']}",
+    ]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def print_result(result: Result) -> None:
+    """The final table, as Markdown, on standard output."""
+    table = Table(box=box.MARKDOWN, show_edge=True)
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    for name, value in table_rows(result):
+        table.add_row(name, value)
+    width = 2 + max(len(n) + len(v) for n, v in table_rows(result)) + 5
+    Console(width=max(80, width), highlight=False).print(table)
+    for note in result.notes:
+        print(f"note: {note}")
+
+
+def table_rows(result: Result) -> list[tuple[str, str]]:
+    """Name and value of each line of the final table; what is unknown says so."""
+    m, s = result.metrics, result.model
+    commit = (result.environment["git_sha"] or "no git")[:10]
+    dirty = "+changes" if result.environment["git_dirty"] else ""
+    rows = [
+        ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)"),
+        ("device", f"{result.device.count} x {result.device.name}"),
+        ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
+        ("tokens/s", _number(m.tokens_per_sec, ",.0f")),
+        ("tokens/s per device", _number(m.tokens_per_sec_per_gpu, ",.0f")),
+        (
+            "step time: median [95 % of mean]",
+            f"{_number(m.step_time_median_s, '.4f')} s "
+            f"[{_number(m.step_time_ci95_low_s, '.4f')}, {_number(m.step_time_ci95_high_s, '.4f')}]",
+        ),
+        (
+            "step time: mean, std, CV",
+            f"{_number(m.step_time_mean_s, '.4f')} s, {_number(m.step_time_std_s, '.4f')} s, "
+            f"{_number(m.step_time_cv, '.1%')}",
+        ),
+        (
+            "data / forward / backward / optimizer",
+            " / ".join(
+                _number(v and 1e3 * v, ".1f")
+                for v in (
+                    m.data_time_mean_s,
+                    m.forward_time_mean_s,
+                    m.backward_time_mean_s,
+                    m.optimizer_time_mean_s,
+                )
+            )
+            + " ms",
+        ),
+        ("TFLOP/s per device: palm / causal", _pair(m, "model_tflops_per_gpu", ".2f")),
+        ("MFU: palm / causal", _pair(m, "mfu", ".1%")),
+        ("warm-up, of it compilation", f"{_number(m.warmup_s, '.1f')} s, "
+         f"{_number(m.compile_s, '.1f')} s"),
+    ]  # fmt: skip
+    if m.peak_allocated_gib is not None:
+        rows.append(
+            (
+                "peak memory: allocated / reserved",
+                f"{m.peak_allocated_gib:.2f} / {m.peak_reserved_gib:.2f} GiB",
+            )
+        )
+    else:
+        rows.append(("peak memory: resident", f"{_number(m.peak_rss_gib, '.2f')} GiB"))
+    if m.energy_j:
+        rows.append(("energy", f"{m.average_power_w:.0f} W, {m.tokens_per_joule:.2f} tokens/J"))
+    rows.append(
+        ("loss: first, last", f"{_number(m.first_loss, '.4f')}, {_number(m.final_loss, '.4f')}")
+    )
+    if m.val_loss is not None:
+        rows.append(
+            ("validation loss: before, after", f"{m.val_loss_before:.4f}, {m.val_loss:.4f}")
+        )
+    return rows
+
+
+def _pair(metrics, name: str, form: str) -> str:
+    return " / ".join(_number(getattr(metrics, name + end), form) for end in ("", "_causal"))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "unknown" if value is None else format(value, form)

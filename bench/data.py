@@ -1,0 +1,124 @@
+"""Batches of tokens, as a pure function of the seed and the number of the sample.
+
+Sample s is the same whatever the number of ranks, accumulation steps or workers, and needs no state:
+a run that continues at step k asks for the samples of step k.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from bench.errors import UsageError
+from bench.tokens import open_tokens
+
+
+class SyntheticTokens:
+    """Uniform random tokens, made on the device from a hash of seed, sample and position.
+
+    The same on every device and at every number of ranks, at the cost of a few elementwise kernels.
+    """
+
+    def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
+        self.vocab_size, self.seed = vocab_size, seed
+        self.row = torch.arange(bsz, device=device)[:, None] * (seq_len + 1)
+        self.column = torch.arange(seq_len + 1, device=device)
+        self.stride = seq_len + 1
+
+    def __getitem__(self, first: int) -> Tensor:
+        """(bsz, seq_len + 1) int64 ids of the samples from number `first` on, on the device."""
+        counter = self.row + self.column + first * self.stride
+        return hash_ids(counter, self.seed).remainder_(self.vocab_size)
+
+
+def hash_ids(counter: Tensor, seed: int) -> Tensor:
+    """31-bit pseudo-random numbers of int64 counters, by MurmurHash3's 32-bit finaliser."""
+    mask = 0xFFFFFFFF
+    # Counters above 2**32 (long runs) enter through their upper half too.
+    h = (counter & mask) ^ ((counter >> 32) * 0x9E3779B1 & mask) ^ (seed * 0x85EBCA6B & mask)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0x27D4EB2F), (15, 0x165667B1)):
+        h = (h ^ (h >> shift)) * factor & mask
+    return (h ^ (h >> 16)) >> 1
+
+
+class FileTokens(Dataset):
+    """Windows of seq_len + 1 tokens of a .bin file, in a new random order every epoch.
+
+    Windows start seq_len apart, so that every token is a label once an epoch and no two samples of an
+    epoch share one.
+    """
+
+    def __init__(self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int):
+        self.path, self.vocab_size = path, vocab_size
+        self.bsz, self.seq_len, self.seed = bsz, seq_len, seed
+        self.tokens = open_tokens(path, vocab_size)
+        self.n_windows = (len(self.tokens) - 1) // seq_len
+        if self.n_windows < 1:
+            raise UsageError(
+                f"{path}: {len(self.tokens)} tokens are fewer than one sequence of {seq_len} and its "
+                "labels need; use a longer file or a smaller --seq-len"
+            )
+        self.orders: dict[int, np.ndarray] = {}
+
+    def start(self, sample: int) -> int:
+        """Where in the file a sample begins."""
+        epoch, index = divmod(sample, self.n_windows)
+        if epoch not in self.orders:
+            if len(self.orders) > 1:  # a batch may straddle two epochs, never three at a time
+                self.orders.pop(min(self.orders))
+            self.orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(
+                self.n_windows
+            )
+        return int(self.orders[epoch][index]) * self.seq_len
+
+    def rows(self, first: int, n: int) -> np.ndarray:
+        """(n, seq_len + 1) tokens of the samples from number `first` on, in the file's width."""
+        starts = [self.start(sample) for sample in range(first, first + n)]
+        return np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts])
+
+    def __getitem__(self, first: int) -> Tensor:
+        """(bsz, seq_len + 1) int64 ids of the samples from number `first` on, on the CPU."""
+        return torch.from_numpy(self.rows(first, self.bsz).astype(np.int64))
+
+    def check(self, n_samples: int) -> None:
+        """UsageError if one of the samples 0 ... n_samples - 1 holds an id outside the vocabulary."""
+        for first in range(0, min(n_samples, self.n_windows), 256):
+            n = min(256, n_samples - first, self.n_windows - first)
+            rows = self.rows(first, n)
+            if rows.max() >= self.vocab_size:
+                raise UsageError(
+                    f"{self.path}: holds token id {rows.max()}, but the model's vocabulary ends at "
+                    f"{self.vocab_size - 1}; tokenise for this model or choose another config"
+                )
+
+
+def sample_plan(n_steps: int, grad_acc_steps: int, bsz: int, rank: int = 0, world: int = 1):
+    """First sample of every micro batch a rank processes, in order.
+
+    Step k takes samples k x G ... (k + 1) x G - 1, G = bsz x grad_acc_steps x world; each micro step
+    deals its bsz x world samples out to the ranks in turn.
+    """
+    micro = bsz * world
+    return range(rank * bsz, n_steps * grad_acc_steps * micro + rank * bsz, micro)
+
+
+def batches(
+    source: SyntheticTokens | FileTokens,
+    plan: Sequence[int],
+    device: torch.device,
+    n_workers: int = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Micro batches of the plan on the device: (bsz, seq_len) inputs and the labels next to them."""
+    rows = (source[first] for first in plan)
+    pin = device.type == "cuda"
+    if n_workers and isinstance(source, FileTokens):
+        rows = DataLoader(
+            source, batch_size=None, sampler=plan, num_workers=n_workers, pin_memory=pin
+        )
+    for ids in rows:
+        if ids.device.type != device.type:
+            ids = ids if ids.is_pinned() else ids.pin_memory()
+            ids = ids.to(device, non_blocking=True)
+        yield ids[:, :-1], ids[:, 1:]

@@ -1,0 +1,84 @@
+"""The device a run uses: choosing it, naming it, waiting for it, its peak memory."""
+
+import resource
+
+import torch
+
+from bench.errors import UsageError
+
+GIB = 2**30
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto`, `cuda` or `cpu` to a device; UsageError where there is no such device."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        built = torch.version.cuda or torch.version.hip
+        why = "PyTorch sees no GPU" if built else f"PyTorch {torch.__version__} has no GPU support"
+        raise UsageError(f"--device cuda: {why}; use --device cpu, or check the driver")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The name the driver gives a GPU, or the model name of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            return next(
+                line.split(":", 1)[1].strip() for line in f if line.startswith("model name")
+            )
+    except (OSError, StopIteration):
+        return "CPU"
+
+
+def device_memory_gib(device: torch.device) -> float | None:
+    """Memory of a GPU in GiB; None on a CPU, which shares it with everything else."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory / GIB
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new peak; the resident peak of a CPU process cannot be reset."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> dict[str, float | int | None]:
+    """Peaks in GiB since the last reset, and how often the allocator had to free and retry."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "peak_allocated_gib": stats.get("allocated_bytes.all.peak", 0) / GIB,
+            "peak_reserved_gib": stats.get("reserved_bytes.all.peak", 0) / GIB,
+            "allocator_retries": stats.get("num_alloc_retries", 0),
+            "peak_rss_gib": None,
+        }
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {
+        "peak_allocated_gib": None,
+        "peak_reserved_gib": None,
+        "allocator_retries": None,
+        "peak_rss_gib": peak_kib * 1024 / GIB,
+    }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the device (or the host, on a CPU) ran out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "out of memory" in text or "can't allocate memory" in text
+    )

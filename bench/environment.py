@@ -1,0 +1,70 @@
+"""Where and with what a run happened: host, driver, libraries, settings, source revision."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.device import device_name
+
+ROOT = Path(__file__).parent.parent
+LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
+# Settings of the environment that change speed or numerics; others, which may be private, stay out.
+SETTINGS = (
+    "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "NVTE_",
+    "OMP_", "MKL_", "KMP_", "CUBLAS", "ROCBLAS_", "HIPBLASLT_", "DISABLE_ADDMM_HIP_LT", "HSA_",
+    "GPU_MAX_HW_QUEUES", "SLURM_JOB_ID", "TRITON_",
+)  # fmt: skip
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Plain JSON data on host, software and revision; what cannot be read is None."""
+    return {
+        "hostname": platform.node(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "cpu": device_name(torch.device("cpu")),
+        "cpu_count": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "libraries": {name: _version(name) for name in LIBRARIES},
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "driver": _driver() if device.type == "cuda" else None,
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+        **source_revision(),
+    }
+
+
+def source_revision() -> dict[str, str | bool | None]:
+    """Git revision of this source tree, and whether it holds uncommitted changes."""
+    sha = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
+    changes = _output("git", "-C", str(ROOT), "status", "--porcelain")
+    return {"git_sha": sha or None, "git_dirty": bool(changes) if sha else None}
+
+
+def _version(library: str) -> str | None:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    if torch.version.hip:
+        return _output("cat", "/sys/module/amdgpu/version") or None
+    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return text.splitlines()[0] if text else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

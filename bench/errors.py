@@ -1,0 +1,9 @@
+"""The exceptions a run can end with, apart from bugs."""
+
+
+class UsageError(Exception):
+    """The user's input cannot be used; the message is one line: what, where, what to do."""
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end; the message is its name."""

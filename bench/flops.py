@@ -1,0 +1,69 @@
+"""Floating-point operations of a model per token, by formula. Needs no torch.
+
+A multiply and an add are two operations. Forward is counted once and backward twice, so that
+training takes three forwards. Two conventions for attention, both always reported:
+
+- `palm` (Chowdhery et al. 2022, appendix B): every query meets every key, 6 N + 12 L d T a token;
+- `causal`: the masked half is not counted, 6 N + 6 L d T.
+
+N counts the parameters that multiply: the linear layers and the head (also where it is tied to the
+embedding), but not the embedding look-up, norms or biases. d is heads x head_dim. A layer with a
+window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Padded vocabulary rows are no
+useful work and are not counted.
+"""
+
+from model.config import ModelConfig
+
+PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
+
+
+def linear_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters that multiply, by kind of layer, over the whole model."""
+    d, f = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    layers = config.num_hidden_layers
+    return {
+        "qkv": layers * d * (heads + 2 * kv),
+        "attention_out": layers * heads * d,
+        "mlp": layers * d * f * (3 if config.gated_mlp else 2),
+        "head": config.vocab_size * d,
+    }
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """All trainable parameters of the unpadded model, a tied head counted once."""
+    d, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    heads = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    norm = d if config.rms_norm else 2 * d
+    per_layer = 2 * norm + (2 * config.head_dim if config.qk_norm else 0)
+    per_layer += (heads + 2 * kv) * config.qkv_bias + d * config.attention_out_bias
+    if config.mlp_bias:
+        per_layer += (2 if config.gated_mlp else 1) * f + d
+    linear = sum(linear_parameters(config).values())
+    total = linear + layers * per_layer + norm
+    if not config.tie_word_embeddings:
+        total += config.vocab_size * d
+    return total + (config.max_position_embeddings * d if config.learned_positions else 0)
+
+
+def attended_keys(seq_len: int, window: int | None, causal: bool) -> float:
+    """Keys that a query meets on average."""
+    w = min(seq_len, window or seq_len)
+    return w - w * w / (2 * seq_len) if causal else w
+
+
+def attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
+    """Forward FLOPs per token of the two attention matmuls over all layers."""
+    width = config.num_attention_heads * config.head_dim
+    return sum(4 * width * attended_keys(seq_len, w, causal) for w in config.windows)
+
+
+def flops_per_token(
+    config: ModelConfig, seq_len: int, causal: bool, pass_type: str = "step"
+) -> float:
+    """FLOPs per token of a pass, in the `causal` or (False) the `palm` convention."""
+    forward = 2 * sum(linear_parameters(config).values())
+    forward += attention_flops(config, seq_len, causal)
+    return PASS_FORWARDS[pass_type] * forward

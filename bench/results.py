@@ -1,0 +1,158 @@
+"""The result file: its schema, and writing it so that it survives whatever ends the run.
+
+docs/METRICS.md says what each field means. Needs no torch.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+# Held on disk from the start, so that a full disk cannot keep the result from being written.
+RESERVED_BYTES = 2**20
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ModelInfo(Strict):
+    """The model that ran."""
+
+    name: str
+    path: str
+    hash: str
+    n_parameters: int
+    n_matmul_parameters: int
+    shape: dict[str, Any]
+    config: dict[str, Any]
+    ignored_keys: list[str]
+
+
+class Device(Strict):
+    """The device and the peaks it is held against."""
+
+    type: Literal["cuda", "cpu"]
+    name: str
+    memory_gib: float | None
+    count: int
+    hardware: str
+    peak_bf16_tflops: float | None
+    peak_fp8_tflops: float | None
+    peak_source: str
+
+
+class Batch(Strict):
+    """What one optimizer step processes."""
+
+    micro_batch: int
+    grad_acc_steps: int
+    data_parallel_size: int
+    global_batch: int
+    seq_len: int
+    tokens_per_step: int
+
+
+class Metrics(Strict):
+    """Everything measured; None where it could not be, with the reason in `notes`."""
+
+    n_measured_steps: int = 0
+    window_s: float | None = None
+    step_time_median_s: float | None = None
+    step_time_mean_s: float | None = None
+    step_time_std_s: float | None = None
+    step_time_cv: float | None = None
+    step_time_min_s: float | None = None
+    step_time_max_s: float | None = None
+    step_time_p10_s: float | None = None
+    step_time_p90_s: float | None = None
+    step_time_ci95_low_s: float | None = None
+    step_time_ci95_high_s: float | None = None
+    data_time_mean_s: float | None = None
+    forward_time_mean_s: float | None = None
+    backward_time_mean_s: float | None = None
+    optimizer_time_mean_s: float | None = None
+    setup_s: float | None = None
+    warmup_s: float | None = None
+    first_step_s: float | None = None
+    compile_s: float | None = None
+    tokens_per_sec: float | None = None
+    tokens_per_sec_per_gpu: float | None = None
+    flops_per_token_palm: float | None = None
+    flops_per_token_causal: float | None = None
+    model_tflops_per_gpu: float | None = None
+    model_tflops_per_gpu_causal: float | None = None
+    mfu: float | None = None
+    mfu_causal: float | None = None
+    hfu: float | None = None
+    ideal_time_fraction: float | None = None
+    peak_allocated_gib: float | None = None
+    peak_reserved_gib: float | None = None
+    allocator_retries: int | None = None
+    peak_rss_gib: float | None = None
+    energy_j: float | None = None
+    energy_source: str | None = None
+    average_power_w: float | None = None
+    tokens_per_joule: float | None = None
+    usd_per_million_tokens: float | None = None
+    first_loss: float | None = None
+    final_loss: float | None = None
+    val_loss_before: float | None = None
+    val_loss: float | None = None
+
+
+class Result(Strict):
+    """One run, complete enough to be compared years later without anything else."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    status: Literal["running", "ok", "oom", "failed", "interrupted"] = "running"
+    error: str | None = None
+    notes: list[str] = []
+    run_name: str
+    entrypoint: str
+    command: list[str]
+    started_at: str
+    ended_at: str | None = None
+    args: dict[str, Any]
+    model: ModelInfo
+    device: Device
+    batch: Batch
+    environment: dict[str, Any]
+    metrics: Metrics = Metrics()
+    step_times_s: list[float] = []
+    warmup_step_times_s: list[float] = []
+
+
+class ResultFile:
+    """`result.json` of a run: space is reserved at once, and every write replaces the whole file."""
+
+    def __init__(self, directory: Path):
+        self.path = directory / "result.json"
+        self.spare = directory / ".result.json.reserved"
+        self._reserve()
+
+    def _reserve(self) -> None:
+        with self.spare.open("wb") as f:
+            f.write(bytes(RESERVED_BYTES))
+            f.flush()
+            os.fsync(f.fileno())
+
+    def write(self, result: Result, last: bool = False) -> None:
+        """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
+        text = json.dumps(result.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
+        with self.spare.open("r+b") as f:
+            f.write(text.encode())
+            f.truncate()
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(self.spare, self.path)
+        if not last:
+            self._reserve()
+
+
+def read_result(path: str | Path) -> Result:
+    """A result.json, checked against the schema; pydantic's ValidationError if it is none."""
+    return Result.model_validate_json(Path(path).read_text(encoding="utf-8"))

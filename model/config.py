@@ -1,0 +1,414 @@
+"""Model shapes, read from Hugging Face `config.json` files. Needs no torch.
+
+Every key of a file is accounted for: it is used, or known not to matter to a training step, or
+refused because it changes the computation in a way that is not implemented here, or (a key nobody
+knows) reported in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers 5.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from model import config_keys
+
+
+class ConfigError(ValueError):
+    """A model config that cannot be used; the message names the file, the key and the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched: `linear` by factor, or `llama3` by wavelength."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One model's shape, in one vocabulary for all families (the names are Llama's in Hugging Face)."""
+
+    name: str
+    path: str
+    model_type: str
+    vocab_size: int
+    max_position_embeddings: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    activation: str
+    gated_mlp: bool
+    rms_norm: bool
+    norm_eps: float
+    learned_positions: bool
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    """Sliding window of each layer (positions seen, the own one included), None for full attention."""
+    embedding_dropout: float
+    residual_dropout: float
+    attention_dropout: float
+    initializer_range: float
+    pad_token_id: int | None
+    vocab_multiple: int
+    """Rows of the embedding and head are padded up to a multiple of this; 1 means not at all."""
+    raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)
+    unknown_keys: tuple[str, ...] = ()
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the resolved shape; the file's name has no part in it."""
+        shape = {k: v for k, v in self.shape().items() if k != "name"}
+        text = json.dumps(shape, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def shape(self) -> dict[str, Any]:
+        """The resolved values as plain JSON data, without the file's own text."""
+        kept = dataclasses.replace(self, raw={}, unknown_keys=())
+        shape = dataclasses.asdict(kept)
+        for key in ("raw", "unknown_keys", "path"):
+            del shape[key]
+        shape["windows"] = list(self.windows)
+        return shape
+
+
+def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
+    """Read a Hugging Face config.json (or a directory that holds one); ConfigError if unusable."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        shipped = ", ".join(sorted(p.stem for p in Path("configs").glob("*-*.json")))
+        hint = f"; configs/ has: {shipped}" if shipped else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file; expected a Hugging Face config.json") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg};"
+            " is the file complete?"
+        ) from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: expected a JSON object with a model_type, found {_kind(raw)}")
+    return parse_config(raw, path, vocab_multiple)
+
+
+def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
+    """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
+    path = Path(path)
+    keys = _Keys(raw, str(path))
+    model_type = keys.choice("model_type", ("gpt2", "llama", "mistral", "qwen2", "qwen3"))
+    fields = _gpt2(keys) if model_type == "gpt2" else _llama_family(keys, model_type)
+    keys.refuse_unsupported()
+    name = path.parent.name if path.name == "config.json" else path.stem
+    config = ModelConfig(
+        name=name,
+        path=str(path),
+        model_type=model_type,
+        vocab_multiple=vocab_multiple,
+        raw=raw,
+        unknown_keys=keys.unknown(),
+        **fields,
+    )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ConfigError(
+            f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
+        )
+    if not config.learned_positions and config.head_dim % 2:
+        raise ConfigError(
+            f"{path}: head_dim {config.head_dim} is odd; rotary embeddings need pairs"
+        )
+    if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
+        raise ConfigError(
+            f"{path}: pad_token_id {config.pad_token_id} is outside vocab_size {config.vocab_size}"
+        )
+    return config
+
+
+def _gpt2(keys: "_Keys") -> dict[str, Any]:
+    # transformers accepts the general names too, and prefers them.
+    def size(general: str, own: str, default: Any = ...) -> int:
+        return keys.integer(general if general in keys.raw else own, default)
+
+    hidden = size("hidden_size", "n_embd")
+    layers = size("num_hidden_layers", "n_layer")
+    heads = size("num_attention_heads", "n_head")
+    positions = size("max_position_embeddings", "n_positions", 1024)
+    head_dim = keys.divide(hidden, heads)
+    for key, neutral in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+    ):
+        if keys.boolean(key, neutral) is not neutral:
+            raise keys.error(key, f"only {json.dumps(neutral)} is implemented")
+    return dict(
+        vocab_size=keys.integer("vocab_size", 50257),
+        max_position_embeddings=positions,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=head_dim,
+        intermediate_size=keys.integer("n_inner", None) or 4 * hidden,
+        activation=keys.activation("activation_function", "gelu_new"),
+        gated_mlp=False,
+        rms_norm=False,
+        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+        learned_positions=True,
+        rope_theta=0.0,
+        rope_scaling=None,
+        tie_word_embeddings=keys.boolean("tie_word_embeddings", True),
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        qk_norm=False,
+        windows=(None,) * layers,
+        embedding_dropout=keys.fraction("embd_pdrop", 0.1),
+        residual_dropout=keys.fraction("resid_pdrop", 0.1),
+        attention_dropout=keys.fraction("attn_pdrop", 0.1),
+        initializer_range=keys.number("initializer_range", 0.02),
+        pad_token_id=None,  # GPT-2's embedding knows no padding row
+    )
+
+
+def _llama_family(keys: "_Keys", model_type: str) -> dict[str, Any]:
+    hidden = keys.integer("hidden_size")
+    heads = keys.integer("num_attention_heads")
+    layers = keys.integer("num_hidden_layers")
+    # Absent and null differ in transformers: absent takes the family's default, null the head count.
+    default_kv = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}[model_type]
+    head_dim = keys.integer("head_dim", 128 if model_type == "qwen3" else None)
+    bias = model_type == "qwen2"
+    out_bias = False
+    if model_type in ("llama", "qwen3"):
+        bias = out_bias = keys.boolean("attention_bias", False)
+    positions = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}[model_type]
+    positions = keys.integer("max_position_embeddings", positions)
+    theta, scaling = _rope(keys, positions)
+    return dict(
+        vocab_size=keys.integer("vocab_size"),
+        max_position_embeddings=positions,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys.integer("num_key_value_heads", default_kv) or heads,
+        head_dim=head_dim or keys.divide(hidden, heads),
+        intermediate_size=keys.integer("intermediate_size"),
+        activation=keys.activation("hidden_act", "silu"),
+        gated_mlp=True,
+        rms_norm=True,
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        learned_positions=False,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
+        qkv_bias=bias,
+        attention_out_bias=out_bias,
+        mlp_bias=keys.boolean("mlp_bias", False) if model_type == "llama" else False,
+        qk_norm=model_type == "qwen3",
+        windows=_windows(keys, model_type, layers),
+        embedding_dropout=0.0,
+        residual_dropout=0.0,
+        attention_dropout=keys.fraction("attention_dropout", 0.0),
+        initializer_range=keys.number("initializer_range", 0.02),
+        pad_token_id=keys.integer("pad_token_id", None, minimum=0),
+    )
+
+
+def _windows(keys: "_Keys", model_type: str, layers: int) -> tuple[int | None, ...]:
+    if model_type == "llama":
+        return (None,) * layers
+    window = keys.integer("sliding_window", 4096)
+    if model_type == "mistral":
+        return (window,) * layers
+    if not keys.boolean("use_sliding_window", False):
+        window = None
+    first = keys.integer("max_window_layers", 28, minimum=0)
+    kinds = keys.raw.get("layer_types")
+    keys.used.add("layer_types")
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise keys.error("layer_types", f"must be a list of num_hidden_layers = {layers} names")
+    for kind in kinds:
+        if kind not in ("full_attention", "attention", "sliding_attention"):
+            raise keys.error("layer_types", f"{kind!r} is not implemented")
+    if "sliding_attention" in kinds and window is None:
+        raise keys.error(
+            "layer_types",
+            "names sliding_attention, but use_sliding_window or sliding_window is off",
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(keys: "_Keys", max_positions: int) -> tuple[float, RopeScaling | None]:
+    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` with both inside."""
+    theta = keys.number("rope_theta", 10000.0)
+    where = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
+    keys.used |= {"rope_scaling", "rope_parameters"}
+    values = keys.raw.get(where) or {}
+    if not isinstance(values, dict):
+        raise keys.error(where, f"must be an object or null, found {_kind(values)}")
+    if any(isinstance(value, dict) for value in values.values()):
+        raise keys.error(where, "rotary parameters that differ by layer type are not implemented")
+    inner = _Keys(values, keys.where, prefix=where + ".")
+    theta = inner.number("rope_theta", theta)
+    kind, old = values.get("rope_type"), values.get("type")
+    inner.used |= {"rope_type", "type"}
+    if kind and old and kind != old:
+        raise keys.error(where, f"rope_type {kind!r} and type {old!r} disagree")
+    kind = kind or old or "default"
+    for partial in (keys, inner):
+        if partial.number("partial_rotary_factor", 1.0) != 1.0:
+            raise partial.error("partial_rotary_factor", "only 1 (the whole head) is implemented")
+    scaling = None
+    if kind == "linear":
+        scaling = RopeScaling("linear", inner.number("factor"))
+    elif kind == "llama3":
+        # As in transformers, a value at the top level overrides the one inside.
+        outer = keys.integer("original_max_position_embeddings", None)
+        original = inner.integer("original_max_position_embeddings", max_positions)
+        scaling = RopeScaling(
+            "llama3",
+            inner.number("factor"),
+            inner.number("low_freq_factor"),
+            inner.number("high_freq_factor"),
+            outer or original,
+        )
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise inner.error("high_freq_factor", "must be above low_freq_factor")
+    elif kind != "default":
+        raise keys.error(
+            where, f"rope type {kind!r} is not implemented; there are default, linear and llama3"
+        )
+    if extra := inner.leftover():
+        raise keys.error(where, f"{extra[0]!r} has no meaning for rope type {kind!r}")
+    return theta, scaling
+
+
+class _Keys:
+    """Typed access to a config's keys, which remembers what was asked for and explains errors."""
+
+    def __init__(self, raw: dict[str, Any], where: str, prefix: str = ""):
+        self.raw, self.where, self.prefix = raw, where, prefix
+        self.used: set[str] = set()
+
+    def error(self, key: str, reason: str) -> ConfigError:
+        value = f" {json.dumps(self.raw[key])}" if key in self.raw else ""
+        if len(value) > 60:
+            value = ""
+        return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
+
+    def get(self, key: str, default: Any = ...) -> Any:
+        self.used.add(key)
+        if key in self.raw:
+            return self.raw[key]
+        if default is ...:
+            raise self.error(key, "missing; the model's shape needs it")
+        return default
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
+        value = self.get(key)
+        if value not in allowed:
+            raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
+        return value
+
+    def integer(self, key: str, default: Any = ..., minimum: int = 1) -> Any:
+        """A whole number; null is allowed exactly where the default is optional."""
+        value = self.get(key, default)
+        if value is None and default is not ...:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"must be a whole number, found {_kind(value)}")
+        if value < minimum:
+            raise self.error(key, f"must be at least {minimum}")
+        return value
+
+    def number(self, key: str, default: Any = ...) -> float:
+        value = self.get(key, default)
+        if value is None and default is not ...:
+            return float(default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, found {_kind(value)}")
+        if not 0 < value < float("inf"):
+            raise self.error(key, "must be above 0")
+        return float(value)
+
+    def fraction(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise self.error(key, "must be a number from 0 to below 1")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, found {_kind(value)}")
+        return value
+
+    def activation(self, key: str, default: str) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in config_keys.ACTIVATIONS:
+            known = ", ".join(config_keys.ACTIVATIONS)
+            raise self.error(key, f"not implemented; there are {known}")
+        return config_keys.ACTIVATIONS[value]
+
+    def divide(self, hidden: int, heads: int) -> int:
+        if hidden % heads:
+            raise ConfigError(
+                f"{self.where}: hidden size {hidden} does not divide into {heads} attention heads; "
+                "change one of them or give head_dim"
+            )
+        return hidden // heads
+
+    def leftover(self) -> list[str]:
+        return [key for key in self.raw if key not in self.used]
+
+    def refuse_unsupported(self) -> None:
+        """Raise for a key that would change the computation and is not at its neutral value."""
+        if not self.boolean("is_causal", True):
+            raise self.error("is_causal", "only causal attention is implemented")
+        for key in self.leftover():
+            if key not in config_keys.UNSUPPORTED:
+                continue
+            value, neutral = self.raw[key], config_keys.UNSUPPORTED[key]
+            if value not in (None, False, 0, "", *neutral) and value != [] and value != {}:
+                raise self.error(key, "changes the computation and is not implemented")
+            self.used.add(key)
+
+    def unknown(self) -> tuple[str, ...]:
+        """Keys that are neither used nor known not to matter."""
+        return tuple(
+            key
+            for key in self.leftover()
+            if key not in config_keys.IGNORED and not key.startswith(("_", "summary_"))
+        )
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", dict: "an object", str: "text", bool: "true/false", type(None): "null"}
+    return names.get(type(value), f"the number {value}")

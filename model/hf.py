@@ -1,0 +1,185 @@
+"""Hugging Face weights: names, layouts, reading and writing safetensors."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from model.config import ConfigError, ModelConfig, load_config
+
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+GPT2_NAMES = {
+    "attn_norm": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.out": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+LLAMA_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn.out": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.down": "mlp.down_proj",
+}
+
+
+def hf_names(config: ModelConfig, name: str) -> list[str]:
+    """The Hugging Face tensors that, stacked along dimension 0, make up our parameter `name`."""
+    gpt2 = config.model_type == "gpt2"
+    module, kind = name.rsplit(".", 1)
+    top = {
+        "embed": "transformer.wte" if gpt2 else "model.embed_tokens",
+        "positions": "transformer.wpe",
+        "norm": "transformer.ln_f" if gpt2 else "model.norm",
+        "lm_head": "lm_head",
+    }
+    if module in top:
+        return [f"{top[module]}.{kind}"]
+    _, layer, part = module.split(".", 2)
+    if gpt2:
+        return [f"transformer.h.{layer}.{GPT2_NAMES[part]}.{kind}"]
+    prefix = f"model.layers.{layer}"
+    if part == "attn.qkv":
+        return [f"{prefix}.self_attn.{p}_proj.{kind}" for p in "qkv"]
+    if part == "mlp.gate_up":
+        return [f"{prefix}.mlp.{p}_proj.{kind}" for p in ("gate", "up")]
+    return [f"{prefix}.{LLAMA_NAMES[part]}.{kind}"]
+
+
+def _transposed(config: ModelConfig, name: str) -> bool:
+    # GPT-2's checkpoints keep its linear layers as (in, out).
+    return config.model_type == "gpt2" and name.split(".")[-2] in ("qkv", "out", "up", "down")
+
+
+def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Our parameter (or its gradient) as the Hugging Face tensors it stands for."""
+    if name in ("embed.weight", "lm_head.weight"):
+        value = value[: config.vocab_size]
+    if _transposed(config, name):
+        value = value.t()
+    names = hf_names(config, name)
+    if name.split(".")[-2] == "qkv" and len(names) == 3:
+        heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
+        parts = value.split([h * config.head_dim for h in heads])
+    else:
+        parts = value.chunk(len(names))
+    for hf_name, part in zip(names, parts, strict=True):
+        yield hf_name, part.contiguous()
+
+
+def check_pretrained(
+    model: nn.Module, config: ModelConfig, directory: str | Path
+) -> dict[str, list[tuple[Path, str]]]:
+    """Where each parameter of a (meta-device) model lies in a directory of safetensors.
+
+    ConfigError if a tensor is missing, does not fit, or the directory's config says another model;
+    only the files' headers are read.
+    """
+    directory = Path(directory)
+    if (directory / "config.json").exists():
+        theirs = load_config(directory, config.vocab_multiple)
+        if theirs.hash != config.hash:
+            ours, other = config.shape(), theirs.shape()
+            different = next(k for k in ours if ours[k] != other[k] and k != "name")
+            raise ConfigError(
+                f"{directory}/config.json: {different} is {other[different]}, but {config.path} "
+                f"says {ours[different]}; give the config that belongs to the weights"
+            )
+    index = _index(directory)
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = [_find(index, hf_name, directory) for hf_name in hf_names(config, name)]
+        shapes = [_shape(*place) for place in found[name]]
+        stacked = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+        if _transposed(config, name):
+            stacked.reverse()
+        wanted = [_rows(config, name, parameter), *parameter.shape[1:]]
+        if stacked != wanted:
+            raise ConfigError(
+                f"{found[name][0][0]}: {found[name][0][1]} has shape {shapes[0]}, which does not "
+                f"fit {config.path}"
+            )
+    return found
+
+
+@torch.no_grad()
+def load_pretrained(
+    model: nn.Module, config: ModelConfig, found: dict[str, list[tuple[Path, str]]]
+) -> None:
+    """Fill a materialised model from what check_pretrained found, one parameter at a time."""
+    for name, parameter in model.named_parameters():
+        parts = []
+        for path, hf_name in found[name]:
+            with safe_open(path, framework="pt") as f:
+                parts.append(f.get_tensor(hf_name))
+        value = torch.cat(parts)
+        value = value.t() if _transposed(config, name) else value
+        parameter[: value.shape[0]].copy_(value)
+        parameter[value.shape[0] :].zero_()
+
+
+def _rows(config: ModelConfig, name: str, parameter: Tensor) -> int:
+    vocabulary = name in ("embed.weight", "lm_head.weight")
+    return config.vocab_size if vocabulary else parameter.shape[0]
+
+
+def _index(directory: Path) -> dict[str, Path]:
+    """Tensor name to the file that holds it."""
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    try:
+        if single.exists():
+            with safe_open(single, framework="pt") as f:
+                return dict.fromkeys(f.keys(), single)
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{directory}: has no model.safetensors and no model.safetensors.index.json"
+        ) from None
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise ConfigError(f"{directory}: weights cannot be read: {error}") from None
+    return {name: directory / file for name, file in weight_map.items()}
+
+
+def _find(index: dict[str, Path], name: str, directory: Path) -> tuple[Path, str]:
+    # Hub files of GPT-2 often lack the prefix.
+    for candidate in (name, name.removeprefix("transformer.")):
+        if candidate in index:
+            return index[candidate], candidate
+    raise ConfigError(f"{directory}: has no tensor {name}; are these weights of that model?")
+
+
+def _shape(path: Path, name: str) -> list[int]:
+    try:
+        with safe_open(path, framework="pt") as f:
+            return f.get_slice(name).get_shape()
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
+@torch.no_grad()
+def save_pretrained(model: nn.Module, config: ModelConfig, directory: str | Path) -> None:
+    """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for hf_name, value in to_hf(config, name, parameter.detach()):
+            tensors[hf_name] = value.cpu()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    meta = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
+    text = json.dumps(config.raw | meta, indent=2) + "\n"
+    (directory / "config.json").write_text(text)

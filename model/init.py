@@ -1,0 +1,46 @@
+"""Storage and first values of a model's parameters.
+
+The scheme, GPT-2's (Radford et al. 2019): weights are normal with the config's `initializer_range`
+as standard deviation, those that write into the residual stream (`attn.out`, `mlp.down`) divided by
+sqrt(2 x layers); norms start at one, biases at zero. Each parameter has a generator of its own,
+seeded by the run's seed and its name, so that its values depend neither on the order of creation
+nor on what else exists.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+
+
+def materialize(model: nn.Module, config: ModelConfig, device: torch.device, seed: int) -> None:
+    """Give a meta-device model storage on `device` and initial values, in place."""
+    model.to_empty(device=device)
+    init_weights(model, config, seed)
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Set every parameter to its initial value; same seed and device kind, same values."""
+    for name, parameter in model.named_parameters():
+        fill(parameter, name, config, seed)
+
+
+def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:
+    """Set one parameter in place; `name` is its dotted name in the model."""
+    *_, module, kind = name.split(".")
+    if kind == "bias":
+        parameter.zero_()
+    elif module.endswith("norm"):
+        parameter.fill_(1.0)
+    else:
+        std = config.initializer_range
+        if module in ("out", "down"):
+            std /= (2 * config.num_hidden_layers) ** 0.5
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(parameter.device).manual_seed(
+            int.from_bytes(digest[:7], "little")
+        )
+        parameter.normal_(0.0, std, generator=generator)

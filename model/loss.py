@@ -1,0 +1,109 @@
+"""Cross-entropy of a linear head, chunk by chunk, so that the full logits never exist.
+
+The logits of N positions over V words are the largest tensor of a training step (N = 8192 and
+V = 128256 in fp32: 3.9 GiB, several times over in a plain backward). Here a chunk of rows is
+projected, its loss and the gradient of its logits are taken at once, and the gradient is folded
+into that of the hidden states and of the weight before the next chunk: three matmuls in all, as
+many as the plain way, none repeated.
+"""
+
+import torch
+from torch import Tensor, nn
+
+# Elements of one chunk's logits: 512 MiB in fp32, and at every vocabulary still matmuls of at least
+# a thousand rows, which keeps them as fast as the whole.
+CHUNK_ELEMENTS = 2**27
+
+
+def chunk_rows(n_rows: int, vocab_size: int, elements: int = CHUNK_ELEMENTS) -> int:
+    """Rows per chunk: a power of two, at least 16, so that chunks stay aligned for tensor cores."""
+    rows = max(16, 2 ** (max(1, elements // vocab_size).bit_length() - 1))
+    return min(rows, n_rows)
+
+
+def logits_loss(
+    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Summed loss (fp32 scalar) and fp32 softmax minus one-hot (n, V) of one chunk of rows.
+
+    Rows of `weight` from `vocab_size` on are padding and get no probability.
+    """
+    logits = (hidden @ weight.t()).float()
+    if weight.shape[0] > vocab_size:
+        logits[:, vocab_size:] = float("-inf")
+    target = labels[:, None]
+    log_z = logits.logsumexp(dim=-1, keepdim=True)
+    loss = (log_z - logits.gather(1, target)).sum()
+    grad = logits.sub_(log_z).exp_()
+    return loss, grad.scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, want_grad):
+        low_h, low_w = hidden.to(dtype), weight.to(dtype)
+        n = hidden.shape[0]
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(low_h) if want_grad else None
+        grad_weight = None
+        for start in range(0, n, rows):
+            part = slice(start, start + rows)
+            chunk_loss, grad = chunk_fn(low_h[part], low_w, labels[part], vocab_size)
+            loss = loss + chunk_loss
+            if not want_grad:
+                continue
+            grad = grad.to(dtype)
+            torch.mm(grad, low_w, out=grad_hidden[part])
+            # Each product is rounded to `dtype` once; their sum is kept in the weight's own dtype.
+            if grad_weight is None:
+                grad_weight = (grad.t() @ low_h[part]).to(weight.dtype)
+            elif dtype == weight.dtype:
+                grad_weight.addmm_(grad.t(), low_h[part])
+            else:
+                grad_weight += grad.t() @ low_h[part]
+        ctx.grads, ctx.n, ctx.hidden_dtype = (grad_hidden, grad_weight), n, hidden.dtype
+        return loss / n
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        if ctx.grads is None:
+            raise RuntimeError("the chunked loss can be differentiated only once")
+        grad_hidden, grad_weight = ctx.grads
+        ctx.grads = None  # they are scaled in place, and freed as early as can be
+        scale = grad_output / ctx.n
+        grad_hidden = grad_hidden.mul_(scale).to(ctx.hidden_dtype)
+        return grad_hidden, grad_weight.mul_(scale), None, None, None, None, None, None
+
+
+class LinearCrossEntropy(nn.Module):
+    """Mean cross-entropy of `hidden @ weight.T` against `labels`, equal to the plain one.
+
+    A module without parameters, so that the chunk function can be compiled in place.
+    """
+
+    def __init__(self, vocab_size: int, chunk_elements: int = CHUNK_ELEMENTS):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.chunk_elements = chunk_elements
+        self.chunk_fn = logits_loss
+
+    def compile_chunk(self, **options) -> None:
+        """Compile the function that runs once a chunk; `options` go to torch.compile."""
+        self.chunk_fn = torch.compile(logits_loss, **options)
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
+
+        Under autocast the matmuls run in its dtype; softmax and sums are always fp32.
+        """
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        else:
+            dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        rows = chunk_rows(hidden.shape[0], weight.shape[0], self.chunk_elements)
+        want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        with torch.autocast(kind, enabled=False):
+            return _LinearCrossEntropy.apply(
+                hidden, weight, labels, self.vocab_size, dtype, rows, self.chunk_fn, want_grad
+            )

@@ -1,0 +1,111 @@
+"""The decoder both families are: embedding, blocks, final norm, head and loss.
+
+GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and in biases; the
+config says which, and one block serves both.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from model.config import ModelConfig
+from model.layers import MLP, Attention, GatedMLP, LayerNorm, RMSNorm, rope_tables, window_mask
+from model.loss import LinearCrossEntropy
+
+
+class Block(nn.Module):
+    """One residual block: attention, then the MLP, each behind its norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        norm = RMSNorm if config.rms_norm else LayerNorm
+        self.attn_norm = norm(config.hidden_size, config.norm_eps)
+        self.attn = Attention(config)
+        self.mlp_norm = norm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.dropout = config.residual_dropout
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | BlockMask | None,
+    ) -> Tensor:
+        """(B, T, d) to (B, T, d), with the rotary tables of T positions and a window's mask."""
+        x = x + self.drop(self.attn(self.attn_norm(x), rope, mask))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Transformer(nn.Module):
+    """A GPT-2 or Llama-family language model whose parameters are not yet initialised.
+
+    Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
+    it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies sliding
+    windows by FlexAttention instead of a dense mask (on a CPU that has no backward).
+    """
+
+    def __init__(self, config: ModelConfig, seq_len: int, flex: bool = False):
+        super().__init__()
+        self.config, self.seq_len, self.flex = config, seq_len, flex
+        d, V = config.hidden_size, config.padded_vocab_size
+        self.embed = nn.Embedding(V, d, padding_idx=config.pad_token_id)
+        self.positions = (
+            nn.Embedding(config.max_position_embeddings, d) if config.learned_positions else None
+        )
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.norm = (RMSNorm if config.rms_norm else LayerNorm)(d, config.norm_eps)
+        # A tied head has no parameter of its own: a second name for one tensor would come apart
+        # when a meta-device model is given storage.
+        self.lm_head = None if config.tie_word_embeddings else nn.Linear(d, V, bias=False)
+        self.loss = LinearCrossEntropy(config.vocab_size)
+        self.rope: tuple[Tensor, Tensor] | None = None
+        self.masks: dict[tuple[int, int], Tensor | BlockMask] = {}
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        """(B, T) int64 token ids, and labels alike, to the mean loss; without labels to logits."""
+        T, device = tokens.shape[1], tokens.device
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[:T]
+        if self.config.embedding_dropout:
+            x = F.dropout(x, self.config.embedding_dropout, self.training)
+        if torch.is_autocast_enabled(device.type):
+            # The residual stream runs in the low precision too, as it does under FSDP.
+            x = x.to(torch.get_autocast_dtype(device.type))
+        rope = self.rope_for(T, device)
+        for block, window in zip(self.blocks, self.config.windows, strict=True):
+            x = block(x, rope, self.mask_for(T, window, device))
+        x = self.norm(x)
+        if labels is None:
+            return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
+        return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+
+    @property
+    def head_weight(self) -> Tensor:
+        """(V, d): the head's own weight, or the embedding's where they are tied."""
+        return self.embed.weight if self.lm_head is None else self.lm_head.weight
+
+    def rope_for(self, T: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """The rotary tables of T positions, made at the first call and kept in fp32.
+
+        They are no buffers, so that neither a dtype change of the model nor a meta-device build
+        can touch them.
+        """
+        if self.config.learned_positions:
+            return None
+        if self.rope is None or self.rope[0].device != device:
+            self.rope = tuple(t.to(device) for t in rope_tables(self.config, self.seq_len))
+        cos, sin = self.rope
+        return cos[:T], sin[:T]
+
+    def mask_for(self, T: int, window: int | None, device: torch.device):
+        """The mask of a layer with this window, or None where plain causal attention is the same."""
+        if window is None or window >= T:
+            return None
+        if (T, window) not in self.masks:
+            self.masks[T, window] = window_mask(T, window, device, self.flex)
+        return self.masks[T, window]
