@@ -5,13 +5,14 @@ import dataclasses
 import io
 import os
 import re
-import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from bench.errors import UsageError
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,19 +107,24 @@ class Args:
 
 def parse_args(argv: Sequence[str], prog: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
+    args = parse_dataclass(Args, argv, prog)
+    check_args(args)
+    return args
+
+
+def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parsed:
+    """A command line as a dataclass of that kind; what cannot be parsed is a UsageError."""
     messages = io.StringIO()
+    wide = contextlib.nullcontext() if {"-h", "--help"} & set(argv) else _columns("500")
     try:
-        wide = contextlib.nullcontext() if {"-h", "--help"} & set(argv) else _columns("500")
         with contextlib.redirect_stderr(messages), wide:
-            args = tyro.cli(
-                Args, prog=prog, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
+            return tyro.cli(
+                kind, prog=prog, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
             )
     except SystemExit as stop:
         if not stop.code:
-            sys.exit(0)
+            raise
         raise UsageError(f"{_first_message(messages.getvalue())}; see {prog} --help") from None
-    check_args(args)
-    return args
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The device a run uses: choosing it, naming it, waiting for it, its peak memory."""
 
 import resource
+from pathlib import Path
 
 import torch
 
@@ -28,7 +29,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as f:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as f:
             return next(
                 line.split(":", 1)[1].strip() for line in f if line.startswith("model name")
             )

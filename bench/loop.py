@@ -1,6 +1,5 @@
 """The one timed loop of all training scripts."""
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
 
@@ -79,9 +78,8 @@ def build_step(
             log.mark("data")
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with contextlib.nullcontext() if train else torch.no_grad():
-                with autocast(args.amp, device):
-                    loss = model(inputs, labels)
+            with torch.set_grad_enabled(train), autocast(args.amp, device):
+                loss = model(inputs, labels)
             total += loss.detach()
             log.mark("forward")
             if train:

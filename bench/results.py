@@ -148,7 +148,7 @@ class ResultFile:
             f.truncate()
             f.flush()
             os.fsync(f.fileno())
-        os.replace(self.spare, self.path)
+        self.spare.replace(self.path)
         if not last:
             self._reserve()
 

@@ -4,6 +4,7 @@ Shapes in the comments: B samples, T positions, H query heads, K key/value heads
 d hidden size, f MLP size.
 """
 
+import contextlib
 import math
 
 import torch
@@ -16,6 +17,20 @@ from model.config import ModelConfig, RopeScaling
 # Uncompiled FlexAttention materialises all T x T scores; on a GPU it is always compiled, on a CPU
 # (where its compiled form has no backward) it stays eager and serves as a reference.
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=False)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype autocast gives matmuls on this device, None where it is off (and on meta)."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """A context without autocast; the meta device knows none."""
+    if device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 class RMSNorm(nn.Module):
@@ -31,7 +46,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -39,7 +54,7 @@ class LayerNorm(nn.LayerNorm):
     """Layer norm with bias, in the dtype of its input; see RMSNorm on autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x.device):
             weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
             return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 

@@ -10,6 +10,8 @@ many as the plain way, none repeated.
 import torch
 from torch import Tensor, nn
 
+from model.layers import autocast_dtype, no_autocast
+
 # Elements of one chunk's logits: 512 MiB in fp32, and at every vocabulary still matmuls of at least
 # a thousand rows, which keeps them as fast as the whole.
 CHUNK_ELEMENTS = 2**27
@@ -96,14 +98,11 @@ class LinearCrossEntropy(nn.Module):
 
         Under autocast the matmuls run in its dtype; softmax and sums are always fp32.
         """
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        else:
-            dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        dtype = autocast_dtype(hidden.device)
+        dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
         rows = chunk_rows(hidden.shape[0], weight.shape[0], self.chunk_elements)
         want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        with torch.autocast(kind, enabled=False):
+        with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows, self.chunk_fn, want_grad
             )

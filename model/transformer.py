@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from model.config import ModelConfig
-from model.layers import MLP, Attention, GatedMLP, LayerNorm, RMSNorm, rope_tables, window_mask
+from model.layers import (
+    MLP,
+    Attention,
+    GatedMLP,
+    LayerNorm,
+    RMSNorm,
+    autocast_dtype,
+    rope_tables,
+    window_mask,
+)
 from model.loss import LinearCrossEntropy
 
 
@@ -73,9 +82,9 @@ class Transformer(nn.Module):
             x = x + self.positions.weight[:T]
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
-        if torch.is_autocast_enabled(device.type):
+        if (dtype := autocast_dtype(device)) is not None:
             # The residual stream runs in the low precision too, as it does under FSDP.
-            x = x.to(torch.get_autocast_dtype(device.type))
+            x = x.to(dtype)
         rope = self.rope_for(T, device)
         for block, window in zip(self.blocks, self.config.windows, strict=True):
             x = block(x, rope, self.mask_for(T, window, device))

@@ -1,0 +1,142 @@
+"""Turn text files into token files for --data: train.bin and val.bin. Needs no torch.
+
+    python prepare_data.py book.txt notes/ --output-dir data/mine
+    python prepare_data.py --stdlib --output-dir data/stdlib
+
+Without --tokenizer every UTF-8 byte is a token (vocabulary 256); with a Hugging Face tokenizer.json
+the files are encoded with it, and its end-of-text token is put after each document.
+"""
+
+import dataclasses
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+from bench.args import parse_dataclass
+from bench.errors import UsageError
+from bench.tokens import write_tokens
+
+SUFFIXES = (".txt", ".md", ".rst", ".py")
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareArgs:
+    """Turn text files into token files: train.bin and val.bin."""
+
+    inputs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.Positional] = ()
+    """Text files, or directories whose .txt, .md, .rst and .py files are taken."""
+    output_dir: str = "data"
+    """Where train.bin and val.bin are written."""
+    stdlib: bool = False
+    """Take the sources of Python's own standard library, which every machine has."""
+    tokenizer: str | None = None
+    """A Hugging Face tokenizer.json; by default each byte is a token (vocabulary 256)."""
+    val_fraction: float = 0.1
+    """Part of the documents that goes into val.bin instead."""
+
+
+def main(argv: list[str]) -> int:
+    """Write the two files; 0 when done, 2 and one line on bad input."""
+    prog = "prepare_data.py"
+    try:
+        args = parse_dataclass(PrepareArgs, argv, prog)
+        prepare(args)
+    except UsageError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{prog}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def prepare(args: PrepareArgs) -> None:
+    """Tokenise all documents and write those chosen for validation into a file of their own."""
+    if not 0 <= args.val_fraction < 1:
+        raise UsageError(f"--val-fraction {args.val_fraction}: must be from 0 to below 1")
+    inputs = [Path(i) for i in args.inputs]
+    if args.stdlib:
+        inputs.append(Path(sysconfig.get_path("stdlib")))
+    if not inputs:
+        raise UsageError("no input; give text files or directories, or --stdlib")
+    paths = [path for given in inputs for path in find_texts(given, args.stdlib)]
+    if not paths:
+        raise UsageError(f"no {', '.join(SUFFIXES)} files under {', '.join(map(str, inputs))}")
+    encode, vocab_size = load_encoder(args.tokenizer)
+    out = Path(args.output_dir)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-dir {out}: cannot be made: {error.strerror}") from None
+    split = {"train": [], "val": []}
+    for path in paths:
+        split["val" if in_validation(path, args.val_fraction) else "train"].append(path)
+    for name, chosen in split.items():
+        if not chosen:
+            continue
+        total = write_tokens(out / f"{name}.bin", map(encode, read_texts(chosen)), vocab_size)
+        print(
+            f"{out / name}.bin: {total:,} tokens of {len(chosen)} documents, vocabulary {vocab_size}"
+        )
+
+
+def find_texts(given: Path, stdlib: bool) -> list[Path]:
+    """A file itself, or the text files under a directory in a fixed order."""
+    if given.is_dir():
+        skipped = {"site-packages", "__pycache__", "test", "tests"} if stdlib else {"__pycache__"}
+        return sorted(
+            path
+            for path in given.rglob("*")
+            if path.suffix in SUFFIXES
+            and path.is_file()
+            and not skipped.intersection(path.relative_to(given).parts)
+        )
+    if not given.exists():
+        raise UsageError(f"{given}: no such file or directory")
+    return [given]
+
+
+def in_validation(path: Path, fraction: float) -> bool:
+    """Whether a document is held out: decided by its name, so that it stays so as others come."""
+    digest = hashlib.sha256("/".join(path.parts[-2:]).encode()).digest()
+    return int.from_bytes(digest[:4], "little") < fraction * 2**32
+
+
+def read_texts(paths: list[Path]) -> Iterator[str]:
+    """Contents one after the other; a file that is no UTF-8 text is a UsageError naming it."""
+    for path in paths:
+        try:
+            yield path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            if path.suffix != ".py":  # sources may declare another encoding; a few do
+                raise UsageError(f"{path}: not UTF-8 text ({error.reason})") from None
+
+
+def load_encoder(tokenizer: str | None):
+    """A function from text to an array of ids, and the size of its vocabulary."""
+    if tokenizer is None:
+        return lambda text: np.frombuffer(text.encode() + b"\0", dtype=np.uint8), 256
+    from tokenizers import Tokenizer
+
+    if not Path(tokenizer).is_file():
+        raise UsageError(f"--tokenizer {tokenizer}: no such file; expected a tokenizer.json")
+    try:
+        loaded = Tokenizer.from_file(tokenizer)
+    except Exception as error:  # the library raises bare Exceptions
+        raise UsageError(f"--tokenizer {tokenizer}: not a tokenizer.json: {error}") from None
+    ends = [i for i in map(loaded.token_to_id, END_TOKENS) if i is not None][:1]
+    return (
+        lambda text: np.array(loaded.encode(text, add_special_tokens=False).ids + ends),
+        loaded.get_vocab_size(with_added_tokens=True),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Small configs of every family, and running train.py inside the test process."""
+
+import json
+from pathlib import Path
+
+from model.config import ModelConfig, parse_config
+
+ROOT = Path(__file__).parent.parent
+
+LLAMA = dict(
+    model_type="llama",
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-5,
+    rope_theta=500.0,
+)
+FAMILIES = {
+    "gpt2": dict(
+        model_type="gpt2", vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=6,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    ),
+    "llama": LLAMA
+    | dict(
+        head_dim=12,
+        attention_bias=True,
+        rope_scaling=dict(
+            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama-linear-tied": LLAMA
+    | dict(
+        tie_word_embeddings=True,
+        mlp_bias=True,
+        rope_scaling=dict(type="linear", factor=2.0),
+    ),
+    "mistral": LLAMA | dict(model_type="mistral", sliding_window=9),
+    "qwen2": LLAMA
+    | dict(
+        model_type="qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": LLAMA | dict(model_type="qwen3", head_dim=16, pad_token_id=3),
+}  # fmt: skip
+
+
+def config(family: str, **changes) -> ModelConfig:
+    return parse_config(FAMILIES[family] | changes, f"{family}.json")
+
+
+def write_config(directory: Path, values: dict) -> str:
+    path = directory / "config.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def run_train(*argv: str) -> int:
+    """Exit code of `train.py ARGV...`, in this process."""
+    import train
+    from bench.run import launch
+
+    return launch(train.train, [str(a) for a in argv], "train.py")
+
+
+def only_result(output_dir: Path) -> dict:
+    """The one result.json under a directory."""
+    (path,) = output_dir.glob("*/result.json")
+    return json.loads(path.read_text())
+
+
+def read_steps(output_dir: Path) -> list[dict]:
+    (path,) = output_dir.glob("*/steps.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,178 @@
+"""Config files: the shipped ones, what is refused, what is ignored."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from bench.flops import count_parameters
+from model.config import ConfigError, load_config, parse_config
+from model.transformer import Transformer
+from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
+
+SHIPPED = sorted(p for p in (ROOT / "configs").glob("*.json") if p.stem != "hardware")
+EXACT = {
+    "gpt2-125m": 124_439_808,
+    "gpt2-350m": 354_823_168,
+    "gpt2-760m": 758_727_168,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512,
+}
+NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "llama-3.1-70b-proxy", "llama-70b-proxy"}
+
+
+def test_all_promised_configs_are_shipped():
+    assert {p.stem for p in SHIPPED} == NAMED | {"llama-3.1-8b-proxy"}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_config_builds_counts_and_opens_in_transformers(path, tmp_path):
+    config = load_config(path)
+    assert config.unknown_keys == ()
+    with torch.device("meta"):
+        model = Transformer(config, seq_len=128)
+    built = sum(p.numel() for p in model.parameters())
+    assert built == count_parameters(config) == EXACT.get(path.stem, built)
+    (tmp_path / "config.json").write_bytes(path.read_bytes())
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.from_pretrained(tmp_path)
+        )
+    assert sum(p.numel() for p in theirs.parameters()) == built
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_formula_on_every_family(family):
+    config = parse_config(FAMILIES[family], "x.json")
+    model = Transformer(config, seq_len=8)
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
+
+
+def test_70b_proxy_is_the_70b_shape_with_four_layers():
+    full, proxy = (load_config(ROOT / f"configs/llama-3.1-70b{end}.json") for end in ("", "-proxy"))
+    short = load_config(ROOT / "configs/llama-70b-proxy.json")
+    differing = {k for k, v in full.shape().items() if proxy.shape()[k] != v}
+    assert differing == {"name", "num_hidden_layers", "windows"}
+    assert proxy.num_hidden_layers == 4 and short.hash == proxy.hash != full.hash
+
+
+GPT2 = FAMILIES["gpt2"]
+MISTRAL, QWEN2 = FAMILIES["mistral"], FAMILIES["qwen2"]
+REFUSED = [
+    (LLAMA | {"model_type": "falcon"}, r'model_type "falcon": not implemented; there are gpt2'),
+    ({k: v for k, v in LLAMA.items() if k != "model_type"}, "model_type: missing"),
+    ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "hidden_size: missing"),
+    (GPT2 | {"n_head": 7}, "hidden size 48 does not divide into 7 attention heads"),
+    (LLAMA | {"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple"),
+    (LLAMA | {"head_dim": 7}, "head_dim 7 is odd"),
+    (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers 0: must be at least 1"),
+    (LLAMA | {"vocab_size": -3}, "vocab_size -3: must be at least 1"),
+    (LLAMA | {"vocab_size": "97"}, 'vocab_size "97": must be a whole number, found text'),
+    (LLAMA | {"intermediate_size": 80.5}, "intermediate_size 80.5: must be a whole number"),
+    (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps 0: must be above 0"),
+    (LLAMA | {"hidden_act": "mish"}, 'hidden_act "mish": not implemented; there are'),
+    (LLAMA | {"tie_word_embeddings": "yes"}, "must be true or false, found text"),
+    (GPT2 | {"attn_pdrop": 1.0}, "attn_pdrop 1.0: must be a number from 0 to below 1"),
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "only false is implemented"),
+    (GPT2 | {"add_cross_attention": True}, "add_cross_attention true: changes the computation"),
+    (LLAMA | {"is_causal": False}, "is_causal false: only causal attention"),
+    (LLAMA | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0: changes the comp"),
+    (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config .*: changes the comp"),
+    (LLAMA | {"sliding_window": 128}, "sliding_window 128: changes the computation"),
+    (LLAMA | {"residual_multiplier": 0.22}, "residual_multiplier 0.22: changes the comp"),
+    (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: only 1"),
+    (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not"),
+    (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not"),
+    (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
+    (LLAMA | {"rope_scaling": {"rope_type": "linear", "type": "yarn"}}, "disagree"),
+    (LLAMA | {"rope_scaling": [8]}, "rope_scaling .*must be an object or null, found a list"),
+    (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ by layer type"),
+    (LLAMA | {"pad_token_id": 97}, "pad_token_id 97 is outside vocab_size 97"),
+    (QWEN2 | {"layer_types": ["full_attention"]}, "must be a list of num_hidden_layers = 3"),
+    (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not implemented"),
+    (MISTRAL | {"sliding_window": 0}, "sliding_window 0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED, ids=[m[:40] for _, m in REFUSED])
+def test_refused_in_one_line_that_names_file_and_key(values, message, tmp_path):
+    path = write_config(tmp_path, values)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(path)
+    assert str(error.value).startswith(path) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"model_type": "llama", ', "not valid JSON at line 1, column 25"),
+        (b"", "not valid JSON at line 1"),
+        (b"[1, 2]", "expected a JSON object with a model_type, found a list"),
+        (b"\xff\xfe\x00", "not a text file"),
+    ],
+)
+def test_unreadable_files(text, message, tmp_path):
+    path = tmp_path / "broken.json"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.json")
+
+
+def test_metadata_is_ignored_and_strange_keys_are_reported():
+    base = parse_config(LLAMA, "x.json")
+    extra = {
+        "transformers_version": "4.40.0",
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "pretraining_tp": 2,
+        "rope_scaling": None,
+        "attn_logit_softcapping": None,
+        "quantization_config": None,
+        "_name_or_path": "somewhere",
+        "bos_token_id": 1,
+        "eos_token_id": [1, 2],
+    }
+    same = parse_config(LLAMA | extra, "y.json")
+    assert same.hash == base.hash and same.unknown_keys == ()
+    odd = parse_config(LLAMA | {"num_key_value_head": 2}, "z.json")
+    assert odd.unknown_keys == ("num_key_value_head",)
+
+
+def test_absent_keys_take_the_defaults_of_transformers():
+    """Only the required keys given: the resolved values are those of transformers' own classes."""
+    required = "model_type vocab_size hidden_size num_hidden_layers num_attention_heads".split()
+    required += ["intermediate_size"]
+    for family in ("llama", "mistral", "qwen2", "qwen3"):
+        values = LLAMA | dict(model_type=family, num_attention_heads=32, hidden_size=128)
+        values = {k: values[k] for k in required}
+        ours = parse_config(values, "x.json")
+        theirs = transformers.AutoConfig.for_model(**values)
+        assert ours.num_key_value_heads == theirs.num_key_value_heads
+        assert ours.max_position_embeddings == theirs.max_position_embeddings
+        assert ours.norm_eps == theirs.rms_norm_eps
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+        assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+        head_dim = getattr(theirs, "head_dim", None) or 4
+        assert ours.head_dim == head_dim
+        window = getattr(theirs, "sliding_window", None)
+        assert set(ours.windows) == {window}
+    ours = parse_config({"model_type": "gpt2", "n_embd": 48, "n_layer": 1, "n_head": 4}, "x.json")
+    theirs = transformers.GPT2Config()
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.max_position_embeddings == theirs.n_positions
+    assert (ours.residual_dropout, ours.embedding_dropout, ours.attention_dropout) == (0.1,) * 3
+
+
+def test_hash_is_of_the_shape_not_of_the_text(tmp_path):
+    spaced = tmp_path / "other-name.json"
+    spaced.write_text(json.dumps(LLAMA, indent=8, sort_keys=True))
+    assert load_config(spaced).hash == parse_config(LLAMA, Path("a.json")).hash
+    assert parse_config(LLAMA | {"rope_theta": 501.0}, "a.json").hash != load_config(spaced).hash

@@ -1,0 +1,140 @@
+"""Token files and the batches made of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from bench.data import FileTokens, SyntheticTokens, batches, hash_ids, sample_plan
+from bench.errors import UsageError
+from bench.tokens import open_tokens, write_tokens
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def counting_file(tmp_path):
+    """1000 tokens 0, 1, 2, ...: a token says where it stands."""
+    path = tmp_path / "count.bin"
+    write_tokens(path, [np.arange(600), np.arange(600, 1000)], 1000)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("vocab", "width"), [(256, "uint16"), (65536, "uint16"), (65537, "uint32")]
+)
+def test_write_and_open(tmp_path, vocab, width):
+    path = tmp_path / "x.bin"
+    ids = np.array([0, 5, vocab - 1])
+    assert write_tokens(path, [ids, ids], vocab) == 6
+    # The header decides, whatever the vocabulary of the reader.
+    for reader in (10, 10**6):
+        tokens = open_tokens(path, reader)
+        assert tokens.dtype == width and tokens.tolist() == [*ids, *ids]
+
+
+def test_headerless_files_follow_the_vocabulary(tmp_path):
+    path = tmp_path / "nano.bin"
+    np.arange(2000, dtype=np.uint16).tofile(path)
+    assert open_tokens(path, 50257).tolist() == list(range(2000))
+    np.arange(2000, dtype=np.uint32).tofile(path)
+    assert open_tokens(path, 128256).tolist() == list(range(2000))
+
+
+def test_truncated_files_are_refused(counting_file, tmp_path):
+    whole = counting_file.read_bytes()
+    counting_file.write_bytes(whole[:-2])
+    with pytest.raises(UsageError, match="header promises 1000 tokens, its size holds 999"):
+        open_tokens(counting_file, 1000)
+    for content in (b"", b"abc"):
+        counting_file.write_bytes(content)
+        with pytest.raises(UsageError, match="complete"):
+            open_tokens(counting_file, 1000)
+
+
+def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_file):
+    source = FileTokens(str(counting_file), 1000, bsz=3, seq_len=37, seed=0)
+    assert source.n_windows == 27
+    seen = []
+    for inputs, labels in batches(source, range(0, 27, 3), CPU):
+        assert inputs.shape == labels.shape == (3, 37)
+        assert torch.equal(labels, inputs + 1)
+        seen += labels.flatten().tolist()
+    assert sorted(seen) == list(range(1, 27 * 37 + 1))
+
+
+def test_epochs_differ_and_seeds_differ(counting_file):
+    def order(seed, epoch):
+        source = FileTokens(str(counting_file), 1000, 1, 37, seed)
+        return [source.start(epoch * 27 + i) for i in range(27)]
+
+    assert sorted(order(0, 0)) == sorted(order(0, 1)) == sorted(order(1, 0))
+    assert order(0, 0) != order(0, 1) and order(0, 0) != order(1, 0)
+    assert order(0, 1) == order(0, 1)
+
+
+def test_a_later_step_needs_no_earlier_one(counting_file):
+    """The position is resumable: samples are a function of their number."""
+    source = FileTokens(str(counting_file), 1000, 4, 37, 0)
+    plan = sample_plan(20, 2, 4)
+    through = list(batches(source, plan, CPU))
+    fresh = FileTokens(str(counting_file), 1000, 4, 37, 0)
+    late = list(batches(fresh, plan[30:], CPU))
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(through[30:], late, strict=True))
+
+
+@pytest.mark.parametrize("source_kind", ["file", "synthetic"])
+def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, source_kind):
+    """One rank with 8 = two ranks with 4 = four ranks with 1 twice: same samples per step."""
+
+    def step_samples(bsz, accumulation, world):
+        rows = []
+        for rank in range(world):
+            if source_kind == "file":
+                source = FileTokens(str(counting_file), 1000, bsz, 31, 5)
+            else:
+                source = SyntheticTokens(1000, bsz, 31, 5, CPU)
+            plan = sample_plan(6, accumulation, bsz, rank, world)
+            per_step = [i for i, _ in batches(source, plan, CPU)]
+            assert len(per_step) == 6 * accumulation
+            rows.append(torch.stack(per_step).view(6, accumulation * bsz, 31))
+        together = torch.cat(rows, dim=1)
+        return [sorted(map(tuple, step.tolist())) for step in together]
+
+    one = step_samples(8, 1, 1)
+    assert one == step_samples(4, 1, 2) == step_samples(1, 2, 4) == step_samples(2, 4, 1)
+    assert all(len(set(step)) == 8 for step in one)
+
+
+def test_workers_give_the_same_batches(counting_file):
+    source = FileTokens(str(counting_file), 1000, 2, 37, 0)
+    plan = sample_plan(6, 1, 2)
+    here = list(batches(source, plan, CPU))
+    there = list(batches(source, plan, CPU, n_workers=2))
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(here, there, strict=True))
+
+
+def test_synthetic_tokens_are_uniform_seeded_and_independent():
+    ids = SyntheticTokens(50257, 64, 1023, 0, CPU)[0]
+    assert ids.shape == (64, 1024) and ids.min() >= 0 and ids.max() < 50257
+    # Mean of 65536 uniform draws: standard error 0.0011 of the range.
+    assert abs(ids.double().mean() / 50256 - 0.5) < 0.006
+    bits = hash_ids(torch.arange(2**16), 0)
+    ones = torch.stack([(bits >> b & 1).double().mean() for b in range(31)])
+    assert (ones - 0.5).abs().max() < 0.01
+    lagged = torch.corrcoef(torch.stack((ids[:, :-1].flatten(), ids[:, 1:].flatten())).double())
+    assert abs(lagged[0, 1]) < 0.02
+    assert not torch.equal(ids, SyntheticTokens(50257, 64, 1023, 1, CPU)[0])
+    assert len(torch.unique(hash_ids(torch.arange(2**20), 7))) > 0.999 * 2**20
+    far = hash_ids(torch.arange(2**16) + 2**40, 0)
+    assert (far == bits).double().mean() < 0.001
+
+
+def test_ids_outside_the_vocabulary_are_found_before_the_first_step(counting_file):
+    source = FileTokens(str(counting_file), 1000, 1, 37, 0)
+    source.check(10**6)
+    small = FileTokens(str(counting_file), 500, 1, 37, 0)
+    with pytest.raises(UsageError, match=r"token id \d+, but the model's vocabulary ends at 499"):
+        small.check(27)
+    with pytest.raises(UsageError, match="1000 tokens are fewer than one sequence of 1000"):
+        FileTokens(str(counting_file), 1000, 1, 1000, 0)
+    FileTokens(str(counting_file), 1000, 1, 999, 0)

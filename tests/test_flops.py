@@ -1,0 +1,74 @@
+"""FLOPs by formula against torch's own counter, and by counting attended pairs."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bench.flops import attended_keys, attention_flops, flops_per_token, linear_parameters
+from model.config import load_config
+from model.layers import window_mask
+from model.transformer import Transformer
+from tests.helpers import FAMILIES, config
+from tests.test_config import SHIPPED
+
+
+def counted(shape, seq_len: int, train: bool) -> float:
+    """FLOPs per token as torch counts them, on the meta device, where attention is plain matmuls."""
+    with torch.device("meta"):
+        model = Transformer(shape, seq_len)
+        ids = torch.zeros(2, seq_len, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(ids, ids)
+        if train:
+            loss.backward()
+    return counter.get_total_flops() / ids.numel()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+def test_shipped_config_agrees_with_torch(path):
+    """torch counts the masked half of attention too, as `palm` does, and a window not at all."""
+    shape = load_config(path)
+    seq_len = min(512, shape.max_position_embeddings)
+    assert flops_per_token(shape, seq_len, causal=False) == pytest.approx(
+        counted(shape, seq_len, train=True), rel=5e-3
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_and_the_forward_alone(family):
+    shape = config(family, sliding_window=None) if family == "mistral" else config(family)
+    seq_len = 6  # below every window
+    with torch.no_grad():
+        forward = counted(shape, seq_len, train=False)
+    assert forward == flops_per_token(shape, seq_len, False, "forward")
+    assert 3 * forward == flops_per_token(shape, seq_len, False, "forward-backward")
+
+
+@pytest.mark.parametrize(("T", "window"), [(512, None), (512, 64), (512, 512), (512, 1000)])
+def test_attended_keys_against_the_mask_itself(T, window):
+    """Pairs the mask lets through, per query; the formulas leave out the diagonal's half pair."""
+    mask = window_mask(T, window or T, torch.device("cpu"), flex=False)
+    pairs = mask.sum().item() / T
+    assert attended_keys(T, window, causal=True) == pytest.approx(pairs, abs=0.51)
+    assert attended_keys(T, window, causal=False) == min(T, window or T)
+
+
+def test_conventions_by_hand():
+    """gpt2-125m at 1024: 6 N + 12 L d T and 6 N + 6 L d T, N = 12 blocks and the tied head."""
+    shape = load_config("configs/gpt2-125m.json")
+    n = 12 * 12 * 768**2 + 50257 * 768
+    assert sum(linear_parameters(shape).values()) == n
+    assert flops_per_token(shape, 1024, causal=False) == 6 * n + 12 * 12 * 768 * 1024
+    assert flops_per_token(shape, 1024, causal=True) == 6 * n + 6 * 12 * 768 * 1024
+
+
+def test_head_dim_counts_not_the_hidden_size():
+    """qwen3-like: heads x head_dim is wider than the hidden size."""
+    wide = config("qwen3")
+    assert attention_flops(wide, 32, causal=False) == 3 * 4 * (6 * 16) * 32
+
+
+def test_padding_is_no_useful_work():
+    assert flops_per_token(load_config("configs/gpt2-tiny.json", 1024), 64, True) == (
+        flops_per_token(load_config("configs/gpt2-tiny.json"), 64, True)
+    )

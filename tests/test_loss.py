@@ -1,0 +1,118 @@
+"""The chunked loss equals the plain one in value and gradient, and needs less memory."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from model.loss import LinearCrossEntropy, chunk_rows
+from tests.helpers import ROOT
+
+N, D, V = 75, 32, 211
+
+
+def tensors(dtype=torch.float32, rows=V):
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, D, generator=g).to(dtype).requires_grad_()
+    weight = torch.randn(rows, D, generator=g).requires_grad_()
+    return hidden, weight, torch.randint(V, (N,), generator=g)
+
+
+@pytest.mark.parametrize("elements", [1, 16 * V, 40 * V, 10**9], ids=lambda e: f"chunk{e}")
+def test_equals_plain_cross_entropy(elements):
+    hidden, weight, labels = tensors()
+    plain_h, plain_w = hidden.detach().clone().requires_grad_(), weight.detach().clone()
+    plain_w.requires_grad_()
+    plain = F.cross_entropy(plain_h @ plain_w.t(), labels)
+    (plain * 0.25).backward()
+    loss = LinearCrossEntropy(V, elements)(hidden, weight, labels)
+    (loss * 0.25).backward()
+    torch.testing.assert_close(loss, plain, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(hidden.grad, plain_h.grad, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(weight.grad, plain_w.grad, atol=1e-7, rtol=1e-5)
+
+
+def test_under_bf16_autocast_it_is_no_less_exact_than_the_plain_way():
+    """Errors against fp64, both with bf16 matmuls; sums and softmax are fp32."""
+    hidden, weight, labels = tensors(torch.bfloat16)
+    exact_h, exact_w = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    exact = F.cross_entropy(exact_h @ exact_w.t(), labels)
+    exact.backward()
+    errors = {}
+    for kind in ("plain", "chunked"):
+        h, w = (t.detach().clone().requires_grad_() for t in (hidden, weight))
+        with torch.autocast("cpu", torch.bfloat16):
+            if kind == "plain":
+                loss = F.cross_entropy(F.linear(h, w).float(), labels)
+            else:
+                loss = LinearCrossEntropy(V, 16 * V)(h, w, labels)
+        loss.backward()
+        assert loss.dtype == torch.float32 and w.grad.dtype == torch.float32
+        errors[kind] = [
+            abs(loss.item() - exact.item()),
+            ((w.grad - exact_w.grad).norm() / exact_w.grad.norm()).item(),
+            ((h.grad - exact_h.grad).norm() / exact_h.grad.norm()).item(),
+        ]
+    for ours, plain in zip(errors["chunked"], errors["plain"], strict=True):
+        assert ours <= 1.1 * plain + 1e-4, errors
+
+
+def test_padded_rows_get_no_probability_and_no_gradient():
+    hidden, weight, labels = tensors()
+    padded = torch.cat((weight.detach(), torch.full((45, D), 9.0))).requires_grad_()
+    loss = LinearCrossEntropy(V, 16 * V)(hidden, padded, labels)
+    plain = LinearCrossEntropy(V)(hidden.detach(), weight, labels)
+    torch.testing.assert_close(loss, plain)
+    loss.backward()
+    assert not padded.grad[V:].any()
+
+
+def test_no_gradient_is_computed_when_none_is_wanted():
+    hidden, weight, labels = tensors()
+    with torch.no_grad():
+        loss = LinearCrossEntropy(V)(hidden, weight, labels)
+    assert not loss.requires_grad
+
+
+def test_a_second_backward_is_an_error_not_a_wrong_gradient():
+    hidden, weight, labels = tensors()
+    loss = LinearCrossEntropy(V)(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
+
+
+def test_chunk_rows():
+    assert chunk_rows(8192, 128256) == 1024
+    assert chunk_rows(8192, 50257) == 2048
+    assert chunk_rows(100, 65) == 100
+    assert chunk_rows(8192, 10**9) == 16
+
+
+PEAK = """
+import resource, sys, torch, torch.nn.functional as F
+from model.loss import LinearCrossEntropy
+N, d, V = 2048, 64, 32000
+hidden = torch.randn(N, d, requires_grad=True); weight = torch.randn(V, d, requires_grad=True)
+labels = torch.randint(V, (N,))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+if sys.argv[1] == "plain":
+    F.cross_entropy(hidden @ weight.t(), labels).backward()
+else:
+    LinearCrossEntropy(V, 2**22)(hidden, weight, labels).backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_memory_stays_below_one_full_logits_tensor():
+    """2048 x 32000 fp32 logits are 250 MiB; the plain loss holds at least two such tensors."""
+    peak = {}
+    for kind in ("plain", "chunked"):
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, kind], capture_output=True, text=True, cwd=ROOT, check=True
+        )
+        peak[kind] = float(done.stdout)
+    assert peak["plain"] > 450
+    assert peak["chunked"] < 125

@@ -1,0 +1,162 @@
+"""The same weights give the same logits, loss and gradients as in transformers, both ways."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+
+from model.config import ConfigError, parse_config
+from model.hf import ARCHITECTURES, check_pretrained, load_pretrained, save_pretrained, to_hf
+from model.init import materialize
+from model.transformer import Transformer
+from tests.helpers import FAMILIES, config, only_result, run_train
+
+T = 24
+CPU = torch.device("cpu")
+
+
+def reference(values: dict):
+    """A transformers model of a config file's content, with every parameter random."""
+    torch.manual_seed(0)
+    hf_config = transformers.AutoConfig.for_model(**values, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def pair(request, tmp_path_factory):
+    """(our config, our model, theirs) with the same weights, through their safetensors."""
+    values = FAMILIES[request.param]
+    theirs = reference(values)
+    directory = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(directory)
+    ours_config = config(request.param)
+    model = Transformer(ours_config, T)
+    load_pretrained(model, ours_config, check_pretrained(model, ours_config, directory))
+    return ours_config, model, theirs, directory
+
+
+def test_logits_loss_and_gradients_are_those_of_transformers(pair):
+    ours_config, ours, theirs, _ = pair
+    tokens = torch.randint(97, (3, T + 1), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    logits, their_logits = ours(inputs), theirs(inputs).logits
+    torch.testing.assert_close(logits, their_logits, atol=1e-4, rtol=0)
+    their_loss = F.cross_entropy(their_logits.flatten(0, 1), labels.flatten())
+    loss = ours(inputs, labels)
+    torch.testing.assert_close(loss, their_loss, atol=1e-5, rtol=0)
+    loss.backward()
+    their_loss.backward()
+    their_grads = {name: p.grad for name, p in theirs.named_parameters()}
+    seen = set()
+    for name, parameter in ours.named_parameters():
+        for hf_name, grad in to_hf(ours_config, name, parameter.grad):
+            torch.testing.assert_close(grad, their_grads[hf_name], atol=1e-4, rtol=1e-4)
+            seen.add(hf_name)
+    assert seen == set(their_grads)
+    ours.zero_grad()
+    theirs.zero_grad()
+
+
+def test_saved_weights_open_in_transformers(pair, tmp_path):
+    ours_config, ours, theirs, _ = pair
+    save_pretrained(ours, ours_config, tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for (name, a), (_, b) in zip(
+        theirs.state_dict().items(), again.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def test_newer_spelling_reads_the_same(pair):
+    """transformers 5 writes rope_parameters and layer_types; the files mean the same model."""
+    ours_config, _, _, directory = pair
+    newer = json.loads((directory / "config.json").read_text())
+    assert parse_config(newer, "config.json").hash == ours_config.hash
+    if ours_config.model_type != "gpt2":
+        assert "rope_parameters" in newer and "rope_theta" not in newer
+
+
+def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
+    ours_config, ours, theirs, _ = pair
+    theirs.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    fresh = Transformer(ours_config, T)
+    load_pretrained(fresh, ours_config, check_pretrained(fresh, ours_config, tmp_path))
+    for a, b in zip(ours.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(a, b)
+    if ours_config.model_type == "gpt2":
+        bare = {n.removeprefix("transformer."): v.clone() for n, v in theirs.state_dict().items()}
+        bare.pop("lm_head.weight")
+        (tmp_path / "bare").mkdir()
+        save_file(bare, tmp_path / "bare" / "model.safetensors")
+        check_pretrained(fresh, ours_config, tmp_path / "bare")
+
+
+def test_weights_of_another_shape_are_refused(pair, tmp_path):
+    ours_config, _, _, directory = pair
+    key = "n_layer" if ours_config.model_type == "gpt2" else "num_hidden_layers"
+    layers = {"layer_types": None} if ours_config.model_type.startswith("qwen") else {}
+    deeper = parse_config(ours_config.raw | {key: 4} | layers, "deeper.json")
+    model = Transformer(deeper, T)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers is 3, but deeper\.json says 4"):
+        check_pretrained(model, deeper, directory)
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    with pytest.raises(ConfigError, match="has no tensor"):
+        check_pretrained(model, deeper, tmp_path)
+
+
+@pytest.mark.parametrize("flex", [False, True])
+def test_window_hides_what_lies_before_it(flex):
+    """Position i of one layer depends on i - window + 1 and on nothing older."""
+    window = 9
+    one = config("mistral", num_hidden_layers=1, sliding_window=window)
+    model = Transformer(one, T, flex)
+    materialize(model, one, CPU, seed=0)
+    tokens = torch.randint(97, (1, T), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 97
+    with torch.no_grad():
+        moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-7
+    assert moved.nonzero().flatten().tolist() == list(range(5, 5 + window))
+
+
+def test_flex_and_mask_agree():
+    values = config("qwen2")
+    dense, flex = Transformer(values, T), Transformer(values, T, flex=True)
+    for model in (dense, flex):
+        materialize(model, values, CPU, seed=3)
+    tokens = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(dense(tokens), flex(tokens), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_a_trained_model_opens_in_transformers(family, tmp_path):
+    """train.py --export, then AutoModelForCausalLM: the last loss of training is theirs too."""
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps(FAMILIES[family]))
+    common = [str(source), "--amp", "off", "--seq-len", "24", "--bsz", "2", "--device", "cpu"]
+    out = tmp_path / "runs"
+    assert run_train(*common, "--n-steps", "3", "--export", "--output-dir", out,
+                     "--run-name", "a", "--pad-vocab", "64") == 0  # fmt: skip
+    export = out / "a" / "export"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
+    assert type(theirs).__name__ == ARCHITECTURES[FAMILIES[family]["model_type"]]
+
+    # Continue from the export for one forward step: the loss must be what they compute on it.
+    again = tmp_path / "again"
+    argv = ["--pass-type", "forward", "--n-steps", "1", "--warmup-steps", "0"]
+    assert run_train(*common, *argv, "--init-from", export, "--output-dir", again) == 0
+    from bench.data import SyntheticTokens
+
+    ids = SyntheticTokens(97, 2, 24, 0, CPU)[0]
+    with torch.no_grad():
+        logits = theirs(ids[:, :-1]).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert only_result(again)["metrics"]["final_loss"] == pytest.approx(expected.item(), abs=1e-5)
