@@ -142,15 +142,16 @@ def _columns(width: str):
 
 
 def _first_message(panel: str) -> str:
-    """The message of the parser's boxed error text, on one line."""
-    lines = []
-    for line in panel.splitlines():
-        text = line.strip("│╭╮╰╯─ \t")
-        if line.startswith("│"):
-            if not text:  # the rule that ends the message
+    """The message of the parser's boxed error text (drawn in ASCII or not), on one line."""
+    lines = [line.strip("│╭╮╰╯ ") for line in panel.splitlines()][1:]  # the first is the title
+    message: list[str] = []
+    for line in lines:
+        if set(line) <= {"─", "-"}:  # a rule stands below the title or ends the message
+            if message:
                 break
-            lines.append(text)
-    return re.sub(r"\s+", " ", " ".join(lines)) or "bad arguments"
+        else:
+            message.append(line)
+    return re.sub(r"\s+", " ", " ".join(message)) or "bad arguments"
 
 
 def check_args(args: Args) -> None:

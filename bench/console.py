@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.results import Result
-from bench.steps import Step
+from bench.stepfile import Step
 
 
 class ProgressDisplay:

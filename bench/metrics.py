@@ -3,7 +3,7 @@
 from bench.flops import flops_per_token
 from bench.results import Result
 from bench.statistics import describe
-from bench.steps import PARTS, Step, finite
+from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
 
 

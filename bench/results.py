@@ -16,6 +16,8 @@ RESERVED_BYTES = 2**20
 
 
 class Strict(BaseModel):
+    """A part of the result; keys that the schema does not know are errors."""
+
     model_config = ConfigDict(extra="forbid")
 
 

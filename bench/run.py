@@ -32,7 +32,8 @@ from bench.metrics import fill_flop_metrics, fill_step_metrics
 from bench.parallel import compile_seconds
 from bench.power import EnergyMeter
 from bench.results import Batch, Device, ModelInfo, Result, ResultFile
-from bench.steps import StepLog, StepsFile
+from bench.stepfile import StepsFile
+from bench.steps import StepLog
 from bench.tensorboard import TensorBoardFile
 from model.config import ConfigError, ModelConfig
 

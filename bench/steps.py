@@ -5,35 +5,16 @@ The end of one step is the start of the next, so that the step times of a window
 
 import contextlib
 import dataclasses
-import json
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from bench.clock import Clock, Stamp
-
-PARTS = ("data", "forward", "backward", "optimizer")
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One finished step, as a line of steps.jsonl; times in seconds, tokens over all ranks."""
-
-    step: int
-    phase: str
-    loss: float
-    lr: float
-    grad_norm: float | None
-    step_time_s: float
-    tokens: int
-    data_time_s: float
-    forward_time_s: float
-    backward_time_s: float
-    optimizer_time_s: float
+from bench.stepfile import PARTS, Step
 
 
 @dataclasses.dataclass
@@ -85,11 +66,12 @@ class StepLog:
     def drain(self) -> None:
         """Hand on the steps that the device has finished."""
         self.last_drain = time.perf_counter()
-        while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
-            step = self._read(self.pending.popleft())
-            self.steps.append(step)
-            for sink in self.sinks:
-                sink(step)
+        with _signals_held():
+            while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
+                step = self._read(self.pending.popleft())
+                self.steps.append(step)
+                for sink in self.sinks:
+                    sink(step)
 
     def _read(self, pending: _Pending) -> Step:
         parts = dict.fromkeys(PARTS, 0.0)
@@ -112,25 +94,12 @@ class StepLog:
         return [step for step in self.steps if step.phase == phase]
 
 
-class StepsFile:
-    """steps.jsonl: one JSON object a line and step; infinite and undefined values become null."""
-
-    def __init__(self, path: Path):
-        self.file = path.open("w", encoding="utf-8")
-
-    def __call__(self, step: Step) -> None:
-        fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
-        self.file.write(json.dumps(fields) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        # What could not be written was reported when it was written; the buffer may still hold it.
-        with contextlib.suppress(OSError):
-            self.file.close()
-
-
-def finite(value):
-    """A number JSON can hold, or None."""
-    if isinstance(value, float) and not -float("inf") < value < float("inf"):
-        return None
-    return value
+@contextlib.contextmanager
+def _signals_held():
+    """Ctrl-C and SIGTERM arrive only afterwards: a step is handed to all sinks or to none."""
+    signals = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -60,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is None:
                 grad_weight = (grad.t() @ low_h[part]).to(weight.dtype)
             elif dtype == weight.dtype:
-                grad_weight.addmm_(grad.t(), low_h[part])
+                torch.addmm(grad_weight, grad.t(), low_h[part], out=grad_weight)
             else:
                 grad_weight += grad.t() @ low_h[part]
         ctx.grads, ctx.n, ctx.hidden_dtype = (grad_hidden, grad_weight), n, hidden.dtype

@@ -1,0 +1,45 @@
+"""Peaks: known devices by their whole name, unknown ones not at all."""
+
+import json
+
+import pytest
+
+from bench.hardware import HARDWARE_FILE, find_peaks
+
+DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [
+        ("NVIDIA H200", 989.4, 1978.9),
+        ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
+        ("NVIDIA H100 PCIe", 756, 1513),
+        ("AMD Instinct MI300X", 1307, 2615),
+        ("AMD Instinct MI250X", 191.5, None),
+        ("NVIDIA A100-SXM4-80GB", 312, None),
+    ],
+)
+def test_known(name, bf16, fp8):
+    peaks = find_peaks(name)
+    assert (peaks.bf16_tflops, peaks.fp8_tflops) == (bf16, fp8)
+    assert "datasheet" in peaks.source
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "H200", "NVIDIA GeForce RTX 4060", "CPU", ""])
+def test_unknown_is_none_never_a_neighbour(name):
+    assert find_peaks(name).bf16_tflops is None
+
+
+def test_the_user_knows_better():
+    assert find_peaks("NVIDIA H200", 800.0).bf16_tflops == 800.0
+    assert find_peaks("Box", 12.5).source == "--peak-tflops"
+
+
+def test_every_figure_has_a_source_and_fp8_is_dense():
+    names = [n for d in DEVICES for n in d["driver_names"]]
+    assert len(names) == len(set(names))
+    for d in DEVICES:
+        assert d["source"]
+        # Sparse figures are twice the dense ones: fp8 is at most 2.1 times bf16.
+        assert d["fp8_tflops"] is None or d["fp8_tflops"] / d["bf16_tflops"] < 2.1

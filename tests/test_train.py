@@ -1,0 +1,307 @@
+"""train.py as a user runs it, on the CPU: results, toggles, endings."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bench.results import read_result
+from bench.tokens import write_tokens
+from tests.helpers import ROOT, only_result, read_steps, run_train
+
+TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
+FP32 = [*TINY, "--amp", "off"]
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def losses(tmp_path, name, *argv):
+    """Losses of 6 + 2 steps under the given flags."""
+    out = tmp_path / name
+    argv = [*argv, "--n-steps", 6, "--warmup-steps", 2, "--lr-warmup-steps", 2, "--output-dir", out]
+    assert run_train(*argv) == 0
+    return [s["loss"] for s in read_steps(out)]
+
+
+@pytest.fixture(scope="module")
+def learnable(tmp_path_factory):
+    """A token file with a simple rule: each token is the one before plus 1, 2 or 3, modulo 64."""
+    steps = np.random.default_rng(0).integers(1, 4, 20000)
+    path = tmp_path_factory.mktemp("data") / "train.bin"
+    write_tokens(path, [np.cumsum(steps) % 64], 256)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, learnable):
+    """One ordinary run with everything on, looked at by several tests."""
+    out = tmp_path_factory.mktemp("runs")
+    argv = ["--data", learnable, "--val-data", learnable, "--n-steps", 60, "--warmup-steps", 4,
+            "--grad-acc-steps", 2, "--lr", "3e-3", "--output-dir", out, "--peak-tflops", 1.0,
+            "--usd-per-hour", 3.6, "--bsz", 8]  # fmt: skip
+    os.chdir(ROOT)
+    assert run_train(*FP32, *argv) == 0
+    return out
+
+
+def test_it_learns(run):
+    """ln 256 = 5.5 at the start; the rule's own entropy is ln 3 = 1.1."""
+    m = only_result(run)["metrics"]
+    assert 5.3 < m["first_loss"] < 5.8
+    assert m["final_loss"] < 2.2
+    assert 5.3 < m["val_loss_before"] < 5.8 and abs(m["val_loss"] - m["final_loss"]) < 0.3
+
+
+def test_figures_follow_from_the_step_times(run):
+    r = only_result(run)
+    m, times = r["metrics"], r["step_times_s"]
+    assert r["status"] == "ok" and r["error"] is None
+    assert len(times) == m["n_measured_steps"] == 60 and len(r["warmup_step_times_s"]) == 4
+    assert m["window_s"] == pytest.approx(sum(times))
+    assert r["batch"] == {
+        "micro_batch": 8, "grad_acc_steps": 2, "data_parallel_size": 1, "global_batch": 16,
+        "seq_len": 32, "tokens_per_step": 512,
+    }  # fmt: skip
+    assert m["tokens_per_sec"] == pytest.approx(512 * 60 / sum(times))
+    assert m["step_time_median_s"] == pytest.approx(np.median(times))
+    parts = [m[f"{p}_time_mean_s"] for p in ("data", "forward", "backward", "optimizer")]
+    assert sum(parts) == pytest.approx(m["step_time_mean_s"]) and min(parts) > 0
+    assert m["mfu"] == pytest.approx(m["tokens_per_sec"] * m["flops_per_token_palm"] / 1e12)
+    assert m["mfu_causal"] < m["mfu"] == m["hfu"]
+    assert m["usd_per_million_tokens"] == pytest.approx(1e-3 / m["tokens_per_sec"] * 1e6)
+    assert m["peak_rss_gib"] > 0.1 and m["compile_s"] is None
+
+
+def test_result_is_complete(run):
+    r = only_result(run)
+    assert r["args"]["lr"] == 3e-3 and r["args"]["seq_len"] == 32
+    assert r["model"]["config"] == json.loads((ROOT / "configs/gpt2-tiny.json").read_text())
+    assert r["model"]["n_parameters"] == 462_336
+    assert r["environment"]["libraries"]["torch"] and r["environment"]["cpu"]
+    sha = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    assert r["environment"]["git_sha"] == sha.stdout.strip()
+    assert r["command"][0] == "train.py" and r["schema_version"] == 1
+    (path,) = run.glob("*/result.json")
+    assert read_result(path).metrics.final_loss == r["metrics"]["final_loss"]
+    assert {p.name for p in path.parent.iterdir()} == {"result.json", "steps.jsonl", "tensorboard"}
+
+
+def test_steps_file_and_tensorboard_say_the_same(run):
+    steps = read_steps(run)
+    assert [s["step"] for s in steps] == list(range(64))
+    assert [s["phase"] for s in steps] == ["warmup"] * 4 + ["measure"] * 60
+    assert all(s["tokens"] == 512 and s["grad_norm"] > 0 for s in steps)
+    rates = [s["lr"] for s in steps]
+    peak = rates.index(max(rates))
+    assert peak == 10 and rates[peak] == pytest.approx(3e-3) and rates[-1] == pytest.approx(3e-4)
+    assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:])[::-1]
+    (directory,) = run.glob("*/tensorboard")
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    for tag in ("train/loss", "train/lr", "train/grad_norm", "speed/tokens_per_sec", "speed/mfu"):
+        assert tag in tags
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(64))
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(
+        [s["loss"] for s in steps]
+    )
+    assert events.Scalars("memory/peak_rss_gib")[0].value > 0.1
+
+
+def test_losses_are_reproducible_and_depend_on_the_seed(tmp_path):
+    first = losses(tmp_path, "a", *FP32)
+    assert first == losses(tmp_path, "b", *FP32)
+    assert first != losses(tmp_path, "c", *FP32, "--seed", 1)
+
+
+def test_toggles_do_not_change_what_is_computed(tmp_path):
+    """Accumulation, compilation, padding, workers, attention kernels: same losses; bf16 nearly."""
+    plain = losses(tmp_path, "plain", *FP32, "--bsz", 4)
+    for name, tolerance, *flags in (
+        ("accumulate", 1e-5, "--bsz", 2, "--grad-acc-steps", 2),
+        ("pad", 1e-5, "--bsz", 4, "--pad-vocab", 384),
+        ("math", 1e-5, "--bsz", 4, "--attention", "math"),
+        ("flash", 1e-5, "--bsz", 4, "--attention", "flash"),
+        ("compile", 1e-4, "--bsz", 4, "--pt-compile"),
+        ("bf16", 2e-2, "--bsz", 4, "--amp", "bf16"),
+        ("fp16", 2e-2, "--bsz", 4, "--amp", "fp16"),
+    ):
+        other = losses(tmp_path, name, *FP32, *flags)
+        assert other == pytest.approx(plain, rel=tolerance), name
+    assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.5
+
+
+def test_workers_read_the_same_data(tmp_path, learnable):
+    argv = [*FP32, "--data", learnable]
+    assert losses(tmp_path, "0", *argv) == losses(tmp_path, "2", *argv, "--n-workers", 2)
+
+
+def test_pass_types(tmp_path):
+    seconds = {}
+    for kind in ("forward", "forward-backward", "step"):
+        losses(tmp_path, kind, *FP32, "--pass-type", kind)
+        r = only_result(tmp_path / kind)
+        m = r["metrics"]
+        seconds[kind] = m["flops_per_token_palm"]
+        assert (m["backward_time_mean_s"] > 0) == (kind != "forward")
+        # Only a full step changes the parameters, and only it has a learning rate.
+        rates = [s["lr"] for s in read_steps(tmp_path / kind)]
+        assert (max(rates) > 0) == (kind == "step")
+    assert seconds["step"] == seconds["forward-backward"] == 3 * seconds["forward"]
+
+
+def test_sgd_differs_from_adamw_and_clipping_bites(tmp_path):
+    adamw = losses(tmp_path, "adamw", *FP32)
+    sgd = losses(tmp_path, "sgd", *FP32, "--optimizer", "sgd")
+    assert adamw[:1] == sgd[:1] and adamw[4:] != sgd[4:]
+    clipped = losses(tmp_path, "clip", *FP32, "--optimizer", "sgd", "--grad-clip", 0.01)
+    free = losses(tmp_path, "free", *FP32, "--optimizer", "sgd", "--grad-clip", 0)
+    assert clipped[4:] != free[4:] != sgd[4:]
+
+
+def test_unknown_device_has_no_mfu_and_says_so(tmp_path, capsys):
+    losses(tmp_path, "x", *FP32, "--no-tensorboard")
+    r = only_result(tmp_path / "x")
+    assert r["metrics"]["mfu"] is None and r["metrics"]["ideal_time_fraction"] is None
+    assert any("mfu is null" in note for note in r["notes"])
+    table = capsys.readouterr().out
+    assert "| MFU: palm / causal" in table and "unknown / unknown" in table
+
+
+def start(tmp_path, *argv, **popen):
+    command = [sys.executable, "train.py", *FP32, "--output-dir", str(tmp_path / "runs"), *argv]
+    return subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **popen
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_what_was_measured(tmp_path, number):
+    process = start(tmp_path, "--n-steps", "100000", "--warmup-steps", "2")
+    deadline = time.monotonic() + 60
+    while not (
+        list(tmp_path.glob("runs/*/steps.jsonl")) and len(read_steps(tmp_path / "runs")) > 5
+    ):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1 and "Traceback" not in stderr
+    assert f"interrupted by {number.name}" in stderr
+    r = only_result(tmp_path / "runs")
+    assert r["status"] == "interrupted" and r["error"] == number.name
+    assert r["metrics"]["n_measured_steps"] >= 3 and r["metrics"]["tokens_per_sec"] > 0
+    assert len(read_steps(tmp_path / "runs")) == r["metrics"]["n_measured_steps"] + 2
+
+
+def test_out_of_memory(tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+
+    process = start(tmp_path, "--bsz", "200000", "--seq-len", "256", preexec_fn=limit)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 3, stderr
+    assert "Traceback" not in stderr and "--bsz" in stderr and "--seq-len" in stderr
+    assert only_result(tmp_path / "runs")["status"] == "oom"
+
+
+def test_full_disk(tmp_path):
+    """A file system of 3 MiB: the step file fills it up, the result still gets written."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("a small file system can be mounted only by root")
+    try:
+        process = start(
+            tmp_path, "--output-dir", str(disk), "--n-steps", "100000", "--warmup-steps", "1"
+        )
+        _, stderr = process.communicate(timeout=200)
+        assert process.returncode == 1 and "Traceback" not in stderr, stderr
+        assert "disk full" in stderr
+        r = only_result(disk)
+        assert r["status"] == "failed" and "disk full" in r["error"]
+        assert r["metrics"]["n_measured_steps"] > 100
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+BAD = [
+    (["--bsz", "0"], "--bsz 0: must be at least 1"),
+    (["--bsz", "two"], "--bsz"),
+    (["--n-steps", "-1"], "--n-steps -1: must be at least 1"),
+    (["--lr", "nan"], "--lr nan: must be at least 0"),
+    (["--amp", "fp8"], "--amp"),
+    (["--frobnicate"], "--frobnicate"),
+    (["--seq-len", "257"], "--seq-len 257: configs/gpt2-tiny.json allows at most 256"),
+    (["--seq-len", "0"], "--seq-len 0: must be above 0"),
+    (["--compile-mode", "max-autotune"], "needs --pt-compile"),
+    (["--device", "cuda"], "--device cuda: PyTorch"),
+    (["--attention", "efficient"], "--attention efficient: that kernel cannot run"),
+    (["--attention", "flex"], "--attention flex: no layer has a sliding window"),
+    (["--data", "none.bin"], "none.bin: no such file"),
+    (["--data", "configs"], "configs: "),
+    (["--val-data", "none.bin"], "none.bin: no such file"),
+    (["--init-from", "none"], "none: has no model.safetensors"),
+    (["--run-name", "a/b"], "--run-name 'a/b': must be a plain directory name"),
+    (["--output-dir", "/proc/none/here"], "--output-dir /proc/none/here: cannot be written"),
+    (["--output-dir", "README.md/x"], "--output-dir README.md/x: cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
+def test_bad_input_is_one_line_and_writes_nothing(argv, message, tmp_path, capsys, monkeypatch):
+    import torch
+
+    if "cuda" in argv and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    out = tmp_path / "runs"
+    assert run_train(*FP32, "--output-dir", out, *argv) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("train.py: ")
+    assert printed.err.count("\n") == 1 and message in printed.err
+    assert not out.exists()
+
+
+def test_bad_files_write_nothing_either(tmp_path, capsys):
+    short, foreign = tmp_path / "short.bin", tmp_path / "foreign.bin"
+    write_tokens(short, [np.arange(32)], 256)
+    write_tokens(foreign, [np.full(1000, 300)], 50257)
+    out = tmp_path / "runs"
+    for path, message in ((short, "fewer than one sequence"), (foreign, "token id 300")):
+        assert run_train(*FP32, "--data", path, "--output-dir", out) == 2
+        assert message in capsys.readouterr().err
+    assert not out.exists()
+    # A run directory that exists is not touched.
+    assert run_train(*FP32, "--n-steps", 1, "--warmup-steps", 0, "--output-dir", out,
+                     "--run-name", "a") == 0  # fmt: skip
+    before = (out / "a" / "result.json").read_bytes()
+    assert run_train(*FP32, "--output-dir", out, "--run-name", "a") == 2
+    assert (out / "a" / "result.json").read_bytes() == before
+
+
+def test_underscores_work_too(tmp_path):
+    assert run_train("configs/gpt2-tiny.json", "--seq_len", 16, "--n_steps", 1, "--warmup_steps", 0,
+                     "--output_dir", tmp_path) == 0  # fmt: skip
+
+
+def test_help_documents_every_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_train("--help")
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in "bsz seq-len grad-acc-steps amp pt-compile pass-type data seed export".split():
+        assert f"--{flag}" in text
+    assert "(default: 50)" in text
