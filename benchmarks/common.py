@@ -1,0 +1,100 @@
+"""Interleaved timing and result files of the benchmarks."""
+
+import datetime
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bench.args import parse_args
+from bench.device import device_name, pick_device, synchronize
+from bench.environment import describe_environment
+from bench.results import read_result
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call each in turn, round after round, after one round that does not count.
+
+    A contestant returns its seconds per step. Interleaved, a machine that changes its speed changes
+    it for all.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for round_number in range(rounds + 1):
+        for name, run in contestants.items():
+            seconds = run()
+            if round_number:
+                times[name].append(seconds)
+            print(f"round {round_number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
+    return times
+
+
+def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:
+    """Mean seconds of n calls, the device idle before and after."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(n):
+        step()
+    synchronize(device)
+    return (time.perf_counter() - start) / n
+
+
+def time_train(*argv: object) -> float:
+    """Mean seconds per measured step of `train.py ARGV...`, run in this process."""
+    import train
+
+    with tempfile.TemporaryDirectory() as out:
+        train.train(parse_args([*map(str, argv), "--output-dir", out], "train.py"))
+        (path,) = Path(out).glob("*/result.json")
+        return read_result(path).metrics.step_time_mean_s
+
+
+def report(
+    name: str, times: dict[str, list[float]], ratios: dict[str, tuple[str, str]], about: str
+):
+    """Print minimum and median of each contestant and of the ratios, and keep all of it as JSON.
+
+    A ratio "a over b" is b's time over a's, round by round: above 1, a is faster.
+    """
+    device = pick_device("auto")
+    rows = {
+        n: {"min_s": min(t), "median_s": statistics.median(t), "all_s": t} for n, t in times.items()
+    }
+    compared = {}
+    for label, (a, b) in ratios.items():
+        pairs = [tb / ta for ta, tb in zip(times[a], times[b], strict=True)]
+        compared[label] = {
+            "median": statistics.median(pairs),
+            "min": min(pairs),
+            "max": max(pairs),
+            "of_minima": min(times[b]) / min(times[a]),
+        }
+    print(f"\n{name}: {about}\n\n| what | min [ms] | median [ms] |\n|---|---:|---:|")
+    for n, row in rows.items():
+        print(f"| {n} | {1e3 * row['min_s']:.2f} | {1e3 * row['median_s']:.2f} |")
+    print("\n| speed ratio | median | of minima | range |\n|---|---:|---:|---|")
+    for label, r in compared.items():
+        print(
+            f"| {label} | {r['median']:.3f} | {r['of_minima']:.3f} | {r['min']:.3f}-{r['max']:.3f} |"
+        )
+    save(name, {"about": about, "times": rows, "ratios": compared}, device)
+
+
+def save(name: str, content: dict, device: torch.device) -> None:
+    """Write a result file that says where and when it was measured."""
+    now = datetime.datetime.now(datetime.UTC)
+    environment = describe_environment(device)
+    environment.pop("hostname")  # of no use to a reader, and private
+    content = {"benchmark": name, "date": f"{now:%Y-%m-%d}", "device": device_name(device),
+               "environment": environment, **content}  # fmt: skip
+    RESULTS.mkdir(exist_ok=True)
+    slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
+    path = RESULTS / f"{name}-{slug}-{now:%Y%m%d}.json"
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{path.relative_to(RESULTS.parent.parent)}")

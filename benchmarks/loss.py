@@ -1,0 +1,101 @@
+"""Head and loss: ours, the plain way, and torch's own linear_cross_entropy where it exists.
+
+    python benchmarks/loss.py [--rounds N]
+
+Time forward and backward, interleaved, and the peak memory at vocabulary 128256 and sequence 8192
+(on a CPU in a process of its own each, by resident size).
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.nn.functional as F
+
+from bench.device import GIB, peak_resident_bytes, pick_device
+from benchmarks.common import interleave, report, save, time_steps
+from model.loss import LinearCrossEntropy
+
+KINDS = ("plain", "chunked", "torch")
+
+
+def contestant(kind: str, N: int, d: int, V: int, device: torch.device):
+    """Loss and backward of one kind on random data; parameters fp32, bf16 on a GPU as under AMP."""
+    low = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(N, d, device=device, dtype=low, requires_grad=True)
+    weight = torch.randn(V, d, device=device, requires_grad=True)
+    labels = torch.randint(V, (N,), device=device)
+    ours = LinearCrossEntropy(V)
+
+    def step():
+        hidden.grad = weight.grad = None
+        if kind == "chunked":
+            with torch.autocast(device.type, torch.bfloat16, enabled=low != torch.float32):
+                loss = ours(hidden, weight, labels)
+        elif kind == "torch":
+            options = torch.nn.LinearCrossEntropyOptions()
+            loss = F.linear_cross_entropy(hidden, weight.to(low), labels, options=options)
+        else:
+            loss = F.cross_entropy((hidden @ weight.to(low).t()).float(), labels)
+        loss.backward()
+
+    return step
+
+
+def available() -> list[str]:
+    """The kinds this torch can run."""
+    return [k for k in KINDS if k != "torch" or hasattr(F, "linear_cross_entropy")]
+
+
+def peak(kind: str, N: int, d: int, V: int) -> float:
+    """Peak memory of one loss and backward beyond inputs, in GiB."""
+    device = pick_device("auto")
+    step = contestant(kind, N, d, V, device)
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / GIB
+    before = peak_resident_bytes()
+    step()
+    return (peak_resident_bytes() - before) / GIB
+
+
+def main() -> None:
+    """Report times and peaks."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--peak", choices=KINDS, help="only print this kind's peak memory")
+    args = parser.parse_args()
+    device = pick_device("auto")
+    d = 4096 if device.type == "cuda" else 256
+    if args.peak:
+        print(json.dumps(peak(args.peak, 8192, d, 128256)))
+        return
+    N, V = (8192, 128256) if device.type == "cuda" else (2048, 32000)
+    steps = {k: contestant(k, N, d, V, device) for k in available()}
+    times = interleave(
+        {k: lambda s=s: time_steps(s, 3, device) for k, s in steps.items()}, args.rounds
+    )
+    ratios = {f"chunked / {k}": ("chunked", k) for k in steps if k != "chunked"}
+    report("loss", times, ratios, f"head and loss, forward and backward, N {N}, d {d}, V {V}")
+    peaks = {}
+    for kind in available():
+        command = [sys.executable, __file__, "--peak", kind]
+        peaks[kind] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        print(f"peak memory at N 8192, d {d}, V 128256, {kind}: {peaks[kind]:.2f} GiB")
+    save(
+        "loss_memory",
+        {"about": f"GiB beyond inputs, N 8192, d {d}, V 128256", "gib": peaks},
+        device,
+    )
+
+
+if __name__ == "__main__":
+    main()

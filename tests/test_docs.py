@@ -1,0 +1,89 @@
+"""docs/METRICS.md defines exactly the fields there are; the README's commands and names are real."""
+
+import dataclasses
+import re
+import shlex
+
+import pytest
+
+from bench.results import Batch, Device, Metrics, ModelInfo, Result
+from bench.stepfile import Step
+from tests.helpers import ROOT
+
+METRICS = (ROOT / "docs/METRICS.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def test_metrics_page_defines_each_field_once():
+    documented = re.findall(r"^\| `(\w+)` \|", METRICS, flags=re.M)
+    fields = [f for m in (Result, ModelInfo, Device, Batch, Metrics) for f in m.model_fields]
+    assert sorted(documented) == sorted(fields)
+
+
+def test_steps_file_is_documented():
+    section = METRICS.split("## `steps.jsonl`")[1]
+    assert set(re.findall(r"`(\w+)`", section)) >= {f.name for f in dataclasses.fields(Step)}
+
+
+def commands() -> list[str]:
+    """Lines of the README's shell blocks that run something of ours."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.S)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("#")[0].strip() for line in lines if line.strip()]
+
+
+def test_readme_has_commands():
+    assert sum(c.startswith("python ") for c in commands()) >= 4
+    assert "make demo" in commands() and "make test" in commands()
+
+
+@pytest.mark.parametrize("command", commands())
+def test_readme_command_runs(command, tmp_path, monkeypatch, tiny_world):
+    """Each command is run with its own flags, shrunk to a tiny model and three steps on a CPU."""
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
+        return
+    if words[0] == "git":
+        return
+    assert words[0] == "python", command
+    script, *argv = words[1:]
+    assert (ROOT / script).exists()
+    tiny_world(script, argv)
+
+
+@pytest.fixture
+def tiny_world(tmp_path, monkeypatch):
+    """Runs a README command for real; `configs/...` is checked to exist, then made small."""
+    import prepare_data
+    from tests.helpers import run_train
+
+    monkeypatch.chdir(ROOT)
+
+    def run(script: str, argv: list[str]) -> None:
+        text = tmp_path / "some.txt"
+        text.write_text("a line of text\n" * 400)
+        if script == "prepare_data.py":
+            given = [str(text) if not a.startswith("-") and a.endswith((".txt", "/")) else a for a in argv]
+            given = [str(tmp_path / "out") if a.startswith("data/") else a for a in given]
+            assert prepare_data.main(given) == 0
+            return
+        assert script == "train.py", f"no test knows how to run {script}"
+        config, *flags = argv
+        assert (ROOT / config).exists()
+        prepare_data.main([str(text), "--val-fraction", "0", "--output-dir", str(tmp_path)])
+        flags = [str(tmp_path / "train.bin") if f.startswith("data/") else f for f in flags]
+        small = ["--n-steps", "2", "--warmup-steps", "1", "--seq-len", "32", "--bsz", "1",
+                 "--device", "cpu", "--output-dir", str(tmp_path / "runs")]  # fmt: skip
+        assert run_train("configs/gpt2-tiny.json", *flags, *small) == 0
+
+    return run
+
+
+def test_file_map_names_real_files():
+    table = README.split("## Files")[1].split("\n## ")[0]
+    names = re.findall(r"^\| `([^`]+)`", table, flags=re.M)
+    assert len(names) >= 8
+    for name in names:
+        for part in name.split(" "):
+            assert (ROOT / part.rstrip(",/")).exists(), part
