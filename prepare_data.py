@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{prog}: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"{prog}: {error.filename or args.output_dir}: {error.strerror}", file=sys.stderr)
         return 1
     return 0
 
@@ -75,16 +75,21 @@ def prepare(args: PrepareArgs) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {out}: cannot be made: {error.strerror}") from None
-    split = {"train": [], "val": []}
-    for path in paths:
-        split["val" if in_validation(path, args.val_fraction) else "train"].append(path)
-    for name, chosen in split.items():
-        if not chosen:
+    chosen = [path for path in paths if in_validation(path, args.val_fraction)]
+    split = {"train": [path for path in paths if path not in set(chosen)], "val": chosen}
+    texts = {name: read_texts(documents) for name, documents in split.items()}
+    if args.val_fraction and not all(split.values()):
+        # Too few documents to hold whole ones out: the end of the text is.
+        everything = "\n".join(read_texts(paths))
+        cut = round(len(everything) * (1 - args.val_fraction))
+        texts = {"train": [everything[:cut]], "val": [everything[cut:]]}
+    for name, parts in texts.items():
+        path = out / f"{name}.bin"
+        if name == "val" and not args.val_fraction:
+            path.unlink(missing_ok=True)  # of an earlier call: it might overlap with this train.bin
             continue
-        total = write_tokens(out / f"{name}.bin", map(encode, read_texts(chosen)), vocab_size)
-        print(
-            f"{out / name}.bin: {total:,} tokens of {len(chosen)} documents, vocabulary {vocab_size}"
-        )
+        total = write_tokens(path, map(encode, parts), vocab_size)
+        print(f"{path}: {total:,} tokens, vocabulary {vocab_size}")
 
 
 def find_texts(given: Path, stdlib: bool) -> list[Path]:

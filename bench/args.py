@@ -29,6 +29,8 @@ class Args:
     """Sequence length [tokens]; by default the model's own maximum, at most 4096."""
     grad_acc_steps: int = 1
     """Micro batches accumulated into one optimizer step."""
+    global_bsz: int | None = None
+    """Samples of one optimizer step over all ranks; sets --grad-acc-steps, and must divide evenly."""
     n_steps: int = 50
     """Measured steps."""
     warmup_steps: int = 10
@@ -53,6 +55,12 @@ class Args:
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ] = "default"
     """Mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs."""
+
+    # Activation checkpointing
+    sac_freq: str | None = None
+    """Recompute activations of q of every p blocks in backward: 1/1 all, 1/4 every fourth."""
+    sac_policy: Literal["block", "op"] = "block"
+    """What a chosen block recomputes: block all of it, op all but matmuls, attention, collectives."""
 
     # Model and data
     init_from: str | None = None
@@ -97,6 +105,28 @@ class Args:
     """At the end, write the model as Hugging Face safetensors into the run's directory."""
     no_tensorboard: bool = False
     """Do not write TensorBoard scalars."""
+
+    # Several devices: train_ddp.py and train_fsdp.py
+    nproc: int | None = None
+    """Processes to start when no launcher did; by default one per GPU, two on a CPU."""
+    dist_timeout: float = 600.0
+    """Seconds after which a rank that waits for another gives up."""
+    max_restarts: int = 0
+    """How often all ranks are started anew after one failed (from the beginning)."""
+    bucket_cap_mb: float = 25.0
+    """DDP: gradients are reduced in buckets of this size [MiB]."""
+    grad_compression: Literal["off", "bf16"] = "off"
+    """DDP: reduce gradients in bf16, halving the traffic."""
+    reshard_after_forward: Literal["always", "never"] = "always"
+    """FSDP: free gathered blocks after forward, and gather them again in backward; or keep them."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """FSDP: what gradients are reduced in."""
+    prefetch: int = 1
+    """FSDP: blocks gathered ahead of the one that runs; 0 leaves it to PyTorch."""
+    dp_replicate: int = 1
+    """FSDP: replicas of the sharded model (HSDP); must divide the number of ranks."""
+    cpu_offload: bool = False
+    """FSDP: keep sharded parameters, gradients and optimizer state in host memory."""
 
     # What the figures are held against
     peak_tflops: float | None = None
@@ -164,19 +194,97 @@ def check_args(args: Args) -> None:
         _at_least(args, name, 0.0)
     for name in ("seq_len", "peak_tflops", "usd_per_hour"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise UsageError(f"--{_flag(name)} {value}: must be above 0")
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"--{_flag(name)} {value}: must be above 0 and finite")
+    if args.seed >= 2**63:
+        raise UsageError(f"--seed {args.seed}: must be below 2^63")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be from 0 to below 1")
+    for name in ("nproc", "global_bsz"):
+        if getattr(args, name) is not None:
+            _at_least(args, name, 1)
+    for name in ("max_restarts", "prefetch"):
+        _at_least(args, name, 0)
+    _at_least(args, "dp_replicate", 1)
+    for name in ("dist_timeout", "bucket_cap_mb"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be above 0")
+    parse_sac_freq(args.sac_freq)
+    if args.sac_policy == "op" and args.sac_freq is None:
+        raise UsageError("--sac-policy op needs --sac-freq, for example 1/1")
+    if args.sac_freq and args.pass_type == "forward":
+        raise UsageError("--sac-freq needs a backward; use --pass-type forward-backward or step")
+    if args.sac_freq and args.compile_mode in ("reduce-overhead", "max-autotune"):
+        raise UsageError(
+            f"--compile-mode {args.compile_mode} uses CUDA graphs, which do not work with --sac-freq; "
+            "use default or max-autotune-no-cudagraphs"
+        )
+    if args.global_bsz is not None and args.grad_acc_steps != 1:
+        raise UsageError("--global-bsz sets --grad-acc-steps; give one of the two")
     if args.min_lr_ratio > 1:
         raise UsageError(f"--min-lr-ratio {args.min_lr_ratio}: must be at most 1")
+    if args.compile_mode in ("reduce-overhead", "max-autotune") and args.warmup_steps < 3:
+        raise UsageError(
+            f"--warmup-steps {args.warmup_steps}: CUDA graphs are recorded in the first three steps; "
+            "use at least 3"
+        )
     if args.compile_mode != "default" and not args.pt_compile:
         raise UsageError(f"--compile-mode {args.compile_mode} needs --pt-compile")
     if args.run_name is not None and (
         args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
     ):
         raise UsageError(f"--run-name {args.run_name!r}: must be a plain directory name")
+
+
+def parse_sac_freq(text: str | None) -> tuple[int, int] | None:
+    """ "q/p" as two whole numbers, 0 < q <= p; None for None; UsageError with the reason."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match:
+        raise UsageError(
+            f"--sac-freq {text}: must be two whole numbers q/p, as in 1/4: q of every p blocks"
+        )
+    q, p = int(match[1]), int(match[2])
+    if p == 0:
+        raise UsageError(f"--sac-freq {text}: cannot choose among 0 blocks; p must be at least 1")
+    if not 0 < q <= p:
+        raise UsageError(
+            f"--sac-freq {text}: q must be from 1 to p = {p}; leave the flag out for none"
+        )
+    return q, p
+
+
+DDP_FLAGS = ("bucket_cap_mb", "grad_compression")
+FSDP_FLAGS = ("reshard_after_forward", "reduce_dtype", "prefetch", "dp_replicate", "cpu_offload")
+RANK_FLAGS = ("nproc", "dist_timeout", "max_restarts")
+
+
+def check_single_args(args: Args) -> None:
+    """Refuse flags of the distributed scripts in train.py."""
+    _refuse(args, RANK_FLAGS, "train.py", "train_ddp.py or train_fsdp.py")
+    _refuse(args, DDP_FLAGS, "train.py", "train_ddp.py")
+    _refuse(args, FSDP_FLAGS, "train.py", "train_fsdp.py")
+
+
+def check_distributed_args(args: Args, prog: str) -> None:
+    """Refuse what one of the distributed scripts does not know, or cannot do."""
+    if prog == "train_ddp.py":
+        _refuse(args, FSDP_FLAGS, prog, "train_fsdp.py")
+        if args.pass_type != "step" and args.grad_compression != "off":
+            raise UsageError("--grad-compression needs --pass-type step")
+    else:
+        _refuse(args, DDP_FLAGS, prog, "train_ddp.py")
+        if args.amp == "fp16":
+            raise UsageError("train_fsdp.py: --amp fp16 is not implemented; use --amp bf16")
+
+
+def _refuse(args: Args, names: Sequence[str], prog: str, where: str) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Args)}
+    for name in names:
+        if getattr(args, name) != defaults[name]:
+            raise UsageError(f"--{_flag(name)} has no meaning for {prog}; it is for {where}")
 
 
 def _at_least(args: Args, name: str, minimum: float) -> None:

@@ -1,33 +1,26 @@
 """Which attention kernel PyTorch may use; set once, before anything is compiled."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
 
+from bench.args import Args
 from bench.errors import UsageError
 from model.config import ModelConfig
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
+KERNELS = ("flash", "cudnn", "efficient", "math")
 
 
 def select_attention(
-    name: str,
-    config: ModelConfig,
-    seq_len: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    gradients: bool,
+    args: Args, config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
     """Allow only the named kernel in this process, and see that it can run the model.
 
     Returns whether sliding windows go through FlexAttention (else a dense mask does it). A kernel
     that cannot serve this model on this device is a UsageError.
     """
+    name = args.attention
     windowed = any(window is not None and window < seq_len for window in config.windows)
     torch.backends.cuda.enable_flash_sdp(name in ("auto", "flex", "flash"))
     torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
@@ -39,7 +32,7 @@ def select_attention(
                 "--attention flex: no layer has a sliding window shorter than the sequence; "
                 "use --attention auto"
             )
-        if device.type == "cpu" and gradients:
+        if device.type == "cpu" and args.pass_type != "forward":
             raise UsageError(
                 "--attention flex: FlexAttention has no backward on a CPU; use --attention auto, "
                 "or --pass-type forward"
@@ -49,9 +42,9 @@ def select_attention(
     if flex and dropout:
         raise UsageError(
             f"{config.path}: attention_dropout {dropout} does not work with FlexAttention, which "
-            "applies the sliding window; set it to 0, or use --attention efficient"
+            "applies the sliding window; set it to 0, or use --attention math"
         )
-    if name in BACKENDS:
+    if name in KERNELS:
         _probe(name, config, windowed, device, dtype)
     return flex
 
@@ -68,17 +61,19 @@ def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dty
     try:
         if device.type == "cpu" and name not in ("flash", "math"):
             raise RuntimeError("No available kernel on a CPU")
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attn_mask,
-            dropout_p=config.attention_dropout,
-            is_causal=not mask,
-            enable_gqa=sizes[0] != sizes[1],
-        ).sum().backward()
+        with warnings.catch_warnings():  # torch explains at length why it refused a kernel
+            warnings.simplefilter("ignore")
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=attn_mask,
+                dropout_p=config.attention_dropout,
+                is_causal=not mask,
+                enable_gqa=sizes[0] != sizes[1],
+            ).sum().backward()
     except RuntimeError as error:
-        if "kernel" not in str(error):
+        if "No available kernel" not in str(error):
             raise
         extras = " with a sliding window" if mask else ""
         extras += " and dropout" if config.attention_dropout else ""

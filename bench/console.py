@@ -15,7 +15,7 @@ class ProgressDisplay:
     """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
 
     def __init__(self, n_steps: int):
-        self.n_steps, self.lines_left = n_steps, 10
+        self.n_steps = n_steps
         self.bar = None
         console = Console(stderr=True)
         if console.is_terminal:
@@ -35,7 +35,12 @@ class ProgressDisplay:
             self.bar.start()
         self.tenth = max(1, n_steps // 10)
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, steps: list[Step]) -> None:
+        for step in steps if self.bar is None else steps[-1:]:
+            self.show(step)
+
+    def show(self, step: Step) -> None:
+        """Show where the run is."""
         done = step.step + 1
         figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
         name = "warm-up" if step.phase == "warmup" else "measured"
@@ -79,8 +84,7 @@ def print_result(result: Result) -> None:
     table.add_column("value", justify="right")
     for name, value in table_rows(result):
         table.add_row(name, value)
-    width = 2 + max(len(n) + len(v) for n, v in table_rows(result)) + 5
-    Console(width=max(80, width), highlight=False).print(table)
+    Console(width=200, highlight=False).print(table)
     for note in result.notes:
         print(f"note: {note}")
 
@@ -121,9 +125,10 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ),
         ("TFLOP/s per device: palm / causal", _pair(m, "model_tflops_per_gpu", ".2f")),
         ("MFU: palm / causal", _pair(m, "mfu", ".1%")),
-        ("warm-up, of it compilation", f"{_number(m.warmup_s, '.1f')} s, "
-         f"{_number(m.compile_s, '.1f')} s"),
+        ("warm-up", f"{_number(m.warmup_s, '.1f')} s"),
     ]  # fmt: skip
+    if m.compile_s is not None:
+        rows.append(("compilation", f"{m.compile_s:.1f} s"))
     if m.peak_allocated_gib is not None:
         rows.append(
             (

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from bench.args import Args
 from bench.errors import UsageError
+from bench.results import Batch
 from bench.tokens import open_tokens
+from model.config import ModelConfig
 
 
 class SyntheticTokens:
@@ -62,6 +65,14 @@ class FileTokens(Dataset):
             )
         self.orders: dict[int, np.ndarray] = {}
 
+    def __getstate__(self) -> dict:
+        """For data loading processes that are not forked: they map the file themselves."""
+        return self.__dict__ | {"tokens": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__ = state
+        self.tokens = open_tokens(self.path, self.vocab_size)
+
     def start(self, sample: int) -> int:
         """Where in the file a sample begins."""
         epoch, index = divmod(sample, self.n_windows)
@@ -94,18 +105,41 @@ class FileTokens(Dataset):
                 )
 
 
-def sample_plan(n_steps: int, grad_acc_steps: int, bsz: int, rank: int = 0, world: int = 1):
+Source = SyntheticTokens | FileTokens
+# What validation runs on: where the micro batches come from, and their first samples.
+Validation = tuple[FileTokens, Sequence[int]]
+
+
+def open_data(
+    args: Args, config: ModelConfig, seq_len: int, device: torch.device, global_batch: int
+) -> tuple[Source, Validation | None]:
+    """Training data and, if asked for, validation data; UsageError if one cannot serve the run."""
+    if args.data == "synthetic":
+        source = SyntheticTokens(config.vocab_size, args.bsz, seq_len, args.seed, device)
+    else:
+        source = FileTokens(args.data, config.vocab_size, args.bsz, seq_len, args.seed)
+        source.check((args.warmup_steps + args.n_steps) * global_batch)
+    if not args.val_data:
+        return source, None
+    val_source = FileTokens(args.val_data, config.vocab_size, args.bsz, seq_len, 0)
+    n_samples = args.val_batches * args.bsz
+    val_source.check(n_samples)
+    return source, (val_source, range(0, n_samples, args.bsz))
+
+
+def sample_plan(n_steps: int, batch: Batch, rank: int = 0) -> Sequence[int]:
     """First sample of every micro batch a rank processes, in order.
 
-    Step k takes samples k x G ... (k + 1) x G - 1, G = bsz x grad_acc_steps x world; each micro step
-    deals its bsz x world samples out to the ranks in turn.
+    Step k takes samples k x G ... (k + 1) x G - 1, G the global batch; each micro step deals its
+    micro batches out to the ranks in turn.
     """
-    micro = bsz * world
-    return range(rank * bsz, n_steps * grad_acc_steps * micro + rank * bsz, micro)
+    micro = batch.micro_batch * batch.data_parallel_size
+    first = rank * batch.micro_batch
+    return range(first, n_steps * batch.global_batch + first, micro)
 
 
 def batches(
-    source: SyntheticTokens | FileTokens,
+    source: Source,
     plan: Sequence[int],
     device: torch.device,
     n_workers: int = 0,

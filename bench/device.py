@@ -1,5 +1,6 @@
 """The device a run uses: choosing it, naming it, waiting for it, its peak memory."""
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from bench.errors import UsageError
 GIB = 2**30
 
 
-def pick_device(name: str) -> torch.device:
-    """`auto`, `cuda` or `cpu` to a device; UsageError where there is no such device."""
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """`auto`, `cuda` or `cpu` to this rank's device; UsageError where there is no such device."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         built = torch.version.cuda or torch.version.hip
@@ -20,7 +21,10 @@ def pick_device(name: str) -> torch.device:
         raise UsageError(f"--device cuda: {why}; use --device cpu, or check the driver")
     if name == "cpu" or not available:
         return torch.device("cpu")
-    device = torch.device("cuda", torch.cuda.current_device())
+    n = torch.cuda.device_count()
+    if local_rank >= n:
+        raise UsageError(f"rank {local_rank} of this machine has no GPU, of which there are {n}")
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -52,9 +56,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new peak; the resident peak of a CPU process cannot be reset."""
+    """Begin a new peak. A CPU process keeps its resident peak since its start."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)  # the count of retries is one of those
 
 
 def peak_memory(device: torch.device) -> dict[str, float | int | None]:
@@ -88,6 +93,14 @@ def peak_resident_bytes() -> int:
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def is_out_of_memory(error: BaseException) -> bool:

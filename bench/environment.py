@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.device import device_name
+from bench.device import cpu_count, device_name
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
@@ -28,7 +28,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "os": platform.platform(),
         "python": platform.python_version(),
         "cpu": device_name(torch.device("cpu")),
-        "cpu_count": len(os.sched_getaffinity(0)),
+        "cpu_count": cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "libraries": {name: _version(name) for name in LIBRARIES},
         "cuda": torch.version.cuda,
@@ -43,8 +43,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
 
 def source_revision() -> dict[str, str | bool | None]:
     """Git revision of this source tree, and whether it holds uncommitted changes."""
-    sha = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    changes = _output("git", "-C", str(ROOT), "status", "--porcelain")
+    # In a container the tree often belongs to another user, which git refuses to read unasked.
+    git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
+    sha = _output(*git, "rev-parse", "HEAD")
+    changes = _output(*git, "status", "--porcelain")
     return {"git_sha": sha or None, "git_dirty": bool(changes) if sha else None}
 
 

@@ -5,5 +5,6 @@ class UsageError(Exception):
     """The user's input cannot be used; the message is one line: what, where, what to do."""
 
 
-class Interrupted(Exception):
-    """A signal asked the run to end; the message is its name."""
+class Interrupted(BaseException):
+    """A signal asked the run to end; the message is its name. Like KeyboardInterrupt no Exception:
+    what catches those must not swallow it."""

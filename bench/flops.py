@@ -67,3 +67,31 @@ def flops_per_token(
     forward = 2 * sum(linear_parameters(config).values())
     forward += attention_flops(config, seq_len, causal)
     return PASS_FORWARDS[pass_type] * forward
+
+
+def recomputed_flops_per_token(
+    config: ModelConfig, seq_len: int, freq: tuple[int, int] | None, policy: str
+) -> float:
+    """FLOPs per token (palm) that activation checkpointing computes a second time.
+
+    Of a checkpointed block everything up to the input of its last matmul, `mlp.down`, whose own
+    output nobody needs; with the `op` policy no matmul at all.
+    """
+    if freq is None or policy == "op":
+        return 0.0
+    per_layer = {k: v / config.num_hidden_layers for k, v in linear_parameters(config).items()}
+    down = config.intermediate_size * config.hidden_size
+    linear = 2 * (per_layer["qkv"] + per_layer["attention_out"] + per_layer["mlp"] - down)
+    width = config.num_attention_heads * config.head_dim
+    return sum(
+        linear + 4 * width * attended_keys(seq_len, config.windows[i], causal=False)
+        for i in chosen_blocks(config.num_hidden_layers, freq)
+    )
+
+
+def chosen_blocks(n_blocks: int, freq: tuple[int, int] | None) -> list[int]:
+    """Blocks that --sac-freq q/p chooses, spread evenly: 1/2 every second, from the second on."""
+    if freq is None:
+        return []
+    q, p = freq
+    return [i for i in range(n_blocks) if (i + 1) * q // p > i * q // p]

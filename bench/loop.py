@@ -1,19 +1,23 @@
 """The one timed loop of all training scripts."""
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from bench.args import Args
+from bench.data import Validation, batches
 from bench.device import reset_peak_memory, synchronize
 from bench.optim import clip_gradients, learning_rate
-from bench.parallel import CUDA_GRAPH_MODES
+from bench.parallel import CUDA_GRAPH_MODES, average_over_ranks
 from bench.precision import autocast, grad_scaler
 from bench.run import Run
 
 Batches = Iterator[tuple[Tensor, Tensor]]
+NoSync = Callable[[], contextlib.AbstractContextManager]
 
 
 def measure(
@@ -21,14 +25,16 @@ def measure(
     args: Args,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    batches: Batches,
+    micro_batches: Batches,
+    no_sync: NoSync = contextlib.nullcontext,
 ) -> None:
     """Run the warm-up steps and the measured ones; times, losses and energy go into `run`.
 
-    Between the first and the last measured step nothing but training happens: no synchronisation,
-    no garbage collection, no evaluation; files and screen are served about once a second.
+    `no_sync` is the context of the micro steps before a step's last one (DDP's, which leaves the
+    gradients unreduced). Between the first and the last measured step nothing but training happens:
+    no synchronisation, no evaluation; files and screen are served about once a second.
     """
-    step_fn = build_step(run, args, model, optimizer, batches)
+    step_fn = build_step(run, args, model, optimizer, micro_batches, no_sync)
     # Garbage collection at moments of Python's choosing shows as outliers of step time.
     gc.collect()
     gc.disable()
@@ -44,10 +50,9 @@ def measure(
                 run.log.start()
             step_fn(step, "warmup" if step < args.warmup_steps else "measure")
             if step % 1000 == 999:
-                gc.collect(0)  # a long run must not leak; the youngest objects take microseconds
+                gc.collect(0)  # so that a long run does not leak; takes microseconds
         synchronize(run.device)
         run.end_window()
-        run.log.drain()
     finally:
         gc.enable()
 
@@ -57,12 +62,15 @@ def build_step(
     args: Args,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    batches: Batches,
+    micro_batches: Batches,
+    no_sync: NoSync,
 ) -> Callable[[int, str], None]:
     """The function of one step for the run's --pass-type: `step_fn(step, phase)`."""
     log, device = run.log, run.device
     tokens = run.result.batch.tokens_per_step
+    n_micro = run.result.batch.grad_acc_steps
     scaler = grad_scaler(args.amp, device)
+    amp = forward_amp(args, model)
     train = args.pass_type != "forward"
     graphs = args.pt_compile and args.compile_mode in CUDA_GRAPH_MODES and device.type == "cuda"
     if graphs and train:
@@ -73,18 +81,19 @@ def build_step(
 
     def step_fn(step: int, phase: str) -> None:
         total = torch.zeros((), device=device)
-        for _ in range(args.grad_acc_steps):
-            inputs, labels = next(batches)
+        for micro in range(n_micro):
+            inputs, labels = next(micro_batches)
             log.mark("data")
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            with torch.set_grad_enabled(train), autocast(args.amp, device):
-                loss = model(inputs, labels)
-            total += loss.detach()
-            log.mark("forward")
-            if train:
-                scaler.scale(loss / args.grad_acc_steps).backward()
-                log.mark("backward")
+            with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
+                with torch.set_grad_enabled(train), autocast(amp, device):
+                    loss = model(inputs, labels)
+                total += loss.detach() / n_micro
+                log.mark("forward")
+                if train:
+                    scaler.scale(loss / n_micro).backward()
+                    log.mark("backward")
         rate, norm = 0.0, None
         if args.pass_type == "step":
             rate = learning_rate(step, args)
@@ -96,21 +105,34 @@ def build_step(
             scaler.update()
         if train:
             model.zero_grad(set_to_none=not graphs)
-        log.finish(step, phase, rate, tokens, total / args.grad_acc_steps, norm)
+        average_over_ranks(total)
+        log.finish(step, phase, rate, tokens, total, norm)
 
     return step_fn
 
 
+def forward_amp(args: Args, model: nn.Module) -> str:
+    """The autocast of a forward pass: none for a sharded model, which casts when it gathers."""
+    return "off" if isinstance(model, FSDPModule) else args.amp
+
+
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Batches, args: Args, device: torch.device) -> float:
-    """Mean loss over the batches, without dropout; never called inside the measured window."""
+def evaluate(
+    model: nn.Module, data: Validation | None, args: Args, device: torch.device
+) -> float | None:
+    """Mean validation loss without dropout, or None without data; never inside the window.
+
+    Every rank computes all of it: sharded models need all ranks in each forward.
+    """
+    if data is None:
+        return None
+    amp = forward_amp(args, model)
     model.eval()
-    total, n = torch.zeros((), device=device), 0
-    for inputs, labels in batches:
+    total = torch.zeros((), device=device)
+    for inputs, labels in batches(*data, device):
         if args.pt_compile and args.compile_mode in CUDA_GRAPH_MODES:
             torch.compiler.cudagraph_mark_step_begin()
-        with autocast(args.amp, device):
+        with autocast(amp, device):
             total += model(inputs, labels)
-        n += 1
     model.train()
-    return (total / n).item()
+    return (total / len(data[1])).item()

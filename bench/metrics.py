@@ -1,17 +1,77 @@
 """From finished steps to the figures of a result; docs/METRICS.md defines each."""
 
-from bench.flops import flops_per_token
-from bench.results import Result
+import dataclasses
+import platform
+from typing import Self
+
+from bench.args import parse_sac_freq
+from bench.flops import flops_per_token, recomputed_flops_per_token
+from bench.results import RankInfo, Result
 from bench.statistics import describe
 from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """What one rank contributes to the result of all."""
+
+    rank: int
+    host: str
+    step_times_s: list[float]
+    part_means_s: dict[str, float]
+    joules: float | None
+    memory: dict[str, float | int | None]
+
+    @classmethod
+    def of(cls, rank: int, measured: list[Step], joules: float | None, memory: dict) -> Self:
+        """From this rank's measured steps."""
+        means = {
+            part: sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
+            for part in PARTS
+        }
+        times = [s.step_time_s for s in measured]
+        return cls(rank, platform.node(), times, means, joules, memory)
+
+
+def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
+    """Per-rank times, the slowest rank, energy and memory over all ranks, into `result`."""
+    m = result.metrics
+    joules = [r.joules for r in ranks]
+    m.energy_j = None if None in joules or not sum(joules) else sum(joules)
+    for key in ranks[0].memory:
+        values = [r.memory[key] for r in ranks if r.memory[key] is not None]
+        setattr(m, key, max(values) if values else None)
+    # A step ends for a rank when the collectives let it go; the slowest sets the step.
+    result.step_times_s = [
+        max(times) for times in zip(*(r.step_times_s for r in ranks), strict=True)
+    ]
+    if len(ranks) == 1:
+        return
+    result.ranks = [
+        RankInfo(
+            rank=r.rank,
+            host=r.host,
+            step_time_mean_s=sum(r.step_times_s) / len(r.step_times_s),
+            **{f"{part}_time_mean_s": r.part_means_s[part] for part in PARTS},
+            peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
+        )
+        for r in ranks
+    ]
+    # Ranks wait for each other in backward, so that all have the same step time. Who is late shows
+    # in what it does before that.
+    own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
+    m.slowest_rank = own.index(max(own))
+    m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
 
 
 def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) -> None:
     """Times, throughput, losses and energy efficiency of the steps that finished, into `result`."""
     m = result.metrics
     result.warmup_step_times_s = [s.step_time_s for s in warmup]
-    result.step_times_s = times = [s.step_time_s for s in measured]
+    if not result.step_times_s:  # ended early, or never gathered from other ranks
+        result.step_times_s = [s.step_time_s for s in measured]
+    times = result.step_times_s
     steps = warmup + measured
     if steps:
         m.first_step_s = steps[0].step_time_s
@@ -20,8 +80,8 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         broken = [s.step for s in steps if finite(s.loss) is None]
         if broken:
             result.notes.append(f"the loss is not finite from step {broken[0]} on")
-    m.n_measured_steps = len(measured)
-    if not measured:
+    m.n_measured_steps = len(times)
+    if not times:
         return
     for key, value in describe(times).items():
         setattr(m, key, value)
@@ -29,7 +89,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         mean = sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)
-    tokens = result.batch.tokens_per_step * len(measured)
+    tokens = result.batch.tokens_per_step * len(times)
     m.tokens_per_sec = tokens / m.window_s
     m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count
     if m.energy_j:
@@ -42,9 +102,9 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
 
 def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
     """FLOPs per token, the rate they ran at, and that rate against the peak, into `result`."""
-    m, T, pass_type = result.metrics, result.batch.seq_len, result.args["pass_type"]
-    m.flops_per_token_palm = flops_per_token(config, T, False, pass_type)
-    m.flops_per_token_causal = flops_per_token(config, T, True, pass_type)
+    m, T, args = result.metrics, result.batch.seq_len, result.args
+    m.flops_per_token_palm = flops_per_token(config, T, False, args["pass_type"])
+    m.flops_per_token_causal = flops_per_token(config, T, True, args["pass_type"])
     if m.tokens_per_sec_per_gpu is None:
         return
     m.model_tflops_per_gpu = m.tokens_per_sec_per_gpu * m.flops_per_token_palm / 1e12
@@ -57,8 +117,10 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
         return
     m.mfu = m.model_tflops_per_gpu / peak
     m.mfu_causal = m.model_tflops_per_gpu_causal / peak
-    m.hfu = m.mfu  # nothing is recomputed
-    if result.args["amp"] == "off":
+    freq = parse_sac_freq(args["sac_freq"])
+    again = recomputed_flops_per_token(config, T, freq, args["sac_policy"])
+    m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
+    if args["amp"] == "off":
         result.notes.append(
             "ideal_time_fraction is null: the peak of fp32 matmuls is not tabulated"
         )

@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bench.args import Args
 
@@ -34,6 +35,7 @@ def learning_rate(step: int, args: Args) -> float:
 def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """Scale gradients to at most `max_norm` (0: leave them); returns their norm, without a sync."""
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if max_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm

@@ -1,21 +1,39 @@
-"""What is applied to a built model before it is given storage: compilation."""
+"""What is applied to a built model: compilation, data parallelism, sharding. Each in place, in order."""
 
 import torch
 import torch._dynamo.utils
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from bench.args import Args
+from bench.precision import AMP_DTYPES
+from model.config import ModelConfig
+from model.hf import read_pretrained
+from model.init import fill
 from model.transformer import Transformer
 
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 def apply_compile(model: Transformer, mode: str) -> None:
-    """Compile every block in place, and the loss of one chunk of rows.
+    """Compile every block's forward, and the loss of one chunk of rows.
 
-    Block by block, since identical blocks share one compiled graph: compile time does not grow
-    with depth, and parameter names stay as they are. `fullgraph` turns a graph break into an error.
+    Block by block, since identical blocks share one compiled graph: compile time does not grow with
+    depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
+    `fullgraph` turns a graph break into an error.
     """
     for block in model.blocks:
-        block.compile(mode=mode, fullgraph=True, dynamic=False)
+        block.forward = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
     # The loss function hands its chunk's gradient on to eager matmuls; out of a CUDA graph it would
     # be overwritten by the next chunk.
     mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
@@ -27,3 +45,98 @@ def apply_compile(model: Transformer, mode: str) -> None:
 def compile_seconds() -> float:
     """Wall time that torch.compile has taken in this process so far."""
     return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
+
+
+def apply_ddp(
+    model: Transformer, device: torch.device, grad_acc_steps: int, args: Args
+) -> DistributedDataParallel:
+    """Replicate a materialised model: gradients are averaged over all ranks during backward."""
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        init_sync=False,  # every rank made the same values from the same seed
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=args.bucket_cap_mb,
+        # Without accumulation every step has the same graph; no_sync would break that promise.
+        static_graph=grad_acc_steps == 1,
+    )
+    if args.grad_compression == "bf16":
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return ddp
+
+
+def apply_fsdp(model: Transformer, device: torch.device, world: int, args: Args) -> None:
+    """Shard a meta-device model over all ranks, block by block, in place.
+
+    With --dp-replicate R the mesh is R x (world / R): sharded within a row, replicated across rows.
+    Embeddings, final norm and head belong to the root, which stays gathered from its forward to its
+    backward.
+    """
+    replicas = args.dp_replicate
+    if replicas > 1:
+        names, sizes = ("dp_replicate", "dp_shard"), (replicas, world // replicas)
+    else:
+        names, sizes = ("dp_shard",), (world,)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    low = AMP_DTYPES[args.amp]
+    reduce = torch.bfloat16 if args.reduce_dtype == "bf16" else torch.float32
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if args.amp == "off" else low, reduce_dtype=reduce
+        ),
+        "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+    }
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=args.reshard_after_forward == "always", **options)
+    fully_shard(model, reshard_after_forward=False, **options)
+    blocks = list(model.blocks)
+    for i, block in enumerate(blocks):
+        if args.prefetch:
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + args.prefetch])
+            behind = blocks[max(0, i - args.prefetch) : i]
+            block.set_modules_to_backward_prefetch(behind[::-1])
+
+
+@torch.no_grad()
+def materialize_shards(
+    model: nn.Module,
+    config: ModelConfig,
+    device: torch.device,
+    seed: int,
+    weights: dict | None = None,
+    offload: bool = False,
+) -> None:
+    """Give a sharded meta-device model storage and the same values as an unsharded one, in place.
+
+    One parameter at a time is made whole (or read, with `weights` from check_pretrained), and each
+    rank keeps its own rows: the model never exists whole anywhere.
+    """
+    model.to_empty(device="cpu" if offload else device)
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if weights:
+            read_pretrained(full, name, config, weights)
+        else:
+            fill(full, name, config, seed)
+        parameter.to_local().copy_(own_rows(full, parameter))
+
+
+def own_rows(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """The rows of a whole tensor that this rank's shard holds, in FSDP's even chunks."""
+    mesh = parameter.device_mesh
+    shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    chunks = full.chunk(shards)
+    return chunks[index] if index < len(chunks) else full[:0]
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter with all its rows; for a sharded one a collective that all ranks must join."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def average_over_ranks(value: torch.Tensor) -> None:
+    """Mean of a tensor over all ranks, in place, in stream order."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+        value /= dist.get_world_size()

@@ -22,12 +22,14 @@ class EnergyMeter:
             else:
                 self.read, self.source = _nvml(device)
         except ImportError as error:
-            self.source = f"none: {error.name} is not installed (extra: energy)"
+            self.source = f"none: {error.name} is not installed "
         except Exception as error:  # a driver without the counter must not end the run
             self.source = f"none: {type(error).__name__}: {error}".splitlines()[0]
 
     def begin(self) -> None:
-        self.start = self.read() if self.read else None
+        self.start = None
+        with contextlib.suppress(Exception):
+            self.start = self.read() if self.read else None
 
     def end(self) -> float | None:
         """Joules since begin()."""

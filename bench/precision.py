@@ -4,6 +4,8 @@ import contextlib
 
 import torch
 
+from bench.errors import UsageError
+
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 
 
@@ -14,8 +16,10 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
     return torch.autocast(device.type, AMP_DTYPES[amp])
 
 
-def set_tf32(enabled: bool) -> None:
+def set_tf32(enabled: bool, device: torch.device) -> None:
     """Allow or forbid TF32 in every fp32 matmul of the process."""
+    if enabled and (device.type != "cuda" or torch.version.hip):
+        raise UsageError("--tf32: only NVIDIA GPUs have TF32; leave it out")
     torch.set_float32_matmul_precision("high" if enabled else "highest")
     torch.backends.cudnn.allow_tf32 = enabled
 

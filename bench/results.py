@@ -10,9 +10,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from bench.stepfile import finite
+
 SCHEMA_VERSION = 1
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
+RESERVED_BYTES_PER_STEP = 48
 
 
 class Strict(BaseModel):
@@ -58,6 +61,19 @@ class Batch(Strict):
     tokens_per_step: int
 
 
+class RankInfo(Strict):
+    """One rank of several."""
+
+    rank: int
+    host: str
+    step_time_mean_s: float
+    data_time_mean_s: float
+    forward_time_mean_s: float
+    backward_time_mean_s: float
+    optimizer_time_mean_s: float
+    peak_memory_gib: float | None
+
+
 class Metrics(Strict):
     """Everything measured; None where it could not be, with the reason in `notes`."""
 
@@ -95,6 +111,11 @@ class Metrics(Strict):
     peak_reserved_gib: float | None = None
     allocator_retries: int | None = None
     peak_rss_gib: float | None = None
+    slowest_rank: int | None = None
+    rank_imbalance: float | None = None
+    all_gather_bytes: int | None = None
+    reduce_scatter_bytes: int | None = None
+    all_reduce_bytes: int | None = None
     energy_j: float | None = None
     energy_source: str | None = None
     average_power_w: float | None = None
@@ -126,25 +147,28 @@ class Result(Strict):
     metrics: Metrics = Metrics()
     step_times_s: list[float] = []
     warmup_step_times_s: list[float] = []
+    ranks: list[RankInfo] = []
 
 
 class ResultFile:
     """`result.json` of a run: space is reserved at once, and every write replaces the whole file."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, n_steps: int):
+        self.size = RESERVED_BYTES + RESERVED_BYTES_PER_STEP * n_steps
         self.path = directory / "result.json"
         self.spare = directory / ".result.json.reserved"
         self._reserve()
 
     def _reserve(self) -> None:
         with self.spare.open("wb") as f:
-            f.write(bytes(RESERVED_BYTES))
+            f.write(bytes(self.size))
             f.flush()
             os.fsync(f.fileno())
 
     def write(self, result: Result, last: bool = False) -> None:
         """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
-        text = json.dumps(result.model_dump(mode="json"), indent=1, allow_nan=False) + "\n"
+        content = without_nan(result.model_dump(mode="json"))
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         with self.spare.open("r+b") as f:
             f.write(text.encode())
             f.truncate()
@@ -153,6 +177,15 @@ class ResultFile:
         self.spare.replace(self.path)
         if not last:
             self._reserve()
+
+
+def without_nan(value: Any) -> Any:
+    """JSON data with null in place of what JSON cannot hold: infinities and undefined numbers."""
+    if isinstance(value, dict):
+        return {k: without_nan(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [without_nan(v) for v in value]
+    return finite(value)
 
 
 def read_result(path: str | Path) -> Result:

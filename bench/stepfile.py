@@ -31,9 +31,10 @@ class StepsFile:
     def __init__(self, path: Path):
         self.file = path.open("w", encoding="utf-8")
 
-    def __call__(self, step: Step) -> None:
-        fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
-        self.file.write(json.dumps(fields) + "\n")
+    def __call__(self, steps: list[Step]) -> None:
+        for step in steps:
+            fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
+            self.file.write(json.dumps(fields) + "\n")
         self.file.flush()
 
     def close(self) -> None:

@@ -33,7 +33,9 @@ class StepLog:
     # Steps are handed on no more often than this, so that files and screen cost the loop nothing.
     INTERVAL_S = 1.0
 
-    def __init__(self, device: torch.device, sinks: list[Callable[[Step], None]]):
+    def __init__(
+        self, device: torch.device, n_steps: int, sinks: list[Callable[[list[Step]], None]]
+    ):
         self.clock = Clock(device)
         self.device = device
         self.sinks = sinks
@@ -41,6 +43,8 @@ class StepLog:
         self.pending: deque[_Pending] = deque()
         self.marks: list[tuple[str, Stamp]] = []
         self.last_drain = 0.0
+        # Allocated once: pinning memory is slow, and would happen inside the window.
+        self.values = torch.zeros(n_steps, 2, pin_memory=device.type == "cuda")
 
     def start(self) -> None:
         """Stamp the start of the first step after a pause."""
@@ -55,7 +59,7 @@ class StepLog:
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed."""
         on_device = torch.stack((loss, loss.new_full((), -1.0) if grad_norm is None else grad_norm))
-        values = torch.empty(2, pin_memory=self.device.type == "cuda")
+        values = self.values[step]
         values.copy_(on_device, non_blocking=True)
         self.mark("optimizer")
         self.pending.append(_Pending(step, phase, lr, tokens, self.marks, values))
@@ -67,11 +71,13 @@ class StepLog:
         """Hand on the steps that the device has finished."""
         self.last_drain = time.perf_counter()
         with _signals_held():
+            finished = []
             while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
-                step = self._read(self.pending.popleft())
-                self.steps.append(step)
+                finished.append(self._read(self.pending.popleft()))
+            if finished:
+                self.steps += finished
                 for sink in self.sinks:
-                    sink(step)
+                    sink(finished)
 
     def _read(self, pending: _Pending) -> Step:
         parts = dict.fromkeys(PARTS, 0.0)
@@ -96,10 +102,16 @@ class StepLog:
 
 @contextlib.contextmanager
 def _signals_held():
-    """Ctrl-C and SIGTERM arrive only afterwards: a step is handed to all sinks or to none."""
-    signals = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    """Ctrl-C and SIGTERM take effect only afterwards: steps are handed to all sinks or to none."""
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)

@@ -33,7 +33,12 @@ class TensorBoardFile:
         self.n_devices, self.memory = n_devices, memory
         self.last_memory = 0.0
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, steps: list[Step]) -> None:
+        for step in steps:
+            self.write(step)
+
+    def write(self, step: Step) -> None:
+        """Queue the event of one step."""
         rate = step.tokens / step.step_time_s
         tflops = rate * self.flops_per_token / 1e12 / self.n_devices
         scalars = {

@@ -5,6 +5,7 @@ the files of llm.c do: version 1 is uint16, version 7 is uint32. Without one (na
 width follows from the vocabulary: uint16 up to 65536 ids, uint32 above.
 """
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -64,7 +65,9 @@ def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int)
     path = Path(path)
     unfinished = path.with_name(path.name + ".part")
     total = 0
-    with unfinished.open("wb") as f:
+    with contextlib.ExitStack() as stack:
+        stack.callback(unfinished.unlink, missing_ok=True)  # gone already where all went well
+        f = stack.enter_context(unfinished.open("wb"))
         f.write(bytes(HEADER_BYTES))
         for part in parts:
             total += len(part)
@@ -77,5 +80,6 @@ def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int)
         header[:3] = magic, version, total
         f.seek(0)
         f.write(header.tobytes())
-    unfinished.replace(path)
+        f.flush()
+        unfinished.replace(path)
     return total

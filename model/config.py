@@ -104,11 +104,15 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; expected a Hugging Face config.json") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply for a config.json") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg};"
             " is the file complete?"
         ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not usable JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}: expected a JSON object with a model_type, found {_kind(raw)}")
     return parse_config(raw, path, vocab_multiple)
@@ -233,8 +237,14 @@ def _llama_family(keys: "_Keys", model_type: str) -> dict[str, Any]:
         residual_dropout=0.0,
         attention_dropout=keys.fraction("attention_dropout", 0.0),
         initializer_range=keys.number("initializer_range", 0.02),
-        pad_token_id=keys.integer("pad_token_id", None, minimum=0),
+        pad_token_id=_pad_token(keys),
     )
+
+
+def _pad_token(keys: "_Keys") -> int | None:
+    """The embedding row that gets no gradient; negative ones count from the end, as torch does."""
+    token = keys.integer("pad_token_id", None, minimum=-keys.integer("vocab_size"))
+    return token if token is None or token >= 0 else token + keys.integer("vocab_size")
 
 
 def _windows(keys: "_Keys", model_type: str, layers: int) -> tuple[int | None, ...]:
@@ -344,8 +354,9 @@ class _Keys:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be a whole number, found {_kind(value)}")
-        if value < minimum:
-            raise self.error(key, f"must be at least {minimum}")
+        if not minimum <= value < 2**40:
+            limit = f"must be at least {minimum}" if value < minimum else "is absurdly large"
+            raise self.error(key, limit)
         return value
 
     def number(self, key: str, default: Any = ...) -> float:

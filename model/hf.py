@@ -1,7 +1,7 @@
 """Hugging Face weights: names, layouts, reading and writing safetensors."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -17,6 +17,15 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+}
+# What may differ between the config of the weights and that of the run: it is no part of the function.
+TRAINING_KEYS = {
+    "name",
+    "embedding_dropout",
+    "residual_dropout",
+    "attention_dropout",
+    "initializer_range",
+    "pad_token_id",
 }
 GPT2_NAMES = {
     "attn_norm": "ln_1",
@@ -91,9 +100,9 @@ def check_pretrained(
     directory = Path(directory)
     if (directory / "config.json").exists():
         theirs = load_config(directory, config.vocab_multiple)
-        if theirs.hash != config.hash:
-            ours, other = config.shape(), theirs.shape()
-            different = next(k for k in ours if ours[k] != other[k] and k != "name")
+        ours, other = config.shape(), theirs.shape()
+        different = next((k for k in ours if ours[k] != other[k] and k not in TRAINING_KEYS), None)
+        if different:
             raise ConfigError(
                 f"{directory}/config.json: {different} is {other[different]}, but {config.path} "
                 f"says {ours[different]}; give the config that belongs to the weights"
@@ -121,14 +130,21 @@ def load_pretrained(
 ) -> None:
     """Fill a materialised model from what check_pretrained found, one parameter at a time."""
     for name, parameter in model.named_parameters():
-        parts = []
-        for path, hf_name in found[name]:
-            with safe_open(path, framework="pt") as f:
-                parts.append(f.get_tensor(hf_name))
-        value = torch.cat(parts)
-        value = value.t() if _transposed(config, name) else value
-        parameter[: value.shape[0]].copy_(value)
-        parameter[value.shape[0] :].zero_()
+        read_pretrained(parameter, name, config, found)
+
+
+def read_pretrained(
+    parameter: Tensor, name: str, config: ModelConfig, found: dict[str, list[tuple[Path, str]]]
+) -> None:
+    """Set one whole parameter in place; padding rows become zero."""
+    parts = []
+    for path, hf_name in found[name]:
+        with safe_open(path, framework="pt") as f:
+            parts.append(f.get_tensor(hf_name))
+    value = torch.cat(parts)
+    value = value.t() if _transposed(config, name) else value
+    parameter[: value.shape[0]].copy_(value)
+    parameter[value.shape[0] :].zero_()
 
 
 def _rows(config: ModelConfig, name: str, parameter: Tensor) -> int:
@@ -148,7 +164,7 @@ def _index(directory: Path) -> dict[str, Path]:
         raise ConfigError(
             f"{directory}: has no model.safetensors and no model.safetensors.index.json"
         ) from None
-    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{directory}: weights cannot be read: {error}") from None
     return {name: directory / file for name, file in weight_map.items()}
 
@@ -170,14 +186,27 @@ def _shape(path: Path, name: str) -> list[int]:
 
 
 @torch.no_grad()
-def save_pretrained(model: nn.Module, config: ModelConfig, directory: str | Path) -> None:
-    """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens."""
+def save_pretrained(
+    model: nn.Module,
+    config: ModelConfig,
+    directory: str | Path,
+    whole: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    write: bool = True,
+) -> None:
+    """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens.
+
+    `whole` makes a parameter whole where it is sharded: then every rank calls this, and only the one
+    with `write` keeps and writes anything.
+    """
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, parameter in model.named_parameters():
-        for hf_name, value in to_hf(config, name, parameter.detach()):
-            tensors[hf_name] = value.cpu()
+        value = whole(parameter.detach())
+        if write:
+            tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
+    if not write:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     meta = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}

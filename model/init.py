@@ -29,7 +29,7 @@ def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:
-    """Set one parameter in place; `name` is its dotted name in the model."""
+    """Set one whole parameter in place; `name` is its dotted name in the model."""
     *_, module, kind = name.split(".")
     if kind == "bias":
         parameter.zero_()

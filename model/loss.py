@@ -26,7 +26,7 @@ def chunk_rows(n_rows: int, vocab_size: int, elements: int = CHUNK_ELEMENTS) -> 
 def logits_loss(
     hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss (fp32 scalar) and fp32 softmax minus one-hot (n, V) of one chunk of rows.
+    """Summed loss (fp32 scalar) and softmax minus one-hot (n, V), in the dtype of the hidden states.
 
     Rows of `weight` from `vocab_size` on are padding and get no probability.
     """
@@ -36,8 +36,13 @@ def logits_loss(
     target = labels[:, None]
     log_z = logits.logsumexp(dim=-1, keepdim=True)
     loss = (log_z - logits.gather(1, target)).sum()
+    if torch.compiler.is_compiling():
+        # One fused kernel, where a scatter would split it in two.
+        hit = torch.arange(logits.shape[1], device=logits.device) == target
+        return loss, ((logits - log_z).exp() - hit.float()).to(hidden.dtype)
     grad = logits.sub_(log_z).exp_()
-    return loss, grad.scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
+    grad.scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
+    return loss, grad.to(hidden.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -54,16 +59,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss = loss + chunk_loss
             if not want_grad:
                 continue
-            grad = grad.to(dtype)
             torch.mm(grad, low_w, out=grad_hidden[part])
-            # Each product is rounded to `dtype` once; their sum is kept in the weight's own dtype.
-            if grad_weight is None:
-                grad_weight = (grad.t() @ low_h[part]).to(weight.dtype)
-            elif dtype == weight.dtype:
+            # Each product is rounded to `dtype` once; the sum of several is kept in fp32.
+            if dtype == torch.float16:
+                # A frequent label sums up beyond fp16's range, where no loss scale can reach.
+                product = grad.t().float() @ low_h[part].float()
+                grad_weight = product if grad_weight is None else grad_weight.add_(product)
+            elif grad_weight is None:
+                sum_dtype = torch.float32 if n > rows else weight.dtype
+                grad_weight = (grad.t() @ low_h[part]).to(sum_dtype)
+            elif dtype == grad_weight.dtype:
                 torch.addmm(grad_weight, grad.t(), low_h[part], out=grad_weight)
             else:
                 grad_weight += grad.t() @ low_h[part]
-        ctx.grads, ctx.n, ctx.hidden_dtype = (grad_hidden, grad_weight), n, hidden.dtype
+        ctx.grads, ctx.n = (grad_hidden, grad_weight), n
+        ctx.dtypes = hidden.dtype, weight.dtype
         return loss / n
 
     @staticmethod
@@ -73,8 +83,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.grads
         ctx.grads = None  # they are scaled in place, and freed as early as can be
         scale = grad_output / ctx.n
-        grad_hidden = grad_hidden.mul_(scale).to(ctx.hidden_dtype)
-        return grad_hidden, grad_weight.mul_(scale), None, None, None, None, None, None
+        hidden_dtype, weight_dtype = ctx.dtypes
+        grad_hidden = grad_hidden.mul_(scale).to(hidden_dtype)
+        grad_weight = grad_weight.mul_(scale).to(weight_dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 class LinearCrossEntropy(nn.Module):

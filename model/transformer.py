@@ -23,6 +23,28 @@ from model.layers import (
 from model.loss import LinearCrossEntropy
 
 
+def saved_ops() -> set:
+    """Operators whose outputs are dear to recompute: matmuls, attention, and collectives."""
+    aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+    return {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+        aten._scaled_mm.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+        torch.ops.higher_order.flex_attention,
+        c10d.reduce_scatter_tensor.default,
+        c10d.all_gather_into_tensor.default,
+        c10d.all_reduce.default,
+    }
+
+
 class Block(nn.Module):
     """One residual block: attention, then the MLP, each behind its norm."""
 

@@ -62,7 +62,7 @@ def write_config(directory: Path, values: dict) -> str:
 def run_train(*argv: str) -> int:
     """Exit code of `train.py ARGV...`, in this process."""
     import train
-    from bench.run import launch
+    from bench.launch import launch
 
     return launch(train.train, [str(a) for a in argv], "train.py")
 

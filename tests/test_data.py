@@ -4,11 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from bench.args import Args
 from bench.data import FileTokens, SyntheticTokens, batches, hash_ids, sample_plan
 from bench.errors import UsageError
+from bench.sizes import resolve_batch
 from bench.tokens import open_tokens, write_tokens
 
 CPU = torch.device("cpu")
+
+
+def plan_of(n_steps, accumulation, bsz, rank=0, world=1):
+    args = Args("x", bsz=bsz, grad_acc_steps=accumulation)
+    return sample_plan(n_steps, resolve_batch(args, 1, world), rank)
 
 
 @pytest.fixture
@@ -75,7 +82,7 @@ def test_epochs_differ_and_seeds_differ(counting_file):
 def test_a_later_step_needs_no_earlier_one(counting_file):
     """The position is resumable: samples are a function of their number."""
     source = FileTokens(str(counting_file), 1000, 4, 37, 0)
-    plan = sample_plan(20, 2, 4)
+    plan = plan_of(20, 2, 4)
     through = list(batches(source, plan, CPU))
     fresh = FileTokens(str(counting_file), 1000, 4, 37, 0)
     late = list(batches(fresh, plan[30:], CPU))
@@ -93,7 +100,7 @@ def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, sourc
                 source = FileTokens(str(counting_file), 1000, bsz, 31, 5)
             else:
                 source = SyntheticTokens(1000, bsz, 31, 5, CPU)
-            plan = sample_plan(6, accumulation, bsz, rank, world)
+            plan = plan_of(6, accumulation, bsz, rank, world)
             per_step = [i for i, _ in batches(source, plan, CPU)]
             assert len(per_step) == 6 * accumulation
             rows.append(torch.stack(per_step).view(6, accumulation * bsz, 31))
@@ -107,7 +114,7 @@ def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, sourc
 
 def test_workers_give_the_same_batches(counting_file):
     source = FileTokens(str(counting_file), 1000, 2, 37, 0)
-    plan = sample_plan(6, 1, 2)
+    plan = plan_of(6, 1, 2)
     here = list(batches(source, plan, CPU))
     there = list(batches(source, plan, CPU, n_workers=2))
     assert all(torch.equal(a[1], b[1]) for a, b in zip(here, there, strict=True))

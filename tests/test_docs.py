@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from bench.results import Batch, Device, Metrics, ModelInfo, Result
+from bench.results import Batch, Device, Metrics, ModelInfo, RankInfo, Result
 from bench.stepfile import Step
 from tests.helpers import ROOT
 
@@ -16,7 +16,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_metrics_page_defines_each_field_once():
     documented = re.findall(r"^\| `(\w+)` \|", METRICS, flags=re.M)
-    fields = [f for m in (Result, ModelInfo, Device, Batch, Metrics) for f in m.model_fields]
+    parts = (Result, ModelInfo, Device, Batch, Metrics, RankInfo)
+    fields = [f for m in parts for f in m.model_fields]
     assert sorted(documented) == sorted(fields)
 
 
@@ -64,7 +65,10 @@ def tiny_world(tmp_path, monkeypatch):
         text = tmp_path / "some.txt"
         text.write_text("a line of text\n" * 400)
         if script == "prepare_data.py":
-            given = [str(text) if not a.startswith("-") and a.endswith((".txt", "/")) else a for a in argv]
+            given = [
+                str(text) if not a.startswith("-") and a.endswith((".txt", "/")) else a
+                for a in argv
+            ]
             given = [str(tmp_path / "out") if a.startswith("data/") else a for a in given]
             assert prepare_data.main(given) == 0
             return
@@ -73,7 +77,7 @@ def tiny_world(tmp_path, monkeypatch):
         assert (ROOT / config).exists()
         prepare_data.main([str(text), "--val-fraction", "0", "--output-dir", str(tmp_path)])
         flags = [str(tmp_path / "train.bin") if f.startswith("data/") else f for f in flags]
-        small = ["--n-steps", "2", "--warmup-steps", "1", "--seq-len", "32", "--bsz", "1",
+        small = ["--n-steps", "2", "--warmup-steps", "3", "--seq-len", "32", "--bsz", "1",
                  "--device", "cpu", "--output-dir", str(tmp_path / "runs")]  # fmt: skip
         assert run_train("configs/gpt2-tiny.json", *flags, *small) == 0
 

@@ -59,6 +59,19 @@ def test_under_bf16_autocast_it_is_no_less_exact_than_the_plain_way():
         assert ours <= 1.1 * plain + 1e-4, errors
 
 
+def test_fp16_gradients_of_a_frequent_label_do_not_overflow():
+    """The sum over 32768 rows of one label is beyond fp16's 65504; the mean is not."""
+    n = 32768
+    hidden = torch.full((n, 8), 4.0, dtype=torch.float16)
+    weight = torch.zeros(64, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = LinearCrossEntropy(64)(hidden, weight, torch.zeros(n, dtype=torch.int64))
+    loss.backward()
+    torch.testing.assert_close(
+        weight.grad[0], torch.full((8,), 4 * (1 / 64 - 1)), rtol=1e-3, atol=0
+    )
+
+
 def test_padded_rows_get_no_probability_and_no_gradient():
     hidden, weight, labels = tensors()
     padded = torch.cat((weight.detach(), torch.full((45, D), 9.0))).requires_grad_()

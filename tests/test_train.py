@@ -1,7 +1,9 @@
 """train.py as a user runs it, on the CPU: results, toggles, endings."""
 
+import dataclasses
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from bench.args import Args
 from bench.results import read_result
 from bench.tokens import write_tokens
 from tests.helpers import ROOT, only_result, read_steps, run_train
@@ -124,21 +127,52 @@ def test_losses_are_reproducible_and_depend_on_the_seed(tmp_path):
     assert first != losses(tmp_path, "c", *FP32, "--seed", 1)
 
 
-def test_toggles_do_not_change_what_is_computed(tmp_path):
+def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
     """Accumulation, compilation, padding, workers, attention kernels: same losses; bf16 nearly."""
-    plain = losses(tmp_path, "plain", *FP32, "--bsz", 4)
+    argv = [*FP32, "--data", learnable, "--lr", "3e-3"]
+    plain = losses(tmp_path, "plain", *argv, "--bsz", 4)
+    assert plain[0] - plain[-1] > 0.3  # the tolerances below are small against what was learnt
     for name, tolerance, *flags in (
         ("accumulate", 1e-5, "--bsz", 2, "--grad-acc-steps", 2),
         ("pad", 1e-5, "--bsz", 4, "--pad-vocab", 384),
         ("math", 1e-5, "--bsz", 4, "--attention", "math"),
         ("flash", 1e-5, "--bsz", 4, "--attention", "flash"),
         ("compile", 1e-4, "--bsz", 4, "--pt-compile"),
-        ("bf16", 2e-2, "--bsz", 4, "--amp", "bf16"),
-        ("fp16", 2e-2, "--bsz", 4, "--amp", "fp16"),
+        ("compile accumulate", 1e-4, "--bsz", 2, "--grad-acc-steps", 2, "--pt-compile"),
+        ("global", 1e-5, "--bsz", 1, "--global-bsz", 4),
+        ("bf16", 1e-2, "--bsz", 4, "--amp", "bf16"),
+        ("bf16 compile", 1e-2, "--bsz", 4, "--amp", "bf16", "--pt-compile"),
+        ("fp16", 1e-2, "--bsz", 4, "--amp", "fp16"),
     ):
-        other = losses(tmp_path, name, *FP32, *flags)
+        other = losses(tmp_path, name, *argv, *flags)
         assert other == pytest.approx(plain, rel=tolerance), name
     assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.5
+
+
+def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
+    """JSON holds no NaN: null, a note, and the validation loss too."""
+    losses(tmp_path, "x", *FP32, "--data", learnable, "--val-data", learnable, "--lr", "1e30",
+           "--optimizer", "sgd", "--grad-clip", 0)  # fmt: skip
+    r = only_result(tmp_path / "x")
+    assert r["status"] == "ok" and r["metrics"]["final_loss"] is None
+    assert r["metrics"]["val_loss"] is None and any("not finite" in note for note in r["notes"])
+
+
+def test_compilation_inside_the_window_is_noted(tmp_path):
+    argv = [
+        *FP32,
+        "--seq-len",
+        24,
+        "--pt-compile",
+        "--n-steps",
+        2,
+        "--no-tensorboard",
+        "--output-dir",
+    ]
+    assert run_train(*argv, tmp_path / "cold", "--warmup-steps", 0) == 0
+    assert any("inside the window" in n for n in only_result(tmp_path / "cold")["notes"])
+    assert run_train(*argv, tmp_path / "warm", "--warmup-steps", 2) == 0
+    assert not any("inside the window" in n for n in only_result(tmp_path / "warm")["notes"])
 
 
 def test_workers_read_the_same_data(tmp_path, learnable):
@@ -199,7 +233,7 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
     assert process.returncode == 1 and "Traceback" not in stderr
     assert f"interrupted by {number.name}" in stderr
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "interrupted" and r["error"] == number.name
+    assert (r["status"], r["error"]) == ("interrupted", f"interrupted by {number.name}")
     assert r["metrics"]["n_measured_steps"] >= 3 and r["metrics"]["tokens_per_sec"] > 0
     assert len(read_steps(tmp_path / "runs")) == r["metrics"]["n_measured_steps"] + 2
 
@@ -216,11 +250,11 @@ def test_out_of_memory(tmp_path):
 
 
 def test_full_disk(tmp_path):
-    """A file system of 3 MiB: the step file fills it up, the result still gets written."""
+    """A file system of 6.5 MB, most of it reserved: the step file fills it up, the result still gets written."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1200k", "tmpfs", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=6500k", "tmpfs", str(disk)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("a small file system can be mounted only by root")
@@ -242,6 +276,18 @@ BAD = [
     (["--bsz", "0"], "--bsz 0: must be at least 1"),
     (["--bsz", "two"], "--bsz"),
     (["--n-steps", "-1"], "--n-steps -1: must be at least 1"),
+    (["--seed", "1" + "0" * 22], "must be below 2^63"),
+    (["--peak-tflops", "inf"], "must be above 0 and finite"),
+    (["--tf32"], "--tf32: only NVIDIA GPUs"),
+    (["--nproc", "2"], "--nproc has no meaning for train.py; it is for train_ddp.py or"),
+    (["--dp-replicate", "2"], "it is for train_fsdp.py"),
+    (["--global-bsz", "3"], "--global-bsz 3 is not a multiple of --bsz 2 x 1 ranks = 2; 2 or 4"),
+    (["--sac-freq", "5/4"], "--sac-freq 5/4: q must be from 1 to p = 4"),
+    (["--sac-freq", "1/0"], "--sac-freq 1/0: cannot choose among 0 blocks"),
+    (["--sac-freq", "a/b"], "--sac-freq a/b: must be two whole numbers q/p"),
+    (["--sac-freq", "0.25"], "--sac-freq 0.25: must be two whole numbers q/p"),
+    (["--sac-freq", "0/2"], "--sac-freq 0/2: q must be from 1"),
+    (["--sac-policy", "op"], "--sac-policy op needs --sac-freq"),
     (["--lr", "nan"], "--lr nan: must be at least 0"),
     (["--amp", "fp8"], "--amp"),
     (["--frobnicate"], "--frobnicate"),
@@ -302,6 +348,9 @@ def test_help_documents_every_flag(capsys):
         run_train("--help")
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for flag in "bsz seq-len grad-acc-steps amp pt-compile pass-type data seed export".split():
-        assert f"--{flag}" in text
-    assert "(default: 50)" in text
+    flags = [field for field in dataclasses.fields(Args) if field.name != "config"]
+    for field in flags:
+        assert f"--{field.name.replace('_', '-')} " in text, field.name
+    assert text.count("(default: ") == len(flags)
+    # Each flag says more than its name: the help text between flag and default is not empty.
+    assert not re.search(r"--[a-z-]+ (\S+ )?\s*\(default", text)

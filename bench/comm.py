@@ -1,0 +1,45 @@
+"""Bytes that data parallelism hands to collectives in one optimizer step, by formula. Needs no torch.
+
+Counted per rank and at the size of the whole tensor: an all-gather's output, a reduce-scatter's
+input, an all-reduced tensor. What a link carries of it depends on the algorithm: a ring moves
+(n - 1) / n of it for the first two, twice that for the third.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from bench.args import Args
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def ddp_bytes(shapes: Shapes, compressed: bool, replicas: int) -> dict[str, int]:
+    """DDP reduces each gradient once per step, in fp32 or bf16."""
+    if replicas == 1:
+        return {}
+    total = sum(math.prod(shape) for shape in shapes.values())
+    return {"all_reduce": total * (2 if compressed else 4)}
+
+
+def fsdp_bytes(
+    shapes: Shapes, shards: int, replicas: int, micro_steps: int, args: Args
+) -> dict[str, int]:
+    """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
+
+    All of it in every micro step. A parameter's rows are padded to a multiple of the shards.
+    """
+    parameter_bytes = 4 if args.amp == "off" else 2
+    reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
+    backward = args.pass_type != "forward"
+    rows = {n: -(-s[0] // shards) * shards * math.prod(s[1:]) for n, s in shapes.items()}
+    everything = sum(rows.values())
+    blocks = sum(size for name, size in rows.items() if name.startswith("blocks."))
+    moved = {}
+    if shards > 1:
+        again = blocks if backward and args.reshard_after_forward == "always" else 0
+        moved["all_gather"] = micro_steps * (everything + again) * parameter_bytes
+        if backward:
+            moved["reduce_scatter"] = micro_steps * everything * reduce_bytes
+    if replicas > 1 and backward:
+        moved["all_reduce"] = micro_steps * everything // shards * reduce_bytes
+    return moved

@@ -1,0 +1,106 @@
+"""Which rank this process is, and joining the others."""
+
+import dataclasses
+import datetime
+import os
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.errors import UsageError
+
+# Where launchers say rank, world size and rank on the node: torchrun, SLURM's srun, Open MPI, MPICH.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This process among all: rank 0 writes and prints."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+ALONE = Ranks()
+
+
+def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
+    """What a launcher put into the environment; None where there was none.
+
+    A SLURM job step of one task counts as none: `srun --pty bash` is an ordinary shell.
+    """
+    for names in LAUNCHERS:
+        if names[0] in environ and names[1] in environ:
+            rank, world = int(environ[names[0]]), int(environ[names[1]])
+            if world == 1 and names[0] != "RANK":
+                continue
+            return Ranks(rank, world, int(environ.get(names[2], 0)))
+    return None
+
+
+def join(ranks: Ranks, device: torch.device, timeout_s: float) -> None:
+    """Make the process group of all ranks: NCCL (RCCL on AMD) for GPUs, gloo for CPUs."""
+    os.environ.setdefault("RANK", str(ranks.rank))
+    os.environ.setdefault("WORLD_SIZE", str(ranks.world))
+    if "MASTER_ADDR" not in os.environ:
+        os.environ["MASTER_ADDR"] = _first_host(os.environ)
+    if "MASTER_PORT" not in os.environ:
+        # The same on every rank of a job, and another for another job on the same hosts.
+        os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if cuda else None,
+    )
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if nodes:
+        try:
+            command = ["scontrol", "show", "hostnames", nodes]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            return done.stdout.split()[0]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass
+    elif int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", -1)) == int(environ["WORLD_SIZE"]):
+        return "127.0.0.1"
+    raise UsageError("MASTER_ADDR is not set; give the address of rank 0's host to every rank")
+
+
+def broadcast(ranks: Ranks, value: Any) -> Any:
+    """Rank 0's value on every rank; any picklable object."""
+    if ranks.world == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather(ranks: Ranks, value: Any) -> list[Any]:
+    """The values of all ranks, in order, on every rank."""
+    if ranks.world == 1:
+        return [value]
+    values = [None] * ranks.world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def leave() -> None:
+    """Take the process group apart after a run that went well."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

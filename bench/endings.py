@@ -1,0 +1,49 @@
+"""How a run can end: status, message and exit code of each kind of exception."""
+
+import errno
+import traceback
+
+from bench.device import is_out_of_memory
+from bench.errors import Interrupted, UsageError
+from model.config import ConfigError
+
+OOM_ADVICE = (
+    "what helps: a smaller --bsz with more --grad-acc-steps, a shorter --seq-len, --amp bf16, "
+    "--sac-freq 1/1, --pt-compile, train_fsdp.py on more devices"
+)
+
+
+def classify(error: BaseException | None) -> tuple[str, str | None]:
+    """Status of a run that ended with this exception, and its message on one line."""
+    if error is None:
+        return "ok", None
+    text = " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
+    if isinstance(error, UsageError | ConfigError):
+        return "failed", text
+    if is_out_of_memory(error):
+        return "oom", f"out of memory: {text}; {OOM_ADVICE}"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or "No space left on device" in text:
+        return "failed", f"disk full: {text}"
+    return "failed", f"{type(error).__name__}: {text}"
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for bad input, 3 for out of memory, 1 for everything else."""
+    if isinstance(error, UsageError | ConfigError):
+        return 2
+    return 3 if is_out_of_memory(error) else 1
+
+
+def is_our_fault(error: BaseException) -> bool:
+    """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
+    status, text = classify(error)
+    expected = isinstance(error, UsageError | ConfigError) or text.startswith("disk full")
+    return status == "failed" and not expected
+
+
+def full_traceback(error: BaseException) -> str:
+    """The traceback as text."""
+    return "".join(traceback.format_exception(error))

@@ -1,0 +1,133 @@
+"""Starting a script: alone, as one rank of a launcher's, or as the parent of its own ranks."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from bench.args import Args, check_distributed_args, check_single_args, parse_args
+from bench.device import cpu_count
+from bench.dist import Ranks, find_ranks
+from bench.endings import classify, exit_code, full_traceback, is_our_fault
+from bench.errors import Interrupted
+
+# Set for the ranks that a script starts itself: what they have to say about an error goes into their
+# error file, and the parent prints the first of them.
+QUIET = "LLM_TRAIN_BENCH_PARENT"
+
+
+def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int:
+    """Run on one device; whatever happens becomes one line and an exit code.
+
+    0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure of our own
+    shows a traceback.
+    """
+
+    def body() -> None:
+        args = parse_args(argv, prog)
+        check_single_args(args)
+        train(args)
+
+    return _guarded(body, prog, Ranks())
+
+
+def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], script: str) -> int:
+    """Run as the rank that a launcher made this process, or start one process per device."""
+    prog = Path(script).name
+    ranks = find_ranks(os.environ)
+    if ranks is None:
+        return _guarded(lambda: _start_ranks(argv, script, prog), prog, Ranks())
+
+    def body() -> None:
+        args = parse_args(argv, prog)
+        check_distributed_args(args, prog)
+        train(args, ranks)
+
+    return _guarded(body, prog, ranks)
+
+
+def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
+    def on_sigterm(number, frame):
+        raise Interrupted("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        return body() or 0
+    except (Exception, KeyboardInterrupt, Interrupted) as error:
+        _report(error, prog, ranks)
+        return exit_code(error)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(error: BaseException, prog: str, ranks: Ranks) -> None:
+    """One line (with a traceback above it where the fault is ours), and the rank's error file."""
+    _, text = classify(error)
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The form torchrun reads, but in nanoseconds: the rank that failed first must be known.
+        info = {"timestamp": str(time.time_ns()), "py_callstack": full_traceback(error)}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
+    if QUIET in os.environ or (exit_code(error) == 2 and not ranks.main):
+        return
+    if is_our_fault(error) and ranks.world == 1:
+        print(full_traceback(error), file=sys.stderr, end="")
+    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 and exit_code(error) != 2 else prog
+    print(f"{who}: {text}", file=sys.stderr, flush=True)
+
+
+def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
+    """Start the script once per device through torchrun's own agent, and wait for all."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    args = parse_args(argv, prog)
+    check_distributed_args(args, prog)
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    n = args.nproc or (torch.cuda.device_count() if cuda else 2)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    os.environ[QUIET] = "1"
+    if not cuda:
+        # Ranks on one CPU share its cores; more threads than cores slow every one of them down.
+        cores = cpu_count()
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // n)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=n,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        run_id=f"{os.getpid()}",
+        max_restarts=args.max_restarts,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
+    except ChildFailedError as failure:
+        rank, first = failure.get_first_failure()
+        code = first.exitcode if first.exitcode in (2, 3) else 1
+        data = first.error_file_data.get("message", {})
+        text = data.get("message") if isinstance(data, dict) else None
+        text = text or (
+            f"killed by {first.signal_name()}"
+            if first.exitcode < 0
+            else f"exit code {first.exitcode}"
+        )
+        who = prog if code == 2 else f"{prog}: rank {rank}"
+        print(f"{who}: {text}", file=sys.stderr, flush=True)
+        trace = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, dict) else None
+        if code == 1 and trace:
+            print(f"its traceback is in {first.error_file}", file=sys.stderr, flush=True)
+        return code
+    except SignalException as stop:
+        raise Interrupted(stop.sigval.name) from None
+    return 0

@@ -1,0 +1,47 @@
+"""Selective activation checkpointing: which blocks recompute in backward, and what of them."""
+
+import functools
+
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from bench.flops import chosen_blocks
+from model.transformer import Transformer, saved_ops
+
+
+def apply_recompute(model: Transformer, freq: tuple[int, int] | None, policy: str) -> None:
+    """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
+
+    `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest. The block's
+    forward is replaced, not the block, so that parameter names stay as they are. Apply before
+    compilation and before sharding.
+    """
+    options = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    if policy == "op":
+        ops = saved_ops()
+
+        def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+    for index in chosen_blocks(len(model.blocks), freq):
+        block = model.blocks[index]
+        block.forward = checkpointed(block.forward, options)
+
+
+def checkpointed(forward, options: dict):
+    """A block's forward that is checkpointed."""
+
+    def recomputing_forward(*args) -> Tensor:
+        return checkpoint(forward, *args, **options)
+
+    return recomputing_forward
+
+
+def has_dropout(model: Transformer) -> bool:
+    """Whether a block draws random numbers, which a recomputation must draw again."""
+    return bool(model.config.residual_dropout or model.config.attention_dropout)

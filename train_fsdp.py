@@ -1,0 +1,67 @@
+"""Train a GPT-2 or Llama-family model with FSDP2 (fully_shard) or HSDP and measure it.
+
+Without a launcher it starts one process per GPU (two on a CPU); under torchrun, srun or mpirun it joins.
+"""
+
+import sys
+
+import torch
+
+from bench import dist
+from bench.args import Args, parse_sac_freq
+from bench.attention import select_attention
+from bench.comm import fsdp_bytes
+from bench.data import batches, open_data, sample_plan
+from bench.device import pick_device
+from bench.dist import Ranks
+from bench.launch import launch_ranks
+from bench.loop import evaluate, measure
+from bench.optim import build_optimizer
+from bench.parallel import apply_compile, apply_fsdp, materialize_shards, whole
+from bench.precision import AMP_DTYPES, set_tf32
+from bench.recompute import apply_recompute
+from bench.run import Run
+from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from model.config import load_config
+from model.hf import check_pretrained, save_pretrained
+from model.transformer import Transformer
+
+
+def train(args: Args, ranks: Ranks) -> None:
+    """One run from arguments to result.json, as one of several ranks."""
+    device = pick_device(args.device, ranks.local_rank)
+    config = load_config(args.config, args.pad_vocab)
+    seq_len = resolve_seq_len(args.seq_len, config)
+    batch = resolve_batch(args, seq_len, ranks.world)
+    shards = resolve_shards(args, ranks.world, device.type)
+    set_tf32(args.tf32, device)
+    torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
+    flex = select_attention(args, config, seq_len, device, AMP_DTYPES[args.amp])
+    data, val_data = open_data(args, config, seq_len, device, batch.global_batch)
+    plan = sample_plan(args.warmup_steps + args.n_steps, batch, ranks.rank)
+    with torch.device("meta"):
+        model = Transformer(config, seq_len, flex)
+    weights = check_pretrained(model, config, args.init_from) if args.init_from else None
+    dist.join(ranks, device, args.dist_timeout)
+
+    with Run("train_fsdp.py", args, config, device, batch, ranks) as run:
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        run.set_traffic(
+            fsdp_bytes(shapes, shards, ranks.world // shards, batch.grad_acc_steps, args)
+        )
+        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy)
+        if args.pt_compile:
+            apply_compile(model, args.compile_mode)
+        apply_fsdp(model, device, ranks.world, args)
+        materialize_shards(model, config, device, args.seed, weights, args.cpu_offload)
+        optimizer = build_optimizer(model, args) if args.pass_type == "step" else None
+
+        run.result.metrics.val_loss_before = evaluate(model, val_data, args, device)
+        measure(run, args, model, optimizer, batches(data, plan, device, args.n_workers))
+        run.result.metrics.val_loss = evaluate(model, val_data, args, device)
+        if args.export:
+            save_pretrained(model, config, run.directory / "export", whole, write=ranks.main)
+
+
+if __name__ == "__main__":
+    sys.exit(launch_ranks(train, sys.argv[1:], __file__))
