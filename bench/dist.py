@@ -52,7 +52,12 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def join(ranks: Ranks, device: torch.device, timeout_s: float) -> None:
-    """Make the process group of all ranks: NCCL (RCCL on AMD) for GPUs, gloo for CPUs."""
+    """Make the process group of all ranks: NCCL (RCCL on AMD) for GPUs, gloo for CPUs.
+
+    A process that belongs to one already keeps it.
+    """
+    if dist.is_initialized():
+        return
     os.environ.setdefault("RANK", str(ranks.rank))
     os.environ.setdefault("WORLD_SIZE", str(ranks.world))
     if "MASTER_ADDR" not in os.environ:

@@ -250,7 +250,7 @@ def test_out_of_memory(tmp_path):
 
 
 def test_full_disk(tmp_path):
-    """A file system of 6.5 MB, most of it reserved: the step file fills it up, the result still gets written."""
+    """A small file system: the step file fills it up, the result still gets written."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(

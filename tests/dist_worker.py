@@ -1,0 +1,73 @@
+"""One rank that does several runs in a row: started by torchrun from tests/test_distributed.py.
+
+    torchrun --nproc-per-node N tests/dist_worker.py CASES.json
+
+CASES.json lists [name, script, flags]. Next to each result it leaves traffic.json: the bytes that the
+collectives of rank 0 were really handed, by kind.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_ddp
+import train_fsdp
+from bench import dist
+from bench.args import check_distributed_args, parse_args
+from bench.dist import find_ranks
+
+KINDS = {
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+}
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the tensors handed to collectives; single numbers (loss, norm) are left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, name = func._schema.name.split("::")
+        if namespace == "c10d" and name in KINDS:
+            kind, position = KINDS[name]
+            tensors = args[position]
+            for t in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+                if t.numel() > 1 and t.is_floating_point():
+                    self.bytes[kind] += t.numel() * t.element_size()
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    ranks = find_ranks(os.environ)
+    # One process group serves all runs.
+    dist.join(ranks, torch.device("cpu"), 60.0)
+    leave, dist.leave = dist.leave, lambda: None
+    out = Path(sys.argv[1]).parent
+    for name, script, flags in json.loads(Path(sys.argv[1]).read_text()):
+        argv = [*flags, "--output-dir", str(out), "--run-name", name]
+        args = parse_args(argv, script)
+        check_distributed_args(args, script)
+        torch._dynamo.reset()
+        # Dynamo compiles nothing while a dispatch mode looks on.
+        traffic = Traffic()
+        with contextlib.nullcontext() if args.pt_compile else traffic:
+            {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
+        if ranks.main:
+            (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
+    leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""train_ddp.py and train_fsdp.py on gloo: the losses of train.py, the promised traffic and memory."""
+
+import json
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from bench.comm import ddp_bytes
+from bench.flops import chosen_blocks
+from tests.helpers import ROOT, run_train
+
+BASE = [
+    "configs/llama-tiny.json",
+    "--seq-len",
+    "32",
+    "--device",
+    "cpu",
+    "--amp",
+    "off",
+    "--n-steps",
+    "16",
+    "--warmup-steps",
+    "4",
+    "--lr",
+    "2e-3",
+    "--lr-warmup-steps",
+    "4",
+    "--grad-clip",
+    "0.5",
+    "--no-tensorboard",
+]
+RANKS = ["--dist-timeout", "60"]  # fmt: skip
+DDP, FSDP = "train_ddp.py", "train_fsdp.py"
+# name: (ranks, script, flags); 16 samples a step in all of them.
+CASES = {
+    "ddp2": (2, DDP, ["--bsz", "8"]),
+    "ddp2-accumulate4": (2, DDP, ["--bsz", "2", "--grad-acc-steps", "4"]),
+    "ddp2-sac-op": (2, DDP, ["--bsz", "8", "--sac-freq", "1/1", "--sac-policy", "op"]),
+    "ddp2-small-buckets": (2, DDP, ["--bsz", "8", "--bucket-cap-mb", "0.5"]),
+    "ddp2-bf16-gradients": (2, DDP, ["--bsz", "8", "--grad-compression", "bf16"]),
+    "ddp2-compile": (2, DDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
+    "fsdp2": (2, FSDP, ["--bsz", "8"]),
+    "fsdp2-accumulate4": (2, FSDP, ["--global-bsz", "16", "--bsz", "2"]),
+    "fsdp2-keep": (2, FSDP, ["--bsz", "8", "--reshard-after-forward", "never", "--prefetch", "0"]),
+    "fsdp2-sac1/1": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/1"]),
+    "fsdp2-sac1/2": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/2", "--prefetch", "2"]),
+    "fsdp2-sac1/4": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/4"]),
+    "fsdp2-sac-op": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/1", "--sac-policy", "op"]),
+    "fsdp2-compile": (2, FSDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
+    "fsdp2-bf16": (2, FSDP, ["--bsz", "8", "--amp", "bf16", "--reduce-dtype", "bf16"]),
+    "fsdp4": (4, FSDP, ["--bsz", "4"]),
+    "fsdp4-accumulate4": (4, FSDP, ["--bsz", "1", "--grad-acc-steps", "4"]),
+    "hsdp2x2": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2"]),
+    "hsdp2x2-sac": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2", "--sac-freq", "3/4"]),
+    "ddp4": (4, DDP, ["--bsz", "4"]),
+}
+TOLERANCE = {"ddp2-bf16-gradients": 2e-2, "fsdp2-bf16": 2e-2}
+
+
+def safe(name: str) -> str:
+    return name.replace("/", "of")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All cases of one world size in one torchrun start; returns the directory of their results."""
+    out = tmp_path_factory.mktemp("dist")
+    for world in (2, 4):
+        cases = [
+            (safe(name), script, BASE + RANKS + flags)
+            for name, (ranks, script, flags) in CASES.items()
+            if ranks == world
+        ]
+        path = out / f"cases{world}.json"
+        path.write_text(json.dumps(cases))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", str(world), "tests/dist_worker.py", str(path)]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """train.py on the same data; the losses everything is compared with."""
+    out = tmp_path_factory.mktemp("single")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        assert run_train(*BASE, "--bsz", 16, "--output-dir", out, "--run-name", "one") == 0
+    return steps_of(out / "one")
+
+
+def steps_of(directory):
+    return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
+
+
+def result_of(directory):
+    return json.loads((directory / "result.json").read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_one_device(name, runs, single):
+    steps = steps_of(runs / safe(name))
+    assert len(steps) == len(single) == 20
+    limit = TOLERANCE.get(name, 1e-5)
+    worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, single, strict=True))
+    print(f"{name}: largest loss difference over 20 steps {worst:.1e}")
+    assert worst <= limit
+    assert all(s["tokens"] == 512 for s in steps)
+    # Clipping was active, on the norm of the whole gradient.
+    norms = [(a["grad_norm"], b["grad_norm"]) for a, b in zip(steps, single, strict=True)]
+    assert max(b for _, b in norms) > 0.5
+    assert all(a == pytest.approx(b, rel=max(1e-4, limit * 5)) for a, b in norms)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "compile" not in n])
+def test_traffic_is_what_the_collectives_were_handed(name, runs):
+    directory = runs / safe(name)
+    moved = json.loads((directory / "traffic.json").read_text())
+    metrics = result_of(directory)["metrics"]
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 20, kind
+    assert sum(moved.values()) > 20 * 3_000_000
+
+
+def test_sac_on_one_device_is_bitwise_the_same(single, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for name, *flags in (
+        ("11", "1/1"),
+        ("12", "1/2"),
+        ("14", "1/4"),
+        ("op", "1/1", "--sac-policy", "op"),
+    ):
+        argv = [*BASE, "--bsz", 16, "--sac-freq", *flags, "--output-dir", tmp_path]
+        assert run_train(*argv, "--run-name", name) == 0
+        assert [s["loss"] for s in steps_of(tmp_path / name)] == [s["loss"] for s in single]
+        r = result_of(tmp_path / name)
+        assert r["args"]["sac_freq"] == flags[0]
+
+
+def test_per_rank_times_and_memory(runs):
+    r = result_of(runs / "fsdp4")
+    assert [rank["rank"] for rank in r["ranks"]] == [0, 1, 2, 3]
+    assert r["device"]["count"] == r["batch"]["data_parallel_size"] == 4
+    assert 0 <= r["metrics"]["slowest_rank"] < 4 and r["metrics"]["rank_imbalance"] >= 0
+    slowest = max(rank["step_time_mean_s"] for rank in r["ranks"])
+    assert r["metrics"]["step_time_mean_s"] >= slowest * 0.999
+    m = r["metrics"]
+    assert m["tokens_per_sec_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 4)
+
+
+def test_chosen_blocks_are_spread_evenly():
+    assert chosen_blocks(8, (1, 1)) == list(range(8))
+    assert chosen_blocks(8, (1, 2)) == [1, 3, 5, 7]
+    assert chosen_blocks(8, (1, 4)) == [3, 7]
+    assert chosen_blocks(8, (3, 4)) == [1, 2, 3, 5, 6, 7]
+    assert chosen_blocks(8, None) == []
+    for q, p in ((2, 3), (3, 8), (5, 7)):
+        assert len(chosen_blocks(p * 6, (q, p))) == q * 6
+
+
+def test_ddp_traffic_by_hand():
+    assert ddp_bytes({"a": (3, 4), "b": (5,)}, compressed=False, replicas=2) == {"all_reduce": 68}
+    assert ddp_bytes({"a": (3, 4)}, compressed=True, replicas=1) == {}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
