@@ -3,6 +3,8 @@
 import errno
 import traceback
 
+import torch
+
 from bench.device import is_out_of_memory
 from bench.errors import Interrupted, UsageError
 from model.config import ConfigError
@@ -27,7 +29,22 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left on device" in text:
         return "failed", f"disk full: {text}"
+    if lost_a_rank(error):
+        return "failed", f"lost another rank, whose own error says why: {text}"
     return "failed", f"{type(error).__name__}: {text}"
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed because its other end is gone or silent."""
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "Timed out waiting",
+    )
+    return isinstance(error, torch.distributed.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    )
 
 
 def exit_code(error: BaseException) -> int:

@@ -1,6 +1,7 @@
 """Starting a script: alone, as one rank of a launcher's, or as the parent of its own ranks."""
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from bench import dist
 from bench.args import Args, check_distributed_args, check_single_args, parse_args
 from bench.device import cpu_count
 from bench.dist import Ranks, find_ranks
@@ -49,6 +51,9 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
         args = parse_args(argv, prog)
         check_distributed_args(args, prog)
         train(args, ranks)
+        # Only now: DDP must be gone before its process group, or the two can wait for each other.
+        gc.collect()
+        dist.leave()
 
     return _guarded(body, prog, ranks)
 
@@ -62,6 +67,10 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
         return body() or 0
     except (Exception, KeyboardInterrupt, Interrupted) as error:
         _report(error, prog, ranks)
+        if ranks.world > 1:
+            # Taking the process group apart could wait for ranks that are gone.
+            sys.stdout.flush()
+            os._exit(exit_code(error))
         return exit_code(error)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -71,16 +80,30 @@ def _report(error: BaseException, prog: str, ranks: Ranks) -> None:
     """One line (with a traceback above it where the fault is ours), and the rank's error file."""
     _, text = classify(error)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # The form torchrun reads, but in nanoseconds: the rank that failed first must be known.
-        info = {"timestamp": str(time.time_ns()), "py_callstack": full_traceback(error)}
+        # The form torchrun reads, in whole seconds; nanoseconds tell who failed first.
+        now = time.time_ns()
+        info = {
+            "timestamp": str(now // 10**9),
+            "time_ns": now,
+            "py_callstack": full_traceback(error),
+        }
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
-    if QUIET in os.environ or (exit_code(error) == 2 and not ranks.main):
+    quiet = ranks.world > 1 and QUIET in os.environ
+    if quiet or (exit_code(error) == 2 and not ranks.main):
         return
     if is_our_fault(error) and ranks.world == 1:
         print(full_traceback(error), file=sys.stderr, end="")
     who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 and exit_code(error) != 2 else prog
     print(f"{who}: {text}", file=sys.stderr, flush=True)
+
+
+def _failure_time(failure) -> float:
+    """When a rank failed [ns]. Without word from it: first if it was killed, last if told to end."""
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict):
+        return message["extraInfo"].get("time_ns", 0)
+    return float("inf") if failure.exitcode == -signal.SIGTERM else 0
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
@@ -113,7 +136,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     try:
         elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
     except ChildFailedError as failure:
-        rank, first = failure.get_first_failure()
+        rank, first = min(failure.failures.items(), key=lambda item: _failure_time(item[1]))
         code = first.exitcode if first.exitcode in (2, 3) else 1
         data = first.error_file_data.get("message", {})
         text = data.get("message") if isinstance(data, dict) else None
@@ -124,9 +147,6 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         )
         who = prog if code == 2 else f"{prog}: rank {rank}"
         print(f"{who}: {text}", file=sys.stderr, flush=True)
-        trace = data.get("extraInfo", {}).get("py_callstack") if isinstance(data, dict) else None
-        if code == 1 and trace:
-            print(f"its traceback is in {first.error_file}", file=sys.stderr, flush=True)
         return code
     except SignalException as stop:
         raise Interrupted(stop.sigval.name) from None

@@ -178,8 +178,6 @@ class Run:
                 self._write_rank_error(error)
             if self.ranks.main:
                 self._finish(error)
-        if error is None:
-            dist.leave()
 
     def _finish(self, error: BaseException | None) -> None:
         r, m = self.result, self.result.metrics

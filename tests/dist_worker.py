@@ -7,6 +7,7 @@ collectives of rank 0 were really handed, by kind.
 """
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -53,7 +54,6 @@ def main() -> None:
     ranks = find_ranks(os.environ)
     # One process group serves all runs.
     dist.join(ranks, torch.device("cpu"), 60.0)
-    leave, dist.leave = dist.leave, lambda: None
     out = Path(sys.argv[1]).parent
     for name, script, flags in json.loads(Path(sys.argv[1]).read_text()):
         argv = [*flags, "--output-dir", str(out), "--run-name", name]
@@ -66,7 +66,8 @@ def main() -> None:
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
         if ranks.main:
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
-    leave()
+    gc.collect()
+    dist.leave()
 
 
 if __name__ == "__main__":

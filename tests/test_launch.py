@@ -1,0 +1,242 @@
+"""Starting, joining and ending several ranks, as processes of their own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from bench.dist import Ranks, find_ranks
+from tests.helpers import ROOT, only_result, read_steps
+
+TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
+        "--amp", "off", "--no-tensorboard"]  # fmt: skip
+MARK = "LLM_TRAIN_BENCH_TEST"
+FOREVER = ["--n-steps", "1000000", "--warmup-steps", "1"]
+SHORT = ["--n-steps", "4", "--warmup-steps", "1"]
+
+
+def start(script, out, *argv, prefix=(sys.executable,), env=None):
+    """The process, with a mark in its environment by which all it starts can be found."""
+    command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
+    mark = f"{MARK}={uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | (env or {}) | dict([mark.split("=")]),
+    )  # fmt: skip
+    process.mark = mark
+    return process
+
+
+def finish(process, timeout=60):
+    """(exit code, stdout, stderr); nothing it started is left afterwards."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+        assert wait_until(lambda: not members(process), 10), "processes are left behind"
+        return process.returncode, out, err
+    finally:
+        for pid in members(process):
+            os.kill(pid, signal.SIGKILL)
+
+
+def members(process) -> dict[int, dict[str, str]]:
+    """Living processes that carry the mark of this one, with their environments."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            items = (path / "environ").read_text().split("\0")
+            state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if process.mark in items and state != "Z":
+            found[int(path.name)] = dict(item.split("=", 1) for item in items if "=" in item)
+    return found
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def training(out) -> bool:
+    return bool(list(out.glob("*/steps.jsonl"))) and len(read_steps(out)) > 5
+
+
+def ranks_of(process) -> dict[int, int]:
+    """Rank to process id of the workers that were started."""
+    everyone = members(process).items()
+    return {int(env["RANK"]): pid for pid, env in everyone if "LOCAL_RANK" in env}
+
+
+def interrupt(process):
+    """Ctrl-C on a terminal: SIGINT to every process."""
+    for pid in members(process):
+        os.kill(pid, signal.SIGINT)
+
+
+def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
+    code, out, err = finish(start("train_ddp.py", tmp_path, *SHORT))
+    assert code == 0, err
+    assert (
+        out.count("| tokens/s per device ") == 1 and err.count("batch: 2 x 1 x 2 = 4 samples") == 1
+    )
+    r = only_result(tmp_path)
+    assert r["device"]["count"] == 2 and r["entrypoint"] == "train_ddp.py"
+    assert sorted(p.name for p in next(tmp_path.iterdir()).iterdir()) == [
+        "result.json",
+        "steps.jsonl",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sac-freq", "5/4"], "--sac-freq 5/4: q must be from 1 to p = 4"),
+        (["--bucket-cap-mb", "5"], "--bucket-cap-mb has no meaning for train_fsdp.py"),
+        (["--amp", "fp16"], "--amp fp16 is not implemented; use --amp bf16"),
+        # These are found by the ranks, and still one line.
+        (
+            ["--global-bsz", "6"],
+            "--global-bsz 6 is not a multiple of --bsz 2 x 2 ranks = 4; 4 or 8",
+        ),
+        (["--dp-replicate", "3"], "--dp-replicate 3 does not divide 2 ranks; 1, 2 do"),
+        (["--data", "none.bin"], "none.bin: no such file"),
+        (["--cpu-offload"], "--cpu-offload: the parameters are in host memory already"),
+        (["--output-dir", "/proc/x"], "--output-dir /proc/x: cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(argv, message, tmp_path):
+    code, out, err = finish(start("train_fsdp.py", tmp_path / "runs", *SHORT, *argv))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("train_fsdp.py: ") and message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
+    process = start("train_fsdp.py", tmp_path, *FOREVER)
+    assert wait_until(lambda: training(tmp_path), 60), process.poll()
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, err = finish(process)
+    assert code == 1 and time.monotonic() - killed < 20 + 15
+    message = [line for line in err.splitlines() if line.startswith("train_fsdp.py: ")]
+    assert message[0] == "train_fsdp.py: rank 1: killed by SIGKILL"
+    r = only_result(tmp_path)
+    assert r["status"] in ("failed", "interrupted") and r["metrics"]["n_measured_steps"] > 0
+    (rank0,) = tmp_path.glob("*/errors/rank0.txt")
+    assert rank0.read_text()
+
+
+def test_a_failing_rank_is_named_with_its_error(tmp_path):
+    """Rank 1 cannot allocate its batch: out of memory is exit code 3 wherever it happens."""
+    code, _, err = finish(start("train_ddp.py", tmp_path, *SHORT, "--bsz", "30000000"), 120)
+    assert code == 3 and "out of memory" in err and "--grad-acc-steps" in err
+    assert err.splitlines()[-1].startswith("train_ddp.py: rank ")
+
+
+def test_ctrl_c_ends_all(tmp_path):
+    process = start("train_ddp.py", tmp_path, *FOREVER)
+    assert wait_until(lambda: training(tmp_path), 60), process.poll()
+    interrupt(process)
+    code, _, err = finish(process)
+    assert code == 1 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
+    assert only_result(tmp_path)["status"] == "interrupted"
+
+
+def torchrun(node, port, extra=()):
+    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+            "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test",
+            "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *extra]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_two_torchrun_agents_train_together(script, tmp_path):
+    port = free_port()
+    agents = [start(script, tmp_path, *SHORT, prefix=torchrun(node, port)) for node in (0, 1)]
+    ends = [finish(agent, 90) for agent in agents]
+    assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
+    assert sum(out.count("| tokens/s per device ") for _, out, _ in ends) == 1
+    assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
+
+
+def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
+    port = free_port()
+    agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
+    assert wait_until(lambda: training(tmp_path), 90)
+    # Which agent got rank 0 is theirs to decide; lose the other one.
+    lost = next(a for a in agents if 1 in ranks_of(a))
+    kept = next(a for a in agents if a is not lost)
+    for pid in members(lost):
+        os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, err = finish(kept, 90)
+    assert code != 0 and time.monotonic() - killed < 20 + 30
+    assert "train_ddp.py: rank 0: lost another rank" in err
+    assert "Traceback" not in err.split("train_ddp.py: rank 0: lost")[0]
+    lost.communicate()
+    assert only_result(tmp_path)["status"] == "failed"
+
+
+def test_max_restarts_starts_all_ranks_again(tmp_path):
+    argv = [*FOREVER, "--max-restarts", "1"]
+    process = start("train_ddp.py", tmp_path, *argv)
+    assert wait_until(lambda: training(tmp_path), 60)
+    first = ranks_of(process)
+    os.kill(first[1], signal.SIGKILL)
+    assert wait_until(
+        lambda: (
+            set(ranks_of(process)) == {0, 1}
+            and not set(ranks_of(process).values()) & set(first.values())
+        ),
+        60,
+    )
+    assert wait_until(lambda: len(list(tmp_path.glob("*/steps.jsonl"))) == 2, 60)
+    interrupt(process)
+    assert finish(process)[0] == 1
+
+
+def test_launchers_are_recognised():
+    assert find_ranks({}) is None
+    assert find_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Ranks(3, 8, 1)
+    assert find_ranks({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Ranks(0, 1, 0)
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5"}
+    assert find_ranks(slurm) == Ranks(5, 16, 5)
+    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) is None
+    assert find_ranks({"SLURM_NTASKS": "8"}) is None  # inside salloc, outside srun
+    mpi = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    }
+    assert find_ranks(mpi) == Ranks(1, 2, 1)
+    # torchrun inside a SLURM job: what torchrun says counts.
+    assert find_ranks(slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Ranks(0, 2, 0)
+
+
+def test_ranks_by_slurm_environment(tmp_path):
+    """Two processes with srun's variables, and MASTER_ADDR, find each other without torchrun."""
+    port = free_port()
+    agents = []
+    for rank in (0, 1):
+        env = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank),
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        agents.append(start("train_fsdp.py", tmp_path, *SHORT, env=env))
+    ends = [finish(agent) for agent in agents]
+    assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
+    assert json.dumps(only_result(tmp_path)["ranks"]).count('"rank"') == 2
