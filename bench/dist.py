@@ -66,11 +66,28 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float) -> None:
         # The same on every rank of a job, and another for another job on the same hosts.
         os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
     cuda = device.type == "cuda"
+    timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=device if cuda else None,
+        store=_agent_store(ranks, timeout),
+        rank=ranks.rank,
+        world_size=ranks.world,
     )
+
+
+def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+    """Where the ranks leave each other their addresses.
+
+    torchrun keeps one store over all restarts, in which those of the attempt before still stand; so
+    each attempt writes under a name of its own.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    main = ranks.main and not theirs
+    store = dist.TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

@@ -30,8 +30,11 @@ GPU_CASES = [
 ]
 
 
-def bare_loop(path: str, bsz: int, T: int, bf16: bool, device: torch.device):
-    """The same step in as few lines as PyTorch allows; returns the function of one step."""
+WARMUP = 5
+
+
+def bare_loop(path: str, bsz: int, T: int, bf16: bool, n: int, device: torch.device) -> float:
+    """Seconds per step of the same step in as few lines as PyTorch allows, the model built anew."""
     config = load_config(path)
     with torch.device("meta"):
         model = Transformer(config, T)
@@ -47,24 +50,25 @@ def bare_loop(path: str, bsz: int, T: int, bf16: bool, device: torch.device):
         optimizer.step()
         optimizer.zero_grad()
 
-    return step
+    time_steps(step, WARMUP, device)
+    return time_steps(step, n, device)
 
 
 def main() -> None:
     """Time all cases and report the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=11)
     rounds = parser.parse_args().rounds
     device = pick_device("auto")
     times, ratios = {}, {}
     for path, flags, n in GPU_CASES if device.type == "cuda" else CPU_CASES:
         name = f"{Path(path).stem} B{flags[1]}"
-        step = bare_loop(path, flags[1], flags[3], "off" not in flags, device)
-        argv = [path, *flags, "--n-steps", n, "--warmup-steps", 5]
+        bare = (path, flags[1], flags[3], "off" not in flags, n, device)
+        argv = [path, *flags, "--n-steps", n, "--warmup-steps", WARMUP]
         times |= interleave(
             {
                 f"train.py {name}": lambda argv=argv: time_train(*argv),
-                f"bare loop {name}": lambda step=step, n=n: time_steps(step, n, device),
+                f"bare loop {name}": lambda bare=bare: bare_loop(*bare),
             },
             rounds,
         )

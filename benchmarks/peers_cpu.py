@@ -48,14 +48,14 @@ def peer(compiled: bool):
 def main() -> None:
     """Time all four and report the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     hf_eager, hf_compiled = peer(False), peer(True)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "config.json"
         path.write_text(json.dumps(SHAPE))
         argv = [path, "--bsz", B, "--seq-len", T, "--amp", "off", "--device", "cpu",
-                "--n-steps", STEPS, "--warmup-steps", 2]  # fmt: skip
+                "--n-steps", STEPS, "--warmup-steps", 4]  # fmt: skip
         times = interleave(
             {
                 "ours eager": lambda: time_train(*argv),

@@ -138,8 +138,10 @@ def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
 
 
 def test_a_failing_rank_is_named_with_its_error(tmp_path):
-    """Rank 1 cannot allocate its batch: out of memory is exit code 3 wherever it happens."""
-    code, _, err = finish(start("train_ddp.py", tmp_path, *SHORT, "--bsz", "30000000"), 120)
+    """No rank can allocate its batch: out of memory is exit code 3 wherever it happens."""
+    prefix = ("prlimit", f"--as={8 * 2**30}", sys.executable)
+    argv = [*SHORT, "--bsz", "200000", "--seq-len", "256"]
+    code, _, err = finish(start("train_ddp.py", tmp_path, *argv, prefix=prefix), 120)
     assert code == 3 and "out of memory" in err and "--grad-acc-steps" in err
     assert err.splitlines()[-1].startswith("train_ddp.py: rank ")
 
