@@ -24,6 +24,10 @@ import train_fsdp
 from bench import dist
 from bench.args import check_distributed_args, parse_args
 from bench.dist import find_ranks
+from bench.optim import build_optimizer
+from bench.parallel import apply_fsdp, materialize_shards
+from model.config import load_config
+from model.transformer import Transformer
 
 KINDS = {
     "_allgather_base_": ("all_gather", 0),
@@ -50,6 +54,24 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def held_bytes(ranks, device) -> int:
+    """Bytes of parameters and AdamW state that this rank holds of a sharded model after a step."""
+    args = parse_args(["configs/llama-tiny.json", "--amp", "off"], "train_fsdp.py")
+    config = load_config(args.config)
+    with torch.device("meta"):
+        model = Transformer(config, 8)
+    apply_fsdp(model, device, ranks.world, args)
+    materialize_shards(model, config, device, seed=0)
+    optimizer = build_optimizer(model, args)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    model(ids, ids).backward()
+    optimizer.step()
+    model.reshard()
+    state = [t for s in optimizer.state.values() for t in s.values() if t.ndim]
+    held = [t.to_local() for t in (*model.parameters(), *state)]
+    return sum(t.numel() * t.element_size() for t in held)
+
+
 def main() -> None:
     ranks = find_ranks(os.environ)
     # One process group serves all runs.
@@ -66,6 +88,9 @@ def main() -> None:
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
         if ranks.main:
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
+    held = dist.gather(ranks, held_bytes(ranks, torch.device("cpu")))
+    if ranks.main:
+        (out / f"held{ranks.world}.json").write_text(json.dumps(held))
     gc.collect()
     dist.leave()
 

@@ -1,7 +1,6 @@
 """train_ddp.py and train_fsdp.py on gloo: the losses of train.py, the promised traffic and memory."""
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -151,6 +150,35 @@ def test_per_rank_times_and_memory(runs):
     assert m["tokens_per_sec_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 4)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_sharding_divides_parameters_and_optimizer_state(world, runs):
+    """3 fp32 values a parameter (itself and AdamW's two), split evenly up to a row of padding."""
+    held = json.loads((runs / f"held{world}.json").read_text())
+    total = 3 * 4 * 3_033_344
+    assert len(held) == world and sum(held) == total
+    assert max(held) == pytest.approx(total / world, rel=0.01)
+
+
+def test_memory_falls_as_more_blocks_recompute(tmp_path):
+    """Resident peak of runs of their own, at a shape whose activations outweigh everything else."""
+    peak = {}
+    for name, flags in {
+        "none": [],
+        "1/2": ["--sac-freq", "1/2"],
+        "op": ["--sac-freq", "1/1", "--sac-policy", "op"],
+        "1/1": ["--sac-freq", "1/1"],
+    }.items():
+        out = tmp_path / name.replace("/", "of")
+        command = [sys.executable, "train.py", "configs/llama-tiny.json", "--seq-len", "1024",
+                   "--bsz", "6", "--amp", "off", "--device", "cpu", "--n-steps", "1",
+                   "--warmup-steps", "1", "--output-dir", str(out), "--run-name", "x", *flags]  # fmt: skip
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        peak[name] = result_of(out / "x")["metrics"]["peak_rss_gib"]
+    print(f"peak resident GiB by --sac-freq: {peak}")
+    assert peak["none"] - peak["1/2"] > 0.1 and peak["1/2"] - peak["1/1"] > 0.1
+    assert peak["1/1"] < peak["op"] < peak["none"]
+
+
 def test_chosen_blocks_are_spread_evenly():
     assert chosen_blocks(8, (1, 1)) == list(range(8))
     assert chosen_blocks(8, (1, 2)) == [1, 3, 5, 7]
@@ -164,9 +192,3 @@ def test_chosen_blocks_are_spread_evenly():
 def test_ddp_traffic_by_hand():
     assert ddp_bytes({"a": (3, 4), "b": (5,)}, compressed=False, replicas=2) == {"all_reduce": 68}
     assert ddp_bytes({"a": (3, 4)}, compressed=True, replicas=1) == {}
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
