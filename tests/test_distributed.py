@@ -171,7 +171,8 @@ def test_memory_falls_as_more_blocks_recompute(tmp_path):
         out = tmp_path / name.replace("/", "of")
         command = [sys.executable, "train.py", "configs/llama-tiny.json", "--seq-len", "1024",
                    "--bsz", "6", "--amp", "off", "--device", "cpu", "--n-steps", "1",
-                   "--warmup-steps", "1", "--output-dir", str(out), "--run-name", "x", *flags]  # fmt: skip
+                   "--warmup-steps", "1", "--output-dir", str(out), "--run-name", "x",
+                   *flags]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         peak[name] = result_of(out / "x")["metrics"]["peak_rss_gib"]
     print(f"peak resident GiB by --sac-freq: {peak}")
