@@ -30,7 +30,7 @@ BASE = [
     "0.5",
     "--no-tensorboard",
 ]
-RANKS = ["--dist-timeout", "60"]  # fmt: skip
+RANKS = ["--dist-timeout", "300"]  # fmt: skip
 DDP, FSDP = "train_ddp.py", "train_fsdp.py"
 # name: (ranks, script, flags); 16 samples a step in all of them.
 CASES = {
@@ -76,7 +76,7 @@ def runs(tmp_path_factory):
         path.write_text(json.dumps(cases))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    "--nproc-per-node", str(world), "tests/dist_worker.py", str(path)]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-9000:]
     return out
 
@@ -170,13 +170,13 @@ def test_memory_falls_as_more_blocks_recompute(tmp_path):
     }.items():
         out = tmp_path / name.replace("/", "of")
         command = [sys.executable, "train.py", "configs/llama-tiny.json", "--seq-len", "1024",
-                   "--bsz", "6", "--amp", "off", "--device", "cpu", "--n-steps", "1",
-                   "--warmup-steps", "1", "--output-dir", str(out), "--run-name", "x",
+                   "--bsz", "3", "--amp", "off", "--device", "cpu", "--n-steps", "1",
+                   "--warmup-steps", "0", "--output-dir", str(out), "--run-name", "x",
                    *flags]  # fmt: skip
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         peak[name] = result_of(out / "x")["metrics"]["peak_rss_gib"]
     print(f"peak resident GiB by --sac-freq: {peak}")
-    assert peak["none"] - peak["1/2"] > 0.1 and peak["1/2"] - peak["1/1"] > 0.1
+    assert peak["none"] - peak["1/2"] > 0.04 and peak["1/2"] - peak["1/1"] > 0.04
     assert peak["1/1"] < peak["op"] < peak["none"]
 
 

@@ -34,7 +34,7 @@ def start(script, out, *argv, prefix=(sys.executable,), env=None):
     return process
 
 
-def finish(process, timeout=60):
+def finish(process, timeout=240):
     """(exit code, stdout, stderr); nothing it started is left afterwards."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -124,11 +124,11 @@ def test_bad_input_is_one_line(argv, message, tmp_path):
 
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     process = start("train_fsdp.py", tmp_path, *FOREVER)
-    assert wait_until(lambda: training(tmp_path), 60), process.poll()
+    assert wait_until(lambda: training(tmp_path), 240), process.poll()
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     killed = time.monotonic()
     code, _, err = finish(process)
-    assert code == 1 and time.monotonic() - killed < 20 + 15
+    assert code == 1 and time.monotonic() - killed < 20 + 60
     message = [line for line in err.splitlines() if line.startswith("train_fsdp.py: ")]
     assert message[0] == "train_fsdp.py: rank 1: killed by SIGKILL"
     r = only_result(tmp_path)
@@ -141,14 +141,14 @@ def test_a_failing_rank_is_named_with_its_error(tmp_path):
     """No rank can allocate its batch: out of memory is exit code 3 wherever it happens."""
     prefix = ("prlimit", f"--as={8 * 2**30}", sys.executable)
     argv = [*SHORT, "--bsz", "200000", "--seq-len", "256"]
-    code, _, err = finish(start("train_ddp.py", tmp_path, *argv, prefix=prefix), 120)
+    code, _, err = finish(start("train_ddp.py", tmp_path, *argv, prefix=prefix))
     assert code == 3 and "out of memory" in err and "--grad-acc-steps" in err
     assert err.splitlines()[-1].startswith("train_ddp.py: rank ")
 
 
 def test_ctrl_c_ends_all(tmp_path):
     process = start("train_ddp.py", tmp_path, *FOREVER)
-    assert wait_until(lambda: training(tmp_path), 60), process.poll()
+    assert wait_until(lambda: training(tmp_path), 240), process.poll()
     interrupt(process)
     code, _, err = finish(process)
     assert code == 1 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
@@ -171,7 +171,7 @@ def free_port() -> int:
 def test_two_torchrun_agents_train_together(script, tmp_path):
     port = free_port()
     agents = [start(script, tmp_path, *SHORT, prefix=torchrun(node, port)) for node in (0, 1)]
-    ends = [finish(agent, 90) for agent in agents]
+    ends = [finish(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
     assert sum(out.count("| tokens/s per device ") for _, out, _ in ends) == 1
     assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
@@ -209,7 +209,7 @@ def test_two_hosts_with_addresses_of_their_own_train_together(two_hosts, tmp_pat
         env = {"GLOO_SOCKET_IFNAME": name}
         prefix = ["ip", "netns", "exec", name, *launcher]
         agents.append(start("train_fsdp.py", tmp_path, *SHORT, prefix=prefix, env=env))
-    ends = [finish(agent, 90) for agent in agents]
+    ends = [finish(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:] + ends[1][2][-2000:]
     assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
 
@@ -217,15 +217,15 @@ def test_two_hosts_with_addresses_of_their_own_train_together(two_hosts, tmp_pat
 def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
     port = free_port()
     agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
-    assert wait_until(lambda: training(tmp_path), 90)
+    assert wait_until(lambda: training(tmp_path))
     # Which agent got rank 0 is theirs to decide; lose the other one.
     lost = next(a for a in agents if 1 in ranks_of(a))
     kept = next(a for a in agents if a is not lost)
     for pid in members(lost):
         os.kill(pid, signal.SIGKILL)
     killed = time.monotonic()
-    code, _, err = finish(kept, 90)
-    assert code != 0 and time.monotonic() - killed < 20 + 30
+    code, _, err = finish(kept)
+    assert code != 0 and time.monotonic() - killed < 20 + 60
     assert "train_ddp.py: rank 0: lost another rank" in err
     assert "Traceback" not in err.split("train_ddp.py: rank 0: lost")[0]
     lost.communicate()
@@ -235,7 +235,7 @@ def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
 def test_max_restarts_starts_all_ranks_again(tmp_path):
     argv = [*FOREVER, "--max-restarts", "1"]
     process = start("train_ddp.py", tmp_path, *argv)
-    assert wait_until(lambda: training(tmp_path), 60)
+    assert wait_until(lambda: training(tmp_path), 240)
     first = ranks_of(process)
     os.kill(first[1], signal.SIGKILL)
     assert wait_until(
@@ -245,7 +245,7 @@ def test_max_restarts_starts_all_ranks_again(tmp_path):
         ),
         60,
     )
-    assert wait_until(lambda: len(list(tmp_path.glob("*/steps.jsonl"))) == 2, 60)
+    assert wait_until(lambda: len(list(tmp_path.glob("*/steps.jsonl"))) == 2, 240)
     interrupt(process)
     assert finish(process)[0] == 1
 
