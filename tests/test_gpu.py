@@ -53,7 +53,7 @@ def test_event_times_agree_with_the_wall_clock(tmp_path):
         ["--bsz", 2, "--grad-acc-steps", 2, "--pt-compile", "--compile-mode", "reduce-overhead"],
         ["--amp", "fp16"],
     ],
-    ids=" ".join,
+    ids=lambda flags: " ".join(map(str, flags)),
 )
 def test_toggles_compute_the_same(flags, tmp_path):
     plain = losses(tmp_path, "plain")
