@@ -177,61 +177,6 @@ def test_two_torchrun_agents_train_together(script, tmp_path):
     assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
 
 
-@pytest.fixture
-def two_hosts():
-    """Two network namespaces with an address each; only root can make them."""
-    names = [f"ltb{os.getpid()}{side}" for side in "ab"]
-    setup = [["ip", "netns", "add", name] for name in names]
-    setup.append(["ip", "link", "add", names[0], "netns", names[0], "type", "veth",
-                  "peer", "name", names[1], "netns", names[1]])  # fmt: skip
-    for i, name in enumerate(names):
-        inside = ["ip", "-n", name]
-        setup.append([*inside, "addr", "add", f"10.77.0.{i + 1}/24", "dev", name])
-        setup += [[*inside, "link", "set", link, "up"] for link in (name, "lo")]
-    try:
-        try:
-            for command in setup:
-                subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-def test_two_hosts_with_addresses_of_their_own_train_together(two_hosts, tmp_path):
-    agents = []
-    for node, name in enumerate(two_hosts):
-        launcher = torchrun(node, 29400)
-        launcher = [a.replace("127.0.0.1", "10.77.0.1") for a in launcher]
-        launcher[launcher.index("--local-addr") + 1] = f"10.77.0.{node + 1}"
-        env = {"GLOO_SOCKET_IFNAME": name}
-        prefix = ["ip", "netns", "exec", name, *launcher]
-        agents.append(start("train_fsdp.py", tmp_path, *SHORT, prefix=prefix, env=env))
-    ends = [finish(agent) for agent in agents]
-    assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:] + ends[1][2][-2000:]
-    assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
-
-
-def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
-    port = free_port()
-    agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
-    assert wait_until(lambda: training(tmp_path))
-    # Which agent got rank 0 is theirs to decide; lose the other one.
-    lost = next(a for a in agents if 1 in ranks_of(a))
-    kept = next(a for a in agents if a is not lost)
-    for pid in members(lost):
-        os.kill(pid, signal.SIGKILL)
-    killed = time.monotonic()
-    code, _, err = finish(kept)
-    assert code != 0 and time.monotonic() - killed < 20 + 60
-    assert "train_ddp.py: rank 0: lost another rank" in err
-    assert "Traceback" not in err.split("train_ddp.py: rank 0: lost")[0]
-    lost.communicate()
-    assert only_result(tmp_path)["status"] == "failed"
-
-
 def test_max_restarts_starts_all_ranks_again(tmp_path):
     argv = [*FOREVER, "--max-restarts", "1"]
     process = start("train_ddp.py", tmp_path, *argv)
