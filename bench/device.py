@@ -1,5 +1,7 @@
 """The device a run uses: choosing it, naming it, waiting for it, its peak memory."""
 
+import contextlib
+import ctypes
 import os
 import resource
 import sys
@@ -20,6 +22,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         why = "PyTorch sees no GPU" if built else f"PyTorch {torch.__version__} has no GPU support"
         raise UsageError(f"--device cuda: {why}; use --device cpu, or check the driver")
     if name == "cpu" or not available:
+        keep_freed_memory()
         return torch.device("cpu")
     n = torch.cuda.device_count()
     if local_rank >= n:
@@ -27,6 +30,19 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees on a CPU, as PyTorch's allocator does on a GPU.
+
+    By default glibc hands every large tensor back to the system and has the next one's pages faulted
+    in and zeroed again: 4 % of a small model's step. Without glibc nothing is changed.
+    """
+    m_trim_threshold, m_mmap_max = -1, -4  # mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_mmap_max, 0)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def device_name(device: torch.device) -> str:

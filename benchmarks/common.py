@@ -1,12 +1,15 @@
 """Interleaved timing and result files of the benchmarks."""
 
+import contextlib
 import datetime
+import functools
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -33,6 +36,40 @@ def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict
                 times[name].append(seconds)
             print(f"round {round_number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
     return times
+
+
+@contextlib.contextmanager
+def processes(script: str, names: list[str]) -> Iterator[dict[str, Callable[[], float]]]:
+    """One contestant a process, each started as `script --contestant NAME`; see `serve`.
+
+    Apart, so that no contestant's settings of the process (allocator, threads) favour another.
+    """
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, script, "--contestant", name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for name in names
+    }  # fmt: skip
+
+    def ask(process: subprocess.Popen) -> float:
+        print("run", file=process.stdin, flush=True)
+        return float(process.stdout.readline())
+
+    try:
+        yield {name: functools.partial(ask, process) for name, process in started.items()}
+    finally:
+        for process in started.values():
+            process.stdin.close()
+            process.wait()
+
+
+def serve(run: Callable[[], float]) -> None:
+    """Be a contestant: for every line that comes in, run and answer with the seconds per step."""
+    for _ in sys.stdin:
+        with contextlib.redirect_stdout(sys.stderr):
+            seconds = run()
+        print(seconds, flush=True)
 
 
 def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:

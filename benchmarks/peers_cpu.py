@@ -3,10 +3,11 @@
     python benchmarks/peers_cpu.py [--rounds N]
 
 6 layers, 6 heads, 384 wide, T 256, B 8, vocabulary 65, fp32, AdamW fused, gradients clipped; no
-dropout. transformers runs in the barest loop, ours with all its measuring.
+dropout. transformers runs in the barest loop, ours with all its measuring; each in a process of its own.
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import transformers
 
-from benchmarks.common import interleave, report, time_steps, time_train
+from benchmarks.common import interleave, processes, report, serve, time_steps, time_train
 
 SHAPE = dict(
     model_type="gpt2", vocab_size=65, n_positions=256, n_embd=384, n_layer=6, n_head=6,
@@ -45,26 +46,34 @@ def peer(compiled: bool):
     return step
 
 
+def ours(*flags: str) -> float:
+    """Seconds per step of train.py, model and all built anew."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "config.json"
+        path.write_text(json.dumps(SHAPE))
+        return time_train(path, "--bsz", B, "--seq-len", T, "--amp", "off", "--device", "cpu",
+                          "--n-steps", STEPS, "--warmup-steps", 4, *flags)  # fmt: skip
+
+
+CONTESTANTS = {
+    "ours eager": lambda: ours,
+    "transformers eager": lambda: functools.partial(time_steps, peer(False), STEPS, CPU),
+    "ours compiled": lambda: functools.partial(ours, "--pt-compile"),
+    "transformers compiled": lambda: functools.partial(time_steps, peer(True), STEPS, CPU),
+}
+
+
 def main() -> None:
     """Time all four and report the ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
-    hf_eager, hf_compiled = peer(False), peer(True)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "config.json"
-        path.write_text(json.dumps(SHAPE))
-        argv = [path, "--bsz", B, "--seq-len", T, "--amp", "off", "--device", "cpu",
-                "--n-steps", STEPS, "--warmup-steps", 4]  # fmt: skip
-        times = interleave(
-            {
-                "ours eager": lambda: time_train(*argv),
-                "transformers eager": lambda: time_steps(hf_eager, STEPS, CPU),
-                "ours compiled": lambda: time_train(*argv, "--pt-compile"),
-                "transformers compiled": lambda: time_steps(hf_compiled, STEPS, CPU),
-            },
-            rounds,
-        )
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contestant:
+        serve(CONTESTANTS[args.contestant]())
+        return
+    with processes(__file__, list(CONTESTANTS)) as contestants:
+        times = interleave(contestants, args.rounds)
     report(
         "peers_cpu",
         times,
