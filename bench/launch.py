@@ -1,6 +1,7 @@
 """Starting a script: alone, as one rank of a launcher's, or as the parent of its own ranks."""
 
 import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -48,6 +49,8 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, Ranks())
 
     def body() -> None:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         args = parse_args(argv, prog)
         check_distributed_args(args, prog)
         train(args, ranks)
@@ -56,6 +59,19 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
         dist.leave()
 
     return _guarded(body, prog, ranks)
+
+
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this rank when its agent is gone, even by SIGKILL (on Linux).
+
+    Ranks of an agent that was killed would otherwise go on training and hold their GPUs.
+    """
+    pr_set_pdeathsig = 1  # prctl(2)
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+    if os.getppid() != parent:
+        raise Interrupted("the end of its agent")
 
 
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:

@@ -155,10 +155,10 @@ def test_ctrl_c_ends_all(tmp_path):
     assert only_result(tmp_path)["status"] == "interrupted"
 
 
-def torchrun(node, port, extra=()):
+def torchrun(node, port, host="127.0.0.1", local="127.0.0.1"):
     return [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
             "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test",
-            "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1", *extra]  # fmt: skip
+            "--rdzv-endpoint", f"{host}:{port}", "--local-addr", local]  # fmt: skip
 
 
 def free_port() -> int:
@@ -175,6 +175,99 @@ def test_two_torchrun_agents_train_together(script, tmp_path):
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
     assert sum(out.count("| tokens/s per device ") for _, out, _ in ends) == 1
     assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
+
+
+@pytest.fixture
+def two_hosts():
+    """Two network namespaces with an address each; only root can make them."""
+    names = [f"ltb{os.getpid()}{side}" for side in "ab"]
+    setup = [["ip", "netns", "add", name] for name in names]
+    setup.append(["ip", "link", "add", names[0], "netns", names[0], "type", "veth",
+                  "peer", "name", names[1], "netns", names[1]])  # fmt: skip
+    for i, name in enumerate(names):
+        inside = ["ip", "-n", name]
+        setup.append([*inside, "addr", "add", f"10.77.0.{i + 1}/24", "dev", name])
+        setup += [[*inside, "link", "set", link, "up"] for link in (name, "lo")]
+    try:
+        try:
+            for command in setup:
+                subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_hosts, tmp_path):
+    """Nobody is told that the other host is gone, as when its power fails: only time tells."""
+    agents = []
+    for node, name in enumerate(two_hosts):
+        launcher = torchrun(node, 29400, host="10.77.0.1", local=f"10.77.0.{node + 1}")
+        # A namespace shares its host's name, by which torchrun tells who keeps the store.
+        launcher += ["--rdzv-conf", f"is_host={1 - node}"]
+        env = {"GLOO_SOCKET_IFNAME": name}
+        prefix = ["ip", "netns", "exec", name, *launcher]
+        agents.append(start("train_fsdp.py", tmp_path, *FOREVER, prefix=prefix, env=env))
+
+    def cut(lost):
+        link = two_hosts[0]
+        subprocess.run(["ip", "-n", link, "link", "set", link, "down"], check=True)
+
+    check_lost_node(agents, tmp_path, cut)
+
+
+def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
+    port = free_port()
+    agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
+
+    def kill(lost):
+        for pid in members(lost):
+            os.kill(pid, signal.SIGKILL)
+
+    check_lost_node(agents, tmp_path, kill)
+
+
+def check_lost_node(agents, out, lose):
+    """Two agents train; the one without rank 0 is lost; the job ends in time and says why."""
+    try:
+        assert wait_until(
+            lambda: training(out) or agents[0].poll() is not None or agents[1].poll() is not None,
+            120,
+        )
+        assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
+        # Which agent got rank 0 is theirs to decide.
+        lost = next(a for a in agents if 1 in ranks_of(a))
+        kept = next(a for a in agents if a is not lost)
+        lose(lost)
+        when = time.monotonic()
+        code, _, err = finish(kept)
+        assert code != 0 and time.monotonic() - when < 20 + 60
+        assert "rank 0: lost another rank" in err
+        assert "Traceback" not in err.split("rank 0: lost")[0]
+        assert only_result(out)["status"] == "failed"
+        assert only_result(out)["batch"]["data_parallel_size"] == 2
+        # The other side of a cut ends too; its agent waits longer for its store than ranks do.
+        assert wait_until(lambda: not ranks_of(lost), 40), "ranks are left behind"
+    finally:
+        for agent in agents:
+            for pid in members(agent):
+                os.kill(pid, signal.SIGKILL)
+            agent.communicate()
+
+
+def test_ranks_end_with_their_agent(tmp_path):
+    process = start("train_ddp.py", tmp_path, *FOREVER)
+    try:
+        assert wait_until(lambda: training(tmp_path), 240), process.poll()
+        os.kill(process.pid, signal.SIGKILL)
+        assert wait_until(lambda: not members(process), 30), "ranks outlived their agent"
+    finally:
+        for pid in members(process):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    assert only_result(tmp_path)["status"] in ("failed", "interrupted")
 
 
 def test_max_restarts_starts_all_ranks_again(tmp_path):
