@@ -17,7 +17,7 @@ import torch
 from bench.args import parse_args
 from bench.device import device_name, pick_device, synchronize
 from bench.environment import describe_environment
-from bench.results import read_result
+from bench.results import Result, read_result
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -82,14 +82,20 @@ def time_steps(step: Callable[[], object], n: int, device: torch.device) -> floa
     return (time.perf_counter() - start) / n
 
 
-def time_train(*argv: object) -> float:
-    """Mean seconds per measured step of `train.py ARGV...`, run in this process."""
+def run_train(*argv: object) -> Result:
+    """The result of `train.py ARGV...`, run in this process; ARGV gives the --output-dir."""
     import train
 
+    args = parse_args([*map(str, argv)], "train.py")
+    train.train(args)
+    (path,) = Path(args.output_dir).glob("*/result.json")
+    return read_result(path)
+
+
+def time_train(*argv: object) -> float:
+    """Mean seconds per measured step of `train.py ARGV...`."""
     with tempfile.TemporaryDirectory() as out:
-        train.train(parse_args([*map(str, argv), "--output-dir", out], "train.py"))
-        (path,) = Path(out).glob("*/result.json")
-        return read_result(path).metrics.step_time_mean_s
+        return run_train(*argv, "--output-dir", out).metrics.step_time_mean_s
 
 
 def report(
