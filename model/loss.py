@@ -34,14 +34,19 @@ def logits_loss(
     if weight.shape[0] > vocab_size:
         logits[:, vocab_size:] = float("-inf")
     target = labels[:, None]
-    log_z = logits.logsumexp(dim=-1, keepdim=True)
-    loss = (log_z - logits.gather(1, target)).sum()
     if torch.compiler.is_compiling():
         # One fused kernel, where a scatter would split it in two.
+        log_z = logits.logsumexp(dim=-1, keepdim=True)
+        loss = (log_z - logits.gather(1, target)).sum()
         hit = torch.arange(logits.shape[1], device=logits.device) == target
         return loss, ((logits - log_z).exp() - hit.float()).to(hidden.dtype)
-    grad = logits.sub_(log_z).exp_()
-    grad.scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
+    # All in the memory of the logits: logsumexp would take as much again.
+    highest = logits.amax(dim=-1, keepdim=True)
+    at_target = logits.gather(1, target)
+    grad = logits.sub_(highest).exp_()
+    z = grad.sum(dim=-1, keepdim=True)
+    loss = (z.log() + highest - at_target).sum()
+    grad.div_(z).scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
     return loss, grad.to(hidden.dtype)
 
 
