@@ -11,13 +11,15 @@ from bench import dist
 from bench.args import Args, parse_sac_freq
 from bench.attention import select_attention
 from bench.comm import fsdp_bytes
+from bench.compiling import apply_compile
 from bench.data import batches, open_data, sample_plan
 from bench.device import pick_device
 from bench.dist import Ranks
+from bench.fp8 import apply_fp8
 from bench.launch import launch_ranks
 from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
-from bench.parallel import apply_compile, apply_fsdp, materialize_shards, whole
+from bench.parallel import apply_fsdp, materialize_shards, whole
 from bench.precision import AMP_DTYPES, set_tf32
 from bench.recompute import apply_recompute
 from bench.run import Run
@@ -41,15 +43,16 @@ def train(args: Args, ranks: Ranks) -> None:
     plan = sample_plan(args.warmup_steps + args.n_steps, batch, ranks.rank)
     with torch.device("meta"):
         model = Transformer(config, seq_len, flex)
+    fp8 = apply_fp8(model, args, config, device, batch, shards)
     weights = check_pretrained(model, config, args.init_from) if args.init_from else None
     dist.join(ranks, device, args.dist_timeout)
 
-    with Run("train_fsdp.py", args, config, device, batch, ranks) as run:
+    with Run("train_fsdp.py", args, config, device, batch, ranks, fp8) as run:
         shapes = {name: p.shape for name, p in model.named_parameters()}
         run.set_traffic(
             fsdp_bytes(shapes, shards, ranks.world // shards, batch.grad_acc_steps, args)
         )
-        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy)
+        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy, fp8.checkpoint)
         if args.pt_compile:
             apply_compile(model, args.compile_mode)
         apply_fsdp(model, device, ranks.world, args)

@@ -5,11 +5,12 @@ import dataclasses
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+from bench.combinations import ENTRYPOINTS, GRAPH_MODES, combination_of, refusal
 from bench.errors import UsageError
 
 Parsed = TypeVar("Parsed")
@@ -45,6 +46,26 @@ class Args:
     """Mixed precision of the matmuls; parameters stay fp32. off is true fp32."""
     tf32: bool = False
     """Let fp32 matmuls use TF32 tensor cores (NVIDIA)."""
+    use_fp8: bool = False
+    """Run the linear layers of the blocks in FP8."""
+    fp8_backend: Literal["auto", "te", "torchao"] = "auto"
+    """FP8 library; auto takes te (Transformer Engine), or torchao with --pt-compile or emulation."""
+    fp8_recipe: Literal[
+        "auto",
+        "delayed",
+        "current",
+        "blockwise",
+        "mxfp8",
+        "tensorwise",
+        "rowwise",
+        "rowwise_with_gw_hp",
+    ] = "auto"
+    """How tensors are scaled to FP8; te: current (default), delayed, blockwise, mxfp8; torchao:
+    tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16)."""
+    fp8_emulate: bool = False
+    """Compute what FP8 would, in higher precision, on any device (torchao); says nothing of speed."""
+    fp8_all_gather: bool = False
+    """FSDP: gather the blocks' weights in FP8 (torchao, tensorwise)."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = "auto"
     """Attention kernel; auto lets PyTorch choose. flex is for sliding windows."""
 
@@ -137,9 +158,62 @@ class Args:
 
 def parse_args(argv: Sequence[str], prog: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
-    args = parse_dataclass(Args, argv, prog)
+    args = resolve_fp8(parse_dataclass(Args, argv, prog))
     check_args(args)
+    check_combination(args, prog)
     return args
+
+
+FP8_RECIPES = {
+    "te": ("current", "delayed", "blockwise", "mxfp8"),
+    "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+}
+
+
+def resolve_fp8(args: Args) -> Args:
+    """`auto` of the FP8 flags made definite; UsageError where they contradict each other."""
+    if not args.use_fp8:
+        names = ("fp8_backend", "fp8_recipe", "fp8_emulate", "fp8_all_gather")
+        if wrong := _changed(args, names):
+            raise UsageError(f"--{_flag(wrong)} needs --use-fp8")
+        return args
+    backend, recipe = args.fp8_backend, args.fp8_recipe
+    if backend == "auto":
+        by_recipe = next((b for b, recipes in FP8_RECIPES.items() if recipe in recipes), None)
+        torchao = args.pt_compile or args.fp8_emulate or args.fp8_all_gather
+        backend = by_recipe or ("torchao" if torchao else "te")
+    if recipe == "auto":
+        recipe = FP8_RECIPES[backend][0]
+    if recipe not in FP8_RECIPES[backend]:
+        raise UsageError(
+            f"--fp8-recipe {recipe} is not one of --fp8-backend {backend}: "
+            f"{', '.join(FP8_RECIPES[backend])}"
+        )
+    if args.fp8_emulate and backend == "te":
+        raise UsageError("--fp8-emulate: Transformer Engine cannot; use --fp8-backend torchao")
+    if args.fp8_all_gather and recipe != "tensorwise":
+        raise UsageError(f"--fp8-all-gather works with --fp8-recipe tensorwise, not {recipe}")
+    if args.fp8_all_gather and args.cpu_offload:
+        raise UsageError("--fp8-all-gather does not work with --cpu-offload; leave one out")
+    return dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
+
+
+def check_combination(args: Args, prog: str) -> None:
+    """Refuse toggles that do not go together, as bench/combinations.py says."""
+    if prog in ENTRYPOINTS and (rule := refusal(combination_of(args, prog))):
+        flags = " ".join(flags_of(args, rule.when))
+        raise UsageError(f"{flags}: {rule.reason}; use {rule.instead}")
+
+
+def flags_of(args: Args, axes: Iterable[str]) -> list[str]:
+    """The flags that put a run where it is on each axis of the table of combinations."""
+    flags = {
+        "amp": f"--amp {args.amp}",
+        "fp8": f"--use-fp8 --fp8-backend {args.fp8_backend}",
+        "compile": f"--pt-compile --compile-mode {args.compile_mode}",
+        "sac": f"--sac-freq {args.sac_freq} --sac-policy {args.sac_policy}",
+    }
+    return [flags[axis] for axis in axes if axis in flags]
 
 
 def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parsed:
@@ -215,16 +289,11 @@ def check_args(args: Args) -> None:
         raise UsageError("--sac-policy op needs --sac-freq, for example 1/1")
     if args.sac_freq and args.pass_type == "forward":
         raise UsageError("--sac-freq needs a backward; use --pass-type forward-backward or step")
-    if args.sac_freq and args.compile_mode in ("reduce-overhead", "max-autotune"):
-        raise UsageError(
-            f"--compile-mode {args.compile_mode} uses CUDA graphs, which do not work with --sac-freq; "
-            "use default or max-autotune-no-cudagraphs"
-        )
     if args.global_bsz is not None and args.grad_acc_steps != 1:
         raise UsageError("--global-bsz sets --grad-acc-steps; give one of the two")
     if args.min_lr_ratio > 1:
         raise UsageError(f"--min-lr-ratio {args.min_lr_ratio}: must be at most 1")
-    if args.compile_mode in ("reduce-overhead", "max-autotune") and args.warmup_steps < 3:
+    if args.compile_mode in GRAPH_MODES and args.warmup_steps < 3:
         raise UsageError(
             f"--warmup-steps {args.warmup_steps}: CUDA graphs are recorded in the first three steps; "
             "use at least 3"
@@ -257,7 +326,14 @@ def parse_sac_freq(text: str | None) -> tuple[int, int] | None:
 
 
 DDP_FLAGS = ("bucket_cap_mb", "grad_compression")
-FSDP_FLAGS = ("reshard_after_forward", "reduce_dtype", "prefetch", "dp_replicate", "cpu_offload")
+FSDP_FLAGS = (
+    "reshard_after_forward",
+    "reduce_dtype",
+    "prefetch",
+    "dp_replicate",
+    "cpu_offload",
+    "fp8_all_gather",
+)
 RANK_FLAGS = ("nproc", "dist_timeout", "max_restarts")
 
 
@@ -276,15 +352,21 @@ def check_distributed_args(args: Args, prog: str) -> None:
             raise UsageError("--grad-compression needs --pass-type step")
     else:
         _refuse(args, DDP_FLAGS, prog, "train_ddp.py")
-        if args.amp == "fp16":
-            raise UsageError("train_fsdp.py: --amp fp16 is not implemented; use --amp bf16")
+        if args.amp == "fp16" and args.optimizer == "sgd":
+            raise UsageError(
+                "--amp fp16: PyTorch has no fused SGD for sharded parameters; use --optimizer adamw"
+            )
 
 
 def _refuse(args: Args, names: Sequence[str], prog: str, where: str) -> None:
+    if name := _changed(args, names):
+        raise UsageError(f"--{_flag(name)} has no meaning for {prog}; it is for {where}")
+
+
+def _changed(args: Args, names: Sequence[str]) -> str | None:
+    """The first of these flags that is not at its default."""
     defaults = {field.name: field.default for field in dataclasses.fields(Args)}
-    for name in names:
-        if getattr(args, name) != defaults[name]:
-            raise UsageError(f"--{_flag(name)} has no meaning for {prog}; it is for {where}")
+    return next((name for name in names if getattr(args, name) != defaults[name]), None)
 
 
 def _at_least(args: Args, name: str, minimum: float) -> None:

@@ -5,6 +5,7 @@ import traceback
 
 import torch
 
+from bench.compiling import CompileError
 from bench.device import is_out_of_memory
 from bench.errors import Interrupted, UsageError
 from model.config import ConfigError
@@ -22,7 +23,7 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
-    if isinstance(error, UsageError | ConfigError):
+    if isinstance(error, UsageError | ConfigError | CompileError):
         return "failed", text
     if is_out_of_memory(error):
         return "oom", f"out of memory: {text}; {OOM_ADVICE}"
@@ -57,7 +58,9 @@ def exit_code(error: BaseException) -> int:
 def is_our_fault(error: BaseException) -> bool:
     """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
     status, text = classify(error)
-    expected = isinstance(error, UsageError | ConfigError) or text.startswith("disk full")
+    expected = isinstance(error, UsageError | ConfigError | CompileError) or text.startswith(
+        "disk full"
+    )
     return status == "failed" and not expected
 
 

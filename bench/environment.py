@@ -46,7 +46,7 @@ def source_revision() -> dict[str, str | bool | None]:
     # In a container the tree often belongs to another user, which git refuses to read unasked.
     git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
     sha = _output(*git, "rev-parse", "HEAD")
-    changes = _output(*git, "status", "--porcelain")
+    changes = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {"git_sha": sha or None, "git_dirty": bool(changes) if sha else None}
 
 

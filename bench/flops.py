@@ -70,17 +70,22 @@ def flops_per_token(
 
 
 def recomputed_flops_per_token(
-    config: ModelConfig, seq_len: int, freq: tuple[int, int] | None, policy: str
+    config: ModelConfig,
+    seq_len: int,
+    freq: tuple[int, int] | None,
+    policy: str,
+    stops_early: bool = True,
 ) -> float:
     """FLOPs per token (palm) that activation checkpointing computes a second time.
 
     Of a checkpointed block everything up to the input of its last matmul, `mlp.down`, whose own
-    output nobody needs; with the `op` policy no matmul at all.
+    output nobody needs and which only Transformer Engine's checkpoint, which does not stop early,
+    computes; with the `op` policy no matmul at all.
     """
     if freq is None or policy == "op":
         return 0.0
     per_layer = {k: v / config.num_hidden_layers for k, v in linear_parameters(config).items()}
-    down = config.intermediate_size * config.hidden_size
+    down = config.intermediate_size * config.hidden_size if stops_early else 0
     linear = 2 * (per_layer["qkv"] + per_layer["attention_out"] + per_layer["mlp"] - down)
     width = config.num_attention_heads * config.head_dim
     return sum(

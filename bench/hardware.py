@@ -1,9 +1,10 @@
-"""What is known of a device: its peaks, from configs/hardware.json. Needs no torch."""
+"""What is known of a device: datasheet peaks and measured matmul rates. Needs no torch."""
 
 import dataclasses
 import json
 from pathlib import Path
 
+ROOFS_FILE = Path(__file__).parent.parent / "configs" / "roofs.json"
 HARDWARE_FILE = Path(__file__).parent.parent / "configs" / "hardware.json"
 
 
@@ -15,6 +16,23 @@ class Peaks:
     bf16_tflops: float | None
     fp8_tflops: float | None
     source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Roof:
+    """The highest matmul rates measured on a device (benchmarks/gemm.py), in TFLOP/s."""
+
+    bf16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    source: str = "unknown"
+
+
+def find_roof(device_name: str) -> Roof:
+    """The measured roof of the device of that name, from configs/roofs.json."""
+    if not ROOFS_FILE.exists():
+        return Roof()
+    entry = json.loads(ROOFS_FILE.read_text(encoding="utf-8")).get(device_name)
+    return Roof(**entry) if entry else Roof()
 
 
 def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:

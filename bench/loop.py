@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bench.args import Args
+from bench.compiling import uses_cuda_graphs
 from bench.data import Validation, batches
 from bench.device import reset_peak_memory, synchronize
-from bench.optim import clip_gradients, learning_rate
-from bench.parallel import CUDA_GRAPH_MODES, average_over_ranks
-from bench.precision import autocast, grad_scaler
+from bench.optim import learning_rate, optimizer_step
+from bench.parallel import average_over_ranks
+from bench.precision import autocast
 from bench.run import Run
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -69,10 +70,11 @@ def build_step(
     log, device = run.log, run.device
     tokens = run.result.batch.tokens_per_step
     n_micro = run.result.batch.grad_acc_steps
-    scaler = grad_scaler(args.amp, device)
+    scaler = run.scaler
+    fp8 = run.fp8
     amp = forward_amp(args, model)
     train = args.pass_type != "forward"
-    graphs = args.pt_compile and args.compile_mode in CUDA_GRAPH_MODES and device.type == "cuda"
+    graphs = uses_cuda_graphs(args.pt_compile, args.compile_mode, device)
     if graphs and train:
         # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
         # next replay; into one that exists already it is added.
@@ -87,22 +89,19 @@ def build_step(
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
-                with torch.set_grad_enabled(train), autocast(amp, device):
+                with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
                     loss = model(inputs, labels)
                 total += loss.detach() / n_micro
                 log.mark("forward")
                 if train:
-                    scaler.scale(loss / n_micro).backward()
+                    loss = loss / n_micro
+                    (loss if scaler is None else loss * scaler.scale).backward()
                     log.mark("backward")
         rate, norm = 0.0, None
         if args.pass_type == "step":
             rate = learning_rate(step, args)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            scaler.unscale_(optimizer)
-            norm = clip_gradients(model, args.grad_clip)
-            scaler.step(optimizer)
-            scaler.update()
+            norm = optimizer_step(model, optimizer, rate, args.grad_clip, scaler)
+            fp8.after_step(model)
         if train:
             model.zero_grad(set_to_none=not graphs)
         average_over_ranks(total)
@@ -122,7 +121,8 @@ def evaluate(
 ) -> float | None:
     """Mean validation loss without dropout, or None without data; never inside the window.
 
-    Every rank computes all of it: sharded models need all ranks in each forward.
+    Every rank computes all of it: sharded models need all ranks in each forward. Transformer Engine's
+    modules run without FP8 here, since delayed scaling would remember these activations.
     """
     if data is None:
         return None
@@ -130,7 +130,7 @@ def evaluate(
     model.eval()
     total = torch.zeros((), device=device)
     for inputs, labels in batches(*data, device):
-        if args.pt_compile and args.compile_mode in CUDA_GRAPH_MODES:
+        if uses_cuda_graphs(args.pt_compile, args.compile_mode, device):
             torch.compiler.cudagraph_mark_step_begin()
         with autocast(amp, device):
             total += model(inputs, labels)

@@ -5,7 +5,7 @@ import platform
 from typing import Self
 
 from bench.args import parse_sac_freq
-from bench.flops import flops_per_token, recomputed_flops_per_token
+from bench.flops import PASS_FORWARDS, flops_per_token, recomputed_flops_per_token
 from bench.results import RankInfo, Result
 from bench.statistics import describe
 from bench.stepfile import PARTS, Step, finite
@@ -109,21 +109,43 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
         return
     m.model_tflops_per_gpu = m.tokens_per_sec_per_gpu * m.flops_per_token_palm / 1e12
     m.model_tflops_per_gpu_causal = m.tokens_per_sec_per_gpu * m.flops_per_token_causal / 1e12
-    peak = result.device.peak_bf16_tflops
-    if peak is None:
-        result.notes.append(
-            f"mfu is null: no known peak for {result.device.name!r}; --peak-tflops gives one"
-        )
+    d = result.device
+    m.roof_time_fraction, _ = _time_fraction(result, d.roof_bf16_tflops, d.roof_fp8_tflops)
+    if d.peak_bf16_tflops is None:
+        result.notes.append(f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one")
         return
-    m.mfu = m.model_tflops_per_gpu / peak
-    m.mfu_causal = m.model_tflops_per_gpu_causal / peak
+    m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
+    m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
     freq = parse_sac_freq(args["sac_freq"])
-    again = recomputed_flops_per_token(config, T, freq, args["sac_policy"])
+    te = result.fp8 is not None and result.fp8.backend == "te"
+    again = recomputed_flops_per_token(config, T, freq, args["sac_policy"], stops_early=not te)
     m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
-    if args["amp"] == "off":
-        result.notes.append(
-            "ideal_time_fraction is null: the peak of fp32 matmuls is not tabulated"
-        )
-    else:
-        # All matmuls run in 16 bits, whose dense peak is the BF16 one.
-        m.ideal_time_fraction = m.mfu_causal
+    m.ideal_time_fraction, why = _time_fraction(result, d.peak_bf16_tflops, d.peak_fp8_tflops)
+    if why is not None:
+        result.notes.append(f"ideal_time_fraction is null: {why}")
+
+
+def _time_fraction(
+    result: Result, bf16_tflops: float | None, fp8_tflops: float | None
+) -> tuple[float | None, str | None]:
+    """Time that the useful matmuls need at these rates over the time measured, or why none."""
+    m, low = result.metrics, fp8_flops_per_token(result)
+    if result.args["amp"] == "off":
+        return None, "the rate of fp32 matmuls is not tabulated"
+    if result.fp8 and result.fp8.emulated:
+        return None, "FP8 was emulated"
+    if bf16_tflops is None or (low and fp8_tflops is None):
+        return None, f"the {'FP8' if low else 'BF16'} rate of the device is not known"
+    seconds = (m.flops_per_token_causal - low) / (bf16_tflops * 1e12)
+    seconds += low / (fp8_tflops * 1e12) if low else 0.0
+    return seconds * m.tokens_per_sec_per_gpu, None
+
+
+def fp8_flops_per_token(result: Result) -> float:
+    """Those of a token's useful FLOPs that ran in FP8 matmuls."""
+    if result.fp8 is None or result.fp8.emulated:
+        return 0.0
+    passes = PASS_FORWARDS[result.args["pass_type"]]
+    if passes == 3 and result.fp8.recipe == "rowwise_with_gw_hp":
+        passes = 2  # the gradient of the weight is a bf16 matmul
+    return 2 * passes * result.fp8.n_parameters

@@ -1,4 +1,4 @@
-"""Optimizer, learning-rate schedule and gradient clipping."""
+"""Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
 import math
 
@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.args import Args
+from bench.precision import LossScaler
 
 
 def build_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
@@ -18,7 +19,9 @@ def build_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
         {"params": vectors, "weight_decay": 0.0},
     ]
     if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr, momentum=0.9, fused=True)
+        # PyTorch's fused SGD does not take sharded parameters.
+        sharded = isinstance(matrices[0], DTensor)
+        return torch.optim.SGD(groups, lr=args.lr, momentum=0.9, fused=not sharded)
     return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
 
 
@@ -32,10 +35,26 @@ def learning_rate(step: int, args: Args) -> float:
     return lowest + 0.5 * (args.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale gradients to at most `max_norm` (0: leave them); returns their norm, without a sync."""
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    max_norm: float,
+    scaler: LossScaler | None,
+) -> Tensor:
+    """Clip gradients to `max_norm` (0: leave them) and step; returns their norm, without a sync.
+
+    With a scaler the gradients come multiplied by its scale; the norm returned is without it, and
+    not finite where fp16 overflowed.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    scale = 1.0 if scaler is None else scaler.scale.clone()
+    if scaler is not None:
+        scaler.before_step(optimizer, norm)
     if max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm * scale, norm)
+    optimizer.step()
+    return norm / scale

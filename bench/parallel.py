@@ -1,9 +1,7 @@
-"""What is applied to a built model: compilation, data parallelism, sharding. Each in place, in order."""
+"""Data parallelism and sharding, applied to a built model in place."""
 
 import torch
-import torch._dynamo.utils
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,30 +18,6 @@ from model.config import ModelConfig
 from model.hf import read_pretrained
 from model.init import fill
 from model.transformer import Transformer
-
-CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
-
-
-def apply_compile(model: Transformer, mode: str) -> None:
-    """Compile every block's forward, and the loss of one chunk of rows.
-
-    Block by block, since identical blocks share one compiled graph: compile time does not grow with
-    depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
-    `fullgraph` turns a graph break into an error.
-    """
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
-    # The loss function hands its chunk's gradient on to eager matmuls; out of a CUDA graph it would
-    # be overwritten by the next chunk.
-    mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
-        mode, mode
-    )
-    model.loss.compile_chunk(mode=mode, fullgraph=True, dynamic=False)
-
-
-def compile_seconds() -> float:
-    """Wall time that torch.compile has taken in this process so far."""
-    return torch._dynamo.utils.calculate_time_spent().get("total_wall_time", 0.0)
 
 
 def apply_ddp(
@@ -106,7 +80,7 @@ def apply_fsdp(model: Transformer, device: torch.device, world: int, args: Args)
 
 @torch.no_grad()
 def materialize_shards(
-    model: nn.Module,
+    model: Transformer,
     config: ModelConfig,
     device: torch.device,
     seed: int,
@@ -119,7 +93,7 @@ def materialize_shards(
     rank keeps its own rows: the model never exists whole anywhere.
     """
     model.to_empty(device="cpu" if offload else device)
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.weights():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if weights:
             read_pretrained(full, name, config, weights)
@@ -138,7 +112,9 @@ def own_rows(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter with all its rows; for a sharded one a collective that all ranks must join."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    # What --fp8-all-gather gathers comes in torchao's wrapper around the plain tensor.
+    return getattr(value, "_tensor", value)
 
 
 def average_over_ranks(value: torch.Tensor) -> None:

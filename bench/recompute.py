@@ -1,6 +1,7 @@
 """Selective activation checkpointing: which blocks recompute in backward, and what of them."""
 
 import functools
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.utils.checkpoint import (
@@ -13,14 +14,21 @@ from bench.flops import chosen_blocks
 from model.transformer import Transformer, saved_ops
 
 
-def apply_recompute(model: Transformer, freq: tuple[int, int] | None, policy: str) -> None:
+def apply_recompute(
+    model: Transformer,
+    freq: tuple[int, int] | None,
+    policy: str,
+    checkpoint_fn: Callable[..., Tensor] = checkpoint,
+) -> None:
     """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
 
     `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest. The block's
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
-    compilation and before sharding.
+    compilation and before sharding. Another `checkpoint_fn` (Transformer Engine's) has no options.
     """
-    options = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    options = {}
+    if checkpoint_fn is checkpoint:
+        options = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
     if policy == "op":
         ops = saved_ops()
 
@@ -30,14 +38,14 @@ def apply_recompute(model: Transformer, freq: tuple[int, int] | None, policy: st
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
     for index in chosen_blocks(len(model.blocks), freq):
         block = model.blocks[index]
-        block.forward = checkpointed(block.forward, options)
+        block.forward = checkpointed(block.forward, checkpoint_fn, options)
 
 
-def checkpointed(forward, options: dict):
+def checkpointed(forward, checkpoint_fn: Callable[..., Tensor], options: dict):
     """A block's forward that is checkpointed."""
 
     def recomputing_forward(*args) -> Tensor:
-        return checkpoint(forward, *args, **options)
+        return checkpoint_fn(forward, *args, **options)
 
     return recomputing_forward
 

@@ -48,6 +48,22 @@ class Device(Strict):
     peak_bf16_tflops: float | None
     peak_fp8_tflops: float | None
     peak_source: str
+    roof_bf16_tflops: float | None = None
+    roof_fp8_tflops: float | None = None
+    roof_source: str = "unknown"
+
+
+class Fp8Info(Strict):
+    """What ran in FP8."""
+
+    backend: Literal["te", "torchao"]
+    version: str
+    recipe: str
+    emulated: bool
+    all_gather: bool
+    n_linear_layers: int
+    n_parameters: int
+    high_precision: dict[str, str]
 
 
 class Batch(Strict):
@@ -97,6 +113,10 @@ class Metrics(Strict):
     warmup_s: float | None = None
     first_step_s: float | None = None
     compile_s: float | None = None
+    n_compiled_graphs: int | None = None
+    n_graph_breaks: int | None = None
+    n_recompilations: int | None = None
+    window_compile_s: float | None = None
     tokens_per_sec: float | None = None
     tokens_per_sec_per_gpu: float | None = None
     flops_per_token_palm: float | None = None
@@ -107,6 +127,7 @@ class Metrics(Strict):
     mfu_causal: float | None = None
     hfu: float | None = None
     ideal_time_fraction: float | None = None
+    roof_time_fraction: float | None = None
     peak_allocated_gib: float | None = None
     peak_reserved_gib: float | None = None
     allocator_retries: int | None = None
@@ -123,6 +144,7 @@ class Metrics(Strict):
     usd_per_million_tokens: float | None = None
     first_loss: float | None = None
     final_loss: float | None = None
+    skipped_steps: int | None = None
     val_loss_before: float | None = None
     val_loss: float | None = None
 
@@ -143,6 +165,7 @@ class Result(Strict):
     model: ModelInfo
     device: Device
     batch: Batch
+    fp8: Fp8Info | None = None
     environment: dict[str, Any]
     metrics: Metrics = Metrics()
     step_times_s: list[float] = []

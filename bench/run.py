@@ -15,6 +15,8 @@ import torch
 
 from bench import dist
 from bench.args import Args
+from bench.combinations import GRAPH_MODES
+from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
 from bench.device import device_memory_gib, device_name, peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
@@ -22,10 +24,11 @@ from bench.endings import classify, full_traceback
 from bench.environment import describe_environment
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token, linear_parameters
-from bench.hardware import find_peaks
+from bench.fp8 import Fp8
+from bench.hardware import find_peaks, find_roof
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
-from bench.parallel import CUDA_GRAPH_MODES, compile_seconds
 from bench.power import EnergyMeter
+from bench.precision import LossScaler
 from bench.results import Batch, Device, ModelInfo, Result, ResultFile
 from bench.stepfile import StepsFile
 from bench.steps import StepLog
@@ -48,13 +51,17 @@ class Run:
         device: torch.device,
         batch: Batch,
         ranks: Ranks = ALONE,
+        fp8: Fp8 | None = None,
     ):
         self.args, self.config, self.device, self.ranks = args, config, device, ranks
+        self.fp8 = fp8 or Fp8()
+        self.scaler = LossScaler(device) if args.amp == "fp16" else None
         now = datetime.datetime.now(datetime.UTC)
         name = args.run_name or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
         name = dist.broadcast(ranks, name)
         self.directory = Path(args.output_dir) / name
         peaks = find_peaks(device_name(device), args.peak_tflops)
+        roof = find_roof(device_name(device))
         resolved = {"seq_len": batch.seq_len, "grad_acc_steps": batch.grad_acc_steps}
         self.result = Result(
             run_name=name,
@@ -81,16 +88,24 @@ class Run:
                 peak_bf16_tflops=peaks.bf16_tflops,
                 peak_fp8_tflops=peaks.fp8_tflops,
                 peak_source=peaks.source,
+                roof_bf16_tflops=roof.bf16_tflops,
+                roof_fp8_tflops=roof.fp8_tflops,
+                roof_source=roof.source,
             ),
             batch=batch,
+            fp8=self.fp8.info,
             environment=describe_environment(device),
         )
-        if args.pt_compile and args.compile_mode in CUDA_GRAPH_MODES:
+        if uses_cuda_graphs(args.pt_compile, args.compile_mode, device):
             self.result.notes.append(
                 "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
-                if device.type == "cuda"
-                else f"--compile-mode {args.compile_mode}: a CPU has no CUDA graphs"
             )
+        elif args.pt_compile and args.compile_mode in GRAPH_MODES:
+            self.result.notes.append(
+                f"--compile-mode {args.compile_mode}: a CPU has no CUDA graphs"
+            )
+        if self.fp8.info and self.fp8.info.emulated:
+            self.result.notes.append("FP8 was emulated: the figures say nothing of FP8's speed")
         if config.unknown_keys:
             keys = ", ".join(config.unknown_keys)
             self.result.notes.append(f"{config.path}: keys nobody here knows are ignored: {keys}")
@@ -153,18 +168,21 @@ class Run:
         """The measured window starts; the device is idle."""
         warmup = sum(s.step_time_s for s in self.log.steps)
         self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
-        self.compiled_before_s = compile_seconds()
+        self.compiled_before = compile_counts()
         self.energy.begin()
 
     def end_window(self) -> None:
         """The measured window has ended; the device is idle. With several ranks all must come here."""
         joules = self.energy.end()
         self.log.drain()
-        compiled = compile_seconds() - self.compiled_before_s
-        if compiled > 0:
+        m, before, after = self.result.metrics, self.compiled_before, compile_counts()
+        if self.args.pt_compile:
+            m.window_compile_s = after.seconds - before.seconds
+        if m.window_compile_s:
+            again = after.recompilations - before.recompilations
             self.result.notes.append(
-                f"torch.compile worked for {compiled:.1f} s inside the window: the figures are not "
-                "those of a steady run; use more --warmup-steps"
+                f"torch.compile worked for {m.window_compile_s:.1f} s ({again} recompilations) inside "
+                "the window: the figures are not those of a steady run; use more --warmup-steps"
             )
         if self.device.type == "cpu" and self.ranks.local_rank:
             joules = 0.0  # the counter is the whole machine's; its first rank speaks for all
@@ -174,7 +192,7 @@ class Run:
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         with _signals_ignored():
-            if error is not None and self.ranks.world > 1:
+            if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
                 self._write_rank_error(error)
             if self.ranks.main:
                 self._finish(error)
@@ -187,7 +205,13 @@ class Run:
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
         fill_flop_metrics(r, self.config)
         m.energy_source = self.energy.source
-        m.compile_s = compile_seconds() if self.args.pt_compile else None
+        if self.args.pt_compile:
+            counts = compile_counts()
+            m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
+            m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, counts.recompilations
+        if self.scaler is not None:
+            with contextlib.suppress(Exception):  # the device may be what failed
+                m.skipped_steps = int(self.scaler.skipped)
         if m.peak_allocated_gib is None and m.peak_rss_gib is None:
             with contextlib.suppress(Exception):
                 for key, value in peak_memory(self.device).items():

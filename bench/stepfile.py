@@ -43,6 +43,12 @@ class StepsFile:
             self.file.close()
 
 
+def read_losses(path: Path) -> list[float]:
+    """The loss of every step of a steps.jsonl; NaN where it was not finite."""
+    losses = (json.loads(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines())
+    return [float("nan") if loss is None else loss for loss in losses]
+
+
 def finite(value):
     """A number JSON can hold, or None."""
     if isinstance(value, float) and not -float("inf") < value < float("inf"):

@@ -129,15 +129,16 @@ def report(
     save(name, {"about": about, "times": rows, "ratios": compared}, device)
 
 
-def save(name: str, content: dict, device: torch.device) -> None:
-    """Write a result file that says where and when it was measured."""
+def save(name: str, content: dict, device: torch.device, directory: Path = RESULTS) -> Path:
+    """Write a result file that says where and when it was measured; returns its path."""
     now = datetime.datetime.now(datetime.UTC)
     environment = describe_environment(device)
     environment.pop("hostname")  # of no use to a reader, and private
     content = {"benchmark": name, "date": f"{now:%Y-%m-%d}", "device": device_name(device),
                "environment": environment, **content}  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
-    path = RESULTS / f"{name}-{slug}-{now:%Y%m%d}.json"
+    path = directory / f"{name}-{slug}-{now:%Y%m%d}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\n{path.relative_to(RESULTS.parent.parent)}")
+    print(f"\nwrote {path.name}")
+    return path

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
+from model.transformer import Transformer
 
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
@@ -90,7 +91,7 @@ def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, 
 
 
 def check_pretrained(
-    model: nn.Module, config: ModelConfig, directory: str | Path
+    model: Transformer, config: ModelConfig, directory: str | Path
 ) -> dict[str, list[tuple[Path, str]]]:
     """Where each parameter of a (meta-device) model lies in a directory of safetensors.
 
@@ -109,7 +110,7 @@ def check_pretrained(
             )
     index = _index(directory)
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.weights():
         found[name] = [_find(index, hf_name, directory) for hf_name in hf_names(config, name)]
         shapes = [_shape(*place) for place in found[name]]
         stacked = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -126,10 +127,10 @@ def check_pretrained(
 
 @torch.no_grad()
 def load_pretrained(
-    model: nn.Module, config: ModelConfig, found: dict[str, list[tuple[Path, str]]]
+    model: Transformer, config: ModelConfig, found: dict[str, list[tuple[Path, str]]]
 ) -> None:
     """Fill a materialised model from what check_pretrained found, one parameter at a time."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.weights():
         read_pretrained(parameter, name, config, found)
 
 
@@ -187,7 +188,7 @@ def _shape(path: Path, name: str) -> list[int]:
 
 @torch.no_grad()
 def save_pretrained(
-    model: nn.Module,
+    model: Transformer,
     config: ModelConfig,
     directory: str | Path,
     whole: Callable[[Tensor], Tensor] = lambda parameter: parameter,
@@ -200,7 +201,7 @@ def save_pretrained(
     """
     directory = Path(directory)
     tensors = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.weights():
         value = whole(parameter.detach())
         if write:
             tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}

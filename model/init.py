@@ -10,21 +10,22 @@ nor on what else exists.
 import hashlib
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from model.config import ModelConfig
+from model.transformer import Transformer
 
 
-def materialize(model: nn.Module, config: ModelConfig, device: torch.device, seed: int) -> None:
+def materialize(model: Transformer, config: ModelConfig, device: torch.device, seed: int) -> None:
     """Give a meta-device model storage on `device` and initial values, in place."""
     model.to_empty(device=device)
     init_weights(model, config, seed)
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, config: ModelConfig, seed: int) -> None:
+def init_weights(model: Transformer, config: ModelConfig, seed: int) -> None:
     """Set every parameter to its initial value; same seed and device kind, same values."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.weights():
         fill(parameter, name, config, seed)
 
 

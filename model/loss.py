@@ -106,10 +106,6 @@ class LinearCrossEntropy(nn.Module):
         self.chunk_elements = chunk_elements
         self.chunk_fn = logits_loss
 
-    def compile_chunk(self, **options) -> None:
-        """Compile the function that runs once a chunk; `options` go to torch.compile."""
-        self.chunk_fn = torch.compile(logits_loss, **options)
-
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
 

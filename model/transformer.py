@@ -4,6 +4,8 @@ GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and
 config says which, and one block serves both.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +35,7 @@ def saved_ops() -> set:
         aten.baddbmm.default,
         aten.linear.default,
         aten._scaled_mm.default,
+        aten.max.default,  # a tensor's one scale to FP8, which costs a pass over it
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
         aten._scaled_dot_product_efficient_attention.default,
@@ -93,8 +96,15 @@ class Transformer(nn.Module):
         # when a meta-device model is given storage.
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(d, V, bias=False)
         self.loss = LinearCrossEntropy(config.vocab_size)
+        # Where a block's modules were exchanged (model/te.py): the plain name of a parameter.
+        self.native_name: Callable[[str], str] = lambda name: name
         self.rope: tuple[Tensor, Tensor] | None = None
         self.masks: dict[tuple[int, int], Tensor | BlockMask] = {}
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under its name in the plain model, by which it is initialised and saved."""
+        for name, parameter in self.named_parameters():
+            yield self.native_name(name), parameter
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """(B, T) int64 token ids, and labels alike, to the mean loss; without labels to logits."""

@@ -1,0 +1,149 @@
+"""Which toggles go together, as data: the refusal, the README's table and the tests all read it.
+
+Needs no torch. A combination is supported unless a rule refuses it; every rule gives a reason and
+what to use instead.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+ENTRYPOINTS = ("train.py", "train_ddp.py", "train_fsdp.py")
+AXES = {
+    "entrypoint": ENTRYPOINTS,
+    "amp": ("off", "bf16", "fp16"),
+    "fp8": ("off", "te", "torchao"),
+    "compile": ("off", "on", "graphs"),
+    "sac": ("off", "block", "op"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    """One cell of the table. `graphs` are the compile modes that record CUDA graphs."""
+
+    entrypoint: str
+    amp: str
+    fp8: str
+    compile: str
+    sac: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A combination is refused where each axis named in `when` has one of the values given."""
+
+    when: dict[str, tuple[str, ...]]
+    reason: str
+    instead: str
+
+    def refuses(self, combination: Combination) -> bool:
+        """Whether this rule speaks against the combination."""
+        return all(getattr(combination, axis) in values for axis, values in self.when.items())
+
+
+RULES = (
+    Rule(
+        {"fp8": ("te", "torchao"), "amp": ("off", "fp16")},
+        "FP8 matmuls take and give bf16",
+        "--amp bf16",
+    ),
+    Rule(
+        {"fp8": ("te",), "compile": ("on", "graphs")},
+        "Transformer Engine's modules cannot be traced by torch.compile",
+        "--fp8-backend torchao, or leave out --pt-compile",
+    ),
+    Rule(
+        {"fp8": ("te",), "sac": ("op",)},
+        "Transformer Engine's matmuls are hidden from the policy that would keep them",
+        "--sac-policy block, or --fp8-backend torchao",
+    ),
+    Rule(
+        {"compile": ("graphs",), "sac": ("block", "op")},
+        "CUDA graphs do not work with recomputed blocks",
+        "--compile-mode default or max-autotune-no-cudagraphs",
+    ),
+    Rule(
+        {"compile": ("graphs",), "entrypoint": ("train_fsdp.py",)},
+        "CUDA graphs need parameters at fixed addresses, and FSDP gathers them anew",
+        "--compile-mode default or max-autotune-no-cudagraphs",
+    ),
+)
+
+
+def all_combinations() -> Iterator[Combination]:
+    """Every cell of the table."""
+    for values in itertools.product(*AXES.values()):
+        yield Combination(*values)
+
+
+def refusal(combination: Combination) -> Rule | None:
+    """The first rule that refuses a combination; None if it is supported."""
+    return next((rule for rule in RULES if rule.refuses(combination)), None)
+
+
+def combination_of(args: Any, entrypoint: str) -> Combination:
+    """The cell that a run's arguments are in."""
+    compiled = "off"
+    if args.pt_compile:
+        compiled = "graphs" if args.compile_mode in GRAPH_MODES else "on"
+    return Combination(
+        entrypoint=entrypoint,
+        amp=args.amp,
+        fp8=args.fp8_backend if args.use_fp8 else "off",
+        compile=compiled,
+        sac=args.sac_policy if args.sac_freq else "off",
+    )
+
+
+def markdown_table() -> str:
+    """The table for the README: a cell names the --sac-policy values that work, and where."""
+    columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
+    lines = [
+        f"| | {' | '.join(columns.values())} |",
+        "|---|---|---|---|",
+    ]
+    rows = [(amp, "off") for amp in AXES["amp"]] + [("bf16", fp8) for fp8 in ("te", "torchao")]
+    for amp, fp8 in rows:
+        name = f"`--amp {amp}`" if fp8 == "off" else f"`--use-fp8 --fp8-backend {fp8}`"
+        cells = [_cell(amp, fp8, compiled) for compiled in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    reasons = [f"- {' + '.join(_flags(r))}: {r.reason}; use {r.instead}." for r in RULES]
+    return "\n".join([*lines, "", *reasons])
+
+
+def _cell(amp: str, fp8: str, compiled: str) -> str:
+    works = {
+        entrypoint: tuple(
+            sac
+            for sac in AXES["sac"]
+            if refusal(Combination(entrypoint, amp, fp8, compiled, sac)) is None
+        )
+        for entrypoint in ENTRYPOINTS
+    }
+    if not any(works.values()):
+        return "✗"
+    names = {("off", "block", "op"): "✓", ("off", "block"): "✓ but SAC op", ("off",): "✓ but SAC"}
+    parts = {}
+    for entrypoint, sacs in works.items():
+        parts.setdefault(names.get(sacs, "✗"), []).append(entrypoint)
+    if len(parts) == 1:
+        return next(iter(parts))
+    return "; ".join(
+        f"{what}: {', '.join(f'`{e}`' for e in where)}" for what, where in parts.items()
+    )
+
+
+def _flags(rule: Rule) -> list[str]:
+    flags = {
+        "entrypoint": lambda v: f"`{' '.join(v)}`",
+        "amp": lambda v: f"`--amp {'|'.join(v)}`",
+        "fp8": lambda v: "FP8" if len(v) == 2 else f"`--fp8-backend {v[0]}`",
+        "compile": lambda v: (
+            "`--pt-compile`" if "on" in v else f"`--compile-mode {'|'.join(GRAPH_MODES)}`"
+        ),
+        "sac": lambda v: "`--sac-freq`" if len(v) == 2 else f"`--sac-policy {v[0]}`",
+    }
+    return [flags[axis](values) for axis, values in rule.when.items()]

@@ -1,0 +1,87 @@
+"""torch.compile, block by block: applying it, counting what it did, and saying what failed."""
+
+import dataclasses
+
+import torch
+import torch._dynamo.utils as dynamo
+from torch._dynamo.exc import TorchDynamoException
+
+from bench.combinations import GRAPH_MODES
+from model.transformer import Transformer
+
+
+class CompileError(Exception):
+    """torch.compile failed; the message names the part of the model and the first cause."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCounts:
+    """What torch.compile has done in this process so far."""
+
+    seconds: float
+    graphs: int
+    graph_breaks: int
+    recompilations: int
+
+
+def apply_compile(model: Transformer, mode: str) -> None:
+    """Compile every block's forward, and the loss of one chunk of rows.
+
+    Block by block, since identical blocks share one compiled graph: compile time does not grow with
+    depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
+    `fullgraph` turns a graph break into an error.
+    """
+    for i, block in enumerate(model.blocks):
+        compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
+        block.forward = _named(compiled, f"blocks.{i}")
+    # The loss function hands its chunk's gradient on to eager matmuls; out of a CUDA graph it would
+    # be overwritten by the next chunk.
+    mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
+        mode, mode
+    )
+    chunk = torch.compile(model.loss.chunk_fn, mode=mode, fullgraph=True, dynamic=False)
+    model.loss.chunk_fn = _named(chunk, "loss")
+
+
+def uses_cuda_graphs(pt_compile: bool, mode: str, device: torch.device) -> bool:
+    """Whether blocks run as CUDA graphs."""
+    return pt_compile and mode in GRAPH_MODES and device.type == "cuda"
+
+
+def compile_counts() -> CompileCounts:
+    """Wall time and counts since the process started (or torch._dynamo.reset)."""
+    events = dynamo.get_compilation_metrics()
+    return CompileCounts(
+        seconds=dynamo.calculate_time_spent().get("total_wall_time", 0.0),
+        graphs=dynamo.counters["stats"]["unique_graphs"],
+        graph_breaks=sum(dynamo.counters["graph_break"].values()),
+        recompilations=sum(bool(event.recompile_reason) for event in events),
+    )
+
+
+def compile_error(error: BaseException, where: str) -> CompileError | torch.OutOfMemoryError:
+    """A compiler's exception as one line; out of memory while autotuning stays out of memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError):
+            return cause
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A backend's name comes on a line of its own before what it raised.
+    text = " ".join(lines[:2] if lines and lines[0].endswith("raised:") else lines[:1])
+    return CompileError(
+        f"torch.compile failed in {where}: {text or type(error).__name__}; "
+        "leave out --pt-compile, or try another --compile-mode"
+    )
+
+
+def _named(compiled, where: str):
+    """The compiled function, whose compile errors name the part of the model."""
+
+    def forward(*args):
+        try:
+            return compiled(*args)
+        except TorchDynamoException as error:
+            raise compile_error(error, where) from error
+
+    return forward

@@ -1,0 +1,175 @@
+"""FP8: which linear layers run in it, by Transformer Engine or torchao, and on what hardware."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from bench.args import Args
+from bench.errors import UsageError
+from bench.results import Batch, Fp8Info
+from model.config import ModelConfig
+from model.transformer import Transformer
+
+
+@dataclasses.dataclass
+class Fp8:
+    """What FP8 asks of a run; as it stands here, without FP8: nothing."""
+
+    info: Fp8Info | None = None
+    # The context of the forward pass of the n-th micro batch of a step.
+    forward: Callable[[int], contextlib.AbstractContextManager] = lambda micro: (
+        contextlib.nullcontext()
+    )
+    # What checkpoints a block's forward.
+    checkpoint: Callable[..., Any] = checkpoint
+    # Called on the model after each optimizer step.
+    after_step: Callable[[nn.Module], None] = lambda model: None
+
+
+def apply_fp8(
+    model: Transformer,
+    args: Args,
+    config: ModelConfig,
+    device: torch.device,
+    batch: Batch,
+    shards: int = 1,
+) -> Fp8:
+    """Convert the blocks of a meta-device model as --use-fp8 asks, in place.
+
+    UsageError where hardware, sizes or an absent library stand against it. Embeddings, norms,
+    attention, head and loss stay in high precision.
+    """
+    if not args.use_fp8:
+        return Fp8()
+    tokens = batch.micro_batch * batch.seq_len
+    if args.fp8_backend == "te":
+        return _apply_te(model, args, config, tokens, batch.grad_acc_steps > 1)
+    return _apply_torchao(model, args, device, tokens, shards)
+
+
+def _apply_torchao(
+    model: Transformer, args: Args, device: torch.device, tokens: int, shards: int
+) -> Fp8:
+    # Its compiled extensions serve other purposes, and warn where they do not fit the machine.
+    os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
+    try:
+        import torchao
+        from torchao.float8 import (
+            Float8LinearConfig,
+            convert_to_float8_training,
+            precompute_float8_dynamic_scale_for_fsdp,
+        )
+    except ImportError as error:
+        raise UsageError(
+            f"--fp8-backend torchao: {error}; pip install 'llm-train-bench[fp8]'"
+        ) from None
+    recipe = args.fp8_recipe
+    if not args.fp8_emulate:
+        _check_device(device, recipe)
+    # The gradient of the weight is summed over tokens, which need not divide where it is no FP8.
+    if tokens % 16 and recipe != "rowwise_with_gw_hp":
+        raise UsageError(
+            f"--use-fp8: --bsz x --seq-len = {tokens} tokens is not a multiple of 16, which FP8 "
+            "matmuls need; change either"
+        )
+    linear, kept = {}, {"head": "always", "embeddings, norms, attention": "no linear layers"}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or not name.startswith("blocks."):
+            continue
+        sizes = module.in_features, module.out_features
+        if any(size % 16 for size in sizes):
+            pattern = f"blocks.*.{name.split('.', 2)[2]}"
+            kept[pattern] = f"{sizes[0]} x {sizes[1]} is not in multiples of 16"
+        else:
+            linear[name] = module
+    if not linear:
+        raise UsageError(
+            "--use-fp8: no linear layer of the blocks has sizes in multiples of 16; leave it out"
+        )
+    if args.fp8_all_gather:
+        for name, module in linear.items():
+            if module.out_features % shards:
+                raise UsageError(
+                    f"--fp8-all-gather: {module.out_features} rows of {name} do not divide evenly "
+                    f"over {shards} ranks; leave it out"
+                )
+    if recipe.startswith("rowwise") and torch.__version__ < "2.13" and args.pt_compile:
+        # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
+        torch._inductor.config.emulate_precision_casts = True
+    convert_to_float8_training(
+        model,
+        config=dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(recipe),
+            emulate=args.fp8_emulate,
+            enable_fsdp_float8_all_gather=args.fp8_all_gather,
+        ),
+        module_filter_fn=lambda module, name: name in linear,
+    )
+    info = Fp8Info(
+        backend="torchao",
+        version=torchao.__version__,
+        recipe=recipe,
+        emulated=args.fp8_emulate,
+        all_gather=args.fp8_all_gather,
+        n_linear_layers=len(linear),
+        n_parameters=sum(module.weight.numel() for module in linear.values()),
+        high_precision=kept,
+    )
+    fp8 = Fp8(info)
+    if args.fp8_all_gather:
+        fp8.after_step = precompute_float8_dynamic_scale_for_fsdp
+    return fp8
+
+
+def _check_device(device: torch.device, recipe: str) -> None:
+    """UsageError on hardware without the matmuls a torchao recipe needs."""
+    if device.type != "cuda":
+        raise UsageError(
+            "--use-fp8: a CPU has no FP8 matmuls; --fp8-emulate computes what they would, slowly"
+        )
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        if not architecture.startswith(("gfx94", "gfx95")):
+            raise UsageError(f"--use-fp8: {name} ({architecture}) has no FP8 matmuls; MI300 has")
+        return
+    needed = (8, 9) if recipe == "tensorwise" else (9, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        raise UsageError(
+            f"--fp8-recipe {recipe}: {name} is too old, compute capability {needed[0]}.{needed[1]} "
+            "is needed; leave out --use-fp8"
+        )
+
+
+def _apply_te(
+    model: Transformer, args: Args, config: ModelConfig, tokens: int, accumulate: bool
+) -> Fp8:
+    from model import te
+
+    library = te.import_te()
+    recipe = te.make_recipe(args.fp8_recipe)
+    te.check_sizes(config, tokens, args.fp8_recipe)
+    linear = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
+    info = Fp8Info(
+        backend="te",
+        version=getattr(library, "__version__", None) or te.version(),
+        recipe=args.fp8_recipe,
+        emulated=False,
+        all_gather=False,
+        n_linear_layers=len(linear),
+        n_parameters=sum(module.weight.numel() for module in linear),
+        high_precision={"head": "always", "embeddings, attention": "no linear layers"},
+    )
+    micro_batch = te.convert(model, config, library, cache_weights=accumulate)
+
+    def forward(micro: int) -> contextlib.AbstractContextManager:
+        micro_batch.first = micro == 0
+        return te.autocast(library, recipe)
+
+    return Fp8(info, forward, te.recompute(library))

@@ -1,0 +1,144 @@
+"""Does a fast setting still learn the same? Loss curves of every setting against fp32, from one seed.
+
+    python benchmarks/numerics.py [--steps N] [--settings NAME,...] [--list]
+
+Trains a small model on real text (Python's standard library), once per setting, and reports how far
+each curve runs from the fp32 one. Limits: compiled fp32 within 1e-4 at each of the first 20 steps;
+over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 % of the loss. Beyond them the exit
+code is 1. FP8 is emulated on a CPU.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
+import torch
+
+import prepare_data
+from bench.device import pick_device
+from bench.statistics import bootstrap_mean
+from bench.stepfile import read_losses
+from benchmarks.common import RESULTS, run_train, save
+
+REFERENCE = "fp32"
+EARLY_STEPS = 20
+EARLY_LIMIT = 1e-4
+BF16_LIMIT, FP8_LIMIT = 0.01, 0.02
+TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+TE = ("current", "delayed", "blockwise")
+
+
+def settings(cuda: bool) -> dict[str, list[str]]:
+    """Name and flags of every setting that this kind of device can run."""
+    real = [] if cuda else ["--fp8-emulate"]
+    found = {
+        REFERENCE: ["--amp", "off"],
+        "fp32 compile": ["--amp", "off", "--pt-compile"],
+        "bf16": ["--amp", "bf16"],
+        "bf16 compile": ["--amp", "bf16", "--pt-compile"],
+    }
+    for recipe in TORCHAO:
+        found[f"fp8 {recipe}"] = ["--use-fp8", "--fp8-recipe", recipe, *real]
+    found["fp8 tensorwise compile"] = [*found["fp8 tensorwise"], "--pt-compile"]
+    if cuda:  # fp16 matmuls are emulated on most CPUs, at a crawl
+        found["fp16"] = ["--amp", "fp16"]
+        graphs = ["--pt-compile", "--compile-mode", "reduce-overhead"]
+        found["bf16 CUDA graphs"] = ["--amp", "bf16", *graphs]
+        for recipe in TE:
+            found[f"fp8 {recipe}"] = ["--use-fp8", "--fp8-recipe", recipe]
+    return found
+
+
+def judge(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
+    """How far a curve is from the reference, and whether that is within its limit.
+
+    `early`: largest relative distance within the first 20 steps. `final`: mean relative distance
+    over the last quarter, with the 95 % bootstrap interval of that mean.
+    """
+    distance = losses / reference - 1
+    tail = distance[-max(1, len(distance) // 4) :]
+    low, high = bootstrap_mean(tail)
+    early = float(np.abs(distance[:EARLY_STEPS]).max())
+    final = float(tail.mean())
+    limit = FP8_LIMIT if name.startswith("fp8") else BF16_LIMIT
+    ok = bool(np.isfinite(losses).all()) and abs(final) <= limit
+    if name.startswith("fp32"):
+        limit, ok = EARLY_LIMIT, ok and early <= EARLY_LIMIT
+    return {"early": early, "final": final, "interval": [low, high], "limit": limit, "ok": ok}
+
+
+def plot(curves: dict[str, np.ndarray], path: Path) -> None:
+    """Loss curves, and below them their distance from the reference, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True)
+    for name, losses in curves.items():
+        top.plot(losses, label=name, linewidth=1)
+        bottom.plot(100 * (losses / curves[REFERENCE] - 1), linewidth=1)
+    top.set_ylabel("training loss [nats/token]")
+    top.legend(fontsize=8)
+    bottom.set_ylabel(f"distance from {REFERENCE} [%]")
+    bottom.set_xlabel("step")
+    bottom.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train every setting, report, plot; 1 if one is beyond its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
+    parser.add_argument("--config", default="configs/llama-tiny.json")
+    parser.add_argument("--output-dir", type=Path, default=RESULTS)
+    parser.add_argument("--list", action="store_true", help="print the settings and stop")
+    args = parser.parse_args(argv)
+    device = pick_device("auto")
+    known = settings(device.type == "cuda")
+    wanted = args.settings.split(",") if args.settings else list(known)
+    if args.list or not set(wanted) <= set(known):
+        print("\n".join(known))
+        return 0 if args.list else 2
+    common = [args.config, "--bsz", 8, "--seq-len", 128, "--lr", 2e-3, "--n-steps", args.steps - 3,
+              "--warmup-steps", 3, "--no-tensorboard"]  # fmt: skip
+    curves: dict[str, np.ndarray] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        text = Path(directory) / "text"
+        if prepare_data.main(["--stdlib", "--output-dir", str(text)]):
+            return 1
+        for name in dict.fromkeys([REFERENCE, *wanted]):
+            out = Path(directory) / name.replace(" ", "-")
+            torch._dynamo.reset()
+            run_train(*common, "--data", text / "train.bin", *known[name], "--output-dir", out)
+            (steps,) = out.glob("*/steps.jsonl")
+            curves[name] = np.array(read_losses(steps))
+    verdicts = {n: judge(n, c, curves[REFERENCE]) for n, c in curves.items()}
+    print("\n| setting | final loss | largest distance, first 20 | last quarter [95 %] | limit | |")
+    print("|---|---:|---:|---:|---:|---|")
+    for name, v in verdicts.items():
+        low, high = v["interval"]
+        print(
+            f"| {name} | {curves[name][-1]:.4f} | {v['early']:.1e} | {v['final']:+.2%} "
+            f"[{low:+.2%}, {high:+.2%}] | {v['limit']:g} | {'ok' if v['ok'] else 'BEYOND'} |"
+        )
+    content = {
+        "config": args.config,
+        "steps": args.steps,
+        "verdicts": verdicts,
+        "losses": {n: c.tolist() for n, c in curves.items()},
+    }
+    path = save("numerics", content, device, args.output_dir)
+    plot(curves, path.with_suffix(".png"))
+    return 0 if all(v["ok"] for v in verdicts.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Every supported combination of toggles runs for real, every other is refused with its reason."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bench.args import parse_args
+from bench.combinations import (
+    AXES,
+    RULES,
+    Combination,
+    all_combinations,
+    combination_of,
+    markdown_table,
+    refusal,
+)
+from bench.errors import UsageError
+from tests.helpers import ROOT, run_train
+
+ALL = list(all_combinations())
+SUPPORTED = [c for c in ALL if refusal(c) is None]
+REFUSED = [c for c in ALL if refusal(c) is not None]
+# Transformer Engine needs a GPU: tests/test_gpu.py runs its cells.
+ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te"]
+
+
+def name(c: Combination) -> str:
+    return f"{c.entrypoint.removesuffix('.py')}-{c.amp}-fp8_{c.fp8}-compile_{c.compile}-sac_{c.sac}"
+
+
+def flags(c: Combination) -> list[str]:
+    argv = ["--amp", c.amp]
+    if c.fp8 != "off":
+        argv += ["--use-fp8", "--fp8-backend", c.fp8]
+        argv += ["--fp8-emulate"] if c.fp8 == "torchao" else []
+    if c.compile != "off":
+        mode = "reduce-overhead" if c.compile == "graphs" else "default"
+        argv += ["--pt-compile", "--compile-mode", mode]
+    if c.sac != "off":
+        argv += ["--sac-freq", "1/2", "--sac-policy", c.sac]
+    return argv
+
+
+TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-steps", "2",
+        "--warmup-steps", "3", "--lr", "1e-3", "--lr-warmup-steps", "0",
+        "--no-tensorboard"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """All cells that a CPU can run: those of train.py here, the others in one torchrun start."""
+    out = tmp_path_factory.mktemp("cells")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        # First, so that the ranks find compiled blocks in the cache.
+        for c in ON_A_CPU:
+            if c.entrypoint == "train.py":
+                argv = [*TINY, "--bsz", "4", *flags(c), "--output-dir", out, "--run-name", name(c)]
+                assert run_train(*argv) == 0, name(c)
+    cases = [
+        (name(c), c.entrypoint, [*TINY, "--bsz", "2", "--dist-timeout", "300", *flags(c)])
+        for c in ON_A_CPU
+        if c.entrypoint != "train.py"
+    ]
+    path = out / "cases.json"
+    path.write_text(json.dumps(cases))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "tests/dist_worker.py", str(path)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-9000:]
+    return out
+
+
+@pytest.mark.parametrize("c", ON_A_CPU, ids=name)
+def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
+    """The same losses as eager, unrecomputed train.py in that format, and the toggles were on."""
+    result = json.loads((finished / name(c) / "result.json").read_text())
+    plain = Combination("train.py", c.amp, c.fp8, "off", "off")
+    m, args = result["metrics"], result["args"]
+    assert result["status"] == "ok" and m["n_measured_steps"] == 2
+    assert losses(finished, c) == pytest.approx(losses(finished, plain), rel=2e-3)
+    assert (args["amp"], bool(args["sac_freq"])) == (c.amp, c.sac != "off")
+    assert (m["n_compiled_graphs"] or 0) > 0 or c.compile == "off"
+    assert m["n_graph_breaks"] in (None, 0) and not m["window_compile_s"]
+    if c.fp8 == "torchao":
+        assert result["fp8"]["emulated"] and result["fp8"]["n_linear_layers"] == 8
+    else:
+        assert result["fp8"] is None
+
+
+def test_number_formats_differ(finished):
+    """What agrees within a format is not simply always the same."""
+    plain = {
+        (amp, fp8): losses(finished, Combination("train.py", amp, fp8, "off", "off"))
+        for amp, fp8 in (("off", "off"), ("bf16", "off"), ("fp16", "off"), ("bf16", "torchao"))
+    }
+    assert len({tuple(values) for values in plain.values()}) == 4
+
+
+def losses(out, c: Combination) -> list[float]:
+    lines = (out / name(c) / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("c", REFUSED, ids=name)
+def test_every_other_combination_is_refused_with_reason_and_alternative(c):
+    argv = [f for f in flags(c) if f != "--fp8-emulate"]
+    rule = refusal(c)
+    with pytest.raises(UsageError) as refused:
+        parse_args([*TINY, *argv], c.entrypoint)
+    assert rule.reason in str(refused.value) and str(refused.value).endswith(rule.instead)
+
+
+@pytest.mark.parametrize("c", SUPPORTED, ids=name)
+def test_arguments_find_their_cell(c):
+    assert combination_of(parse_args([*TINY, *flags(c)], c.entrypoint), c.entrypoint) == c
+
+
+def test_the_table_is_whole():
+    assert len(ALL) == 243 and len(SUPPORTED) == 86
+    for rule in RULES:
+        assert set(rule.when) <= set(AXES) and any(refusal(c) is rule for c in ALL), rule.reason
+
+
+def test_readme_shows_this_table():
+    assert markdown_table() in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--use-fp8"], "Transformer Engine needs a GPU"),
+        (["--use-fp8", "--pt-compile"], "a CPU has no FP8 matmuls; --fp8-emulate"),
+        (["--use-fp8", "--fp8-recipe", "rowwise"], "a CPU has no FP8 matmuls"),
+        (["--use-fp8", "--fp8-recipe", "rowwise", "--fp8-backend", "te"],
+         "rowwise is not one of --fp8-backend te: current, delayed, blockwise, mxfp8"),
+        (["--use-fp8", "--fp8-emulate", "--fp8-backend", "te"], "use --fp8-backend torchao"),
+        (["--fp8-recipe", "rowwise"], "--fp8-recipe needs --use-fp8"),
+        (["--fp8-emulate"], "--fp8-emulate needs --use-fp8"),
+        (["--use-fp8", "--fp8-emulate", "--seq-len", "30", "--bsz", "3"],
+         "--bsz x --seq-len = 90 tokens is not a multiple of 16"),
+        (["--use-fp8", "--fp8-all-gather"], "--fp8-all-gather has no meaning for train.py"),
+        (["--tf32"], "only NVIDIA GPUs have TF32"),
+    ],
+)  # fmt: skip
+def test_fp8_flags_that_cannot_be_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run_train(*TINY, *argv, "--output-dir", tmp_path / "runs") == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
