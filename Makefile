@@ -1,12 +1,13 @@
 # make demo      train a small Llama on Python's own standard library, on the CPU or a GPU
-# make test      lint and all tests that need no GPU (make gpu-check runs the others)
+# make test      lint and all tests that need no GPU
+# make gpu-check the tests that need one, then the benchmarks worth having on one
 # make bench     what measures the project itself; results go to benchmarks/results/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench gpu-check clean
+.PHONY: demo test test-cells lint bench gpu-check gpu-test gpu-bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -27,15 +28,30 @@ lint: $(READY)
 test: lint
 	$(BIN)/python -m pytest -m "not gpu"
 
+# Every supported combination of toggles through Inductor's code generation too: ten minutes.
+test-cells: $(READY)
+	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
+
 # On a machine whose own Python has torch with CUDA or ROCm: make gpu-check PY=python3
 PY ?= $(BIN)/python
-gpu-check:
+gpu-check: gpu-test gpu-bench
+
+gpu-test:
 	$(PY) -m pytest -m gpu
+
+gpu-bench:
+	$(PY) benchmarks/gemm.py
+	$(PY) benchmarks/precision.py
+	$(PY) benchmarks/numerics.py
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/loss.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/loss.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/peers_cpu.py
+	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/gemm.py
 
 clean:
 	rm -rf $(VENV) data runs *.egg-info

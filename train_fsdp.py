@@ -49,8 +49,9 @@ def train(args: Args, ranks: Ranks) -> None:
 
     with Run("train_fsdp.py", args, config, device, batch, ranks, fp8) as run:
         shapes = {name: p.shape for name, p in model.named_parameters()}
+        replicas = ranks.world // shards
         run.set_traffic(
-            fsdp_bytes(shapes, shards, ranks.world // shards, batch.grad_acc_steps, args)
+            fsdp_bytes(shapes, shards, replicas, batch.grad_acc_steps, args, fp8.gathered)
         )
         apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy, fp8.checkpoint)
         if args.pt_compile:

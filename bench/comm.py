@@ -6,7 +6,7 @@ input, an all-reduced tensor. What a link carries of it depends on the algorithm
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from bench.args import Args
 
@@ -22,22 +22,31 @@ def ddp_bytes(shapes: Shapes, compressed: bool, replicas: int) -> dict[str, int]
 
 
 def fsdp_bytes(
-    shapes: Shapes, shards: int, replicas: int, micro_steps: int, args: Args
+    shapes: Shapes,
+    shards: int,
+    replicas: int,
+    micro_steps: int,
+    args: Args,
+    in_fp8: Collection[str] = (),
 ) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
-    All of it in every micro step. A parameter's rows are padded to a multiple of the shards.
+    All of it in every micro step. A parameter's rows are padded to a multiple of the shards. Weights
+    named in `in_fp8` are gathered at a byte each (their scales, one all-reduce of as many numbers as
+    there are weights, are left out).
     """
     parameter_bytes = 4 if args.amp == "off" else 2
     reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
     backward = args.pass_type != "forward"
     rows = {n: -(-s[0] // shards) * shards * math.prod(s[1:]) for n, s in shapes.items()}
     everything = sum(rows.values())
-    blocks = sum(size for name, size in rows.items() if name.startswith("blocks."))
+    widths = {n: 1 if n in in_fp8 else parameter_bytes for n in shapes}
+    gathered = {n: size * widths[n] for n, size in rows.items()}
+    blocks = sum(size for name, size in gathered.items() if name.startswith("blocks."))
     moved = {}
     if shards > 1:
         again = blocks if backward and args.reshard_after_forward == "always" else 0
-        moved["all_gather"] = micro_steps * (everything + again) * parameter_bytes
+        moved["all_gather"] = micro_steps * (sum(gathered.values()) + again)
         if backward:
             moved["reduce_scatter"] = micro_steps * everything * reduce_bytes
     if replicas > 1 and backward:

@@ -74,6 +74,14 @@ def print_header(result: Result) -> None:
         f"{d.name}, amp {args['amp']}, {compiled}, attention {args['attention']}, "
         f"{args['pass_type']}, data {args['data']}",
     ]
+    if result.fp8 is not None:
+        f = result.fp8
+        emulated = ", emulated" if f.emulated else ""
+        kept = "; ".join(f"{what} ({why})" for what, why in f.high_precision.items())
+        lines.append(
+            f"FP8: {f.backend} {f.recipe}{emulated}, {f.n_linear_layers} linear layers of "
+            f"{f.n_parameters / 1e6:,.1f} M parameters; in higher precision: {kept}"
+        )
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -125,6 +133,10 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ),
         ("TFLOP/s per device: palm / causal", _pair(m, "model_tflops_per_gpu", ".2f")),
         ("MFU: palm / causal", _pair(m, "mfu", ".1%")),
+        (
+            "ideal time of matmuls: datasheet / measured roof",
+            f"{_number(m.ideal_time_fraction, '.1%')} / {_number(m.roof_time_fraction, '.1%')}",
+        ),
         ("warm-up", f"{_number(m.warmup_s, '.1f')} s"),
     ]  # fmt: skip
     if m.compile_s is not None:

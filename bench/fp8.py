@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Fp8:
     forward: Callable[[int], contextlib.AbstractContextManager] = lambda micro: (
         contextlib.nullcontext()
     )
+    # Names of the weights that FSDP gathers in FP8.
+    gathered: Collection[str] = ()
     # What checkpoints a block's forward.
     checkpoint: Callable[..., Any] = checkpoint
     # Called on the model after each optimizer step.
@@ -123,6 +125,7 @@ def _apply_torchao(
     )
     fp8 = Fp8(info)
     if args.fp8_all_gather:
+        fp8.gathered = {f"{name}.weight" for name in linear}
         fp8.after_step = precompute_float8_dynamic_scale_for_fsdp
     return fp8
 

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node N tests/dist_worker.py CASES.json
 
-CASES.json lists [name, script, flags]. Next to each result it leaves traffic.json: the bytes that the
-collectives of rank 0 were really handed, by kind.
+CASES.json lists [name, script, flags, traced only]. Next to each result it leaves traffic.json: the
+bytes that the collectives of rank 0 were really handed, by kind.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from bench.optim import build_optimizer
 from bench.parallel import apply_fsdp, materialize_shards
 from model.config import load_config
 from model.transformer import Transformer
+from tests.helpers import without_inductor
 
 KINDS = {
     "_allgather_base_": ("all_gather", 0),
@@ -49,7 +50,8 @@ class Traffic(TorchDispatchMode):
             kind, position = KINDS[name]
             tensors = args[position]
             for t in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-                if t.numel() > 1 and t.is_floating_point():
+                # Bytes: a gather of several formats at once.
+                if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
         return func(*args, **(kwargs or {}))
 
@@ -77,14 +79,15 @@ def main() -> None:
     # One process group serves all runs.
     dist.join(ranks, torch.device("cpu"), 60.0)
     out = Path(sys.argv[1]).parent
-    for name, script, flags in json.loads(Path(sys.argv[1]).read_text()):
+    for name, script, flags, traced_only in json.loads(Path(sys.argv[1]).read_text()):
         argv = [*flags, "--output-dir", str(out), "--run-name", name]
         args = parse_args(argv, script)
         check_distributed_args(args, script)
         torch._dynamo.reset()
         # Dynamo compiles nothing while a dispatch mode looks on.
         traffic = Traffic()
-        with contextlib.nullcontext() if args.pt_compile else traffic:
+        looking = contextlib.nullcontext() if args.pt_compile else traffic
+        with looking, without_inductor() if traced_only else contextlib.nullcontext():
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
         if ranks.main:
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))

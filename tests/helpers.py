@@ -1,7 +1,11 @@
 """Small configs of every family, and running train.py inside the test process."""
 
+import contextlib
 import json
 from pathlib import Path
+from unittest import mock
+
+import torch
 
 from model.config import ModelConfig, parse_config
 
@@ -65,6 +69,18 @@ def run_train(*argv: str) -> int:
     from bench.launch import launch
 
     return launch(train.train, [str(a) for a in argv], "train.py")
+
+
+@contextlib.contextmanager
+def without_inductor():
+    """torch.compile captures, differentiates and runs its graphs, but generates no code for them."""
+    compile_ = torch.compile
+
+    def traced(function, mode=None, **options):
+        return compile_(function, backend="aot_eager", **options)
+
+    with mock.patch("torch.compile", traced):
+        yield
 
 
 def only_result(output_dir: Path) -> dict:

@@ -1,10 +1,13 @@
 """Every supported combination of toggles runs for real, every other is refused with its reason."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from bench.args import parse_args
 from bench.combinations import (
@@ -17,7 +20,7 @@ from bench.combinations import (
     refusal,
 )
 from bench.errors import UsageError
-from tests.helpers import ROOT, run_train
+from tests.helpers import ROOT, run_train, without_inductor
 
 ALL = list(all_combinations())
 SUPPORTED = [c for c in ALL if refusal(c) is None]
@@ -48,6 +51,26 @@ TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-ste
         "--no-tensorboard"]  # fmt: skip
 
 
+# A cold start of Inductor takes a C++ compiler ten seconds and more a graph: by default it generates
+# code for one cell of each number format and script, and the others stop at the captured graphs.
+# `make test-cells` lets it do all.
+WITH_INDUCTOR = {
+    ("train.py", "off", "off", "off"),
+    ("train.py", "bf16", "off", "off"),
+    ("train.py", "bf16", "torchao", "op"),
+    ("train_ddp.py", "bf16", "off", "off"),
+    ("train_fsdp.py", "off", "off", "off"),
+}
+
+
+def traced_only(c: Combination) -> bool:
+    return not (
+        "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
+        or c.compile == "off"
+        or (c.entrypoint, c.amp, c.fp8, c.sac) in WITH_INDUCTOR
+    )
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """All cells that a CPU can run: those of train.py here, the others in one torchrun start."""
@@ -58,9 +81,16 @@ def finished(tmp_path_factory):
         for c in ON_A_CPU:
             if c.entrypoint == "train.py":
                 argv = [*TINY, "--bsz", "4", *flags(c), "--output-dir", out, "--run-name", name(c)]
-                assert run_train(*argv) == 0, name(c)
+                torch._dynamo.reset()
+                with without_inductor() if traced_only(c) else contextlib.nullcontext():
+                    assert run_train(*argv) == 0, name(c)
     cases = [
-        (name(c), c.entrypoint, [*TINY, "--bsz", "2", "--dist-timeout", "300", *flags(c)])
+        (
+            name(c),
+            c.entrypoint,
+            [*TINY, "--bsz", "2", "--dist-timeout", "300", *flags(c)],
+            traced_only(c),
+        )
         for c in ON_A_CPU
         if c.entrypoint != "train.py"
     ]

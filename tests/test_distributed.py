@@ -36,6 +36,8 @@ BASE = [
     "--no-tensorboard",
 ]
 RANKS = ["--dist-timeout", "300"]  # fmt: skip
+SGD = ["--optimizer", "sgd", "--lr", "0.02"]
+FP8 = ["--amp", "bf16", "--use-fp8", "--fp8-emulate"]
 DDP, FSDP = "train_ddp.py", "train_fsdp.py"
 # name: (ranks, script, flags); 16 samples a step in all of them.
 CASES = {
@@ -54,13 +56,17 @@ CASES = {
     "fsdp2-sac-op": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/1", "--sac-policy", "op"]),
     "fsdp2-compile": (2, FSDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
     "fsdp2-bf16": (2, FSDP, ["--bsz", "8", "--amp", "bf16", "--reduce-dtype", "bf16"]),
+    "fsdp2-sgd": (2, FSDP, [*SGD, "--bsz", "8"]),
+    "fsdp2-fp8": (2, FSDP, [*FP8, "--bsz", "8"]),
+    "fsdp2-fp8-all-gather": (2, FSDP, [*FP8, "--bsz", "8", "--fp8-all-gather"]),
     "fsdp4": (4, FSDP, ["--bsz", "4"]),
     "fsdp4-accumulate4": (4, FSDP, ["--bsz", "1", "--grad-acc-steps", "4"]),
     "hsdp2x2": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2"]),
     "hsdp2x2-sac": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2", "--sac-freq", "3/4"]),
     "ddp4": (4, DDP, ["--bsz", "4"]),
 }
-TOLERANCE = {"ddp2-bf16-gradients": 2e-2, "fsdp2-bf16": 2e-2}
+TOLERANCE = {"ddp2-bf16-gradients": 2e-2, "fsdp2-bf16": 2e-2, "fsdp2-fp8": 5e-2,
+             "fsdp2-fp8-all-gather": 5e-2}  # fmt: skip
 
 
 def safe(name: str) -> str:
@@ -73,7 +79,7 @@ def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("dist")
     for world in (2, 4):
         cases = [
-            (safe(name), script, BASE + RANKS + flags)
+            (safe(name), script, BASE + RANKS + flags, False)
             for name, (ranks, script, flags) in CASES.items()
             if ranks == world
         ]
@@ -89,10 +95,14 @@ def runs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """train.py on the same data; the losses everything is compared with."""
-    out = tmp_path_factory.mktemp("single")
+    return run_single(tmp_path_factory.mktemp("single"))
+
+
+def run_single(out, *flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        assert run_train(*BASE, "--bsz", 16, "--output-dir", out, "--run-name", "one") == 0
+        argv = [*BASE, "--bsz", 16, *flags, "--output-dir", out, "--run-name", "one"]
+        assert run_train(*argv) == 0
     return steps_of(out / "one")
 
 
@@ -105,8 +115,10 @@ def result_of(directory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_device(name, runs, single):
+def test_losses_are_those_of_one_device(name, runs, single, tmp_path):
     steps = steps_of(runs / safe(name))
+    if "sgd" in name:
+        single = run_single(tmp_path, *SGD)
     assert len(steps) == len(single) == 20
     limit = TOLERANCE.get(name, 1e-5)
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, single, strict=True))
@@ -127,6 +139,16 @@ def test_traffic_is_what_the_collectives_were_handed(name, runs):
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 20, kind
     assert sum(moved.values()) > 20 * 3_000_000
+
+
+def test_fp8_all_gather_moves_half_the_weights_bytes_and_learns_the_same(runs):
+    plain, gathered = runs / "fsdp2-fp8", runs / "fsdp2-fp8-all-gather"
+    for a, b in zip(steps_of(plain), steps_of(gathered), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+    more = result_of(plain)["metrics"]["all_gather_bytes"]
+    less = result_of(gathered)["metrics"]["all_gather_bytes"]
+    fp8 = result_of(gathered)["fp8"]
+    assert fp8["all_gather"] and more - less == 2 * fp8["n_parameters"]
 
 
 def test_sac_on_one_device_is_bitwise_the_same(single, tmp_path, monkeypatch):

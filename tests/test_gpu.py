@@ -105,3 +105,130 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-4)
+
+
+# A 16-layer shape of 1B parameters, as wide as llama-3.2-1b, with a byte vocabulary for real text.
+ONE_B = ["--bsz", 4, "--seq-len", 1024, "--device", "cuda", "--n-steps", 45, "--warmup-steps", 5,
+         "--lr", 3e-4, "--lr-warmup-steps", 10]  # fmt: skip
+FP8 = {
+    "te": ["current", "delayed", "blockwise"],
+    "torchao": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+}
+
+
+@pytest.fixture(scope="module")
+def one_b(tmp_path_factory):
+    """Runs the 1B shape on Python's standard library: one_b(flags) -> losses of 50 steps."""
+    import prepare_data
+
+    directory = tmp_path_factory.mktemp("1b")
+    prepare_data.main(["--stdlib", "--output-dir", str(directory)])
+    values = json.loads((ROOT / "configs/llama-3.2-1b.json").read_text()) | {"vocab_size": 256}
+    (directory / "config.json").write_text(json.dumps(values))
+
+    def run(*flags):
+        out = directory / "-".join(["run", *flags]).replace("/", "_")
+        argv = [directory / "config.json", *ONE_B, *flags, "--data", directory / "train.bin"]
+        assert run_train(*argv, "--output-dir", out) == 0
+        return [s["loss"] for s in read_steps(out)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def bf16_losses(one_b):
+    losses = one_b()
+    assert losses[-1] < losses[0] - 1
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe"), [(b, r) for b, recipes in FP8.items() for r in recipes]
+)
+def test_fp8_learns_as_bf16_does(backend, recipe, one_b, bf16_losses):
+    flags = ["--use-fp8", "--fp8-backend", backend, "--fp8-recipe", recipe]
+    losses = one_b(*flags, *(["--pt-compile"] if backend == "torchao" else []))
+    assert losses != bf16_losses
+    tail = sum(losses[-10:]) / sum(bf16_losses[-10:])
+    assert abs(tail - 1) < 0.02
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--fp8-backend", "te", "--sac-freq", "1/2"],
+        ["--fp8-backend", "torchao", "--pt-compile", "--sac-freq", "1/1", "--sac-policy", "op"],
+        ["--fp8-backend", "torchao", "--pt-compile", "--compile-mode", "reduce-overhead"],
+        ["--fp8-backend", "te", "--bsz", "2", "--grad-acc-steps", "2"],
+    ],
+    ids=" ".join,
+)
+def test_fp8_composes(flags, one_b, bf16_losses):
+    losses = one_b("--use-fp8", *flags)
+    assert abs(sum(losses[-10:]) / sum(bf16_losses[-10:]) - 1) < 0.02
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_te_blocks_compute_what_plain_ones_do(family):
+    """The same weights: equal without FP8 up to bf16, with it up to FP8's rounding."""
+    import dataclasses
+
+    from bench.args import parse_args
+    from bench.fp8 import apply_fp8
+    from bench.sizes import resolve_batch
+    from model.config import load_config
+    from model.init import materialize
+    from model.transformer import Transformer
+
+    device, T = torch.device("cuda"), 256
+    path = {"gpt2": "configs/gpt2-125m.json", "llama": "configs/llama-3.2-1b.json"}[family]
+    args = parse_args([path, "--use-fp8", "--fp8-backend", "te", "--bsz", "2"], "train.py")
+    shape = dataclasses.replace(load_config(path), num_hidden_layers=2, windows=(None, None))
+    models = []
+    for fp8_on in (False, True):
+        with torch.device("meta"):
+            model = Transformer(shape, T)
+        fp8 = apply_fp8(model, args, shape, device, resolve_batch(args, T)) if fp8_on else None
+        materialize(model, shape, device, seed=0)
+        models.append(model)
+    plain, te = models
+    ids = torch.randint(shape.vocab_size, (2, T), device=device)
+    with torch.autocast("cuda", torch.bfloat16):
+        exact, high = plain(ids), te(ids)
+        with fp8.forward(0):
+            low = te(ids)
+    assert ((high - exact).norm() / exact.norm()).item() < 2e-2
+    assert 1e-3 < ((low - exact).norm() / exact.norm()).item() < 0.15
+    (plain(ids, ids)).backward()
+    with torch.autocast("cuda", torch.bfloat16):
+        te(ids, ids).backward()
+    theirs = dict(te.weights())
+    for name, parameter in plain.weights():
+        difference = (theirs[name].grad - parameter.grad).norm() / parameter.grad.norm()
+        assert difference < 5e-2, name
+
+
+@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
+@pytest.mark.parametrize("backend", ["te", "torchao"])
+def test_fp8_with_one_rank_of_nccl(script, backend, tmp_path):
+    import subprocess
+    import sys
+
+    flags = ["--use-fp8", "--fp8-backend", backend]
+    plain = losses(tmp_path, "plain", *flags)
+    argv = [*map(str, SMALL), *flags, "--nproc", "1", "--output-dir", str(tmp_path / "d")]
+    done = subprocess.run(
+        [sys.executable, f"{script}.py", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-2)
+
+
+def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
+    graphs = one_b("--pt-compile", "--compile-mode", "reduce-overhead")
+    assert graphs == pytest.approx(bf16_losses, rel=2e-2)
+    assert graphs[:5] == pytest.approx(bf16_losses[:5], rel=2e-3)

@@ -1,0 +1,109 @@
+"""Speed, memory and energy of every number format, with and without compilation, interleaved.
+
+    python benchmarks/precision.py [--rounds N] [--cases NAME,...] [--formats NAME,...]
+
+Prints and keeps tokens/s, TFLOP/s (causal), MFU, peak memory and joules a step. A format that the
+device or an absent library refuses is reported as such and left out.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+
+from bench.device import pick_device
+from bench.endings import classify
+from benchmarks.common import run_train, save
+
+FORMATS = {
+    "bf16": [],
+    "bf16 compile": ["--pt-compile"],
+    "bf16 CUDA graphs": ["--pt-compile", "--compile-mode", "reduce-overhead"],
+    "fp8 te current": ["--use-fp8", "--fp8-recipe", "current"],
+    "fp8 te delayed": ["--use-fp8", "--fp8-recipe", "delayed"],
+    "fp8 te blockwise": ["--use-fp8", "--fp8-recipe", "blockwise"],
+    "fp8 torchao tensorwise": ["--use-fp8", "--pt-compile", "--fp8-recipe", "tensorwise"],
+    "fp8 torchao rowwise": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise"],
+    "fp8 torchao gw_hp": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise_with_gw_hp"],
+}
+GPU_CASES = {
+    "gpt2-1.5b T1024": ["configs/gpt2-1.5b.json", "--bsz", 16, "--seq-len", 1024],
+    "llama-3.1-8b-proxy T4096": ["configs/llama-3.1-8b-proxy.json", "--bsz", 4, "--seq-len", 4096],
+    "llama-70b-proxy T4096": ["configs/llama-70b-proxy.json", "--bsz", 2, "--seq-len", 4096],
+}
+CPU_CASES = {"gpt2-tiny T64": ["configs/gpt2-tiny.json", "--bsz", 4, "--seq-len", 64]}
+
+
+def main() -> None:
+    """Run every case in every format, round after round."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--cases", help="only these, separated by commas")
+    parser.add_argument("--formats", help="only these, separated by commas")
+    args = parser.parse_args()
+    device = pick_device("auto")
+    cases = GPU_CASES if device.type == "cuda" else CPU_CASES
+    wanted = args.cases.split(",") if args.cases else list(cases)
+    formats = args.formats.split(",") if args.formats else list(FORMATS)
+    measured: dict[str, dict[str, list[dict]]] = {case: {} for case in wanted}
+    refused: dict[str, dict[str, str]] = {case: {} for case in wanted}
+    for case in wanted:
+        for _ in range(args.rounds):
+            for name in [f for f in formats if f not in refused[case]]:
+                argv = [*cases[case], *FORMATS[name], "--n-steps", args.steps, "--warmup-steps", 6,
+                        "--pad-vocab", 128, "--no-tensorboard"]  # fmt: skip
+                try:
+                    with tempfile.TemporaryDirectory() as out:
+                        result = run_train(*argv, "--output-dir", out)
+                except Exception as error:  # the other formats are still worth having
+                    refused[case][name] = classify(error)[1]
+                    print(f"{case}, {name}: {classify(error)[1]}", file=sys.stderr, flush=True)
+                    continue
+                finally:
+                    if device.type == "cuda":
+                        torch.cuda.empty_cache()
+                measured[case].setdefault(name, []).append(figures(result))
+        print_case(case, measured[case])
+        # After each case, so that a session cut short has what was measured.
+        save("precision", {"measured": measured, "refused": refused}, device)
+
+
+def figures(result) -> dict[str, float | None]:
+    """What the table shows of one run, and all its step times."""
+    m = result.metrics
+    names = ("tokens_per_sec", "model_tflops_per_gpu_causal", "mfu", "ideal_time_fraction",
+             "roof_time_fraction", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib",
+             "average_power_w", "tokens_per_joule", "final_loss", "compile_s")  # fmt: skip
+    return {name: getattr(m, name) for name in names} | {"step_times_s": result.step_times_s}
+
+
+def print_case(case: str, rows: dict[str, list[dict]]) -> None:
+    """A table of one case: best round of each format, and its ratio to bf16 compiled."""
+    print(f"\n{case}\n\n| format | tokens/s: best, median | / bf16 compile | TFLOP/s causal | MFU "
+          "| memory [GiB] | tokens/J | loss |\n|---|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
+    base = max((r["tokens_per_sec"] for r in rows.get("bf16 compile", [])), default=None)
+    for name, runs in rows.items():
+        speeds = [r["tokens_per_sec"] for r in runs]
+        best = runs[speeds.index(max(speeds))]
+        ratio = f"{max(speeds) / base:.3f}" if base else "-"
+        memory = best["peak_allocated_gib"] or best["peak_rss_gib"]
+        cells = [
+            name, f"{max(speeds):,.0f}, {statistics.median(speeds):,.0f}", ratio,
+            _number(best["model_tflops_per_gpu_causal"], ".4g"), _number(best["mfu"], ".1%"),
+            f"{memory:.2f}", _number(best["tokens_per_joule"], ".2f"), f"{best['final_loss']:.4f}",
+        ]  # fmt: skip
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    main()

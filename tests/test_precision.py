@@ -1,0 +1,262 @@
+"""Loss scaling, FP8 conversion, compile counts and errors, and the numerics gate that watches them."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bench.args import parse_args
+from bench.compiling import compile_error
+from bench.fp8 import apply_fp8
+from bench.metrics import fill_flop_metrics
+from bench.optim import optimizer_step
+from bench.precision import LossScaler
+from bench.results import Fp8Info
+from bench.sizes import resolve_batch
+from bench.steps import StepLog
+from benchmarks import gemm, numerics
+from model.config import parse_config
+from model.init import materialize
+from model.te import native_name
+from model.transformer import Block, Transformer
+from tests.helpers import FAMILIES, ROOT, config, only_result, read_steps, run_train
+
+CPU = torch.device("cpu")
+TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "4", "--device", "cpu", "--n-steps", "4",
+        "--warmup-steps", "3", "--no-tensorboard"]  # fmt: skip
+EMULATED = ["--use-fp8", "--fp8-emulate"]
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def linear_after_one_step(scaler: LossScaler | None, max_norm: float) -> tuple[nn.Linear, float]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    loss = model(torch.randn(4, 8)).square().sum()
+    (loss if scaler is None else loss * scaler.scale).backward()
+    return model, optimizer_step(model, optimizer, 0.1, max_norm, scaler).item()
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.3])
+def test_a_scaled_step_is_the_plain_step(max_norm):
+    plain, norm = linear_after_one_step(None, max_norm)
+    scaled, scaled_norm = linear_after_one_step(LossScaler(CPU), max_norm)
+    assert norm > 0.3 and scaled_norm == pytest.approx(norm, rel=1e-6)
+    torch.testing.assert_close(scaled.weight, plain.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_overflow_is_skipped_and_halves_the_scale():
+    scaler = LossScaler(CPU)
+    model = nn.Linear(2, 2)
+    before = model.weight.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model.weight.grad = torch.tensor([[1.0, float("inf")], [0.0, 0.0]])
+    model.bias.grad = torch.ones(2)
+    norm = optimizer_step(model, optimizer, 0.1, 1.0, scaler)
+    assert not norm.isfinite() and torch.equal(model.weight, before)
+    assert (scaler.scale.item(), scaler.skipped.item()) == (2.0**15, 1)
+
+
+def test_the_scale_doubles_after_2000_good_steps():
+    scaler = LossScaler(CPU)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    for _ in range(LossScaler.GROWTH_STEPS - 1):
+        scaler.before_step(optimizer, torch.ones(()))
+    assert scaler.scale == LossScaler.START
+    scaler.before_step(optimizer, torch.ones(()))
+    assert scaler.scale == 2 * LossScaler.START and scaler.good_steps == 0
+
+
+def test_skipped_steps_are_counted(tmp_path, monkeypatch):
+    """From a scale far too large the run finds down to one that works."""
+    monkeypatch.setattr(LossScaler, "START", 2.0**26)
+    argv = [*TINY, "--n-steps", 20, "--amp", "fp16", "--output-dir", tmp_path]
+    assert run_train(*argv) == 0
+    steps = read_steps(tmp_path)
+    skipped = sum(step["grad_norm"] is None for step in steps)
+    assert 0 < skipped < 20
+    assert only_result(tmp_path)["metrics"]["skipped_steps"] == skipped
+    assert steps[-1]["grad_norm"] is not None and steps[-1]["loss"] < steps[0]["loss"] + 0.1
+
+
+def fp8_model(recipe: str, values: dict, tokens: int = 64):
+    args = parse_args(["x.json", "--bsz", "1", "--seq-len", str(tokens), *EMULATED,
+                       "--fp8-recipe", recipe], "train.py")  # fmt: skip
+    shape = parse_config(values, "x.json")
+    with torch.device("meta"):
+        model = Transformer(shape, tokens)
+    fp8 = apply_fp8(model, args, shape, CPU, resolve_batch(args, tokens))
+    materialize(model, shape, CPU, seed=0)
+    return model, fp8
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
+    values = FAMILIES["llama"] | dict(intermediate_size=88)
+    shape = parse_config(values, "x.json")
+    plain = Transformer(shape, 64)
+    materialize(plain, shape, CPU, seed=0)
+    model, fp8 = fp8_model(recipe, values)
+    for (name, p), (other, q) in zip(plain.weights(), model.weights(), strict=True):
+        assert name == other and torch.equal(p, q)
+    ids = torch.arange(64)[None] % shape.vocab_size
+    with torch.autocast("cpu", torch.bfloat16):
+        exact, rounded = plain(ids), model(ids)
+    error = ((rounded - exact).norm() / exact.norm()).item()
+    assert 1e-3 < error < 0.2
+    assert fp8.info.n_linear_layers == sum(
+        m.__class__.__name__ == "Float8Linear" for m in model.modules()
+    )
+    assert fp8.info.high_precision["head"] == "always"
+
+
+def test_layers_that_do_not_fit_stay_and_are_named():
+    _, fp8 = fp8_model("tensorwise", FAMILIES["llama"] | dict(intermediate_size=88))
+    assert fp8.info.high_precision["blocks.*.attn.qkv"] == "48 x 120 is not in multiples of 16"
+    assert fp8.info.high_precision["blocks.*.mlp.down"] == "88 x 48 is not in multiples of 16"
+    assert "blocks.*.mlp.gate_up" not in fp8.info.high_precision
+    assert fp8.info.n_linear_layers == 3 and fp8.info.n_parameters == 3 * 176 * 48
+
+
+def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
+    argv = [*TINY, *EMULATED, "--fp8-recipe", "rowwise", "--export", "--output-dir", tmp_path]
+    assert run_train(*argv) == 0
+    r = only_result(tmp_path)
+    assert r["fp8"]["recipe"] == "rowwise" and r["fp8"]["version"]
+    assert r["metrics"]["ideal_time_fraction"] is None
+    assert any("emulated" in note for note in r["notes"])
+    (export,) = tmp_path.glob("*/export")
+    argv = [*TINY, "--init-from", export, "--output-dir", tmp_path / "again"]
+    assert run_train(*argv) == 0
+    again = read_steps(tmp_path / "again")
+    assert again[0]["loss"] == pytest.approx(read_steps(tmp_path)[-1]["loss"], rel=0.05)
+
+
+def test_the_te_block_has_the_names_of_the_plain_one():
+    """Transformer Engine's own parameter names, as its documentation lists them."""
+    shape = config("gpt2")
+    with torch.device("meta"):
+        plain = {name for name, _ in Transformer(shape, 8).named_parameters() if "blocks.0" in name}
+    norm = ["layer_norm_weight", "layer_norm_bias"]
+    theirs = [
+        *(f"attn.qkv.{n}" for n in (*norm, "weight", "bias")),
+        *(f"attn.out.{n}" for n in ("weight", "bias")),
+        *(f"mlp.{n}" for n in (*norm, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")),
+    ]
+    assert {native_name(f"blocks.0.{name}", shape) for name in theirs} == plain
+    assert native_name("blocks.0.mlp.fc1_weight", config("llama")) == "blocks.0.mlp.gate_up.weight"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fp8_passes"), [("tensorwise", 3), ("current", 3), ("rowwise_with_gw_hp", 2)]
+)
+def test_ideal_time_divides_each_matmul_by_its_own_peak(recipe, fp8_passes, tmp_path):
+    assert run_train(*TINY, "--peak-tflops", "100", "--output-dir", tmp_path) == 0
+    from bench.results import Result
+
+    result = Result.model_validate(only_result(tmp_path))
+    m = result.metrics
+    assert m.ideal_time_fraction == pytest.approx(m.mfu_causal)
+    result.device.peak_fp8_tflops = 400.0
+    result.device.roof_bf16_tflops, result.device.roof_fp8_tflops = 50.0, 100.0
+    result.fp8 = Fp8Info(
+        backend="torchao", version="0", recipe=recipe, emulated=False, all_gather=False,
+        n_linear_layers=8, n_parameters=393216, high_precision={},
+    )  # fmt: skip
+    shape = parse_config(result.model.config, "x")
+    fill_flop_metrics(result, shape)
+    fp8 = 2 * fp8_passes * 393216
+    rest = m.flops_per_token_causal - fp8
+    seconds = (rest / 100e12 + fp8 / 400e12) * m.tokens_per_sec_per_gpu
+    assert m.ideal_time_fraction == pytest.approx(seconds)
+    seconds = (rest / 50e12 + fp8 / 100e12) * m.tokens_per_sec_per_gpu
+    assert m.roof_time_fraction == pytest.approx(seconds)
+
+
+def test_a_compile_error_is_one_line_that_names_the_block(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Block, "drop", lambda self, x: x + len(input()))
+    torch._dynamo.reset()
+    assert run_train(*TINY, "--pt-compile", "--output-dir", tmp_path) == 1
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("train.py: ")]
+    assert "torch.compile failed in blocks.0: " in line and "leave out --pt-compile" in line
+    assert "Traceback" not in err and len(err.splitlines()) < 8
+    assert only_result(tmp_path)["status"] == "failed"
+    (kept,) = tmp_path.glob("*/errors/rank0.txt")
+    assert "Traceback" in kept.read_text()
+
+
+def test_out_of_memory_while_compiling_is_out_of_memory():
+    try:
+        try:
+            raise torch.OutOfMemoryError("no memory")
+        except torch.OutOfMemoryError as memory:
+            raise RuntimeError("backend failed") from memory
+    except RuntimeError as error:
+        assert isinstance(compile_error(error, "blocks.0"), torch.OutOfMemoryError)
+
+
+def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
+    finish = StepLog.finish
+
+    def forgetful(self, step, *args):
+        finish(self, step, *args)
+        if step == 4:
+            torch._dynamo.reset()
+
+    monkeypatch.setattr(StepLog, "finish", forgetful)
+    argv = [*TINY, "--amp", "off", "--pt-compile", "--output-dir", tmp_path]
+    assert run_train(*argv) == 0
+    r = only_result(tmp_path)
+    assert r["metrics"]["window_compile_s"] > 0
+    assert any("inside the window" in note for note in r["notes"])
+
+
+def test_numerics_gate_in_small(tmp_path, capsys):
+    argv = ["--config", "configs/gpt2-tiny.json", "--steps", "60", "--output-dir", str(tmp_path),
+            "--settings", "bf16,fp8 tensorwise"]  # fmt: skip
+    assert numerics.main(argv) == 0
+    (path,) = tmp_path.glob("numerics-*.json")
+    content = json.loads(path.read_text())
+    assert set(content["verdicts"]) == {"fp32", "bf16", "fp8 tensorwise"}
+    assert content["verdicts"]["fp8 tensorwise"]["early"] > content["verdicts"]["bf16"]["early"] > 0
+    assert content["losses"]["fp32"][-1] < content["losses"]["fp32"][0] - 0.5
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numerics_gate_catches_what_learns_otherwise():
+    reference = np.linspace(5, 2, 200)
+    wrong = reference * np.linspace(1, 1.03, 200)
+    assert numerics.judge("bf16", reference * 1.001, reference)["ok"]
+    assert not numerics.judge("bf16", wrong, reference)["ok"]
+    assert not numerics.judge("fp8 tensorwise", wrong, reference)["ok"]
+    assert numerics.judge("fp8 tensorwise", reference * 1.015, reference)["ok"]
+    assert not numerics.judge("bf16", reference * 1.015, reference)["ok"]
+    assert not numerics.judge("fp32 compile", reference * (1 + 2e-4), reference)["ok"]
+    assert not numerics.judge("bf16", np.append(reference[:-1], np.nan), reference)["ok"]
+
+
+def test_gemm_shapes_are_the_models_matmuls():
+    from bench.flops import linear_parameters
+
+    shape = config("qwen3")
+    shapes = gemm.model_shapes(shape, 128)
+    forward = {n: s for n, s in shapes.items() if "gradient" not in n and "head" not in n}
+    total = sum(m * n * k for m, n, k in forward.values()) * shape.num_hidden_layers
+    linear = linear_parameters(shape)
+    assert total == 128 * (sum(linear.values()) - linear["head"])
+    for name, (m, n, k) in forward.items():
+        assert sorted(shapes[f"{name}, input gradient"]) == sorted((m, n, k))
+        assert sorted(shapes[f"{name}, weight gradient"]) == sorted((m, n, k))
+
+
+def test_gemm_rate_is_a_rate():
+    """Twice the FLOPs claimed for the same work is twice the rate."""
+    best, median = gemm.rate(gemm.bf16_matmul(64, 64, 64, CPU), 2 * 64**3, 0.2, CPU)
+    assert 0 < median <= best < 10
