@@ -1,10 +1,12 @@
-"""torch.compile, block by block: applying it, counting what it did, and saying what failed."""
+"""torch.compile, block by block: applying it, counting what it did, and saying what failed.
+
+The compiler is imported where it is used: that takes two seconds, which bad input need not wait for.
+"""
 
 import dataclasses
+import sys
 
 import torch
-import torch._dynamo.utils as dynamo
-from torch._dynamo.exc import TorchDynamoException
 
 from bench.combinations import GRAPH_MODES
 from model.transformer import Transformer
@@ -50,6 +52,10 @@ def uses_cuda_graphs(pt_compile: bool, mode: str, device: torch.device) -> bool:
 
 def compile_counts() -> CompileCounts:
     """Wall time and counts since the process started (or torch._dynamo.reset)."""
+    if "torch._dynamo" not in sys.modules:
+        return CompileCounts(0.0, 0, 0, 0)
+    import torch._dynamo.utils as dynamo
+
     events = dynamo.get_compilation_metrics()
     return CompileCounts(
         seconds=dynamo.calculate_time_spent().get("total_wall_time", 0.0),
@@ -77,6 +83,7 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
 
 def _named(compiled, where: str):
     """The compiled function, whose compile errors name the part of the model."""
+    from torch._dynamo.exc import TorchDynamoException
 
     def forward(*args):
         try:

@@ -5,6 +5,7 @@ d hidden size, f MLP size.
 """
 
 import contextlib
+import functools
 import math
 
 import torch
@@ -13,10 +14,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model.config import ModelConfig, RopeScaling
-
-# Uncompiled FlexAttention materialises all T x T scores; on a GPU it is always compiled, on a CPU
-# (where its compiled form has no backward) it stays eager and serves as a reference.
-_compiled_flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -107,11 +104,19 @@ def window_mask(seq_len: int, window: int, device: torch.device, flex: bool) -> 
     return visible(None, None, position[:, None], position[None, :])
 
 
+@functools.cache
+def _compiled_flex_attention():
+    """Uncompiled, it materialises all T x T scores: on a GPU it always is; on a CPU, where its compiled
+    form has no backward, it stays eager and serves as a reference.
+    """
+    return torch.compile(flex_attention, dynamic=False)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float):
     """Attention of (B, H, T, D) queries over (B, K, T, D) keys and values; causal if mask is None."""
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
-        flex = _compiled_flex_attention if q.is_cuda else flex_attention
+        flex = _compiled_flex_attention() if q.is_cuda else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=gqa)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=gqa

@@ -59,7 +59,6 @@ WITH_INDUCTOR = {
     ("train.py", "bf16", "off", "off"),
     ("train.py", "bf16", "torchao", "op"),
     ("train_ddp.py", "bf16", "off", "off"),
-    ("train_fsdp.py", "off", "off", "off"),
 }
 
 

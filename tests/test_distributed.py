@@ -79,7 +79,8 @@ def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("dist")
     for world in (2, 4):
         cases = [
-            (safe(name), script, BASE + RANKS + flags, False)
+            # That Inductor's code keeps the losses, one of the two shows.
+            (safe(name), script, BASE + RANKS + flags, name == "ddp2-compile")
             for name, (ranks, script, flags) in CASES.items()
             if ranks == world
         ]
@@ -128,7 +129,7 @@ def test_losses_are_those_of_one_device(name, runs, single, tmp_path):
     # Clipping was active, on the norm of the whole gradient.
     norms = [(a["grad_norm"], b["grad_norm"]) for a, b in zip(steps, single, strict=True)]
     assert max(b for _, b in norms) > 0.5
-    assert all(a == pytest.approx(b, rel=max(1e-4, limit * 5)) for a, b in norms)
+    assert all(a == pytest.approx(b, rel=max(1e-4, limit * 8)) for a, b in norms)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "compile" not in n])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bench.results import Batch, Device, Metrics, ModelInfo, RankInfo, Result
+from bench.results import Batch, Device, Fp8Info, Metrics, ModelInfo, RankInfo, Result
 from bench.stepfile import Step
 from tests.helpers import ROOT
 
@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 
 def test_metrics_page_defines_each_field_once():
     documented = re.findall(r"^\| `(\w+)` \|", METRICS, flags=re.M)
-    parts = (Result, ModelInfo, Device, Batch, Metrics, RankInfo)
+    parts = (Result, ModelInfo, Device, Batch, Fp8Info, Metrics, RankInfo)
     fields = [f for m in parts for f in m.model_fields]
     assert sorted(documented) == sorted(fields)
 

@@ -103,7 +103,11 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
     [
         (["--sac-freq", "5/4"], "--sac-freq 5/4: q must be from 1 to p = 4"),
         (["--bucket-cap-mb", "5"], "--bucket-cap-mb has no meaning for train_fsdp.py"),
-        (["--amp", "fp16"], "--amp fp16 is not implemented; use --amp bf16"),
+        (["--amp", "fp16", "--optimizer", "sgd"], "no fused SGD for sharded parameters"),
+        (
+            ["--pt-compile", "--compile-mode", "reduce-overhead", "--warmup-steps", "3"],
+            "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed",
+        ),
         # These are found by the ranks, and still one line.
         (
             ["--global-bsz", "6"],

@@ -21,7 +21,15 @@ from model.config import parse_config
 from model.init import materialize
 from model.te import native_name
 from model.transformer import Block, Transformer
-from tests.helpers import FAMILIES, ROOT, config, only_result, read_steps, run_train
+from tests.helpers import (
+    FAMILIES,
+    ROOT,
+    config,
+    only_result,
+    read_steps,
+    run_train,
+    without_inductor,
+)
 
 CPU = torch.device("cpu")
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "4", "--device", "cpu", "--n-steps", "4",
@@ -132,10 +140,11 @@ def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
     assert r["metrics"]["ideal_time_fraction"] is None
     assert any("emulated" in note for note in r["notes"])
     (export,) = tmp_path.glob("*/export")
+    first = read_steps(tmp_path)[0]["loss"]
     argv = [*TINY, "--init-from", export, "--output-dir", tmp_path / "again"]
     assert run_train(*argv) == 0
-    again = read_steps(tmp_path / "again")
-    assert again[0]["loss"] == pytest.approx(read_steps(tmp_path)[-1]["loss"], rel=0.05)
+    # On the batch that it was trained on first.
+    assert read_steps(tmp_path / "again")[0]["loss"] < first - 0.1
 
 
 def test_the_te_block_has_the_names_of_the_plain_one():
@@ -203,19 +212,24 @@ def test_out_of_memory_while_compiling_is_out_of_memory():
 
 
 def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
-    finish = StepLog.finish
+    """Compiled graphs are guarded by the number of threads."""
+    finish, threads = StepLog.finish, torch.get_num_threads()
 
-    def forgetful(self, step, *args):
+    def meddling(self, step, *args):
         finish(self, step, *args)
         if step == 4:
-            torch._dynamo.reset()
+            torch.set_num_threads(threads + 1)
 
-    monkeypatch.setattr(StepLog, "finish", forgetful)
+    monkeypatch.setattr(StepLog, "finish", meddling)
     argv = [*TINY, "--amp", "off", "--pt-compile", "--output-dir", tmp_path]
-    assert run_train(*argv) == 0
+    try:
+        with without_inductor():
+            assert run_train(*argv) == 0
+    finally:
+        torch.set_num_threads(threads)
     r = only_result(tmp_path)
-    assert r["metrics"]["window_compile_s"] > 0
-    assert any("inside the window" in note for note in r["notes"])
+    assert r["metrics"]["window_compile_s"] > 0 and r["metrics"]["n_recompilations"] > 0
+    assert any("recompilations) inside the window" in note for note in r["notes"])
 
 
 def test_numerics_gate_in_small(tmp_path, capsys):
