@@ -25,8 +25,8 @@ from tests.helpers import ROOT, run_train, without_inductor
 ALL = list(all_combinations())
 SUPPORTED = [c for c in ALL if refusal(c) is None]
 REFUSED = [c for c in ALL if refusal(c) is not None]
-# Transformer Engine needs a GPU: tests/test_gpu.py runs its cells.
-ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te"]
+# Transformer Engine and CUDA graphs need a GPU: tests/test_gpu.py runs their cells.
+ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te" and c.compile != "graphs"]
 
 
 def name(c: Combination) -> str:
@@ -51,14 +51,12 @@ TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-ste
         "--no-tensorboard"]  # fmt: skip
 
 
-# A cold start of Inductor takes a C++ compiler ten seconds and more a graph: by default it generates
-# code for one cell of each number format and script, and the others stop at the captured graphs.
-# `make test-cells` lets it do all.
+# Inductor takes a C++ compiler ten seconds and more for each kind of cell: by default it generates
+# code for these two (tests/test_train.py and tests/test_distributed.py have others), and the rest run
+# the graphs that were captured and differentiated. `make test-cells` lets Inductor do all.
 WITH_INDUCTOR = {
-    ("train.py", "off", "off", "off"),
-    ("train.py", "bf16", "off", "off"),
     ("train.py", "bf16", "torchao", "op"),
-    ("train_ddp.py", "bf16", "off", "off"),
+    ("train_fsdp.py", "bf16", "off", "block"),
 }
 
 

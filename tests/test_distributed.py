@@ -7,9 +7,12 @@ import sys
 import pytest
 import torch
 
+from bench.args import parse_args
 from bench.comm import ddp_bytes
+from bench.errors import UsageError
 from bench.flops import chosen_blocks
 from bench.recompute import apply_recompute
+from bench.sizes import resolve_shards
 from model.config import load_config
 from model.init import materialize
 from model.transformer import Transformer
@@ -230,3 +233,14 @@ def test_chosen_blocks_are_spread_evenly():
 def test_ddp_traffic_by_hand():
     assert ddp_bytes({"a": (3, 4), "b": (5,)}, compressed=False, replicas=2) == {"all_reduce": 68}
     assert ddp_bytes({"a": (3, 4)}, compressed=True, replicas=1) == {}
+
+
+def test_shards_that_cannot_be_are_refused():
+    args = parse_args(["x.json", "--dp-replicate", "3"], "train_fsdp.py")
+    with pytest.raises(UsageError, match="--dp-replicate 3 does not divide 4 ranks; 1, 2, 4 do"):
+        resolve_shards(args, 4, "cpu")
+    assert resolve_shards(args, 6, "cpu") == 2
+    args = parse_args(["x.json", "--cpu-offload"], "train_fsdp.py")
+    with pytest.raises(UsageError, match="--cpu-offload: the parameters are in host memory"):
+        resolve_shards(args, 2, "cpu")
+    assert resolve_shards(args, 2, "cuda") == 2

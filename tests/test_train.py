@@ -1,5 +1,6 @@
 """train.py as a user runs it, on the CPU: results, toggles, endings."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bench.args import Args
 from bench.results import read_result
 from bench.tokens import write_tokens
-from tests.helpers import ROOT, only_result, read_steps, run_train
+from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
 FP32 = [*TINY, "--amp", "off"]
@@ -144,7 +145,10 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
         ("bf16 compile", 1e-2, "--bsz", 4, "--amp", "bf16", "--pt-compile"),
         ("fp16", 1e-2, "--bsz", 4, "--amp", "fp16"),
     ):
-        other = losses(tmp_path, name, *argv, *flags)
+        # Another shape to generate code for takes long, and shows nothing of accumulation.
+        traced = name == "compile accumulate"
+        with without_inductor() if traced else contextlib.nullcontext():
+            other = losses(tmp_path, name, *argv, *flags)
         assert other == pytest.approx(plain, rel=tolerance), name
     assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.5
 
@@ -156,23 +160,6 @@ def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
     r = only_result(tmp_path / "x")
     assert r["status"] == "ok" and r["metrics"]["final_loss"] is None
     assert r["metrics"]["val_loss"] is None and any("not finite" in note for note in r["notes"])
-
-
-def test_compilation_inside_the_window_is_noted(tmp_path):
-    argv = [
-        *FP32,
-        "--seq-len",
-        24,
-        "--pt-compile",
-        "--n-steps",
-        2,
-        "--no-tensorboard",
-        "--output-dir",
-    ]
-    assert run_train(*argv, tmp_path / "cold", "--warmup-steps", 0) == 0
-    assert any("inside the window" in n for n in only_result(tmp_path / "cold")["notes"])
-    assert run_train(*argv, tmp_path / "warm", "--warmup-steps", 2) == 0
-    assert not any("inside the window" in n for n in only_result(tmp_path / "warm")["notes"])
 
 
 def test_workers_read_the_same_data(tmp_path, learnable):
