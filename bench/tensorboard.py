@@ -1,12 +1,14 @@
 """TensorBoard scalars, one event a step."""
 
+import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from bench.stepfile import Step, finite
 
@@ -28,7 +30,15 @@ class TensorBoardFile:
         n_devices: int,
         memory: Callable[[], dict[str, float | None]],
     ):
-        self.writer = EventFileWriter(str(directory))
+        # Written by the caller: a writing thread would take time from the loop whenever it liked, and
+        # has nobody to tell of a full disk.
+        directory.mkdir()
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        self.file = (directory / name).open("wb")
+        self.records = RecordWriter(self.file)
+        self.records.write(
+            Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
+        )
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.n_devices, self.memory = n_devices, memory
         self.last_memory = 0.0
@@ -36,9 +46,10 @@ class TensorBoardFile:
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
             self.write(step)
+        self.file.flush()
 
     def write(self, step: Step) -> None:
-        """Queue the event of one step."""
+        """Write the event of one step."""
         rate = step.tokens / step.step_time_s
         tflops = rate * self.flops_per_token / 1e12 / self.n_devices
         scalars = {
@@ -59,8 +70,8 @@ class TensorBoardFile:
             if finite(value) is not None
         ]
         event = Event(wall_time=time.time(), step=step.step, summary=Summary(value=values))
-        self.writer.add_event(event)
+        self.records.write(event.SerializeToString())
 
     def close(self) -> None:
-        """Write out what is queued."""
-        self.writer.close()
+        """Close the file."""
+        self.file.close()
