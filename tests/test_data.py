@@ -145,3 +145,42 @@ def test_ids_outside_the_vocabulary_are_found_before_the_first_step(counting_fil
     with pytest.raises(UsageError, match="1000 tokens are fewer than one sequence of 1000"):
         FileTokens(str(counting_file), 1000, 1, 1000, 0)
     FileTokens(str(counting_file), 1000, 1, 999, 0)
+
+
+def test_prepare_with_a_tokenizer(tmp_path):
+    """Documents are encoded by the given tokenizer.json, each with its end-of-text token behind it."""
+    import tokenizers
+
+    import prepare_data
+
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    text = "a rose is a rose is a rose\n" * 40
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(text)
+    out = tmp_path / "out"
+    argv = [str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"),
+            "--val-fraction", "0", "--output-dir", str(out)]  # fmt: skip
+    assert prepare_data.main(argv) == 0
+    tokens = open_tokens(out / "train.bin", tokenizer.get_vocab_size()).tolist()
+    end = tokenizer.token_to_id("<|endoftext|>")
+    assert tokens.count(end) == 1 and tokens[-1] == end
+    assert tokenizer.decode(tokens[:-1]) == text and len(tokens) < len(text) / 2
+
+
+@pytest.mark.parametrize("broken", [None, "{}", "[1"])
+def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, capsys):
+    import prepare_data
+
+    (tmp_path / "a.txt").write_text("text")
+    if broken is not None:
+        (tmp_path / "tokenizer.json").write_text(broken)
+    argv = [str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"),
+            "--output-dir", str(tmp_path / "out")]  # fmt: skip
+    assert prepare_data.main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "tokenizer.json" in err
+    assert not (tmp_path / "out").exists()
