@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from bench.args import parse_dataclass
+from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.tokens import write_tokens
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from bench import dist
-from bench.args import Args, check_distributed_args, check_single_args, parse_args
+from bench.args import Args
+from bench.command_line import parse_args
 from bench.device import cpu_count
 from bench.dist import Ranks, find_ranks
 from bench.endings import classify, exit_code, full_traceback, is_our_fault
@@ -35,7 +36,6 @@ def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int
 
     def body() -> None:
         args = parse_args(argv, prog)
-        check_single_args(args)
         train(args)
 
     return _guarded(body, prog, Ranks())
@@ -52,7 +52,6 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
         args = parse_args(argv, prog)
-        check_distributed_args(args, prog)
         train(args, ranks)
         # Only now: DDP must be gone before its process group, or the two can wait for each other.
         gc.collect()
@@ -129,7 +128,6 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     args = parse_args(argv, prog)
-    check_distributed_args(args, prog)
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

@@ -57,4 +57,4 @@ def optimizer_step(
     if max_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), max_norm * scale, norm)
     optimizer.step()
-    return norm / scale
+    return norm if scaler is None else norm / scale

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench.args import parse_args
+from bench.command_line import parse_args
 from bench.device import device_name, pick_device, synchronize
 from bench.environment import describe_environment
 from bench.results import Result, read_result

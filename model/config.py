@@ -11,11 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model import config_keys
-
-
-class ConfigError(ValueError):
-    """A model config that cannot be used; the message names the file, the key and the reason."""
+from model.json_keys import ConfigError, Keys, kind_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,14 +110,14 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     except ValueError as error:
         raise ConfigError(f"{path}: not usable JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: expected a JSON object with a model_type, found {_kind(raw)}")
+        raise ConfigError(f"{path}: expected a JSON object with a model_type, found {kind_of(raw)}")
     return parse_config(raw, path, vocab_multiple)
 
 
 def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
-    keys = _Keys(raw, str(path))
+    keys = Keys(raw, str(path))
     model_type = keys.choice("model_type", ("gpt2", "llama", "mistral", "qwen2", "qwen3"))
     fields = _gpt2(keys) if model_type == "gpt2" else _llama_family(keys, model_type)
     keys.refuse_unsupported()
@@ -151,7 +147,7 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     return config
 
 
-def _gpt2(keys: "_Keys") -> dict[str, Any]:
+def _gpt2(keys: Keys) -> dict[str, Any]:
     # transformers accepts the general names too, and prefers them.
     def size(general: str, own: str, default: Any = ...) -> int:
         return keys.integer(general if general in keys.raw else own, default)
@@ -197,7 +193,7 @@ def _gpt2(keys: "_Keys") -> dict[str, Any]:
     )
 
 
-def _llama_family(keys: "_Keys", model_type: str) -> dict[str, Any]:
+def _llama_family(keys: Keys, model_type: str) -> dict[str, Any]:
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
     layers = keys.integer("num_hidden_layers")
@@ -241,13 +237,13 @@ def _llama_family(keys: "_Keys", model_type: str) -> dict[str, Any]:
     )
 
 
-def _pad_token(keys: "_Keys") -> int | None:
+def _pad_token(keys: Keys) -> int | None:
     """The embedding row that gets no gradient; negative ones count from the end, as torch does."""
     token = keys.integer("pad_token_id", None, minimum=-keys.integer("vocab_size"))
     return token if token is None or token >= 0 else token + keys.integer("vocab_size")
 
 
-def _windows(keys: "_Keys", model_type: str, layers: int) -> tuple[int | None, ...]:
+def _windows(keys: Keys, model_type: str, layers: int) -> tuple[int | None, ...]:
     if model_type == "llama":
         return (None,) * layers
     window = keys.integer("sliding_window", 4096)
@@ -273,17 +269,17 @@ def _windows(keys: "_Keys", model_type: str, layers: int) -> tuple[int | None, .
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope(keys: "_Keys", max_positions: int) -> tuple[float, RopeScaling | None]:
+def _rope(keys: Keys, max_positions: int) -> tuple[float, RopeScaling | None]:
     """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` with both inside."""
     theta = keys.number("rope_theta", 10000.0)
     where = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     keys.used |= {"rope_scaling", "rope_parameters"}
     values = keys.raw.get(where) or {}
     if not isinstance(values, dict):
-        raise keys.error(where, f"must be an object or null, found {_kind(values)}")
+        raise keys.error(where, f"must be an object or null, found {kind_of(values)}")
     if any(isinstance(value, dict) for value in values.values()):
         raise keys.error(where, "rotary parameters that differ by layer type are not implemented")
-    inner = _Keys(values, keys.where, prefix=where + ".")
+    inner = Keys(values, keys.where, prefix=where + ".")
     theta = inner.number("rope_theta", theta)
     kind, old = values.get("rope_type"), values.get("type")
     inner.used |= {"rope_type", "type"}
@@ -316,110 +312,3 @@ def _rope(keys: "_Keys", max_positions: int) -> tuple[float, RopeScaling | None]
     if extra := inner.leftover():
         raise keys.error(where, f"{extra[0]!r} has no meaning for rope type {kind!r}")
     return theta, scaling
-
-
-class _Keys:
-    """Typed access to a config's keys, which remembers what was asked for and explains errors."""
-
-    def __init__(self, raw: dict[str, Any], where: str, prefix: str = ""):
-        self.raw, self.where, self.prefix = raw, where, prefix
-        self.used: set[str] = set()
-
-    def error(self, key: str, reason: str) -> ConfigError:
-        value = f" {json.dumps(self.raw[key])}" if key in self.raw else ""
-        if len(value) > 60:
-            value = ""
-        return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
-
-    def get(self, key: str, default: Any = ...) -> Any:
-        self.used.add(key)
-        if key in self.raw:
-            return self.raw[key]
-        if default is ...:
-            raise self.error(key, "missing; the model's shape needs it")
-        return default
-
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        value = self.get(key)
-        if value not in allowed:
-            raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
-        return value
-
-    def integer(self, key: str, default: Any = ..., minimum: int = 1) -> Any:
-        """A whole number; null is allowed exactly where the default is optional."""
-        value = self.get(key, default)
-        if value is None and default is not ...:
-            return None
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"must be a whole number, found {_kind(value)}")
-        if not minimum <= value < 2**40:
-            limit = f"must be at least {minimum}" if value < minimum else "is absurdly large"
-            raise self.error(key, limit)
-        return value
-
-    def number(self, key: str, default: Any = ...) -> float:
-        value = self.get(key, default)
-        if value is None and default is not ...:
-            return float(default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"must be a number, found {_kind(value)}")
-        if not 0 < value < float("inf"):
-            raise self.error(key, "must be above 0")
-        return float(value)
-
-    def fraction(self, key: str, default: float) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise self.error(key, "must be a number from 0 to below 1")
-        return float(value)
-
-    def boolean(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.error(key, f"must be true or false, found {_kind(value)}")
-        return value
-
-    def activation(self, key: str, default: str) -> str:
-        value = self.get(key, default)
-        if not isinstance(value, str) or value not in config_keys.ACTIVATIONS:
-            known = ", ".join(config_keys.ACTIVATIONS)
-            raise self.error(key, f"not implemented; there are {known}")
-        return config_keys.ACTIVATIONS[value]
-
-    def divide(self, hidden: int, heads: int) -> int:
-        if hidden % heads:
-            raise ConfigError(
-                f"{self.where}: hidden size {hidden} does not divide into {heads} attention heads; "
-                "change one of them or give head_dim"
-            )
-        return hidden // heads
-
-    def leftover(self) -> list[str]:
-        return [key for key in self.raw if key not in self.used]
-
-    def refuse_unsupported(self) -> None:
-        """Raise for a key that would change the computation and is not at its neutral value."""
-        if not self.boolean("is_causal", True):
-            raise self.error("is_causal", "only causal attention is implemented")
-        for key in self.leftover():
-            if key not in config_keys.UNSUPPORTED:
-                continue
-            value, neutral = self.raw[key], config_keys.UNSUPPORTED[key]
-            if value not in (None, False, 0, "", *neutral) and value != [] and value != {}:
-                raise self.error(key, "changes the computation and is not implemented")
-            self.used.add(key)
-
-    def unknown(self) -> tuple[str, ...]:
-        """Keys that are neither used nor known not to matter."""
-        return tuple(
-            key
-            for key in self.leftover()
-            if key not in config_keys.IGNORED and not key.startswith(("_", "summary_"))
-        )
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", dict: "an object", str: "text", bool: "true/false", type(None): "null"}
-    return names.get(type(value), f"the number {value}")

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_ddp
 import train_fsdp
 from bench import dist
-from bench.args import check_distributed_args, parse_args
+from bench.command_line import parse_args
 from bench.dist import find_ranks
 from bench.optim import build_optimizer
 from bench.parallel import apply_fsdp, materialize_shards
@@ -82,7 +82,6 @@ def main() -> None:
     for name, script, flags, traced_only in json.loads(Path(sys.argv[1]).read_text()):
         argv = [*flags, "--output-dir", str(out), "--run-name", name]
         args = parse_args(argv, script)
-        check_distributed_args(args, script)
         torch._dynamo.reset()
         # Dynamo compiles nothing while a dispatch mode looks on.
         traffic = Traffic()

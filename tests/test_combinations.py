@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from bench.args import parse_args
 from bench.combinations import (
     AXES,
     RULES,
@@ -19,6 +18,7 @@ from bench.combinations import (
     markdown_table,
     refusal,
 )
+from bench.command_line import parse_args
 from bench.errors import UsageError
 from tests.helpers import ROOT, run_train, without_inductor
 

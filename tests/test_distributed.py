@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from bench.args import parse_args
 from bench.comm import ddp_bytes
+from bench.command_line import parse_args
 from bench.errors import UsageError
 from bench.flops import chosen_blocks
 from bench.recompute import apply_recompute

@@ -173,7 +173,7 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     """The same weights: equal without FP8 up to bf16, with it up to FP8's rounding."""
     import dataclasses
 
-    from bench.args import parse_args
+    from bench.command_line import parse_args
     from bench.fp8 import apply_fp8
     from bench.sizes import resolve_batch
     from model.config import load_config

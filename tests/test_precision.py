@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.args import parse_args
+from bench.command_line import parse_args
 from bench.compiling import compile_error
 from bench.fp8 import apply_fp8
 from bench.metrics import fill_flop_metrics

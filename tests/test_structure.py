@@ -38,7 +38,8 @@ def test_only_entrypoints_import_the_loop():
 
 @pytest.mark.parametrize(
     "name",
-    ["model.config", "bench.args", "bench.flops", "bench.hardware", "bench.results",
+    ["model.config", "model.json_keys", "bench.args", "bench.checks", "bench.command_line",
+     "bench.combinations", "bench.flops", "bench.hardware", "bench.results",
      "bench.statistics", "bench.sizes", "bench.tokens", "bench.console", "prepare_data"],
 )  # fmt: skip
 def test_what_only_reads_files_starts_without_torch(name):

@@ -1,0 +1,161 @@
+"""What a run's arguments must be, before anything starts. Needs no torch.
+
+What depends on the model, the device or the number of ranks is checked where these are known.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from bench.args import Args, parse_sac_freq
+from bench.combinations import GRAPH_MODES, combination_of, refusal
+from bench.errors import UsageError
+
+
+def check_args(args: Args) -> None:
+    """Refuse values that no run can use; what depends on model or device is checked where known."""
+    for name in ("bsz", "grad_acc_steps", "n_steps", "pad_vocab", "val_batches"):
+        _at_least(args, name, 1)
+    for name in ("warmup_steps", "n_workers", "seed", "lr_warmup_steps"):
+        _at_least(args, name, 0)
+    for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip"):
+        _at_least(args, name, 0.0)
+    for name in ("seq_len", "peak_tflops", "usd_per_hour"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"--{_flag(name)} {value}: must be above 0 and finite")
+    if args.seed >= 2**63:
+        raise UsageError(f"--seed {args.seed}: must be below 2^63")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be from 0 to below 1")
+    for name in ("nproc", "global_bsz"):
+        if getattr(args, name) is not None:
+            _at_least(args, name, 1)
+    for name in ("max_restarts", "prefetch"):
+        _at_least(args, name, 0)
+    _at_least(args, "dp_replicate", 1)
+    for name in ("dist_timeout", "bucket_cap_mb"):
+        if not 0 < getattr(args, name) < float("inf"):
+            raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be above 0")
+    parse_sac_freq(args.sac_freq)
+    if args.sac_policy == "op" and args.sac_freq is None:
+        raise UsageError("--sac-policy op needs --sac-freq, for example 1/1")
+    if args.sac_freq and args.pass_type == "forward":
+        raise UsageError("--sac-freq needs a backward; use --pass-type forward-backward or step")
+    if args.global_bsz is not None and args.grad_acc_steps != 1:
+        raise UsageError("--global-bsz sets --grad-acc-steps; give one of the two")
+    if args.min_lr_ratio > 1:
+        raise UsageError(f"--min-lr-ratio {args.min_lr_ratio}: must be at most 1")
+    if args.compile_mode in GRAPH_MODES and args.warmup_steps < 3:
+        raise UsageError(
+            f"--warmup-steps {args.warmup_steps}: CUDA graphs are recorded in the first three steps; "
+            "use at least 3"
+        )
+    if args.compile_mode != "default" and not args.pt_compile:
+        raise UsageError(f"--compile-mode {args.compile_mode} needs --pt-compile")
+    if args.run_name is not None and (
+        args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
+    ):
+        raise UsageError(f"--run-name {args.run_name!r}: must be a plain directory name")
+
+
+FP8_RECIPES = {
+    "te": ("current", "delayed", "blockwise", "mxfp8"),
+    "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+}
+
+
+def resolve_fp8(args: Args) -> Args:
+    """`auto` of the FP8 flags made definite; UsageError where they contradict each other."""
+    if not args.use_fp8:
+        names = ("fp8_backend", "fp8_recipe", "fp8_emulate", "fp8_all_gather")
+        if wrong := _changed(args, names):
+            raise UsageError(f"--{_flag(wrong)} needs --use-fp8")
+        return args
+    backend, recipe = args.fp8_backend, args.fp8_recipe
+    if backend == "auto":
+        by_recipe = next((b for b, recipes in FP8_RECIPES.items() if recipe in recipes), None)
+        torchao = args.pt_compile or args.fp8_emulate or args.fp8_all_gather
+        backend = by_recipe or ("torchao" if torchao else "te")
+    if recipe == "auto":
+        recipe = FP8_RECIPES[backend][0]
+    if recipe not in FP8_RECIPES[backend]:
+        raise UsageError(
+            f"--fp8-recipe {recipe} is not one of --fp8-backend {backend}: "
+            f"{', '.join(FP8_RECIPES[backend])}"
+        )
+    if args.fp8_emulate and backend == "te":
+        raise UsageError("--fp8-emulate: Transformer Engine cannot; use --fp8-backend torchao")
+    if args.fp8_all_gather and recipe != "tensorwise":
+        raise UsageError(f"--fp8-all-gather works with --fp8-recipe tensorwise, not {recipe}")
+    if args.fp8_all_gather and args.cpu_offload:
+        raise UsageError("--fp8-all-gather does not work with --cpu-offload; leave one out")
+    return dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
+
+
+def check_combination(args: Args, prog: str) -> None:
+    """Refuse toggles that do not go together, as bench/combinations.py says."""
+    if rule := refusal(combination_of(args, prog)):
+        flags = " ".join(flags_of(args, rule.when))
+        raise UsageError(f"{flags}: {rule.reason}; use {rule.instead}")
+
+
+def flags_of(args: Args, axes: Iterable[str]) -> list[str]:
+    """The flags that put a run where it is on each axis of the table of combinations."""
+    flags = {
+        "amp": f"--amp {args.amp}",
+        "fp8": f"--use-fp8 --fp8-backend {args.fp8_backend}",
+        "compile": f"--pt-compile --compile-mode {args.compile_mode}",
+        "sac": f"--sac-freq {args.sac_freq} --sac-policy {args.sac_policy}",
+    }
+    return [flags[axis] for axis in axes if axis in flags]
+
+
+DDP_FLAGS = ("bucket_cap_mb", "grad_compression")
+FSDP_FLAGS = (
+    "reshard_after_forward",
+    "reduce_dtype",
+    "prefetch",
+    "dp_replicate",
+    "cpu_offload",
+    "fp8_all_gather",
+)
+RANK_FLAGS = ("nproc", "dist_timeout", "max_restarts")
+
+
+def check_entrypoint(args: Args, prog: str) -> None:
+    """Refuse flags of the other scripts, and what this one cannot do."""
+    if prog != "train_ddp.py":
+        _refuse(args, DDP_FLAGS, prog, "train_ddp.py")
+    if prog != "train_fsdp.py":
+        _refuse(args, FSDP_FLAGS, prog, "train_fsdp.py")
+    if prog == "train.py":
+        _refuse(args, RANK_FLAGS, prog, "train_ddp.py or train_fsdp.py")
+    if args.grad_compression != "off" and args.pass_type != "step":
+        raise UsageError("--grad-compression needs --pass-type step")
+    if prog == "train_fsdp.py" and args.amp == "fp16" and args.optimizer == "sgd":
+        raise UsageError(
+            "--amp fp16: PyTorch has no fused SGD for sharded parameters; use --optimizer adamw"
+        )
+
+
+def _refuse(args: Args, names: Sequence[str], prog: str, where: str) -> None:
+    if name := _changed(args, names):
+        raise UsageError(f"--{_flag(name)} has no meaning for {prog}; it is for {where}")
+
+
+def _changed(args: Args, names: Sequence[str]) -> str | None:
+    """The first of these flags that is not at its default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Args)}
+    return next((name for name in names if getattr(args, name) != defaults[name]), None)
+
+
+def _at_least(args: Args, name: str, minimum: float) -> None:
+    value = getattr(args, name)
+    if not minimum <= value < float("inf"):
+        raise UsageError(f"--{_flag(name)} {value}: must be at least {minimum:g}")
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,118 @@
+"""Typed access to the keys of a JSON config, with errors that name file, key and reason."""
+
+import json
+from typing import Any
+
+from model import config_keys
+
+
+class ConfigError(ValueError):
+    """A model config that cannot be used; the message names the file, the key and the reason."""
+
+
+class Keys:
+    """Typed access to a config's keys, which remembers what was asked for and explains errors."""
+
+    def __init__(self, raw: dict[str, Any], where: str, prefix: str = ""):
+        self.raw, self.where, self.prefix = raw, where, prefix
+        self.used: set[str] = set()
+
+    def error(self, key: str, reason: str) -> ConfigError:
+        value = f" {json.dumps(self.raw[key])}" if key in self.raw else ""
+        if len(value) > 60:
+            value = ""
+        return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
+
+    def get(self, key: str, default: Any = ...) -> Any:
+        self.used.add(key)
+        if key in self.raw:
+            return self.raw[key]
+        if default is ...:
+            raise self.error(key, "missing; the model's shape needs it")
+        return default
+
+    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
+        value = self.get(key)
+        if value not in allowed:
+            raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
+        return value
+
+    def integer(self, key: str, default: Any = ..., minimum: int = 1) -> Any:
+        """A whole number; null is allowed exactly where the default is optional."""
+        value = self.get(key, default)
+        if value is None and default is not ...:
+            return None
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, f"must be a whole number, found {kind_of(value)}")
+        if not minimum <= value < 2**40:
+            limit = f"must be at least {minimum}" if value < minimum else "is absurdly large"
+            raise self.error(key, limit)
+        return value
+
+    def number(self, key: str, default: Any = ...) -> float:
+        value = self.get(key, default)
+        if value is None and default is not ...:
+            return float(default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, f"must be a number, found {kind_of(value)}")
+        if not 0 < value < float("inf"):
+            raise self.error(key, "must be above 0")
+        return float(value)
+
+    def fraction(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise self.error(key, "must be a number from 0 to below 1")
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, f"must be true or false, found {kind_of(value)}")
+        return value
+
+    def activation(self, key: str, default: str) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str) or value not in config_keys.ACTIVATIONS:
+            known = ", ".join(config_keys.ACTIVATIONS)
+            raise self.error(key, f"not implemented; there are {known}")
+        return config_keys.ACTIVATIONS[value]
+
+    def divide(self, hidden: int, heads: int) -> int:
+        if hidden % heads:
+            raise ConfigError(
+                f"{self.where}: hidden size {hidden} does not divide into {heads} attention heads; "
+                "change one of them or give head_dim"
+            )
+        return hidden // heads
+
+    def leftover(self) -> list[str]:
+        return [key for key in self.raw if key not in self.used]
+
+    def refuse_unsupported(self) -> None:
+        """Raise for a key that would change the computation and is not at its neutral value."""
+        if not self.boolean("is_causal", True):
+            raise self.error("is_causal", "only causal attention is implemented")
+        for key in self.leftover():
+            if key not in config_keys.UNSUPPORTED:
+                continue
+            value, neutral = self.raw[key], config_keys.UNSUPPORTED[key]
+            if value not in (None, False, 0, "", *neutral) and value != [] and value != {}:
+                raise self.error(key, "changes the computation and is not implemented")
+            self.used.add(key)
+
+    def unknown(self) -> tuple[str, ...]:
+        """Keys that are neither used nor known not to matter."""
+        return tuple(
+            key
+            for key in self.leftover()
+            if key not in config_keys.IGNORED and not key.startswith(("_", "summary_"))
+        )
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words for an error message."""
+    names = {list: "a list", dict: "an object", str: "text", bool: "true/false", type(None): "null"}
+    return names.get(type(value), f"the number {value}")
