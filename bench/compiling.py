@@ -3,8 +3,10 @@
 The compiler is imported where it is used: that takes two seconds, which bad input need not wait for.
 """
 
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -81,11 +83,23 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     )
 
 
+@contextlib.contextmanager
+def compile_errors_named(where: str) -> Iterator[None]:
+    """Turn what a compiler raises in here into a CompileError that names a part of the model."""
+    try:
+        yield
+    except Exception as error:
+        compiler = sys.modules.get("torch._dynamo.exc")
+        if compiler is None or not isinstance(error, compiler.TorchDynamoException):
+            raise
+        raise compile_error(error, where) from error
+
+
 def _named(compiled, where: str):
     """The compiled function, whose compile errors name the part of the model."""
     from torch._dynamo.exc import TorchDynamoException
 
-    def forward(*args):
+    def forward(*args):  # in every step: no context manager here
         try:
             return compiled(*args)
         except TorchDynamoException as error:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bench.args import Args
-from bench.compiling import uses_cuda_graphs
+from bench.compiling import compile_errors_named, uses_cuda_graphs
 from bench.data import Validation, batches
 from bench.device import reset_peak_memory, synchronize
 from bench.optim import learning_rate, optimizer_step
@@ -36,10 +36,8 @@ def measure(
     no synchronisation, no evaluation; files and screen are served about once a second.
     """
     step_fn = build_step(run, args, model, optimizer, micro_batches, no_sync)
-    # Garbage collection at moments of Python's choosing shows as outliers of step time.
-    gc.collect()
-    gc.disable()
-    try:
+    # Forward passes name their block themselves.
+    with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(args.warmup_steps + args.n_steps):
             if step == args.warmup_steps:
@@ -54,6 +52,15 @@ def measure(
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
         synchronize(run.device)
         run.end_window()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage collection at moments of Python's choosing: it shows as outliers of step time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
     finally:
         gc.enable()
 
@@ -90,11 +97,10 @@ def build_step(
                 torch.compiler.cudagraph_mark_step_begin()
             with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
                 with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
-                    loss = model(inputs, labels)
-                total += loss.detach() / n_micro
+                    loss = model(inputs, labels) / n_micro
+                total += loss.detach()
                 log.mark("forward")
                 if train:
-                    loss = loss / n_micro
                     (loss if scaler is None else loss * scaler.scale).backward()
                     log.mark("backward")
         rate, norm = 0.0, None

@@ -176,9 +176,10 @@ class Run:
         joules = self.energy.end()
         self.log.drain()
         m, before, after = self.result.metrics, self.compiled_before, compile_counts()
-        if self.args.pt_compile:
-            m.window_compile_s = after.seconds - before.seconds
-        if m.window_compile_s:
+        spent = after.seconds - before.seconds
+        if self.args.pt_compile or spent:  # FlexAttention compiles without being asked
+            m.window_compile_s = spent
+        if spent:
             again = after.recompilations - before.recompilations
             self.result.notes.append(
                 f"torch.compile worked for {m.window_compile_s:.1f} s ({again} recompilations) inside "

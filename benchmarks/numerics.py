@@ -73,10 +73,14 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
 
 def plot(curves: dict[str, np.ndarray], path: Path) -> None:
     """Loss curves, and below them their distance from the reference, as a PNG."""
-    import matplotlib
+    try:
+        import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        print(f"no plot: {error}; pip install 'llm-train-bench[report]'", file=sys.stderr)
+        return
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True)
     for name, losses in curves.items():
@@ -97,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
-    parser.add_argument("--config", default="configs/llama-tiny.json")
+    parser.add_argument("--config", default="configs/gpt2-tiny.json")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true", help="print the settings and stop")
     args = parser.parse_args(argv)

@@ -201,6 +201,29 @@ def test_a_compile_error_is_one_line_that_names_the_block(tmp_path, monkeypatch,
     assert "Traceback" in kept.read_text()
 
 
+def test_a_compile_error_in_backward_is_one_line_too(tmp_path, monkeypatch, capsys):
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.exc import InductorError
+
+    compile_ = torch.compile
+
+    def no_backward(graph, inputs):
+        raise InductorError(RuntimeError("no code for this graph"), None)
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
+
+    def broken(function, mode=None, **options):
+        return compile_(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", broken)
+    torch._dynamo.reset()
+    assert run_train(*TINY, "--pt-compile", "--output-dir", tmp_path) == 1
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("train.py: ")]
+    assert "torch.compile failed in " in line and "no code for this graph" in line
+    assert "Traceback" not in err
+
+
 def test_out_of_memory_while_compiling_is_out_of_memory():
     try:
         try:
