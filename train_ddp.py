@@ -8,7 +8,7 @@ import sys
 import torch
 
 from bench import dist
-from bench.args import Args, parse_sac_freq
+from bench.args import Args, parse_sac_freq, total_steps
 from bench.attention import select_attention
 from bench.comm import ddp_bytes
 from bench.compiling import apply_compile
@@ -21,6 +21,7 @@ from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
 from bench.parallel import apply_ddp
 from bench.precision import AMP_DTYPES, set_tf32
+from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
 from bench.sizes import resolve_batch, resolve_seq_len
@@ -37,10 +38,11 @@ def train(args: Args, ranks: Ranks) -> None:
     seq_len = resolve_seq_len(args.seq_len, config)
     batch = resolve_batch(args, seq_len, ranks.world)
     set_tf32(args.tf32, device)
+    check_capture(args, device)
     torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
     flex = select_attention(args, config, seq_len, device, AMP_DTYPES[args.amp])
     data, val_data = open_data(args, config, seq_len, device, batch.global_batch)
-    plan = sample_plan(args.warmup_steps + args.n_steps, batch, ranks.rank)
+    plan = sample_plan(total_steps(args), batch, ranks.rank)
     with torch.device("meta"):
         model = Transformer(config, seq_len, flex)
     fp8 = apply_fp8(model, args, config, device, batch)

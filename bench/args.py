@@ -142,6 +142,24 @@ class Args:
     cpu_offload: bool = False
     """FSDP: keep sharded parameters, gradients and optimizer state in host memory."""
 
+    # Where the time and the memory go
+    profile: bool = False
+    """Capture some steps with torch.profiler: traces per rank, and a breakdown in result.json."""
+    profile_start: int | None = None
+    """First captured step, from 0; by default two extra steps after the measured ones."""
+    profile_steps: int = 3
+    """Captured steps."""
+    profile_shapes: bool = False
+    """Record the shapes and dtypes of each operator's inputs as well."""
+    profile_stacks: bool = False
+    """Record Python stacks and module names as well, and write them as stacks (flame graphs)."""
+    nsys_start: int | None = None
+    """First step, from 0, between cudaProfilerStart and -Stop (nsys profile -c cudaProfilerApi)."""
+    nsys_end: int | None = None
+    """Step after the last of these."""
+    memory_snapshot: bool = False
+    """Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's memory viewer."""
+
     # What the figures are held against
     peak_tflops: float | None = None
     """Dense BF16 peak of the device [TFLOP/s], where configs/hardware.json does not know it."""
@@ -166,3 +184,32 @@ def parse_sac_freq(text: str | None) -> tuple[int, int] | None:
             f"--sac-freq {text}: q must be from 1 to p = {p}; leave the flag out for none"
         )
     return q, p
+
+
+def window_end(args: Args) -> int:
+    """Steps until the measured window closes: warm-up and measured ones."""
+    return args.warmup_steps + args.n_steps
+
+
+def captured_steps(args: Args) -> range:
+    """The steps that --profile or --nsys-start captures, counted from 0; empty without."""
+    if args.profile:
+        start = args.profile_start
+        # Two steps between: tracing is on in them already, and what that costs at first is over.
+        start = window_end(args) + 2 if start is None else start
+        return range(start, start + args.profile_steps)
+    if args.nsys_start is not None and args.nsys_end is not None:
+        return range(args.nsys_start, args.nsys_end)
+    return range(0)
+
+
+def total_steps(args: Args) -> int:
+    """All steps of a run: until the window has closed and the capture has ended."""
+    return max(window_end(args), captured_steps(args).stop)
+
+
+def phase_of(step: int, args: Args) -> str:
+    """`warmup`, `measure`, or `profile` for a step that is run only to be captured."""
+    if step < args.warmup_steps:
+        return "warmup"
+    return "measure" if step < window_end(args) else "profile"

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from bench.args import Args, parse_sac_freq
+from bench.args import Args, captured_steps, parse_sac_freq, window_end
 from bench.combinations import GRAPH_MODES, combination_of, refusal
 from bench.errors import UsageError
 
@@ -54,10 +54,38 @@ def check_args(args: Args) -> None:
         )
     if args.compile_mode != "default" and not args.pt_compile:
         raise UsageError(f"--compile-mode {args.compile_mode} needs --pt-compile")
+    _check_capture(args)
     if args.run_name is not None and (
         args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
     ):
         raise UsageError(f"--run-name {args.run_name!r}: must be a plain directory name")
+
+
+def _check_capture(args: Args) -> None:
+    if not args.profile:
+        names = ("profile_start", "profile_steps", "profile_shapes", "profile_stacks")
+        if wrong := _changed(args, names):
+            raise UsageError(f"--{_flag(wrong)} needs --profile")
+    _at_least(args, "profile_steps", 1)
+    for name in ("profile_start", "nsys_start"):
+        if getattr(args, name) is not None:
+            _at_least(args, name, 0)
+    if (args.nsys_start is None) != (args.nsys_end is None):
+        raise UsageError("--nsys-start and --nsys-end go together: first step, step after the last")
+    if args.nsys_start is not None:
+        if args.nsys_end <= args.nsys_start:
+            raise UsageError(
+                f"--nsys-end {args.nsys_end}: must be above --nsys-start {args.nsys_start}"
+            )
+        if args.profile:
+            raise UsageError("--nsys-start: two profilers disturb each other; leave out --profile")
+    steps, latest = captured_steps(args), window_end(args) + 2
+    if steps and steps.start > latest:
+        flag = "profile-start" if args.profile else "nsys-start"
+        raise UsageError(
+            f"--{flag} {steps.start}: the run's own steps end before {window_end(args)}, and it is "
+            f"prolonged for a capture up to step {latest} at the latest"
+        )
 
 
 FP8_RECIPES = {

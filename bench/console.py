@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.results import Result
+from bench.results import Profile, Result
 from bench.stepfile import Step
 
 
@@ -93,8 +93,21 @@ def print_result(result: Result) -> None:
     for name, value in table_rows(result):
         table.add_row(name, value)
     Console(width=200, highlight=False).print(table)
+    if result.profile:
+        print_profile(result.profile)
     for note in result.notes:
         print(f"note: {note}")
+
+
+def print_profile(p: Profile) -> None:
+    """Where the time of the profiled steps went."""
+    table = Table(box=box.MARKDOWN, show_edge=True)
+    table.add_column(f"steps {p.first_step} to {p.first_step + p.n_steps - 1}, profiled")
+    for column in ("ms a step", "share"):
+        table.add_column(column, justify="right")
+    for name, seconds in [*p.classes_s.items(), ("step", p.step_time_s)]:
+        table.add_row(name, f"{1e3 * seconds:,.2f}", f"{seconds / p.step_time_s:.1%}")
+    Console(width=200, highlight=False).print(table)
 
 
 def table_rows(result: Result) -> list[tuple[str, str]]:
@@ -150,6 +163,24 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         )
     else:
         rows.append(("peak memory: resident", f"{_number(m.peak_rss_gib, '.2f')} GiB"))
+    if result.memory:
+        k = result.memory
+        rows.append(
+            (
+                "parameters / gradients / optimizer / activations / rest",
+                " / ".join(
+                    f"{gib:.2f}"
+                    for gib in (
+                        k.parameters_gib,
+                        k.gradients_gib,
+                        k.optimizer_gib,
+                        k.activations_gib,
+                        k.workspace_gib,
+                    )
+                )
+                + " GiB",
+            )
+        )
     if m.energy_j:
         rows.append(("energy", f"{m.average_power_w:.0f} W, {m.tokens_per_joule:.2f} tokens/J"))
     rows.append(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bench.args import Args
+from bench.args import Args, total_steps
 from bench.errors import UsageError
 from bench.results import Batch
 from bench.tokens import open_tokens
@@ -118,7 +118,7 @@ def open_data(
         source = SyntheticTokens(config.vocab_size, args.bsz, seq_len, args.seed, device)
     else:
         source = FileTokens(args.data, config.vocab_size, args.bsz, seq_len, args.seed)
-        source.check((args.warmup_steps + args.n_steps) * global_batch)
+        source.check(total_steps(args) * global_batch)
     if not args.val_data:
         return source, None
     val_source = FileTokens(args.val_data, config.vocab_size, args.bsz, seq_len, 0)

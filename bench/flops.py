@@ -75,6 +75,7 @@ def recomputed_flops_per_token(
     freq: tuple[int, int] | None,
     policy: str,
     stops_early: bool = True,
+    attention: bool = True,
 ) -> float:
     """FLOPs per token (palm) that activation checkpointing computes a second time.
 
@@ -87,7 +88,7 @@ def recomputed_flops_per_token(
     per_layer = {k: v / config.num_hidden_layers for k, v in linear_parameters(config).items()}
     down = config.intermediate_size * config.hidden_size if stops_early else 0
     linear = 2 * (per_layer["qkv"] + per_layer["attention_out"] + per_layer["mlp"] - down)
-    width = config.num_attention_heads * config.head_dim
+    width = config.num_attention_heads * config.head_dim if attention else 0
     return sum(
         linear + 4 * width * attended_keys(seq_len, config.windows[i], causal=False)
         for i in chosen_blocks(config.num_hidden_layers, freq)

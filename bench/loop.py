@@ -8,13 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bench.args import Args
+from bench.args import Args, phase_of, total_steps, window_end
 from bench.compiling import compile_errors_named, uses_cuda_graphs
 from bench.data import Validation, batches
 from bench.device import reset_peak_memory, synchronize
+from bench.memory import MemoryReport
 from bench.optim import learning_rate, optimizer_step
 from bench.parallel import average_over_ranks
 from bench.precision import autocast
+from bench.profiling import build_capture
 from bench.run import Run
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -37,9 +39,13 @@ def measure(
     """
     step_fn = build_step(run, args, model, optimizer, micro_batches, no_sync)
     # Forward passes name their block themselves.
+    watchers = [
+        MemoryReport(run.result, run.log, args, model, optimizer),
+        *build_capture(run, args, model),
+    ]
     with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
-        for step in range(args.warmup_steps + args.n_steps):
+        for step in range(total_steps(args)):
             if step == args.warmup_steps:
                 synchronize(run.device)
                 run.log.drain()
@@ -47,11 +53,17 @@ def measure(
                 reset_peak_memory(run.device)
                 run.begin_window()
                 run.log.start()
-            step_fn(step, "warmup" if step < args.warmup_steps else "measure")
+            for watcher in watchers:
+                watcher.before(step)
+            step_fn(step, phase_of(step, args))
+            for watcher in watchers:
+                watcher.after(step)
+            if step == window_end(args) - 1:
+                synchronize(run.device)
+                run.end_window()
+                run.log.start()
             if step % 1000 == 999:
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
-        synchronize(run.device)
-        run.end_window()
 
 
 @contextlib.contextmanager
@@ -91,25 +103,26 @@ def build_step(
     def step_fn(step: int, phase: str) -> None:
         total = torch.zeros((), device=device)
         for micro in range(n_micro):
-            inputs, labels = next(micro_batches)
-            log.mark("data")
+            with log.part("data"):
+                inputs, labels = next(micro_batches)
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
-                with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
-                    loss = model(inputs, labels) / n_micro
-                total += loss.detach()
-                log.mark("forward")
+                with log.part("forward"):
+                    with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
+                        loss = model(inputs, labels) / n_micro
+                    total += loss.detach()
                 if train:
-                    (loss if scaler is None else loss * scaler.scale).backward()
-                    log.mark("backward")
+                    with log.part("backward"):
+                        (loss if scaler is None else loss * scaler.scale).backward()
         rate, norm = 0.0, None
-        if args.pass_type == "step":
-            rate = learning_rate(step, args)
-            norm = optimizer_step(model, optimizer, rate, args.grad_clip, scaler)
-            fp8.after_step(model)
-        if train:
-            model.zero_grad(set_to_none=not graphs)
+        with log.draw("optimizer"):
+            if args.pass_type == "step":
+                rate = learning_rate(step, args)
+                norm = optimizer_step(model, optimizer, rate, args.grad_clip, scaler)
+                fp8.after_step(model)
+            if train:
+                model.zero_grad(set_to_none=not graphs)
         average_over_ranks(total)
         log.finish(step, phase, rate, tokens, total, norm)
 

@@ -5,7 +5,12 @@ import platform
 from typing import Self
 
 from bench.args import parse_sac_freq
-from bench.flops import PASS_FORWARDS, flops_per_token, recomputed_flops_per_token
+from bench.flops import (
+    PASS_FORWARDS,
+    flops_per_token,
+    linear_parameters,
+    recomputed_flops_per_token,
+)
 from bench.results import RankInfo, Result
 from bench.statistics import describe
 from bench.stepfile import PARTS, Step, finite
@@ -116,13 +121,38 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
         return
     m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
     m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
-    freq = parse_sac_freq(args["sac_freq"])
-    te = result.fp8 is not None and result.fp8.backend == "te"
-    again = recomputed_flops_per_token(config, T, freq, args["sac_policy"], stops_early=not te)
+    again = _recomputed(result, config)
     m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
     m.ideal_time_fraction, why = _time_fraction(result, d.peak_bf16_tflops, d.peak_fp8_tflops)
     if why is not None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
+
+
+def _recomputed(result: Result, config: ModelConfig, attention: bool = True) -> float:
+    """FLOPs per token that activation checkpointing repeats."""
+    freq, policy = parse_sac_freq(result.args["sac_freq"]), result.args["sac_policy"]
+    early = result.fp8 is None or result.fp8.backend != "te"
+    return recomputed_flops_per_token(
+        config, result.batch.seq_len, freq, policy, early, attention=attention
+    )
+
+
+def matmul_work(result: Result, config: ModelConfig) -> tuple[float, float | None]:
+    """What the matmuls of a step (attention apart) need on one device: FLOPs, and seconds at the
+    measured roof; None for those where it is not known.
+
+    All that is computed counts: recomputed blocks and padded vocabulary rows too.
+    """
+    passes, d, b = PASS_FORWARDS[result.args["pass_type"]], result.device, result.batch
+    linear = linear_parameters(config)
+    linear["head"] = config.padded_vocab_size * config.hidden_size
+    tokens = b.micro_batch * b.grad_acc_steps * b.seq_len
+    flops = 2 * passes * sum(linear.values()) + _recomputed(result, config, attention=False)
+    low = fp8_flops_per_token(result)
+    if result.args["amp"] == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
+        return tokens * flops, None
+    seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)
+    return tokens * flops, tokens * seconds / 1e12
 
 
 def _time_fraction(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bench.args import Args
+from bench.args import Args, window_end
 from bench.precision import LossScaler
 
 
@@ -27,7 +27,7 @@ def build_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
 
 def learning_rate(step: int, args: Args) -> float:
     """Rate of step 0, 1, ...: linear rise, then a cosine down to the minimum at the last step."""
-    total = args.warmup_steps + args.n_steps
+    total = window_end(args)
     if step < args.lr_warmup_steps:
         return args.lr * (step + 1) / (args.lr_warmup_steps + 1)
     progress = (step - args.lr_warmup_steps) / max(1, total - 1 - args.lr_warmup_steps)

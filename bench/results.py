@@ -90,6 +90,46 @@ class RankInfo(Strict):
     peak_memory_gib: float | None
 
 
+class Memory(Strict):
+    """Memory of one step by kind, on rank 0."""
+
+    step: int
+    parameters_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    workspace_gib: float
+    peak_gib: float
+
+
+class CostlyKernel(Strict):
+    """A kernel, or on a CPU an operator, of a profiled step."""
+
+    name: str
+    kind: str
+    calls: float
+    time_s: float
+
+
+class Profile(Strict):
+    """Where the time of the profiled steps went, on rank 0."""
+
+    first_step: int
+    n_steps: int
+    in_window: bool
+    step_time_s: float
+    classes_s: dict[str, float]
+    communication_overlapped_s: float
+    host_gaps: float | None
+    host_gaps_s: float | None
+    longest_host_gap_s: float | None
+    host_gaps_by_part_s: dict[str, float]
+    costliest: list[CostlyKernel]
+    matmul_flops: float | None
+    matmul_tflops: float | None
+    matmul_roof_fraction: float | None
+
+
 class Metrics(Strict):
     """Everything measured; None where it could not be, with the reason in `notes`."""
 
@@ -168,6 +208,8 @@ class Result(Strict):
     fp8: Fp8Info | None = None
     environment: dict[str, Any]
     metrics: Metrics = Metrics()
+    memory: Memory | None = None
+    profile: Profile | None = None
     step_times_s: list[float] = []
     warmup_step_times_s: list[float] = []
     ranks: list[RankInfo] = []

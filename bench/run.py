@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from bench import dist
-from bench.args import Args
+from bench.args import Args, total_steps
 from bench.combinations import GRAPH_MODES
 from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
@@ -121,7 +121,7 @@ class Run:
         if problem := dist.broadcast(self.ranks, problem):
             raise UsageError(problem)
         self.started = time.perf_counter()
-        self.log = StepLog(self.device, self.args.warmup_steps + self.args.n_steps, sinks)
+        self.log = StepLog(self.device, total_steps(self.args), sinks)
         self.energy = EnergyMeter(self.device)
         reset_peak_memory(self.device)
         if self.ranks.main:
@@ -134,7 +134,7 @@ class Run:
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir()
-            self.file = ResultFile(self.directory, args.warmup_steps + args.n_steps)
+            self.file = ResultFile(self.directory, total_steps(args))
             sinks = [StepsFile(self.directory / "steps.jsonl")]
         except FileExistsError as error:
             raise UsageError(
@@ -146,7 +146,7 @@ class Run:
             raise UsageError(
                 f"--output-dir {args.output_dir}: cannot be written: {error.strerror}; choose another"
             ) from None
-        sinks.append(ProgressDisplay(args.warmup_steps + args.n_steps))
+        sinks.append(ProgressDisplay(total_steps(args)))
         if not args.no_tensorboard:
             sinks.append(
                 TensorBoardFile(

@@ -8,7 +8,7 @@ import dataclasses
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ class StepLog:
         self.pending: deque[_Pending] = deque()
         self.marks: list[tuple[str, Stamp]] = []
         self.last_drain = 0.0
+        # How a range is drawn: a context manager of its name; bench/profiling.py sets it.
+        self.draw: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
         # Allocated once: pinning memory is slow, and would happen inside the window.
         self.values = torch.zeros(n_steps, 2, pin_memory=device.type == "cuda")
 
@@ -50,8 +52,14 @@ class StepLog:
         """Stamp the start of the first step after a pause."""
         self.marks = [("start", self.clock.stamp())]
 
-    def mark(self, part: str) -> None:
-        """Stamp the end of a part of the step."""
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """One of the PARTS of a step: stamps its end, and draws it as a range while a profiler looks."""
+        with self.draw(name):
+            yield
+        self._mark(name)
+
+    def _mark(self, part: str) -> None:
         self.marks.append((part, self.clock.stamp()))
 
     def finish(
@@ -61,7 +69,7 @@ class StepLog:
         on_device = torch.stack((loss, loss.new_full((), -1.0) if grad_norm is None else grad_norm))
         values = self.values[step]
         values.copy_(on_device, non_blocking=True)
-        self.mark("optimizer")
+        self._mark("optimizer")
         self.pending.append(_Pending(step, phase, lr, tokens, self.marks, values))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:

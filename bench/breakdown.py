@@ -1,0 +1,398 @@
+"""Where the time of a traced step went: every moment of it in exactly one class. Needs no torch.
+
+On a GPU the timeline is its own: a moment belongs to the kernel that runs, to communication if nothing
+else runs then (which is what "exposed" means), else to a copy, else the GPU is idle. On a CPU a moment
+belongs to the operator that runs on the training thread, or to the host (Python, dispatch).
+"""
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from bench.kernels import (
+    COMMUNICATION,
+    COPIES,
+    ELEMENTWISE,
+    LOSS,
+    MATMUL,
+    OPTIMIZER,
+    kernel_class,
+    matmul_format,
+    operator_class,
+)
+from bench.trace import Ranges, Span, Trace
+
+IDLE, HOST = "idle", "host"
+PARTS = ("data", "forward", "backward", "optimizer")
+N_COSTLIEST = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Costly:
+    """A kernel (on a CPU an operator): its calls and time [s] per step."""
+
+    name: str
+    kind: str
+    calls: float
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaps:
+    """Moments in which the GPU waited for the host to give it its next kernel, per step."""
+
+    count: float = 0.0
+    time_s: float = 0.0
+    longest_s: float = 0.0
+    by_part: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Seconds per step; the classes add up to `step_time_s`."""
+
+    n_steps: int
+    step_time_s: float
+    classes: dict[str, float]
+    communication_overlapped_s: float
+    host_gaps: Gaps | None
+    kernels: list[Costly]
+    matmul_s: float
+    matmul_flops: float | None
+
+    @property
+    def costliest(self) -> list[Costly]:
+        """The kernels that take longest."""
+        return self.kernels[:N_COSTLIEST]
+
+    @property
+    def matmul_tflops(self) -> float | None:
+        """Rate of the matmuls while they run [TFLOP/s]."""
+        if self.matmul_flops is None or not self.matmul_s:
+            return None
+        return self.matmul_flops / self.matmul_s / 1e12
+
+
+def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
+    """The breakdown of a trace; a trace without marked steps counts as one step.
+
+    `matmul_flops`, the FLOPs of a step's matmuls, are taken from recorded shapes where not given.
+    """
+    return (_of_gpu if trace.gpu else _of_cpu)(trace, matmul_flops)
+
+
+# --- GPU -----------------------------------------------------------------------------------------
+
+
+def _of_gpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
+    begin, end = _gpu_window(trace)
+    n = max(1, len(trace.steps))
+    labels = _label(trace)
+    activities = [
+        (max(s.start, begin), min(s.end, end), label, s)
+        for s, label in zip(trace.gpu, labels, strict=True)
+        if s.end > begin and s.start < end
+    ]
+    classes: dict[str, float] = defaultdict(float)
+    gaps: list[tuple[float, float]] = []
+    for start, stop, label in sweep(((a, b, label) for a, b, label, _ in activities), begin, end):
+        classes[label] += stop - start
+        if label == IDLE:
+            gaps.append((start, stop))
+    communication = union(
+        (a, b) for a, b, label, _ in activities if _priority(label) == _priority(COMMUNICATION)
+    )
+    overlapped = communication - classes[COMMUNICATION]
+    calls, time = Counter(), Counter()
+    for a, b, label, span in activities:
+        calls[span.name, label] += 1
+        time[span.name, label] += b - a
+    matmuls = [s for s, label in zip(trace.gpu, labels, strict=True) if label.startswith(MATMUL)]
+    if matmul_flops is None:
+        flops = _recorded_flops(trace, matmuls)
+        matmul_flops = flops / n if flops else None
+    return Breakdown(
+        n_steps=n,
+        step_time_s=(end - begin) / n / 1e6,
+        classes=_per_step(classes, n),
+        communication_overlapped_s=max(0.0, overlapped) / n / 1e6,
+        host_gaps=_host_gaps(trace, gaps, n),
+        kernels=_by_time(calls, time, n),
+        matmul_s=sum(s.length for s in matmuls) / n / 1e6,
+        matmul_flops=matmul_flops,
+    )
+
+
+def _gpu_window(trace: Trace) -> tuple[float, float]:
+    """From the first step's start, or the end of older work still running then, to the last end."""
+    begin = trace.steps[0].start if trace.steps else trace.gpu[0].start
+    end = max(s.end for s in trace.gpu)
+    if trace.steps:
+        end = max(end, trace.steps[-1].end)
+        for span in trace.gpu:  # what was launched before the trace has no launch in it
+            if trace.launch_of(span) is not None:
+                break
+            begin = max(begin, span.end) if trace.launches else begin
+    return begin, end
+
+
+def _label(trace: Trace) -> list[str]:
+    """The class of each GPU activity: by its name, but in the loss and the optimizer by the range."""
+    marks = [s for spans in trace.host.values() for s in spans if _mark(s)]
+    ranges, operators = Ranges(marks), _operators(trace)
+    labels = []
+    for span in trace.gpu:
+        label, launch = kernel_class(span.name), trace.launch_of(span)
+        around = launch and ranges.innermost(launch.thread, launch.start)
+        label = _marked(label, _mark(around) if around else None)
+        if label == MATMUL:
+            types = operators.get(trace.operator_id(span), {}).get("Input type")
+            known = matmul_format(span.name, types)
+            label = f"{MATMUL} {known}" if known else MATMUL
+        labels.append(label)
+    return labels
+
+
+def _mark(span: Span) -> str | None:
+    """What a range of the host makes of the elementwise work in it."""
+    if span.category != "user_annotation":
+        return None
+    if span.name == LOSS:
+        return LOSS
+    return OPTIMIZER if span.name == OPTIMIZER or span.name.startswith("Optimizer.step#") else None
+
+
+def _marked(label: str, mark: str | None) -> str:
+    """What computes in the optimizer is the optimizer's, matmuls too; in the loss all but those."""
+    if mark == OPTIMIZER and label in (MATMUL, ELEMENTWISE, LOSS):
+        return OPTIMIZER
+    return LOSS if mark == LOSS and label == ELEMENTWISE else label
+
+
+def _operators(trace: Trace) -> dict[int, dict]:
+    """Arguments of the CPU operators by the id that their kernels carry."""
+    return {
+        s.args["External id"]: s.args
+        for spans in trace.host.values()
+        for s in spans
+        if s.category == "cpu_op" and "External id" in s.args and s.args.get("Input Dims")
+    }
+
+
+def _recorded_flops(trace: Trace, matmuls: list[Span]) -> float | None:
+    """FLOPs of all matmul kernels by the recorded shapes; None unless every one has its shapes."""
+    operators = _operators(trace)
+    seen: set[int] = set()
+    total = 0.0
+    for span in matmuls:
+        known = trace.operator_id(span)
+        if known in seen:  # one operator may need several kernels (split-k)
+            continue
+        seen.add(known)
+        flops = matmul_flops_of(operators.get(known, {}).get("Input Dims"))
+        if flops is None:
+            return None
+        total += flops
+    return total
+
+
+def matmul_flops_of(dims: list | None) -> float | None:
+    """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
+    shapes = [d for d in dims or [] if isinstance(d, list) and len(d) >= 2]
+    for a, b in zip(shapes, shapes[1:], strict=False):
+        if a[-1] == b[-2] and a[:-2] == b[:-2]:
+            return 2.0 * math.prod(a) * b[-1]
+    return None
+
+
+def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> Gaps | None:
+    """Those idle moments that end with a kernel the host had not begun to give when they began."""
+    if not trace.launches:
+        return None
+    parts = Ranges(
+        [
+            s
+            for spans in trace.host.values()
+            for s in spans
+            if s.category == "user_annotation" and s.name in PARTS
+        ]
+    )
+    by_start = {s.start: s for s in reversed(trace.gpu)}
+    late, by_part = [], defaultdict(float)
+    for start, stop in gaps:
+        span = by_start.get(stop)
+        launch = trace.launch_of(span) if span else None
+        if launch is None or launch.start <= start:
+            continue
+        late.append(stop - start)
+        # Backward runs on a thread of its own, while the training thread waits in the range.
+        around = [parts.innermost(thread, launch.start) for thread in parts.by_thread]
+        name = next((a.name for a in around if a), "other")
+        by_part[name] += stop - start
+    return Gaps(
+        count=len(late) / n,
+        time_s=sum(late) / n / 1e6,
+        longest_s=max(late, default=0.0) / 1e6,
+        by_part=_per_step(by_part, n),
+    )
+
+
+def _priority(label: str) -> int:
+    return {COMMUNICATION: 1, COPIES: 2, IDLE: 3}.get(label, 0)
+
+
+def sweep(
+    intervals: Iterable[tuple[float, float, str]], begin: float, end: float
+) -> list[tuple[float, float, str]]:
+    """Cut begin ... end into pieces of one label each: compute over communication over copies.
+
+    Of two kernels that compute at once, the one that started first has the moment.
+    """
+    waiting = sorted((a, b, label) for a, b, label in intervals)
+    pieces: list[tuple[float, float, str]] = []
+    now, i = begin, 0
+    running: list[tuple[int, float, float, str]] = []  # priority, start, end, label
+    while now < end:
+        while i < len(waiting) and waiting[i][0] <= now:
+            a, b, label = waiting[i]
+            running.append((_priority(label), a, b, label))
+            i += 1
+        running = [r for r in running if r[2] > now]
+        upcoming = waiting[i][0] if i < len(waiting) else end
+        if running:
+            _, _, stop, label = min(running)
+            # Something of a higher priority may start before this ends.
+            stop = min(stop, upcoming, end)
+        else:
+            stop, label = min(upcoming, end), IDLE
+        if pieces and pieces[-1][2] == label and pieces[-1][1] == now and label != IDLE:
+            pieces[-1] = (pieces[-1][0], stop, label)
+        else:
+            pieces.append((now, stop, label))
+        now = stop
+    return pieces
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length that the intervals cover together."""
+    total, reached = 0.0, -math.inf
+    for a, b in sorted(intervals):
+        total += max(0.0, b - max(a, reached))
+        reached = max(reached, b)
+    return total
+
+
+# --- CPU -----------------------------------------------------------------------------------------
+
+
+def _of_cpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
+    busiest = max(trace.host, key=lambda t: len(trace.host[t]))
+    thread = trace.steps[0].thread if trace.steps else busiest
+    spans = trace.host.get(thread, [])
+    begin = trace.steps[0].start if trace.steps else spans[0].start
+    end = trace.steps[-1].end if trace.steps else max(s.end for s in spans)
+    n = max(1, len(trace.steps))
+    spans = [s for s in spans if s.end > begin and s.start < end]
+    # gloo works on threads of its own; what the training thread only waits for is exposed.
+    elsewhere = [
+        (max(s.start, begin), min(s.end, end))
+        for other, theirs in trace.host.items()
+        for s in theirs
+        if other != thread
+        and operator_class(s.name) == COMMUNICATION
+        and s.end > begin
+        and s.start < end
+    ]
+    classes: dict[str, float] = defaultdict(float)
+    time: Counter = Counter()
+    calls: Counter = Counter()
+    waiting = 0.0
+    labels = dict(zip(map(id, spans), span_labels(spans), strict=True))
+    for start, stop, span in pieces_of_thread(spans, begin, end):
+        label = labels[id(span)] if span else HOST
+        length = stop - start
+        if label == HOST:
+            waited = covered(start, stop, elsewhere)
+            waiting += waited
+            classes[COMMUNICATION] += waited
+            length -= waited
+        else:
+            time[span.name, label] += length
+        classes[label] += length
+    for span in spans:
+        calls[span.name, labels[id(span)]] += 1
+    matmuls = [s for s in spans if labels[id(s)].startswith(MATMUL)]
+    if matmul_flops is None:
+        counts = [matmul_flops_of(s.args.get("Input Dims")) for s in matmuls]
+        matmul_flops = sum(counts) / n if counts and None not in counts else None
+    return Breakdown(
+        n_steps=n,
+        step_time_s=(end - begin) / n / 1e6,
+        classes=_per_step(classes, n),
+        communication_overlapped_s=(union(elsewhere) - waiting) / n / 1e6,
+        host_gaps=None,
+        kernels=_by_time(calls, time, n),
+        matmul_s=sum(t for (_, label), t in time.items() if label.startswith(MATMUL)) / n / 1e6,
+        matmul_flops=matmul_flops,
+    )
+
+
+def pieces_of_thread(
+    spans: list[Span], begin: float, end: float
+) -> Iterator[tuple[float, float, Span | None]]:
+    """Cut begin ... end into pieces, each with the innermost of one thread's spans around it."""
+    now, stack = begin, []
+    for span in [*spans, None]:
+        start = span.start if span else end
+        while stack and stack[-1].end <= start:
+            inner = stack.pop()
+            if inner.end > now:
+                yield now, min(inner.end, end), inner
+                now = min(inner.end, end)
+        if start > now:
+            yield now, start, stack[-1] if stack else None
+            now = start
+        if span:
+            stack.append(span)
+
+
+def span_labels(spans: list[Span]) -> Iterator[str]:
+    """The class of each span's own time; what has none of its own takes that of the span around it."""
+    stack: list[tuple[float, str, str | None]] = []
+    for span in spans:
+        while stack and stack[-1][0] <= span.start:
+            stack.pop()
+        _, around, mark = stack[-1] if stack else (0.0, HOST, None)
+        mark = _mark(span) or mark
+        label = operator_class(span.name)
+        if span.category == "user_annotation" and label != COMMUNICATION:
+            label = HOST
+        label = around if label is None else _marked(label, mark)
+        if label == MATMUL:
+            known = matmul_format("", span.args.get("Input type"))
+            label = f"{MATMUL} {known}" if known else MATMUL
+        stack.append((span.end, label, mark))
+        yield label
+
+
+def covered(start: float, stop: float, intervals: list[tuple[float, float]]) -> float:
+    """Length of start ... stop that the intervals cover together."""
+    inside = [(max(a, start), min(b, stop)) for a, b in intervals if b > start and a < stop]
+    return union(inside)
+
+
+# --- both ----------------------------------------------------------------------------------------
+
+
+def _per_step(micros: dict[str, float], n: int) -> dict[str, float]:
+    """Microseconds over all steps to seconds per step, longest first."""
+    ordered = sorted(micros.items(), key=lambda item: -item[1])
+    return {name: value / n / 1e6 for name, value in ordered if value > 0}
+
+
+def _by_time(calls: Counter, time: Counter, n: int) -> list[Costly]:
+    return [
+        Costly(name, kind, calls[name, kind] / n, micros / n / 1e6)
+        for (name, kind), micros in time.most_common()
+    ]

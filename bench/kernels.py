@@ -1,0 +1,104 @@
+"""What a GPU kernel or a CPU operator does, read off its name. Needs no torch.
+
+The patterns are the names of cuBLAS (nvjet, xmma), CUTLASS, cuDNN, FlashAttention, Tensile and
+hipBLASLt (Cijk), Composable Kernel, AITER, Triton and Inductor, NCCL and RCCL, and of PyTorch's own.
+"""
+
+import re
+
+MATMUL, ATTENTION, COMMUNICATION, COPIES = "matmul", "attention", "communication", "copies"
+LOSS, OPTIMIZER, ELEMENTWISE = "loss", "optimizer", "elementwise"
+
+_COMMUNICATION = re.compile(
+    r"nccl|rccl|mscclkernel|gloo|record_param_comms|c10d::|cross_device_reduce"
+    r"|one_?shot_all_?reduce|two_?shot_all_?reduce|multimem_|::(internode|intranode)::",
+    re.IGNORECASE,
+)
+_COPIES = re.compile(
+    r"^mem(cpy|set)|split_with_sizes_copy|chunk_cat|__amd_rocclr_(copy|fill)", re.IGNORECASE
+)
+_ATTENTION = re.compile(
+    r"flash|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|bwd_kernel_dk_dv|cudnn_generated_fort",
+    re.IGNORECASE,
+)
+_MATMUL = re.compile(
+    r"gemm|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_(tem|mm)|scaled_mm",
+    re.IGNORECASE,
+)
+_LOSS = re.compile(r"log_?softmax|nll_loss|cross_entropy|xentropy", re.IGNORECASE)
+_OPTIMIZER = re.compile(r"adam|lamb_|fusedsgd|fused_sgd|optimizer", re.IGNORECASE)
+# Inductor's fused kernels carry the names of all operators they stand for, those of matmuls they only
+# prepare and of losses whose gradient passes through them too.
+_FUSED = re.compile(r"^triton_(poi|red|per|for)_")
+_FUSED_LOSS = re.compile(r"log_softmax|cross_entropy")
+
+
+def kernel_class(name: str) -> str:
+    """The class of a GPU kernel, memory copy or memset."""
+    if _COMMUNICATION.search(name):
+        return COMMUNICATION
+    if _COPIES.search(name):
+        return COPIES
+    if _FUSED.match(name):
+        return LOSS if _FUSED_LOSS.search(name) else ELEMENTWISE
+    if _ATTENTION.search(name):
+        return ATTENTION
+    if _MATMUL.search(name):
+        return MATMUL
+    if _LOSS.search(name):
+        return LOSS
+    return OPTIMIZER if _OPTIMIZER.search(name) else ELEMENTWISE
+
+
+_CPU_MATMULS = re.compile(
+    r"^aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|mv|dot)$"
+    r"|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear|onednn::.*linear|convolution"
+)
+_CPU_VIEWS = re.compile(
+    r"^aten::(view|_unsafe_view|reshape|_reshape_alias|t|transpose|permute|expand|expand_as|slice"
+    r"|select|split|split_with_sizes|chunk|unsqueeze|squeeze|as_strided|narrow|detach|alias|empty"
+    r"|empty_like|empty_strided|new_empty|new_empty_strided|resize_|result_type|item"
+    r"|_local_scalar_dense|is_nonzero|lift_fresh|to|contiguous|linear|matmul|scaled_dot_product_attention)$"
+)
+
+
+def operator_class(name: str) -> str | None:
+    """The class of a CPU operator's own time; None for what only looks at tensors or calls others."""
+    if name.startswith(("gloo:", "c10d::", "nccl:")) or _COMMUNICATION.search(name):
+        return COMMUNICATION
+    if _CPU_MATMULS.search(name):
+        return MATMUL
+    if "CompiledFxGraph" in name:
+        # Inductor's fused kernels have no names of their own on a CPU.
+        return ELEMENTWISE
+    if name.startswith(("aten::_scaled_dot_product", "aten::_flash_attention")):
+        return ATTENTION
+    if name in ("aten::copy_", "aten::_to_copy", "aten::clone"):
+        return COPIES
+    if _CPU_VIEWS.match(name) or name.startswith(("autograd::", "torch::autograd::")):
+        return None
+    if _LOSS.search(name):
+        return LOSS
+    if re.search(r"_fused_(adamw?|sgd)_?$", name):
+        return OPTIMIZER
+    return ELEMENTWISE if "::" in name and not name.startswith("profiler::") else None
+
+
+# In the order they are asked: an 8-bit kernel's name often has its 16-bit output in it as well.
+_FORMATS = (
+    ("fp8", r"e4m3|e5m2|float8|fp8|_f8|nvjet_[qr]|cijk_\w{4}_\w{4}_(f8|b8)"),
+    ("fp4", r"e2m1|fp4|nvf4"),
+    ("bf16", r"bf16|bfloat16|nvjet_t|cijk_\w{4}_\w{4}_b(?!8)"),
+    ("fp16", r"fp16|f16(?!bf)|half|hgemm|_h16|nvjet_h|cijk_\w{4}_\w{4}_h"),
+    ("fp32", r"fp32|f32|sgemm|tf32|nvjet_s|cijk_\w{4}_\w{4}_s|float"),
+)
+_FORMAT_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _FORMATS)
+
+
+def matmul_format(name: str, input_types: list[str] | None = None) -> str | None:
+    """The number format of a matmul's inputs, from recorded types or the kernel's name; or None."""
+    for text in (*(t for t in input_types or [] if t), name):
+        for known, pattern in _FORMAT_PATTERNS:
+            if pattern.search(text):
+                return known
+    return None

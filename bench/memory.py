@@ -1,0 +1,180 @@
+"""Where the memory goes: by kind over one step, and the allocator's own record of it."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bench.args import Args
+from bench.device import GIB, reset_peak_memory
+from bench.results import Memory, Result
+from bench.steps import StepLog
+
+# Events of the allocator's history that are kept, the latest ones; each is about 1 KiB.
+HISTORY = 200_000
+
+
+class MemoryReport:
+    """Looks at the last warm-up step and tells its memory by kind, into `result.memory`.
+
+    On a GPU the allocator's counters are read at the ends of its parts. A CPU has no such counters:
+    there the profiler lists what the step allocates, which takes seconds and is done on request
+    (--memory-snapshot).
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        log: StepLog,
+        args: Args,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ):
+        self.result, self.log = result, log
+        self.model, self.optimizer = model, optimizer
+        self.cuda = log.device.type == "cuda"
+        wanted = self.cuda or args.memory_snapshot
+        self.step = args.warmup_steps - 1 if wanted else -1
+
+    def before(self, step: int) -> None:
+        """Start looking, if this is the step."""
+        if step != self.step:
+            return
+        self.gradients = 0
+        self.draw_before = self.log.draw
+        self.meter = CudaMeter(self.log.device) if self.cuda else CpuMeter()
+        self.log.draw = self._part
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        if name == "optimizer":
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.gradients = n_bytes(grads)
+        with self.meter.part(name):
+            yield
+
+    def after(self, step: int) -> None:
+        """Fill the result, if this was the step."""
+        if step != self.step:
+            return
+        self.log.draw = self.draw_before
+        activations, rise = self.meter.read()
+        parameters, states = n_bytes(self.model.parameters()), 0
+        if self.optimizer is not None:
+            tensors = (t for state in self.optimizer.state.values() for t in state.values())
+            states = n_bytes(t for t in tensors if isinstance(t, Tensor))
+        lasting = parameters + states
+        peak = lasting + rise if self.meter.start is None else self.meter.start + rise
+        workspace = peak - lasting - max(activations, self.gradients)
+        self.result.memory = Memory(
+            step=step,
+            parameters_gib=parameters / GIB,
+            gradients_gib=self.gradients / GIB,
+            optimizer_gib=states / GIB,
+            activations_gib=activations / GIB,
+            workspace_gib=workspace / GIB,
+            peak_gib=peak / GIB,
+        )
+
+
+def n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors on this rank; of a sharded one its own shard."""
+    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+class CudaMeter:
+    """What one step adds to the allocator's count of bytes in tensors."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        reset_peak_memory(device)
+        self.start = torch.cuda.memory_allocated(device)
+        self.activations = None
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the step; the first forward pass is the one that counts."""
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        if name == "forward" and self.activations is None:
+            self.activations = torch.cuda.memory_allocated(self.device) - before
+
+    def read(self) -> tuple[int, int]:
+        """Bytes that the forward pass left behind, and the highest count above the start."""
+        return self.activations or 0, torch.cuda.max_memory_allocated(self.device) - self.start
+
+
+class CpuMeter:
+    """The same on a CPU, from the profiler's list of allocations."""
+
+    start = None  # bytes from before the step are not on the list
+
+    def __init__(self):
+        quiet_profiler()
+        self.profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self.profiler.start()
+
+    @staticmethod
+    def part(name: str) -> contextlib.AbstractContextManager:
+        """A part of the step, as a range on the list."""
+        return torch.profiler.record_function(f"part:{name}")
+
+    def read(self) -> tuple[int, int]:
+        """As CudaMeter.read."""
+        self.profiler.stop()
+        roots = self.profiler.profiler.kineto_results.experimental_event_tree()
+        events = sorted(_flat(roots), key=lambda event: event.start_time_ns)
+        live = highest = 0
+        forward_end, before, activations = None, 0, None
+        for event in events:
+            if forward_end and activations is None and event.start_time_ns >= forward_end:
+                activations = live - before
+            if event.name == "[memory]":
+                live += event.extra_fields.alloc_size
+                highest = max(highest, live)
+            elif event.name == "part:forward" and forward_end is None:
+                forward_end, before = event.end_time_ns, live
+        return live - before if activations is None else activations, highest
+
+
+def _flat(events) -> Iterator:
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def quiet_profiler() -> None:
+    """Keep Kineto's own messages off the screen; it reads this when it is first used."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+class AllocatorRecord:
+    """The CUDA allocator's record in a pickle for PyTorch's memory viewer (pytorch.org/memory_viz).
+
+    With `history` from now until `stop`, every allocation with its stack. In any case, when memory runs
+    out, what is allocated at that moment (and the history, while it is kept).
+    """
+
+    def __init__(self, path: Path, history: bool):
+        self.path, self.history = path, history
+        if history:
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
+
+    def _on_out_of_memory(self, device, size, allocated, freed) -> None:
+        with contextlib.suppress(Exception):  # what is being reported matters more
+            torch.cuda.memory._dump_snapshot(str(self.path))
+
+    def stop(self) -> None:
+        """Write the history and end it."""
+        if self.history:
+            self.history = False
+            torch.cuda.memory._dump_snapshot(str(self.path))
+            torch.cuda.memory._record_memory_history(enabled=None)

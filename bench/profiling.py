@@ -1,0 +1,251 @@
+"""Capturing some steps: torch.profiler's traces, or the range between cudaProfilerStart and -Stop.
+
+A watcher's `before` and `after` are called around every step; what it needs lives only from the first
+step it looks at to the last, so that other steps cost nothing.
+"""
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerAction, ProfilerActivity
+
+from bench.args import Args, captured_steps, window_end
+from bench.breakdown import break_down
+from bench.device import synchronize
+from bench.errors import UsageError
+from bench.memory import quiet_profiler
+from bench.metrics import matmul_work
+from bench.results import Profile
+from bench.run import Run
+from bench.trace import read_trace
+from model.transformer import Transformer
+
+Draw = Callable[[str], contextlib.AbstractContextManager]
+
+
+def check_capture(args: Args, device: torch.device) -> None:
+    """Refuse what only a GPU has."""
+    if args.nsys_start is not None and device.type != "cuda":
+        raise UsageError(
+            "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
+        )
+
+
+def build_capture(run: Run, args: Args, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
+    """The watchers that the run's flags ask for: none or one."""
+    if args.profile:
+        return [TorchCapture(run, args, model)]
+    return [NsysCapture(run, args, model)] if captured_steps(args) else []
+
+
+class TorchCapture:
+    """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it.
+
+    Tracing is on two steps before the first one that is kept, since starting it takes time.
+    """
+
+    WARMUP = 2
+
+    def __init__(self, run: Run, args: Args, model: nn.Module):
+        self.run, self.args, self.model = run, args, model
+        self.steps = captured_steps(args)
+        self.first = max(0, self.steps.start - self.WARMUP)
+        self.directory = run.directory / "trace"
+
+    def before(self, step: int) -> None:
+        """Start tracing in time; the captured steps begin with an idle device."""
+        if step == self.first:
+            self._start()
+        if step == self.steps.start:
+            synchronize(self.run.device)
+            self.ranges = draw_ranges(self.run, self.model, torch.profiler.record_function)
+
+    def _start(self) -> None:
+        quiet_profiler()
+        activities = [ProfilerActivity.CPU]
+        if self.run.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=self._action,
+            record_shapes=self.args.profile_shapes,
+            with_stack=self.args.profile_stacks,
+            # Without it the stacks are in the trace but not in what export_stacks reads.
+            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
+            if self.args.profile_stacks
+            else None,
+            acc_events=True,
+        )
+        self.profiler.step_num = self.first  # the trace counts steps as the run does
+        self.profiler.current_action = self._action(self.first)
+        self.profiler.start()
+
+    def _action(self, step: int) -> ProfilerAction:
+        if step not in self.steps:
+            return ProfilerAction.WARMUP if step < self.steps.start else ProfilerAction.NONE
+        last = step == self.steps[-1]
+        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
+
+    def after(self, step: int) -> None:
+        """End the step in the trace, and after the last captured one write everything."""
+        if not self.first <= step < self.steps.stop:
+            return
+        last = step == self.steps[-1]
+        if last:
+            synchronize(self.run.device)
+            self.ranges.close()
+        self.profiler.step()
+        if last:
+            self.profiler.stop()
+            self._write()
+            self.run.log.start()
+
+    def _write(self) -> None:
+        self.directory.mkdir(exist_ok=True, parents=True)
+        # The name that TensorBoard's profiler plugin looks for.
+        path = self.directory / f"rank{self.run.ranks.rank}.pt.trace.json.gz"
+        self.profiler.export_chrome_trace(str(path))
+        if self.args.profile_stacks:
+            metric = (
+                "self_cuda_time_total" if self.run.device.type == "cuda" else "self_cpu_time_total"
+            )
+            self.profiler.export_stacks(
+                str(path.with_name(f"rank{self.run.ranks.rank}.stacks")), metric
+            )
+        if self.run.ranks.main:
+            self.run.result.profile = self._breakdown(path)
+
+    def _breakdown(self, path: Path) -> Profile:
+        flops, ideal_s = matmul_work(self.run.result, self.run.config)
+        b = break_down(read_trace(path), flops)
+        gaps = b.host_gaps
+        return Profile(
+            first_step=self.steps.start,
+            n_steps=b.n_steps,
+            in_window=in_window(self.args),
+            step_time_s=b.step_time_s,
+            classes_s=b.classes,
+            communication_overlapped_s=b.communication_overlapped_s,
+            host_gaps=gaps and gaps.count,
+            host_gaps_s=gaps and gaps.time_s,
+            longest_host_gap_s=gaps and gaps.longest_s,
+            host_gaps_by_part_s=gaps.by_part if gaps else {},
+            costliest=[
+                {"name": c.name, "kind": c.kind, "calls": c.calls, "time_s": c.time_s}
+                for c in b.costliest
+            ],
+            matmul_flops=b.matmul_flops,
+            matmul_tflops=b.matmul_tflops,
+            matmul_roof_fraction=ideal_s and b.matmul_s and ideal_s / b.matmul_s,
+        )
+
+
+class NsysCapture:
+    """The steps between cudaProfilerStart and -Stop, with the parts and blocks as NVTX ranges.
+
+    For `nsys profile -c cudaProfilerApi`. On AMD the ranges are roctx', and rocprofv3 is told by
+    roctxProfilerResume and -Pause (`rocprofv3 --selected-regions`).
+    """
+
+    def __init__(self, run: Run, args: Args, model: nn.Module):
+        self.run, self.model, self.steps = run, model, captured_steps(args)
+
+    def before(self, step: int) -> None:
+        """Start before the first step, with an idle device."""
+        if step == self.steps.start:
+            synchronize(self.run.device)
+            _profiler_api(start=True)
+            self.ranges = draw_ranges(self.run, self.model, torch.cuda.nvtx.range)
+        if step in self.steps:
+            torch.cuda.nvtx.range_push(f"step {step}")
+
+    def after(self, step: int) -> None:
+        """Stop after the last."""
+        if step in self.steps:
+            torch.cuda.nvtx.range_pop()
+        if step == self.steps[-1]:
+            synchronize(self.run.device)
+            self.ranges.close()
+            _profiler_api(start=False)
+            self.run.log.start()
+
+
+def _profiler_api(start: bool) -> None:
+    if torch.version.hip:
+        roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+        (roctx.roctxProfilerResume if start else roctx.roctxProfilerPause)(0)
+    elif start:
+        torch.cuda.profiler.start()
+    else:
+        torch.cuda.profiler.stop()
+
+
+def in_window(args: Args) -> bool:
+    """Whether captured steps, or those that tracing warms up in, are among the measured ones."""
+    steps = captured_steps(args)
+    first = steps.start - TorchCapture.WARMUP if args.profile else steps.start
+    return bool(steps) and first < window_end(args) and steps.stop > args.warmup_steps
+
+
+def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
+    """Draw the parts of a step, each block's forward and backward, and the loss; close() ends it."""
+    stack = contextlib.ExitStack()
+    run.log.draw = draw
+    stack.callback(setattr, run.log, "draw", contextlib.nullcontext)
+    transformer = next(m for m in model.modules() if isinstance(m, Transformer))
+    for i, block in enumerate(transformer.blocks):
+        _draw_forward(stack, block, f"blocks.{i}", draw)
+    _draw_forward(stack, transformer.loss, "loss", draw)
+    _draw_backward(stack, transformer, draw)
+    return stack
+
+
+def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, draw: Draw) -> None:
+    ranges = []
+
+    def enter(module, args):
+        ranges.append(draw(name))
+        ranges[-1].__enter__()
+
+    def leave(module, args, output):
+        ranges.pop().__exit__(None, None, None)
+
+    stack.enter_context(_removed(module.register_forward_pre_hook(enter)))
+    stack.enter_context(_removed(module.register_forward_hook(leave)))
+
+
+def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: Draw) -> None:
+    """A block's backward lasts from its output's gradient to its input's, the block before's output."""
+    running = []
+
+    def switch(name: str | None) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)
+        if name:
+            running.append(draw(name))
+            running[-1].__enter__()
+
+    def watch(tensor, name: str | None) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: switch(name))
+
+    blocks = list(transformer.blocks)
+    first = blocks[0].register_forward_pre_hook(lambda module, args: watch(args[0], None))
+    stack.enter_context(_removed(first))
+    for i, block in enumerate(blocks):
+        hook = block.register_forward_hook(
+            lambda module, args, output, i=i: watch(output, f"blocks.{i} backward")
+        )
+        stack.enter_context(_removed(hook))
+
+
+@contextlib.contextmanager
+def _removed(handle):
+    try:
+        yield
+    finally:
+        handle.remove()

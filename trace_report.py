@@ -1,0 +1,162 @@
+"""Where the time of a traced step went, from a stored trace; with two traces, what got slower.
+
+    python trace_report.py runs/RUN/trace/rank0.pt.trace.json.gz
+    python trace_report.py BEFORE.json.gz AFTER.json.gz
+
+Reads traces of torch.profiler, ours and those of any other PyTorch program, of CPU, CUDA and ROCm.
+Needs no torch and no GPU.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.breakdown import Breakdown, break_down
+from bench.command_line import parse_dataclass
+from bench.errors import UsageError
+from bench.trace import Trace, read_trace
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportArgs:
+    """Say where the time of a traced step went, and what changed between two traces."""
+
+    traces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TRACE [TRACE]"), tyro.conf.Positional]
+    """One trace, or two to compare: .json or .json.gz."""
+
+    json: bool = False
+    """Print JSON in place of tables."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Report, and return the exit code: 0, or 2 for what cannot be read."""
+    try:
+        args = parse_dataclass(ReportArgs, argv, "trace_report.py")
+        if len(args.traces) not in (1, 2):
+            raise UsageError(f"{len(args.traces)} traces: give one, or two to compare")
+        read = [read_trace(path) for path in args.traces]
+        found = [break_down(trace, flops_of_run(trace.path)) for trace in read]
+    except UsageError as error:
+        print(f"trace_report.py: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps([as_json(t, b) for t, b in zip(read, found, strict=True)], indent=1))
+        return 0
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if len(found) == 1:
+        print_one(console, read[0], found[0])
+    else:
+        print_change(console, read, found)
+    return 0
+
+
+def flops_of_run(path: str) -> float | None:
+    """FLOPs of a step's matmuls, where the trace lies in the directory of a run of ours."""
+    file = Path(path).resolve().parent.parent / "result.json"
+    try:
+        profile = json.loads(file.read_text(encoding="utf-8"))["profile"]
+        return profile["matmul_flops"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def as_json(trace: Trace, b: Breakdown) -> dict:
+    """The breakdown as plain data."""
+    return (
+        {"trace": trace.path, "device": trace.device_name}
+        | dataclasses.asdict(b)
+        | {"matmul_tflops": b.matmul_tflops}
+    )
+
+
+def print_one(console: Console, trace: Trace, b: Breakdown) -> None:
+    """The tables of one trace."""
+    steps = f"{b.n_steps} steps" if trace.steps else "no marked steps: taken as one"
+    console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
+    table = _table("class", "ms a step", "share")
+    for name, seconds in b.classes.items():
+        table.add_row(name, _ms(seconds), f"{seconds / b.step_time_s:.1%}")
+    table.add_row("step", _ms(b.step_time_s), "100.0%")
+    console.print(table)
+    for line in remarks(b):
+        console.print(line)
+    table = _table("costliest", "class", "calls a step", "ms a step")
+    for c in b.costliest:
+        table.add_row(_short(c.name), c.kind, f"{c.calls:.4g}", _ms(c.time_s))
+    console.print(table)
+
+
+def remarks(b: Breakdown) -> list[str]:
+    """What the table of classes does not say: communication, gaps, the rate of the matmuls."""
+    lines = []
+    exposed = b.classes.get("communication", 0.0)
+    if exposed or b.communication_overlapped_s:
+        lines.append(
+            f"communication: {_ms(exposed)} ms exposed, {_ms(b.communication_overlapped_s)} ms "
+            "behind computation"
+        )
+    if b.host_gaps and b.host_gaps.count:
+        g = b.host_gaps
+        where = ", ".join(f"{part} {_ms(s)}" for part, s in g.by_part.items())
+        lines.append(
+            f"the GPU waited for the host in {g.count:.4g} gaps, {_ms(g.time_s)} ms in all, "
+            f"{_ms(g.longest_s)} ms the longest ({where})"
+        )
+    if b.matmul_tflops:
+        lines.append(f"matmuls: {b.matmul_tflops:.4g} TFLOP/s while they run")
+    return lines
+
+
+def print_change(console: Console, traces: list[Trace], found: list[Breakdown]) -> None:
+    """What two traces differ in, by class and by kernel, the largest loss first."""
+    before, after = found
+    for which, trace in zip(("before", "after"), traces, strict=True):
+        console.print(f"{which}: {trace.path}: {trace.device_name or 'device not named'}")
+    rows = changes(before.classes, after.classes)
+    table = _table("class", "before, ms", "after, ms", "change, ms", "change")
+    for name, a, b in [*rows, ("step", before.step_time_s, after.step_time_s)]:
+        table.add_row(
+            name, _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}", f"{b / a - 1:+.1%}" if a else "new"
+        )
+    console.print(table)
+    kernels = changes(
+        {c.name: c.time_s for c in before.kernels}, {c.name: c.time_s for c in after.kernels}
+    )
+    table = _table("kernel", "before, ms", "after, ms", "change, ms")
+    for name, a, b in kernels[:10]:
+        table.add_row(_short(name), _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}")
+    console.print(table)
+
+
+def changes(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float, float]]:
+    """Name, value before and after, by how much it grew."""
+    names = [*before, *(name for name in after if name not in before)]
+    rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
+    return sorted(rows, key=lambda row: row[1] - row[2])
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.MARKDOWN)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 or column == "class" else "right")
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f}"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:77]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
