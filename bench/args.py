@@ -186,6 +186,10 @@ def parse_sac_freq(text: str | None) -> tuple[int, int] | None:
     return q, p
 
 
+# Steps before the first captured one in which tracing is on already: what it costs at first is over.
+PROFILER_WARMUP = 2
+
+
 def window_end(args: Args) -> int:
     """Steps until the measured window closes: warm-up and measured ones."""
     return args.warmup_steps + args.n_steps
@@ -195,12 +199,18 @@ def captured_steps(args: Args) -> range:
     """The steps that --profile or --nsys-start captures, counted from 0; empty without."""
     if args.profile:
         start = args.profile_start
-        # Two steps between: tracing is on in them already, and what that costs at first is over.
-        start = window_end(args) + 2 if start is None else start
+        start = window_end(args) + PROFILER_WARMUP if start is None else start
         return range(start, start + args.profile_steps)
     if args.nsys_start is not None and args.nsys_end is not None:
         return range(args.nsys_start, args.nsys_end)
     return range(0)
+
+
+def in_window(args: Args) -> bool:
+    """Whether a profiler is on, warming up or capturing, in some of the measured steps."""
+    steps = captured_steps(args)
+    first = steps.start - PROFILER_WARMUP if args.profile else steps.start
+    return bool(steps) and first < window_end(args) and steps.stop > args.warmup_steps
 
 
 def total_steps(args: Args) -> int:

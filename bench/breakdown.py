@@ -6,6 +6,7 @@ belongs to the operator that runs on the training thread, or to the host (Python
 """
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -200,7 +201,7 @@ def _recorded_flops(trace: Trace, matmuls: list[Span]) -> float | None:
 def matmul_flops_of(dims: list | None) -> float | None:
     """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
     shapes = [d for d in dims or [] if isinstance(d, list) and len(d) >= 2]
-    for a, b in zip(shapes, shapes[1:], strict=False):
+    for a, b in itertools.pairwise(shapes):
         if a[-1] == b[-2] and a[:-2] == b[:-2]:
             return 2.0 * math.prod(a) * b[-1]
     return None

@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from bench.args import Args, captured_steps, parse_sac_freq, window_end
+from bench.args import PROFILER_WARMUP, Args, captured_steps, parse_sac_freq, window_end
 from bench.combinations import GRAPH_MODES, combination_of, refusal
 from bench.errors import UsageError
 
@@ -62,6 +62,8 @@ def check_args(args: Args) -> None:
 
 
 def _check_capture(args: Args) -> None:
+    if args.memory_snapshot and not args.warmup_steps:
+        raise UsageError("--memory-snapshot looks at the warm-up; use --warmup-steps 1 or more")
     if not args.profile:
         names = ("profile_start", "profile_steps", "profile_shapes", "profile_stacks")
         if wrong := _changed(args, names):
@@ -79,7 +81,7 @@ def _check_capture(args: Args) -> None:
             )
         if args.profile:
             raise UsageError("--nsys-start: two profilers disturb each other; leave out --profile")
-    steps, latest = captured_steps(args), window_end(args) + 2
+    steps, latest = captured_steps(args), window_end(args) + PROFILER_WARMUP
     if steps and steps.start > latest:
         flag = "profile-start" if args.profile else "nsys-start"
         raise UsageError(

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.results import Profile, Result
+from bench.results import DeviceUse, Profile, Result
 from bench.stepfile import Step
 
 
@@ -183,6 +183,9 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         )
     if m.energy_j:
         rows.append(("energy", f"{m.average_power_w:.0f} W, {m.tokens_per_joule:.2f} tokens/J"))
+    for d in result.devices:
+        if d.sm_clock_mean_mhz is not None:
+            rows.append((f"rank {d.rank}: clock, power, temperature", _device_row(d)))
     rows.append(
         ("loss: first, last", f"{_number(m.first_loss, '.4f')}, {_number(m.final_loss, '.4f')}")
     )
@@ -191,6 +194,15 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
             ("validation loss: before, after", f"{m.val_loss_before:.4f}, {m.val_loss:.4f}")
         )
     return rows
+
+
+def _device_row(d: DeviceUse) -> str:
+    text = f"{d.sm_clock_mean_mhz:,.0f} of {_number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
+    text += f"{_number(d.average_power_w, '.0f')} (peak {_number(d.peak_power_w, '.0f')}) of "
+    text += f"{_number(d.power_limit_w, '.0f')} W, {_number(d.temperature_max_c, '.0f')} C"
+    held = ", ".join(f"{why} {part:.0%}" for why, part in (d.throttled or {}).items())
+    text += f", HELD DOWN: {held}" if held else ""
+    return f"{text}, SHARED" if d.other_processes else text
 
 
 def _pair(metrics, name: str, form: str) -> str:

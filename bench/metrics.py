@@ -11,7 +11,7 @@ from bench.flops import (
     linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.results import RankInfo, Result
+from bench.results import DeviceUse, RankInfo, Result
 from bench.statistics import describe
 from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
@@ -25,25 +25,24 @@ class RankTimes:
     host: str
     step_times_s: list[float]
     part_means_s: dict[str, float]
-    joules: float | None
+    device: DeviceUse
     memory: dict[str, float | int | None]
 
     @classmethod
-    def of(cls, rank: int, measured: list[Step], joules: float | None, memory: dict) -> Self:
+    def of(cls, rank: int, measured: list[Step], device: DeviceUse, memory: dict) -> Self:
         """From this rank's measured steps."""
         means = {
             part: sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
             for part in PARTS
         }
         times = [s.step_time_s for s in measured]
-        return cls(rank, platform.node(), times, means, joules, memory)
+        return cls(rank, platform.node(), times, means, device, memory)
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     """Per-rank times, the slowest rank, energy and memory over all ranks, into `result`."""
     m = result.metrics
-    joules = [r.joules for r in ranks]
-    m.energy_j = None if None in joules or not sum(joules) else sum(joules)
+    fill_device_metrics(result, [r.device for r in ranks])
     for key in ranks[0].memory:
         values = [r.memory[key] for r in ranks if r.memory[key] is not None]
         setattr(m, key, max(values) if values else None)
@@ -68,6 +67,35 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
     m.slowest_rank = own.index(max(own))
     m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
+
+
+# Less than this part of the window is a sample's chance.
+HELD_DOWN = 0.01
+
+
+def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
+    """Energy over all devices, and whether clocks or company spoilt the window, into `result`."""
+    m = result.metrics
+    result.devices = devices
+    joules = [d.energy_j for d in devices]
+    m.energy_j = None if None in joules or not sum(joules) else sum(joules)
+    held = {d.rank: d.throttled for d in devices if d.throttled is not None}
+    if held:
+        worst = {
+            rank: {why: part for why, part in parts.items() if part >= HELD_DOWN}
+            for rank, parts in held.items()
+        }
+        m.clocks_held_down = any(worst.values())
+        for rank, parts in worst.items():
+            if parts:
+                reasons = ", ".join(f"{why} {part:.0%}" for why, part in parts.items())
+                result.notes.append(f"rank {rank}: clocks were held down in the window: {reasons}")
+    company = {d.rank: d.other_processes for d in devices if d.other_processes is not None}
+    if company:
+        m.device_shared = any(company.values())
+        for rank, n in company.items():
+            if n:
+                result.notes.append(f"rank {rank}: {n} other process(es) used its GPU")
 
 
 def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) -> None:

@@ -1,77 +1,136 @@
-"""Energy over the measured window, from the hardware's own counters; never TDP x time."""
+"""Energy, clocks and temperature of this rank's device over the measured window.
+
+Energy is from the hardware's own counter, never TDP x time.
+"""
 
 import contextlib
-from pathlib import Path
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 
 import torch
 
-RAPL = Path("/sys/class/powercap")
+from bench.results import DeviceUse
+from bench.sensors import RaplSensor, Sample, Sensor
 
 
-class EnergyMeter:
-    """Joules between begin() and end(), or None with the reason in `source`."""
+class PowerMeter:
+    """Looks at a device between begin() and end(); what cannot be read is None, with the reason in
+    `source`.
+
+    A thread takes samples; its queries are C calls that let the training thread run.
+    """
+
+    GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
 
     def __init__(self, device: torch.device):
         self.source = "none"
-        self.read = None
+        self.sensor: Sensor | None = None
+        self.interval = self.CPU_INTERVAL_S if device.type == "cpu" else self.GPU_INTERVAL_S
         try:
-            if device.type == "cpu":
-                self.read, self.source = _rapl()
-            elif torch.version.hip:
-                self.read, self.source = _amd(device)
-            else:
-                self.read, self.source = _nvml(device)
+            self.sensor = find_sensor(device)
+            self.source = self.sensor.source
         except ImportError as error:
-            self.source = f"none: {error.name} is not installed "
+            self.source = f"none: {error.name} is not installed"
         except Exception as error:  # a driver without the counter must not end the run
             self.source = f"none: {type(error).__name__}: {error}".splitlines()[0]
+        self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        self.start = None
-        with contextlib.suppress(Exception):
-            self.start = self.read() if self.read else None
+        """Start; the device is idle."""
+        self.start_s = time.perf_counter()
+        if self.sensor is None:
+            return
+        self.samples: list[Sample] = []
+        self.others = self._ask(self.sensor.other_processes)
+        self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._take_samples, daemon=True)
+        self.thread.start()
+        self.joules = self._ask(self.sensor.joules)
 
-    def end(self) -> float | None:
-        """Joules since begin()."""
-        if self.start is None:
-            return None
+    def _take_samples(self) -> None:
+        while not self.stop.wait(self.interval):
+            if (sample := self._ask(self.sensor.sample)) is not None:
+                self.samples.append(sample)
+
+    @staticmethod
+    def _ask(query: Callable):
+        """A driver's answer; whatever goes wrong in one must not end the run."""
         with contextlib.suppress(Exception):
-            joules = self.read() - self.start
-            return joules if joules > 0 else None  # the counter wrapped, or did not move
+            return query()
         return None
 
+    def end(self, rank: int) -> DeviceUse:
+        """What was seen since begin()."""
+        seconds = time.perf_counter() - self.start_s
+        if self.sensor is None:
+            return DeviceUse(rank=rank)
+        now = self._ask(self.sensor.joules)
+        self.close()
+        used = now - self.joules if now is not None and self.joules is not None else 0.0
+        joules = used if used > 0 else None  # a counter that did not move is none
+        others = [n for n in (self.others, self._ask(self.sensor.other_processes)) if n is not None]
+        power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
 
-def _nvml(device: torch.device):
-    import pynvml
+        def seen(field: str) -> list[float]:
+            values = (getattr(sample, field) for sample in self.samples)
+            return [value for value in values if value is not None]
 
-    pynvml.nvmlInit()
-    # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-    pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3, "NVML energy counter"
+        clocks, memory_clocks = seen("sm_clock_mhz"), seen("memory_clock_mhz")
+        return DeviceUse(
+            rank=rank,
+            energy_j=joules,
+            average_power_w=joules and joules / seconds,
+            peak_power_w=max(seen("power_w"), default=None),
+            power_limit_w=power_limit,
+            sm_clock_mean_mhz=statistics.fmean(clocks) if clocks else None,
+            sm_clock_min_mhz=min(clocks, default=None),
+            sm_clock_limit_mhz=clock_limit,
+            memory_clock_mean_mhz=statistics.fmean(memory_clocks) if memory_clocks else None,
+            temperature_max_c=max(seen("temperature_c"), default=None),
+            n_samples=len(self.samples),
+            throttled=self._throttled(),
+            other_processes=max(others, default=None),
+        )
+
+    def _throttled(self) -> dict[str, float] | None:
+        """The part of the window in which each reason held the clocks down; None if nothing tells.
+
+        By the device's own counters where it has them, which miss nothing, else by the samples.
+        """
+        sampled = [s.reasons for s in self.samples if s.reasons is not None]
+        counted = Counter(reason for reasons in sampled for reason in reasons)
+        parts = {reason: n / len(sampled) for reason, n in counted.items()}
+        begin, before = self.counters
+        end, after = self._ask(self.sensor.throttle_counters) or (0.0, {})
+        usable = {r for r in before if r in after and end > begin}
+        for reason in usable:
+            part = (after[reason] - before[reason]) / (end - begin)
+            if 0 <= part <= 1.05:
+                parts[reason] = min(1.0, part)
+        if not sampled and not usable:
+            return None
+        return {reason: part for reason, part in sorted(parts.items()) if part > 0}
+
+    def close(self) -> None:
+        """Stop sampling."""
+        if self.thread is not None:
+            self.stop.set()
+            self.thread.join()
+            self.thread = None
 
 
-def _amd(device: torch.device):
-    import amdsmi
+def find_sensor(device: torch.device) -> Sensor:
+    """The sensor of a device; raises whatever says why there is none."""
+    if device.type == "cpu":
+        return RaplSensor()
+    if torch.version.hip:
+        from bench.amd import AmdSensor
 
-    amdsmi.amdsmi_init()
-    properties = torch.cuda.get_device_properties(device)
-    bdf = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    handle = amdsmi.amdsmi_get_processor_handle_from_bdf(bdf)
+        return AmdSensor(device)
+    from bench.nvidia import NvidiaSensor
 
-    def joules() -> float:
-        count = amdsmi.amdsmi_get_energy_count(handle)
-        return count["energy_accumulator"] * count["counter_resolution"] / 1e6
-
-    joules()
-    return joules, "AMD SMI energy counter"
-
-
-def _rapl():
-    counters = [p / "energy_uj" for p in sorted(RAPL.glob("intel-rapl:?"))]
-    if not counters:
-        return None, "none: this machine shows no RAPL counters"
-    for counter in counters:
-        counter.read_text()
-    return lambda: sum(int(c.read_text()) for c in counters) / 1e6, "RAPL packages, whole machine"
+    return NvidiaSensor(device)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from bench.args import Args, captured_steps, window_end
+from bench.args import PROFILER_WARMUP, Args, captured_steps, in_window
 from bench.breakdown import break_down
 from bench.device import synchronize
 from bench.errors import UsageError
@@ -48,12 +48,10 @@ class TorchCapture:
     Tracing is on two steps before the first one that is kept, since starting it takes time.
     """
 
-    WARMUP = 2
-
     def __init__(self, run: Run, args: Args, model: nn.Module):
         self.run, self.args, self.model = run, args, model
         self.steps = captured_steps(args)
-        self.first = max(0, self.steps.start - self.WARMUP)
+        self.first = max(0, self.steps.start - PROFILER_WARMUP)
         self.directory = run.directory / "trace"
 
     def before(self, step: int) -> None:
@@ -182,13 +180,6 @@ def _profiler_api(start: bool) -> None:
         torch.cuda.profiler.start()
     else:
         torch.cuda.profiler.stop()
-
-
-def in_window(args: Args) -> bool:
-    """Whether captured steps, or those that tracing warms up in, are among the measured ones."""
-    steps = captured_steps(args)
-    first = steps.start - TorchCapture.WARMUP if args.profile else steps.start
-    return bool(steps) and first < window_end(args) and steps.stop > args.warmup_steps
 
 
 def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:

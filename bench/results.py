@@ -90,6 +90,24 @@ class RankInfo(Strict):
     peak_memory_gib: float | None
 
 
+class DeviceUse(Strict):
+    """Power, clocks and company of one rank's device over the window; None where it does not say."""
+
+    rank: int
+    energy_j: float | None = None
+    average_power_w: float | None = None
+    peak_power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mean_mhz: float | None = None
+    sm_clock_min_mhz: float | None = None
+    sm_clock_limit_mhz: float | None = None
+    memory_clock_mean_mhz: float | None = None
+    temperature_max_c: float | None = None
+    n_samples: int = 0
+    throttled: dict[str, float] | None = None
+    other_processes: int | None = None
+
+
 class Memory(Strict):
     """Memory of one step by kind, on rank 0."""
 
@@ -118,6 +136,7 @@ class Profile(Strict):
     n_steps: int
     in_window: bool
     step_time_s: float
+    slowdown: float | None = None
     classes_s: dict[str, float]
     communication_overlapped_s: float
     host_gaps: float | None
@@ -182,6 +201,8 @@ class Metrics(Strict):
     average_power_w: float | None = None
     tokens_per_joule: float | None = None
     usd_per_million_tokens: float | None = None
+    clocks_held_down: bool | None = None
+    device_shared: bool | None = None
     first_loss: float | None = None
     final_loss: float | None = None
     skipped_steps: int | None = None
@@ -213,6 +234,7 @@ class Result(Strict):
     step_times_s: list[float] = []
     warmup_step_times_s: list[float] = []
     ranks: list[RankInfo] = []
+    devices: list[DeviceUse] = []
 
 
 class ResultFile:

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from bench import dist
-from bench.args import Args, total_steps
+from bench.args import Args, captured_steps, in_window, total_steps
 from bench.combinations import GRAPH_MODES
 from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
@@ -26,8 +26,9 @@ from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token, linear_parameters
 from bench.fp8 import Fp8
 from bench.hardware import find_peaks, find_roof
+from bench.memory import AllocatorRecord
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
-from bench.power import EnergyMeter
+from bench.power import PowerMeter
 from bench.precision import LossScaler
 from bench.results import Batch, Device, ModelInfo, Result, ResultFile
 from bench.stepfile import StepsFile
@@ -106,6 +107,13 @@ class Run:
             )
         if self.fp8.info and self.fp8.info.emulated:
             self.result.notes.append("FP8 was emulated: the figures say nothing of FP8's speed")
+        if args.memory_snapshot and device.type == "cpu":
+            self.result.notes.append(
+                "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
+            )
+        if captured_steps(args):
+            where = "inside" if in_window(args) else "after"
+            self.result.notes.append(f"a profiler looked at steps {where} the measured window")
         if config.unknown_keys:
             keys = ", ".join(config.unknown_keys)
             self.result.notes.append(f"{config.path}: keys nobody here knows are ignored: {keys}")
@@ -122,7 +130,11 @@ class Run:
             raise UsageError(problem)
         self.started = time.perf_counter()
         self.log = StepLog(self.device, total_steps(self.args), sinks)
-        self.energy = EnergyMeter(self.device)
+        self.power = PowerMeter(self.device)
+        self.allocator = None
+        if self.device.type == "cuda":
+            name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
+            self.allocator = AllocatorRecord(self.directory / name, self.args.memory_snapshot)
         reset_peak_memory(self.device)
         if self.ranks.main:
             self.file.write(self.result)
@@ -157,6 +169,7 @@ class Run:
                     lambda: peak_memory(self.device),
                 )
             )
+            sinks[-1].describe(self.result)
         return sinks
 
     def set_traffic(self, moved: dict[str, int]) -> None:
@@ -169,11 +182,13 @@ class Run:
         warmup = sum(s.step_time_s for s in self.log.steps)
         self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
         self.compiled_before = compile_counts()
-        self.energy.begin()
+        if self.allocator:
+            self.allocator.stop()
+        self.power.begin()
 
     def end_window(self) -> None:
         """The measured window has ended; the device is idle. With several ranks all must come here."""
-        joules = self.energy.end()
+        device = self.power.end(self.ranks.rank)
         self.log.drain()
         m, before, after = self.result.metrics, self.compiled_before, compile_counts()
         spent = after.seconds - before.seconds
@@ -185,14 +200,16 @@ class Run:
                 f"torch.compile worked for {m.window_compile_s:.1f} s ({again} recompilations) inside "
                 "the window: the figures are not those of a steady run; use more --warmup-steps"
             )
-        if self.device.type == "cpu" and self.ranks.local_rank:
-            joules = 0.0  # the counter is the whole machine's; its first rank speaks for all
+        if self.device.type == "cpu" and self.ranks.local_rank and device.energy_j is not None:
+            # The counter is the whole machine's; its first rank speaks for all.
+            device = device.model_copy(update={"energy_j": 0.0, "average_power_w": None})
         measured = self.log.of_phase("measure")
-        times = RankTimes.of(self.ranks.rank, measured, joules, peak_memory(self.device))
+        times = RankTimes.of(self.ranks.rank, measured, device, peak_memory(self.device))
         fill_rank_metrics(self.result, dist.gather(self.ranks, times))
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         with _signals_ignored():
+            self.power.close()
             if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
                 self._write_rank_error(error)
             if self.ranks.main:
@@ -205,11 +222,13 @@ class Run:
             self.log.drain()
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
         fill_flop_metrics(r, self.config)
-        m.energy_source = self.energy.source
+        m.energy_source = self.power.source
         if self.args.pt_compile:
             counts = compile_counts()
             m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
             m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, counts.recompilations
+        if r.profile and m.step_time_median_s:
+            r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
         if self.scaler is not None:
             with contextlib.suppress(Exception):  # the device may be what failed
                 m.skipped_steps = int(self.scaler.skipped)
@@ -219,6 +238,9 @@ class Run:
                     setattr(m, key, value)
         r.ended_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         for sink in self.log.sinks:
+            with contextlib.suppress(Exception):
+                if isinstance(sink, TensorBoardFile):
+                    sink.conclude(r)
             with contextlib.suppress(Exception):
                 sink.close()
         self.file.write(r, last=True)

@@ -1,5 +1,7 @@
-"""TensorBoard scalars, one event a step."""
+"""TensorBoard: scalars of each step, what ran as text, and hparams with the final metrics."""
 
+import dataclasses
+import json
 import os
 import platform
 import time
@@ -10,7 +12,26 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from bench.args import Args
+from bench.results import Result
 from bench.stepfile import Step, finite
+
+# Those of bench/results.py that runs are compared by.
+FINAL_METRICS = (
+    "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "model_tflops_per_gpu", "mfu",
+    "hfu", "ideal_time_fraction", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib",
+    "average_power_w", "tokens_per_joule", "compile_s", "final_loss", "val_loss",
+)  # fmt: skip
+
+
+# Arguments that tell runs apart even at their defaults; of others only what was chosen is shown.
+ALWAYS = ("amp", "bsz", "seq_len", "grad_acc_steps", "pt_compile", "use_fp8", "sac_freq")
+
+
+def _cell(value) -> str:
+    """A value as a cell of a Markdown table."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", " ")
 
 
 class TensorBoardFile:
@@ -42,6 +63,7 @@ class TensorBoardFile:
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.n_devices, self.memory = n_devices, memory
         self.last_memory = 0.0
+        self.tokens = 0
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
@@ -69,8 +91,62 @@ class TensorBoardFile:
             for tag, value in scalars.items()
             if finite(value) is not None
         ]
-        event = Event(wall_time=time.time(), step=step.step, summary=Summary(value=values))
+        self.tokens += step.tokens
+        self._add(Summary(value=values), step.step)
+        by_tokens = {"by_tokens/loss": step.loss, "by_tokens/tokens_per_sec": rate}
+        values = [
+            Summary.Value(tag=tag, simple_value=value)
+            for tag, value in by_tokens.items()
+            if finite(value) is not None
+        ]
+        self._add(Summary(value=values), self.tokens)
+
+    def _add(self, summary: Summary, step: int = 0) -> None:
+        event = Event(wall_time=time.time(), step=step, summary=summary)
         self.records.write(event.SerializeToString())
+
+    def describe(self, result: Result) -> None:
+        """What is about to run, as text."""
+        from torch.utils.tensorboard.summary import (
+            text,
+        )  # takes a second, which --help need not wait
+
+        parts = {
+            "arguments": result.args,
+            "model": result.model.shape,
+            "device": result.device.model_dump(),
+            "environment": result.environment,
+        }
+        for name, content in parts.items():
+            rows = "\n".join(f"| {k} | {_cell(v)} |" for k, v in content.items())
+            self._add(text(f"run/{name}", f"| {name} | value |\n|---|---|\n{rows}"))
+        self.file.flush()
+
+    def conclude(self, result: Result) -> None:
+        """The arguments and the final metrics, for the HPARAMS tab, in which runs compare."""
+        from torch.utils.tensorboard.summary import hparams
+
+        defaults = {f.name: f.default for f in dataclasses.fields(Args)}
+        chosen = {k: v for k, v in result.args.items() if k in ALWAYS or v != defaults[k]}
+        given = chosen | {
+            "model": result.model.name,
+            "device": result.device.name,
+            "entrypoint": result.entrypoint,
+            "world_size": result.device.count,
+            "status": result.status,
+        }
+        known = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
+        final = result.metrics.model_dump()
+        metrics = {
+            f"final/{name}": float(final[name])
+            for name in FINAL_METRICS
+            if final[name] is not None and finite(final[name]) is not None
+        }
+        for summary in hparams(known, metrics):
+            self._add(summary)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
+        self._add(Summary(value=values))
+        self.file.flush()
 
     def close(self) -> None:
         """Close the file."""

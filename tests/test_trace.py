@@ -1,0 +1,264 @@
+"""Reading traces and breaking steps down: recorded CUDA and ROCm traces, and cases worked out by hand."""
+
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+
+import trace_report
+from bench.breakdown import break_down, matmul_flops_of, sweep, union
+from bench.errors import UsageError
+from bench.kernels import kernel_class, matmul_format, operator_class
+from bench.trace import read_trace
+from tests.helpers import ROOT
+
+TRACES = ROOT / "tests/traces"
+NAMES = [
+    ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matmul", "bf16"),
+    ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN", "matmul", "fp16"),
+    ("nvjet_sss_128x256_64x4_2x1_v_bz_coopA_TNN", "matmul", "fp32"),
+    ("nvjet_qqtst_192x192_128x4_1x2_h_bz_coopB_TNN", "matmul", "fp8"),
+    ("nvjet_rqsss_144x128_128x6_1x2_h_bz_coopA_algo2_TNN", "matmul", "fp8"),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_cublas", "matmul", "bf16"),
+    ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x64x64_cublas", "matmul", "fp8"),
+    ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x64x32_execute", "matmul", "fp32"),
+    ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128>", "matmul", "bf16"),
+    ("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_nn", "matmul", "fp16"),
+    ("ampere_sgemm_128x64_nn", "matmul", "fp32"),
+    ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1", "matmul", "bf16"),
+    ("Cijk_Alik_Bljk_HHS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1", "matmul", "fp16"),
+    ("Cijk_Ailk_Bljk_S_B_Bias_HA_S_SAV_UserArgs_MT16x16x128_MI16x16x1", "matmul", "fp32"),
+    ("Cijk_Alik_Bljk_SB_Bias_AS_SAV_UserArgs_MT64x16x32_MI16x16x1", "matmul", "fp32"),
+    ("Cijk_Alik_Bljk_F8BS_BH_Bias_SHB_HA_S_SAB_SAV_MT256x256x128", "matmul", "fp8"),
+    ("Cijk_Alik_Bljk_B8F8HS_BH_Bias_SHB_HA_S_SAB_SAV_MT256x256x128", "matmul", "fp8"),
+    ("triton_tem_fused_mm_3", "matmul", None),
+    ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnBwdSm90<>>", "attention"),
+    ("void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64>>", "attention"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7", "attention"),
+    ("attn_fwd", "attention"),
+    ("_ZN5aiter30fmha_bwd_hd128_bf16_causal_a32E", "attention"),
+    ("triton_tem_fused_flex_attention_0", "attention"),
+    ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+    ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+    ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long)", "communication"),
+    ("Memcpy DtoD (Device -> Device)", "copies"),
+    ("Memset (Device)", "copies"),
+    ("__amd_rocclr_copyBuffer", "copies"),
+    ("void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous_no_cast", "copies"),
+    ("triton_poi_fused__scaled_mm__to_copy_clone_div_lift_fresh_permute_0", "elementwise"),
+    ("triton_poi_fused__unsafe_view_mul_nll_loss_forward_pow_relu_threshold_backward_view_5",
+     "elementwise"),
+    ("triton_red_fused__log_softmax_div_mul_prepare_softmax_online_sigmoid_view_40", "loss"),
+    ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>", "loss"),
+    ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+     "optimizer"),
+    ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>", "elementwise"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
+     "elementwise"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NAMES, ids=lambda row: row[0][:60])
+def test_kernels_are_known_by_their_names(row):
+    name, kind, *form = row
+    assert kernel_class(name) == kind
+    if form:
+        assert matmul_format(name) == form[0]
+
+
+def test_recorded_types_go_before_names():
+    assert matmul_format("nvjet_tst_x", ["c10::Float8_e4m3fn", "c10::Float8_e4m3fn"]) == "fp8"
+    assert matmul_format("triton_tem_fused_mm_3", ["c10::Half", "c10::Half"]) == "fp16"
+
+
+def test_operators_of_a_cpu():
+    assert operator_class("aten::addmm") == "matmul"
+    assert operator_class("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
+    assert operator_class("gloo:all_reduce") == "communication"
+    assert operator_class("aten::view") is None and operator_class("aten::linear") is None
+    assert operator_class("aten::silu") == "elementwise"
+
+
+def test_sweep_by_hand():
+    """Computation hides communication, communication hides copies, and every moment counts once."""
+    spans = [
+        (0.0, 4.0, "matmul"), (3.0, 5.0, "elementwise"),  # at once: the one that began first
+        (2.0, 8.0, "communication"), (7.0, 9.0, "copies"), (10.0, 12.0, "matmul"),
+    ]  # fmt: skip
+    pieces = sweep(spans, 0.0, 14.0)
+    assert pieces == [
+        (0.0, 4.0, "matmul"), (4.0, 5.0, "elementwise"), (5.0, 8.0, "communication"),
+        (8.0, 9.0, "copies"), (9.0, 10.0, "idle"), (10.0, 12.0, "matmul"), (12.0, 14.0, "idle"),
+    ]  # fmt: skip
+    assert union([(0.0, 4.0), (3.0, 5.0), (7.0, 8.0)]) == 6.0
+    assert union([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("dims", "flops"),
+    [
+        ([[2048, 768], [768, 3072]], 2 * 2048 * 768 * 3072),
+        ([[3072], [2048, 768], [768, 3072], [], []], 2 * 2048 * 768 * 3072),  # addmm
+        ([[8, 64, 32], [8, 32, 16]], 2 * 8 * 64 * 32 * 16),
+        ([[4, 4]], None),
+        (None, None),
+    ],
+)
+def test_flops_of_recorded_shapes(dims, flops):
+    assert matmul_flops_of(dims) == flops
+
+
+def rasterized(trace, begin: float, end: float) -> dict[str, float]:
+    """Time [us] with computation, exposed communication, exposed copies, none: by marking a grid."""
+    grid = 50  # per microsecond: between kernels there is often less than half of one
+    n = math.ceil(grid * (end - begin))
+    busy = {kind: np.zeros(n, bool) for kind in ("compute", "communication", "copies")}
+    for span in trace.gpu:
+        kind = kernel_class(span.name)
+        kind = kind if kind in busy else "compute"
+        a, b = max(span.start, begin) - begin, min(span.end, end) - begin
+        busy[kind][round(grid * a) : round(grid * b)] = True
+    compute, communication, copies = busy.values()
+    marked = {
+        "compute": compute.sum(),
+        "communication": (communication & ~compute).sum(),
+        "copies": (copies & ~compute & ~communication).sum(),
+        "idle": (~compute & ~communication & ~copies).sum(),
+        "hidden": (communication & compute).sum(),
+    }
+    return {kind: count / grid for kind, count in marked.items()}
+
+
+@pytest.mark.parametrize("name", ["cuda_h100_training", "rocm_mi300x_ddp"])
+def test_recorded_steps_add_up(name):
+    """The classes are the step, and agree with a count that knows nothing of the sweep."""
+    trace = read_trace(TRACES / f"{name}.json.gz")
+    b = break_down(trace)
+    assert sum(b.classes.values()) == pytest.approx(b.step_time_s, rel=1e-6)
+    end = max(max(s.end for s in trace.gpu), trace.steps[-1].end)
+    begin = end - b.step_time_s * 1e6
+    other = rasterized(trace, begin, end)
+    step = b.step_time_s * 1e6
+    compute = sum(v for k, v in b.classes.items() if k not in ("communication", "copies", "idle"))
+    for ours, theirs in (
+        (compute, other["compute"]),
+        (b.classes["communication"], other["communication"]),
+        (b.classes["copies"], other["copies"]),
+        (b.classes["idle"], other["idle"]),
+        (b.communication_overlapped_s, other["hidden"]),
+    ):
+        assert 1e6 * ours == pytest.approx(theirs, abs=0.01 * step)
+
+
+def test_what_the_recorded_steps_were():
+    h100 = read_trace(TRACES / "cuda_h100_training.json.gz")
+    b = break_down(h100)
+    assert h100.device_name == "NVIDIA H100 80GB HBM3" and b.n_steps == 1
+    assert {"matmul bf16", "matmul fp8", "attention", "loss", "optimizer"} <= set(b.classes)
+    assert not {"matmul", "matmul fp16"} & set(b.classes)
+    assert 600 < b.matmul_tflops < 1200  # from recorded shapes; bf16 and FP8 on an H100
+    assert 0 < b.host_gaps.time_s < b.classes["idle"]
+    assert b.host_gaps.longest_s <= b.host_gaps.time_s
+    mi300 = read_trace(TRACES / "rocm_mi300x_ddp.json.gz")
+    b = break_down(mi300)
+    assert mi300.device_name == "AMD Instinct MI300X"
+    assert b.classes["communication"] > 0.5 * b.step_time_s  # so its authors say
+    block = break_down(read_trace(TRACES / "rocm_mi300x_llama_block.json.gz"))
+    assert set(block.classes) == {"matmul bf16", "attention", "elementwise", "idle"}
+    assert sum(k.calls for k in block.kernels if k.kind == "matmul bf16") == 7
+    assert 300 < block.matmul_tflops < 700
+
+
+def gpu_trace(path, kernels, launches=(), host=()):
+    events = [
+        {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": a, "dur": b - a,
+         "args": {"correlation": i, "device": 0, "stream": stream}}
+        for i, (name, a, b, stream) in enumerate(kernels)
+    ]  # fmt: skip
+    events += [
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1,
+         "ts": ts, "dur": 1, "args": {"correlation": i}}
+        for i, ts in launches
+    ]  # fmt: skip
+    events += [
+        {"ph": "X", "cat": "user_annotation", "name": name, "pid": 1, "tid": 1, "ts": a,
+         "dur": b - a, "args": {}}
+        for name, a, b in host
+    ]  # fmt: skip
+    path.write_text(json.dumps({"traceEvents": events}))
+    return read_trace(path)
+
+
+def test_gaps_are_the_hosts_only_where_it_was_late(tmp_path):
+    """Of two gaps of 10 us one ends with a kernel launched in time, one with a kernel launched late."""
+    kernels = [("a", 0, 10, 7), ("b", 20, 30, 7), ("c", 40, 50, 7)]
+    launches = [(0, -5), (1, 5), (2, 35)]
+    trace = gpu_trace(tmp_path / "t.json", kernels, launches, [("forward", -10, 60)])
+    gaps = break_down(trace).host_gaps
+    assert gaps.count == 1 and gaps.time_s == pytest.approx(10e-6)
+    assert gaps.by_part == {"forward": pytest.approx(10e-6)}
+
+
+def test_ranges_name_the_loss_and_the_optimizer(tmp_path):
+    """An elementwise kernel is of the range it was launched in; so is a matmul, but not the loss's."""
+    kernels = [
+        ("gemm bf16", 0, 10, 7),
+        ("add", 10, 20, 7),
+        ("add", 20, 40, 7),
+        ("gemm bf16", 40, 70, 7),
+    ]
+    launches = [(0, 1), (1, 2), (2, 12), (3, 13)]
+    ranges = [("loss", 0, 5), ("optimizer", 10, 20)]
+    found = break_down(gpu_trace(tmp_path / "t.json", kernels, launches, ranges)).classes
+    micro = {name: round(1e6 * seconds) for name, seconds in found.items()}
+    assert micro == {"matmul bf16": 10, "loss": 10, "optimizer": 50}
+
+
+def test_work_from_before_the_first_step_is_left_out(tmp_path):
+    """The GPU still runs a kernel of an earlier step, whose launch the trace does not have."""
+    steps = [("ProfilerStep#5", 0, 100)]
+    trace = gpu_trace(
+        tmp_path / "t.json", [("old", -5, 20, 7), ("new", 20, 120, 7)], [(1, 1)], steps
+    )
+    b = break_down(trace)
+    assert b.step_time_s == pytest.approx(100e-6) and set(b.classes) == {"elementwise"}
+
+
+def test_report_and_comparison(capsys, tmp_path):
+    one, two = (str(TRACES / f"cuda_h100_training{end}.json.gz") for end in ("", "_rank1"))
+    assert trace_report.main([one]) == 0
+    text = capsys.readouterr().out
+    assert "NVIDIA H100" in text and "| matmul fp8" in text and "exposed" in text
+    assert trace_report.main([one, "--json"]) == 0
+    (content,) = json.loads(capsys.readouterr().out)
+    assert sum(content["classes"].values()) == pytest.approx(content["step_time_s"])
+    assert trace_report.main([one, two]) == 0
+    text = capsys.readouterr().out
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[1].split("|")[1].strip() == "idle"  # what grew most comes first
+    before, after = (break_down(read_trace(p)).classes["idle"] for p in (one, two))
+    assert f"{1e3 * (after - before):+.3f}" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"# text", "is not JSON"),
+        (b'{"traceEvents": [{"ph": "X"', "was the trace cut off?"),
+        (b"{}", "has no traceEvents"),
+        (b'{"traceEvents": []}', "holds no operators and no GPU kernels"),
+        (gzip.compress(b'{"traceEvents": []}')[:20], "cannot be read"),
+    ],
+)
+def test_what_is_no_trace_is_one_line(content, message, tmp_path, capsys):
+    path = tmp_path / "t.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match=message.replace("?", r"\?")):
+        read_trace(path)
+    assert trace_report.main([str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert trace_report.main([]) == 2
