@@ -119,7 +119,7 @@ def rasterized(trace, begin: float, end: float) -> dict[str, float]:
         kind = kernel_class(span.name)
         kind = kind if kind in busy else "compute"
         a, b = max(span.start, begin) - begin, min(span.end, end) - begin
-        busy[kind][round(grid * a) : round(grid * b)] = True
+        busy[kind][round(grid * a) : max(0, round(grid * b))] = True
     compute, communication, copies = busy.values()
     marked = {
         "compute": compute.sum(),
