@@ -323,8 +323,8 @@ def _of_cpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
         classes[label] += length
     for span in spans:
         calls[span.name, labels[id(span)]] += 1
-    matmuls = [s for s in spans if labels[id(s)].startswith(MATMUL)]
     if matmul_flops is None:
+        matmuls = outermost(s for s in spans if operator_class(s.name) == MATMUL)
         counts = [matmul_flops_of(s.args.get("Input Dims")) for s in matmuls]
         matmul_flops = sum(counts) / n if counts and None not in counts else None
     return Breakdown(
@@ -375,6 +375,15 @@ def span_labels(spans: list[Span]) -> Iterator[str]:
             label = f"{MATMUL} {known}" if known else MATMUL
         stack.append((span.end, label, mark))
         yield label
+
+
+def outermost(spans: Iterable[Span]) -> list[Span]:
+    """Those of one thread's spans that lie in no other of them."""
+    kept: list[Span] = []
+    for span in spans:
+        if not kept or span.start >= kept[-1].end:
+            kept.append(span)
+    return kept
 
 
 def covered(start: float, stop: float, intervals: list[tuple[float, float]]) -> float:

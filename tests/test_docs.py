@@ -9,7 +9,19 @@ import sys
 
 import pytest
 
-from bench.results import Batch, Device, Fp8Info, Metrics, ModelInfo, RankInfo, Result
+from bench.results import (
+    Batch,
+    CostlyKernel,
+    Device,
+    DeviceUse,
+    Fp8Info,
+    Memory,
+    Metrics,
+    ModelInfo,
+    Profile,
+    RankInfo,
+    Result,
+)
 from bench.stepfile import Step
 from tests.helpers import ROOT
 
@@ -19,7 +31,8 @@ README = (ROOT / "README.md").read_text()
 
 def test_metrics_page_defines_each_field_once():
     documented = re.findall(r"^\| `(\w+)` \|", METRICS, flags=re.M)
-    parts = (Result, ModelInfo, Device, Batch, Fp8Info, Metrics, RankInfo)
+    parts = (Result, ModelInfo, Device, Batch, Fp8Info, Metrics, RankInfo, Memory, Profile,
+             CostlyKernel, DeviceUse)  # fmt: skip
     fields = [f for m in parts for f in m.model_fields]
     assert sorted(documented) == sorted(fields)
 
@@ -60,6 +73,7 @@ def test_readme_command_runs(command, tmp_path, monkeypatch, tiny_world):
 def tiny_world(tmp_path, monkeypatch):
     """Runs a README command for real; `configs/...` is checked to exist, then made small."""
     import prepare_data
+    import trace_report
     from tests.helpers import run_train, without_inductor
 
     monkeypatch.chdir(ROOT)
@@ -74,6 +88,9 @@ def tiny_world(tmp_path, monkeypatch):
             ]
             given = [str(tmp_path / "out") if a.startswith("data/") else a for a in given]
             assert prepare_data.main(given) == 0
+            return
+        if script == "trace_report.py":
+            assert trace_report.main(argv) == 0
             return
         assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script
         config, *flags = argv

@@ -1,10 +1,13 @@
 """What only a GPU can show; `make gpu-check` runs it on a machine that has one."""
 
 import json
+import pickle
 
 import pytest
 import torch
 
+from bench.breakdown import break_down
+from bench.trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train
 
 pytestmark = pytest.mark.gpu
@@ -232,3 +235,70 @@ def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
     graphs = one_b("--pt-compile", "--compile-mode", "reduce-overhead")
     assert graphs == pytest.approx(bf16_losses, rel=2e-2)
     assert graphs[:5] == pytest.approx(bf16_losses[:5], rel=2e-3)
+
+
+def test_profile_breaks_a_step_down(tmp_path):
+    """The classes are the step by the trace, and the step by CUDA events, within 2 %."""
+    losses(tmp_path, "x", "--profile", "--profile-steps", 5, "--bsz", 16, "--seq-len", 512)
+    r = only_result(tmp_path / "x")
+    p, steps = r["profile"], read_steps(tmp_path / "x")
+    print(json.dumps(p, indent=1))
+    total = sum(p["classes_s"].values())
+    assert total == pytest.approx(p["step_time_s"], rel=0.02)
+    clocked = [s["step_time_s"] for s in steps if s["step"] >= p["first_step"]]
+    assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.02)
+    assert {"matmul bf16", "attention", "elementwise", "loss", "optimizer"} <= set(p["classes_s"])
+    assert "matmul" not in p["classes_s"], "a matmul whose format its name does not tell"
+    assert 0 < p["host_gaps_s"] + 1e-9 <= p["classes_s"]["idle"] + 1e-9
+    assert p["matmul_tflops"] < 990
+    # The formula's FLOPs are those of the recorded shapes.
+    losses(tmp_path, "y", "--profile", "--profile-shapes")
+    (path,) = (tmp_path / "y").glob("*/trace/*.json.gz")
+    found = break_down(read_trace(path)).matmul_flops
+    assert found == pytest.approx(only_result(tmp_path / "y")["profile"]["matmul_flops"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--pt-compile"], ["--pt-compile", "--compile-mode", "reduce-overhead"]]
+)
+def test_profile_of_compiled_steps(flags, tmp_path):
+    losses(tmp_path, "x", "--profile", *flags)
+    p = only_result(tmp_path / "x")["profile"]
+    assert sum(p["classes_s"].values()) == pytest.approx(p["step_time_s"], rel=0.02)
+    assert p["classes_s"]["matmul bf16"] > 0
+
+
+def test_nsys_range_runs_without_nsys(tmp_path):
+    assert losses(tmp_path, "x", "--nsys-start", 6, "--nsys-end", 8) == losses(tmp_path, "y")
+
+
+def test_memory_history_opens_and_kinds_add_up(tmp_path):
+    losses(tmp_path, "x", "--memory-snapshot")
+    r = only_result(tmp_path / "x")
+    (path,) = (tmp_path / "x").glob("*/memory.pickle")
+    content = pickle.loads(path.read_bytes())
+    assert any(content["device_traces"]) and content["segments"]
+    m = r["memory"]
+    assert m["optimizer_gib"] == pytest.approx(2 * m["parameters_gib"], rel=0.01)
+    assert m["activations_gib"] > 0 and m["workspace_gib"] > 0
+    assert m["peak_gib"] == pytest.approx(r["metrics"]["peak_allocated_gib"], rel=0.05)
+
+
+def test_out_of_memory_leaves_a_snapshot(tmp_path):
+    argv = ["configs/gpt2-1.5b.json", "--bsz", 4096, "--device", "cuda", "--output-dir", tmp_path]
+    assert run_train(*argv) == 3
+    assert only_result(tmp_path)["status"] == "oom"
+    (path,) = tmp_path.glob("*/memory.pickle")
+    assert pickle.loads(path.read_bytes())["segments"]
+
+
+def test_power_and_clocks_are_read(tmp_path):
+    pytest.importorskip("pynvml" if torch.version.cuda else "amdsmi")
+    losses(tmp_path, "x", "--n-steps", 200, "--bsz", 16, "--seq-len", 512)
+    r = only_result(tmp_path / "x")
+    (d,) = r["devices"]
+    print(json.dumps(d, indent=1))
+    assert d["energy_j"] > 0 and d["n_samples"] > 5
+    assert 50 < d["average_power_w"] < d["peak_power_w"] + 50 and d["power_limit_w"] >= 300
+    assert 300 < d["sm_clock_mean_mhz"] <= d["sm_clock_limit_mhz"]
+    assert d["throttled"] is not None and r["metrics"]["clocks_held_down"] is not None

@@ -1,0 +1,225 @@
+"""Power and clocks as drivers tell them: stand-ins for NVML and AMD SMI, and RAPL files on disk."""
+
+import os
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from bench.amd import AmdSensor
+from bench.metrics import fill_device_metrics
+from bench.nvidia import NvidiaSensor
+from bench.power import PowerMeter
+from bench.results import DeviceUse
+from bench.sensors import RaplSensor
+
+GPU = torch.device("cuda", 0)
+
+
+class Driver:
+    """A GPU at 400 W whose clock falls from 1980 to 1500 MHz when it is hot."""
+
+    def __init__(self):
+        self.start = time.perf_counter()
+        self.bits, self.clock = 0x1, 1980  # idle is no reason
+        self.processes = [os.getpid()]
+        self.capped_ns = 5_000_000_000
+
+    def seconds(self):
+        return time.perf_counter() - self.start
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    driver = Driver()
+
+    class NVMLError(Exception):
+        pass
+
+    def unsupported(*args):
+        raise NVMLError("Not Supported")
+
+    def fields(handle, ids):
+        def value(i):
+            known = {186: 400_000, 74: driver.capped_ns}
+            kind = 1 if i == 186 else 3
+            content = types.SimpleNamespace(uiVal=known.get(i), ullVal=known.get(i))
+            return types.SimpleNamespace(
+                fieldId=i, valueType=kind, nvmlReturn=0 if i in known else 3, value=content
+            )
+
+        return [value(i) for i in ids]
+
+    module = types.ModuleType("pynvml")
+    module.NVMLError = NVMLError
+    module.NVML_CLOCK_SM, module.NVML_CLOCK_MEM, module.NVML_TEMPERATURE_GPU = 1, 2, 0
+    module.nvmlInit = lambda: None
+    module.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    module.nvmlDeviceGetTotalEnergyConsumption = lambda h: int(1e9 + 400e3 * driver.seconds())
+    module.nvmlDeviceGetCurrentClocksEventReasons = lambda h: driver.bits
+    module.nvmlDeviceGetClockInfo = lambda h, kind: driver.clock if kind == 1 else 3201
+    module.nvmlDeviceGetMaxClockInfo = lambda h, kind: 1980
+    module.nvmlDeviceGetTemperature = lambda h, kind: 61
+    module.nvmlDeviceGetEnforcedPowerLimit = lambda h: 700_000
+    module.nvmlDeviceGetFieldValues = fields
+    module.nvmlDeviceGetPowerUsage = unsupported
+    module.nvmlDeviceGetComputeRunningProcesses = lambda h: [
+        types.SimpleNamespace(pid=pid) for pid in driver.processes
+    ]
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.version, "hip", None)
+    properties = types.SimpleNamespace(uuid="1234")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(PowerMeter, "GPU_INTERVAL_S", 0.02)
+    return driver
+
+
+def measured(during) -> DeviceUse:
+    meter = PowerMeter(GPU)
+    meter.begin()
+    time.sleep(0.2)
+    during()
+    time.sleep(0.2)
+    return meter.end(rank=3)
+
+
+def test_an_undisturbed_window(nvml):
+    use = measured(lambda: None)
+    assert use.rank == 3 and use.n_samples >= 5
+    assert use.energy_j == pytest.approx(0.4 * 400, rel=0.3)
+    assert use.average_power_w == pytest.approx(400, rel=0.02)
+    assert use.peak_power_w == 400 and use.power_limit_w == 700
+    assert use.sm_clock_mean_mhz == use.sm_clock_min_mhz == use.sm_clock_limit_mhz == 1980
+    assert use.memory_clock_mean_mhz == 3201 and use.temperature_max_c == 61
+    assert use.throttled == {} and use.other_processes == 0
+
+
+def test_a_throttled_and_shared_window_says_so(nvml):
+    def get_hot():
+        nvml.bits, nvml.clock = 0x1 | 0x40, 1500
+        nvml.processes.append(99999)
+
+    use = measured(get_hot)
+    assert 1500 == use.sm_clock_min_mhz < use.sm_clock_mean_mhz < 1980
+    assert set(use.throttled) == {"thermal (hardware)"}
+    assert use.throttled["thermal (hardware)"] == pytest.approx(0.5, abs=0.2)
+    assert use.other_processes == 1
+
+
+def test_the_drivers_own_counter_goes_before_samples(nvml):
+    def cap():
+        nvml.capped_ns += 100_000_000  # a quarter of the window, between two samples
+
+    use = measured(cap)
+    assert use.throttled == {"power cap": pytest.approx(0.25, abs=0.08)}
+
+
+def test_processes_of_a_container_are_told_by_host_ids(nvml):
+    nvml.processes = [424242]  # that is ourselves
+    assert NvidiaSensor(GPU).other_processes() == 0
+    nvml.processes = [424242, 99999]
+    assert NvidiaSensor(GPU).other_processes() == 1
+    nvml.processes = []
+    assert NvidiaSensor(GPU).other_processes() is None
+
+
+def test_flags_reach_result_and_notes():
+    result = types.SimpleNamespace(
+        metrics=types.SimpleNamespace(clocks_held_down=None, device_shared=None),
+        notes=[],
+        devices=[],
+    )
+    use = DeviceUse(rank=1, energy_j=100.0, throttled={"power cap": 0.3}, other_processes=2)
+    fill_device_metrics(
+        result, [DeviceUse(rank=0, energy_j=50.0, throttled={}, other_processes=0), use]
+    )
+    m = result.metrics
+    assert m.energy_j == 150.0 and m.clocks_held_down is True and m.device_shared is True
+    assert result.notes == [
+        "rank 1: clocks were held down in the window: power cap 30%",
+        "rank 1: 2 other process(es) used its GPU",
+    ]
+    fill_device_metrics(
+        result, [DeviceUse(rank=0, throttled={"power cap": 0.001}, other_processes=0)]
+    )
+    assert m.energy_j is None and m.clocks_held_down is False and m.device_shared is False
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["7.x", "6.0"])
+def test_amd(newer, monkeypatch):
+    ticks = {"n": 0}
+    module = types.ModuleType("amdsmi")
+
+    class AmdSmiException(Exception):
+        pass
+
+    def energy(handle):
+        ticks["n"] += 1_000_000
+        name = "energy_accumulator" if newer else "power"
+        return {name: ticks["n"], "counter_resolution": 15.3, "timestamp": 1}
+
+    def metrics(handle):
+        return {"accumulation_counter": ticks["n"], "ppt_residency_acc": ticks["n"] // 4,
+                "prochot_residency_acc": 0, "hbm_thm_residency_acc": "N/A"}  # fmt: skip
+
+    module.AmdSmiException = AmdSmiException
+    module.amdsmi_init = lambda: None
+    module.amdsmi_get_processor_handle_from_bdf = lambda bdf: bdf
+    module.AmdSmiTemperatureType = types.SimpleNamespace(HOTSPOT=1)
+    module.AmdSmiTemperatureMetric = types.SimpleNamespace(CURRENT=0)
+    module.AmdSmiClkType = types.SimpleNamespace(GFX=0, MEM=4)
+    module.amdsmi_get_energy_count = energy
+    module.amdsmi_get_power_info = lambda h: (
+        {"socket_power": 612, "current_socket_power": "N/A", "average_socket_power": "N/A"}
+        if newer
+        else {"current_socket_power": 65535, "average_socket_power": 612}
+    )
+    module.amdsmi_get_power_cap_info = lambda h: {"power_cap": 750_000_000}
+    module.amdsmi_get_clock_info = lambda h, kind: {
+        "clk" if newer else "cur_clk": 2100,
+        "max_clk": 2105,
+    }
+    module.amdsmi_get_temp_metric = lambda h, kind, what: 58
+    module.amdsmi_get_gpu_metrics_info = metrics
+    module.amdsmi_get_gpu_process_list = lambda h: [{"pid": os.getpid()}, {"pid": 7}]
+    monkeypatch.setattr(torch.cuda, "amdsmi", module, raising=False)
+    properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x0C, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(PowerMeter, "GPU_INTERVAL_S", 0.02)
+    sensor = AmdSensor(GPU)
+    assert sensor.handle == "0000:0c:00.0"
+    first = sensor.joules()
+    assert sensor.joules() - first == pytest.approx(15.3)
+    assert sensor.limits() == (750.0, 2105) and sensor.sample().power_w == 612
+    use = measured(lambda: None)
+    assert use.peak_power_w == 612 and use.sm_clock_mean_mhz == 2100 and use.temperature_max_c == 58
+    assert (
+        use.throttled == {"power cap": pytest.approx(0.25, abs=0.02)} and use.other_processes == 1
+    )
+
+
+def test_rapl_adds_packages_and_survives_a_wrap(tmp_path):
+    for i, start in enumerate((1000, 9_900_000)):
+        package = tmp_path / f"intel-rapl:{i}"
+        package.mkdir()
+        (package / "energy_uj").write_text(str(start))
+        (package / "max_energy_range_uj").write_text("10000000")
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a core's counter, part of its package's
+    sensor = RaplSensor(tmp_path)
+    assert sensor.joules() == 0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("2001000")
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("900000")  # 0.1 J to the end, 0.9 J after
+    assert sensor.joules() == pytest.approx(3.0)
+    assert sensor.joules() == pytest.approx(3.0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be asked")
+def test_no_counter_is_a_reason_and_no_failure(tmp_path):
+    with pytest.raises(FileNotFoundError, match="shows no RAPL counters"):
+        RaplSensor(tmp_path)
+    meter = PowerMeter(GPU)
+    meter.begin()
+    assert meter.end(rank=0) == DeviceUse(rank=0) and meter.source.startswith("none: ")

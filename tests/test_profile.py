@@ -1,0 +1,235 @@
+"""--profile and --memory-snapshot in the three scripts, as a user runs them on a CPU."""
+
+import gzip
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bench.breakdown import break_down
+from bench.results import Result
+from bench.trace import read_trace
+from tests.helpers import ROOT, only_result, read_steps, run_train
+
+TINY = ["configs/llama-tiny.json", "--seq-len", "64", "--bsz", "4", "--device", "cpu", "--amp", "off",
+        "--n-steps", "4", "--warmup-steps", "2"]  # fmt: skip
+GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_repository():
+    before = Path.cwd()
+    os.chdir(ROOT)
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run with everything switched on."""
+    out = tmp_path_factory.mktemp("runs")
+    flags = ["--profile", "--profile-shapes", "--profile-stacks", "--memory-snapshot", "--sac-freq",
+             "1/4", "--pad-vocab", "384", "--output-dir", out]  # fmt: skip
+    assert run_train(*TINY, *flags) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def trace(run):
+    (path,) = run.glob("*/trace/rank0.pt.trace.json.gz")
+    return read_trace(path)
+
+
+def test_captured_steps_are_extra_and_marked(run):
+    phases = [s["phase"] for s in read_steps(run)]
+    assert phases == ["warmup"] * 2 + ["measure"] * 4 + ["profile"] * 5
+    r = only_result(run)
+    assert r["metrics"]["n_measured_steps"] == 4 and len(r["step_times_s"]) == 4
+    assert r["profile"]["first_step"] == 8 and r["profile"]["n_steps"] == 3
+    assert r["profile"]["in_window"] is False
+    assert any("a profiler looked at steps after" in note for note in r["notes"])
+
+
+def test_trace_has_the_ranges(trace):
+    names = {s.name for spans in trace.host.values() for s in spans}
+    blocks = {f"blocks.{i}" for i in range(4)}
+    assert {"data", "forward", "backward", "optimizer", "loss"} <= names
+    assert blocks | {f"{b} backward" for b in blocks} <= names
+    assert [s.name for s in trace.steps] == [f"ProfilerStep#{i}" for i in (8, 9, 10)]
+
+
+def test_ranges_lie_where_they_belong(trace):
+    """Blocks in order inside forward, their backward in reverse order inside backward; no overlap."""
+    spans = sorted((s for v in trace.host.values() for s in v), key=lambda s: s.start)
+    step = trace.steps[1]
+    inside = [s for s in spans if step.start <= s.start and s.end <= step.end]
+    (forward,) = [s for s in inside if s.name == "forward"]
+    (backward,) = [s for s in inside if s.name == "backward"]
+    for outer, order, end in ((forward, range(4), ""), (backward, (3, 2, 1, 0), " backward")):
+        found = [s for s in inside if s.name.startswith("blocks.")
+                 and s.name.endswith("backward") == bool(end)]  # fmt: skip
+        assert [s.name for s in found] == [f"blocks.{i}{end}" for i in order]
+        assert outer.start <= found[0].start and found[-1].end <= outer.end
+        assert all(a.end <= b.start + 1 for a, b in itertools.pairwise(found))
+        # A block is most of what there is to do: the ranges are no empty marks.
+        assert sum(s.length for s in found) > 0.4 * outer.length
+
+
+def test_classes_add_up_to_the_steps_own_times(run, trace):
+    """The sum is the step within 2 %; the step's time is also known from the run's own clock."""
+    p = only_result(run)["profile"]
+    total = sum(p["classes_s"].values())
+    assert total == pytest.approx(p["step_time_s"], rel=0.02)
+    clocked = [s["step_time_s"] for s in read_steps(run)[8:]]
+    assert total == pytest.approx(sum(clocked) / 3, rel=0.1)
+    assert {"matmul fp32", "attention", "elementwise", "optimizer", "loss", "host"} <= set(
+        p["classes_s"]
+    )
+    assert p["classes_s"]["matmul fp32"] > p["classes_s"]["loss"]
+    assert len(p["costliest"]) == 10
+    assert p["costliest"][0]["time_s"] >= p["costliest"][9]["time_s"]
+
+
+def test_formula_and_recorded_shapes_agree_on_the_matmuls(run, trace):
+    """FLOPs by formula (recomputed blocks and padded rows too) are those of the shapes in the trace.
+
+    But for the matmul at which a recomputation stops: its call is in the trace, its work is not done.
+    """
+    by_formula = only_result(run)["profile"]["matmul_flops"]
+    stopped = 2 * 256 * 688 * 256
+    by_shapes = break_down(trace).matmul_flops
+    assert by_shapes - stopped == pytest.approx(by_formula, rel=1e-9)
+
+
+def test_stacks_name_modules_and_lines(run):
+    (path,) = run.glob("*/trace/rank0.stacks")
+    text = path.read_text()
+    assert "model/transformer.py" in text
+    assert all(line.rsplit(" ", 1)[1].isdigit() for line in text.splitlines())
+    (path,) = run.glob("*/trace/*.json.gz")
+    assert b"nn.Module: Block_0" in gzip.decompress(path.read_bytes())
+
+
+def test_memory_by_kind(run):
+    """Parameters as many as the model has, padding included; gradients as large, AdamW's state twice."""
+    r = only_result(run)
+    m, config = r["memory"], r["model"]["shape"]
+    padding = (384 - config["vocab_size"]) * config["hidden_size"] * 2
+    parameters = 4 * (r["model"]["n_parameters"] + padding) / GIB
+    assert m["parameters_gib"] == pytest.approx(parameters, rel=1e-6)
+    assert m["gradients_gib"] == pytest.approx(parameters, rel=1e-6)
+    assert m["optimizer_gib"] == pytest.approx(2 * parameters, rel=1e-3)
+    parts = m["parameters_gib"] + m["optimizer_gib"] + m["workspace_gib"]
+    assert m["peak_gib"] == pytest.approx(parts + max(m["activations_gib"], m["gradients_gib"]))
+    assert m["workspace_gib"] > 0
+
+
+def test_activations_fall_with_recomputation(run, tmp_path):
+    flags = ["--memory-snapshot", "--sac-freq", "1/1", "--output-dir", tmp_path]
+    assert run_train(*TINY, *flags) == 0
+    all_blocks, one_of_four = only_result(tmp_path)["memory"], only_result(run)["memory"]
+    assert 0 < all_blocks["activations_gib"] < 0.5 * one_of_four["activations_gib"]
+
+
+def test_tensorboard_tells_what_ran_and_how_it_ended(run):
+    (directory,) = run.glob("*/tensorboard")
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    events.Reload()
+    r = only_result(run)
+    text = {t: events.Tensors(t)[0].tensor_proto.string_val[0].decode()
+            for t in events.Tags()["tensors"] if t.endswith("text_summary")}  # fmt: skip
+    assert {
+        f"run/{n}/text_summary" for n in ("arguments", "model", "device", "environment")
+    } == set(text)
+    assert "| sac_freq | 1/4 |" in text["run/arguments/text_summary"]
+    assert f"| git_sha | {r['environment']['git_sha']} |" in text["run/environment/text_summary"]
+    by_tokens = events.Scalars("by_tokens/loss")
+    steps = read_steps(run)
+    assert [e.step for e in by_tokens] == [256 * (i + 1) for i in range(len(steps))]
+    assert [e.value for e in by_tokens] == pytest.approx([s["loss"] for s in steps])
+    (final,) = events.Scalars("final/tokens_per_sec")
+    assert final.value == pytest.approx(r["metrics"]["tokens_per_sec"])
+
+
+def test_tensorboard_hparams_are_those_of_the_run(run):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    (directory,) = run.glob("*/tensorboard")
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    content = events.PluginTagToContent("hparams")
+    start = HParamsPluginData.FromString(content["_hparams_/session_start_info"])
+    given = start.session_start_info.hparams
+    assert given["model"].string_value == "llama-tiny" and given["bsz"].number_value == 4
+    assert given["sac_freq"].string_value == "1/4" and "lr" not in given
+    experiment = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment
+    tags = {info.name.tag for info in experiment.metric_infos}
+    assert "final/tokens_per_sec" in tags and tags <= set(events.Tags()["scalars"])
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_fsdp.py", ["--profile-start", "3", "--profile-steps", "2", "--sac-freq", "1/2"]),
+        ("train_ddp.py", ["--pt-compile"]),
+    ],
+)
+def test_every_rank_leaves_a_trace(script, flags, tmp_path):
+    argv = [*TINY, "--profile", "--memory-snapshot", *flags, "--output-dir", str(tmp_path)]
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, script, *argv], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    r = Result.model_validate(only_result(tmp_path))
+    p = r.profile
+    assert p.in_window is ("--profile-start" in flags)
+    for rank in (0, 1):
+        (path,) = tmp_path.glob(f"*/trace/rank{rank}.pt.trace.json.gz")
+        trace = read_trace(path)
+        assert len(trace.steps) == p.n_steps == (2 if p.in_window else 3)
+        names = {s.name for spans in trace.host.values() for s in spans}
+        assert {"blocks.0", "blocks.3 backward", "loss", "optimizer"} <= names
+    assert p.classes_s["communication"] > 0
+    assert sum(p.classes_s.values()) == pytest.approx(p.step_time_s)
+    shards = 2 if script == "train_fsdp.py" else 1
+    assert r.memory.parameters_gib == pytest.approx(
+        4 * r.model.n_parameters / GIB / shards, rel=0.01
+    )
+    if p.in_window:
+        assert len(r.step_times_s) == 4 and any("inside the measured window" in n for n in r.notes)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--profile-steps", "5"], "--profile-steps needs --profile"),
+        (["--profile", "--profile-steps", "0"], "--profile-steps 0: must be at least 1"),
+        (["--profile", "--profile-start", "-1"], "--profile-start -1: must be at least 0"),
+        (["--profile", "--profile-start", "9"], "up to step 8 at the latest"),
+        (["--nsys-start", "1"], "--nsys-start and --nsys-end go together"),
+        (["--nsys-start", "2", "--nsys-end", "2"], "--nsys-end 2: must be above --nsys-start 2"),
+        (["--nsys-start", "2", "--nsys-end", "3"], "use --profile on a CPU"),
+        (["--profile", "--nsys-start", "2", "--nsys-end", "3"], "two profilers disturb each other"),
+        (["--memory-snapshot", "--warmup-steps", "0"], "looks at the warm-up"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
+    assert run_train(*TINY, *flags, "--output-dir", tmp_path / "runs") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_the_flags_nothing_of_it_is_there(tmp_path):
+    assert run_train(*TINY, "--output-dir", tmp_path) == 0
+    r = only_result(tmp_path)
+    assert r["profile"] is None and r["memory"] is None
+    assert {p.name for p in next(tmp_path.iterdir()).iterdir()} == {
+        "result.json", "steps.jsonl", "tensorboard",
+    }  # fmt: skip
