@@ -4,6 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
+from bench.errors import UsageError
+
 ROOFS_FILE = Path(__file__).parent.parent / "configs" / "roofs.json"
 HARDWARE_FILE = Path(__file__).parent.parent / "configs" / "hardware.json"
 
@@ -47,3 +49,36 @@ def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:
         if device_name in entry["driver_names"]:
             return Peaks(entry["name"], entry["bf16_tflops"], entry["fp8_tflops"], entry["source"])
     return Peaks(device_name, None, None, "unknown")
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """All that configs/hardware.json has on one device; None where unknown."""
+
+    name: str
+    driver_names: tuple[str, ...]
+    bf16_tflops: float
+    fp8_tflops: float | None
+    fp4_tflops: float | None
+    memory_gb: float
+    memory_tb_per_s: float
+    tdp_w: float
+    ring_gb_per_s: float
+    nic_gb_per_s: float
+    measured_bf16_tflops: float | None
+    measured_fp8_tflops: float | None
+    usd_per_hour: float | None
+    fitted: dict[str, float]
+    source: str
+
+
+def find_hardware(name: str) -> Hardware:
+    """A device by its name or the start of it, in any case: `h100`; UsageError with those there are."""
+    entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
+    low = name.lower()
+    exact = [e for e in entries if low in (e["name"].lower(), *map(str.lower, e["driver_names"]))]
+    found = exact or [e for e in entries if e["name"].lower().startswith(low)]
+    if len({e["name"].split()[0] for e in found}) != 1:
+        known = ", ".join(e["name"] for e in entries)
+        raise UsageError(f"--gpu {name}: no such device; configs/hardware.json has: {known}")
+    return Hardware(**{**found[0], "driver_names": tuple(found[0]["driver_names"])})

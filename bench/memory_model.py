@@ -1,0 +1,217 @@
+"""Memory of a training step by formula: what each kind takes on one device. Needs no torch.
+
+The peak is the largest of three moments: in the loss, when all activations are kept; in the backward of
+the last block, when it is gathered and recomputed besides; at the backward's end, when all gradients are
+there. Counted are tensors as our own model makes them (bench/memory_trace.py counts the same by tracing);
+what lives outside PyTorch (CUDA context, communication buffers) and the allocator's gaps are not.
+"""
+
+import dataclasses
+import math
+
+from bench.args import Args, parse_sac_freq
+from bench.flops import chosen_blocks, linear_parameters
+from model.config import ModelConfig
+
+# As in model/loss.py, which needs torch; a test holds the two together.
+CHUNK_ELEMENTS = 2**27
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device. `peak` is less than the sum: not all kinds exist at once."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    peak: float
+
+
+def estimate_memory(
+    config: ModelConfig,
+    args: Args,
+    seq_len: int,
+    micro_steps: int,
+    shards: int | None,
+    fused_norm: bool = True,
+) -> MemoryEstimate:
+    """The memory of a step; `shards` is the ranks that share a copy under FSDP, None without FSDP.
+
+    `fused_norm` is False for a CPU, whose RMS norm keeps fp32 copies for the backward.
+    """
+    sizes = _Sizes(config, args, seq_len, shards)
+    per_rank = (sizes.blocks + sizes.root) / (shards or 1)
+    train, step = args.pass_type != "forward", args.pass_type == "step"
+    parameters = 4 * per_rank
+    state = {"adamw": 8, "sgd": 4}[args.optimizer] if step else 0
+    optimizer = state * per_rank
+    gradients = 4 * per_rank if train else 0.0
+    lasting = parameters + optimizer + (gradients if micro_steps > 1 else 0.0)
+
+    block = block_activations(config, args, sizes.tokens, fused_norm)
+    kept = _kept(config, args, block, sizes.tokens)
+    width = sizes.width
+    if not train:
+        kept = width * sizes.tokens * config.hidden_size
+    norm_out = 2 if train else 1
+    tail = norm_out * width * sizes.tokens * config.hidden_size
+    copies = sizes.copies if train or sizes.copies else 0.0
+    activations = kept + tail + copies
+    logits, head_gradient = _loss(sizes, train)
+    in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
+    if not train:
+        in_block = lasting + sizes.root_gathered + copies + sizes.gathered_blocks + block
+        return MemoryEstimate(
+            parameters, 0.0, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
+            max(in_loss, in_block),
+        )  # fmt: skip
+    recomputed = block if args.sac_freq else 0.0
+    reduced = sizes.block * (width + sizes.reduce_bytes) if shards else 4.0 * sizes.block
+    in_backward = (
+        lasting
+        + sizes.root_gathered
+        + kept
+        + copies
+        + (sizes.vocabulary * width if shards else head_gradient)
+        + sizes.gathered_blocks
+        # Weight gradients are there when most of the block's activations are gone.
+        + max(recomputed + _backward_buffers(config, sizes), reduced + recomputed / 2)
+    )
+    at_end = parameters + optimizer + gradients
+    if shards:
+        # Gradients of embedding and head are reduced together, last of all.
+        at_end += sizes.root * (width + sizes.reduce_bytes) - 4 * sizes.root / shards
+    else:
+        at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
+    return MemoryEstimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=logits + head_gradient,
+        gathered=sizes.root_gathered + sizes.gathered_blocks,
+        peak=max(in_loss, in_backward, at_end),
+    )
+
+
+class _Sizes:
+    """Numbers of parameters, and bytes that follow from them and the flags."""
+
+    def __init__(self, config: ModelConfig, args: Args, seq_len: int, shards: int | None):
+        d, linear = config.hidden_size, linear_parameters(config)
+        self.tokens = args.bsz * seq_len
+        self.width = 4 if args.amp == "off" else 2
+        self.reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
+        self.vocabulary = config.padded_vocab_size * d
+        self.block = (linear["qkv"] + linear["attention_out"] + linear["mlp"]) / (
+            config.num_hidden_layers
+        )
+        self.blocks = self.block * config.num_hidden_layers
+        untied = 1 if config.tie_word_embeddings else 2
+        positions = config.max_position_embeddings * d if config.learned_positions else 0
+        self.root = untied * self.vocabulary + positions
+        self.copies = self.root_gathered = self.gathered_blocks = 0.0
+        if shards is not None and shards > 1:
+            self.root_gathered = self.width * self.root
+            ahead = 1 + max(1, args.prefetch)
+            if args.reshard_after_forward == "never":
+                ahead = config.num_hidden_layers
+            # What is gathered arrives in one buffer and is then copied out of it.
+            self.gathered_blocks = self.width * self.block * (ahead + 1)
+        elif args.amp != "off":
+            # Autocast keeps low-precision copies of all weights until the forward pass is over.
+            self.copies = 2.0 * (self.blocks + self.vocabulary)
+        self.rows = min(self.tokens, _chunk_rows(config.padded_vocab_size))
+        self.n_vocabulary = config.padded_vocab_size
+        self.hidden = d
+
+
+def _chunk_rows(vocab_size: int) -> int:
+    return max(16, 2 ** (max(1, CHUNK_ELEMENTS // vocab_size).bit_length() - 1))
+
+
+def _loss(sizes: _Sizes, train: bool) -> tuple[float, float]:
+    """Bytes of the chunked loss: its passing buffers, and the gradients it leaves behind."""
+    w, chunk = sizes.width, sizes.rows * sizes.n_vocabulary
+    if not train:
+        return 8 * chunk, 0.0
+    logits = (4 + 2 * w if w == 2 else 8) * chunk
+    several = sizes.tokens > sizes.rows
+    summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
+    if several:
+        # From the second chunk on its product with the hidden states is added to the sum.
+        logits = max(logits, w * chunk + (2 * sizes.vocabulary if w == 2 else 0))
+    else:
+        # The sum is made when the logits are gone but for their gradient.
+        logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
+    return logits, summed + w * sizes.tokens * sizes.hidden
+
+
+def block_activations(
+    config: ModelConfig, args: Args, tokens: int, fused_norm: bool = True
+) -> float:
+    """Bytes that one block keeps for its backward when nothing of it is recomputed.
+
+    Eager, by what autograd saves: the inputs of norms and matmuls, q, k, v, the attention's output and
+    its log-sum-exp, the activation's inputs. Compiled, norms, rotary embedding and activation are
+    computed again from what the matmuls gave (Inductor's partitioner prefers that).
+    """
+    d, f = config.hidden_size, config.intermediate_size
+    a = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    w = 4 if args.amp == "off" else 2
+    norms, statistics = 2 * d, 2 * (1 if config.rms_norm else 2)
+    heads = config.num_attention_heads
+    if args.pt_compile:
+        elements = norms + (a + 2 * kv) + a + (2 * f if config.gated_mlp else f)
+        return tokens * (w * elements + 4 * (statistics + heads))
+    elements = 2 * norms + (a + 2 * kv) + a  # norms' inputs and outputs, qkv, attention's output
+    if not config.learned_positions:
+        elements += a + kv  # rotated copies
+    if config.qk_norm:
+        elements += a + kv
+    elements += 4 * f if config.gated_mlp else 2 * f
+    extra = 0
+    if config.rms_norm and not fused_norm:
+        extra = 2 * d * (12 - w if w == 2 else 4)
+    return tokens * (w * elements + extra + 4 * (statistics + heads))
+
+
+def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
+    """Bytes that all blocks keep between forward and backward."""
+    n, d, f = config.num_hidden_layers, config.hidden_size, config.intermediate_size
+    chosen = len(chosen_blocks(n, parse_sac_freq(args.sac_freq)))
+    w = 4 if args.amp == "off" else 2
+    small = w * tokens * d
+    if args.sac_policy == "op":
+        a = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        elements = d + (a + 2 * kv) + a + 2 * d + (2 * f if config.gated_mlp else f)
+        small = tokens * (w * elements + 4 * config.num_attention_heads)
+    return (n - chosen) * block + chosen * small
+
+
+def _backward_buffers(config: ModelConfig, sizes: _Sizes) -> float:
+    """Gradients of activations that live at once in a block's backward: those of the MLP."""
+    wide = 4 if config.gated_mlp else 2
+    return sizes.width * sizes.tokens * (wide * config.intermediate_size + 2 * config.hidden_size)
+
+
+def largest_batch(memory_of, limit: float) -> int:
+    """The largest micro batch whose peak stays within `limit` bytes; 0 if not even one does.
+
+    `memory_of(bsz)` gives the bytes of a micro batch, which grow with it.
+    """
+    if memory_of(1) > limit:
+        return 0
+    high = 1
+    while memory_of(2 * high) <= limit and high < 2**20:
+        high *= 2
+    low, high = high, 2 * high
+    while high - low > 1:
+        middle = math.floor((low + high) / 2)
+        low, high = (middle, high) if memory_of(middle) <= limit else (low, middle)
+    return low

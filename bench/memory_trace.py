@@ -1,0 +1,122 @@
+"""Peak memory of a training step without running it: our own model under fake tensors.
+
+The scripts' own model is built with their own `apply_*` functions for a process group of any size that is
+not there, and torch's memory trackers (MemTracker, FSDPMemTracker) follow one forward and backward. Takes
+seconds on a CPU, whatever the model's size. What it leaves out: compilation, Transformer Engine, the
+allocator's rounding, and what lives outside PyTorch (CUDA context, communication buffers).
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from bench.args import Args, parse_sac_freq
+from bench.errors import UsageError
+from bench.optim import build_optimizer
+from bench.parallel import apply_fsdp
+from bench.precision import autocast
+from bench.recompute import apply_recompute
+from bench.sizes import resolve_batch
+from model.config import ModelConfig
+from model.transformer import Transformer
+
+CPU = torch.device("cpu")
+
+
+def traced_memory(
+    args: Args, config: ModelConfig, seq_len: int, script: str, world: int
+) -> dict[str, int]:
+    """Bytes by kind on one rank at the peak of forward and backward, optimizer state included.
+
+    Keys: parameters, gradients, optimizer, activations (all else that lives), peak.
+    """
+    if args.pt_compile or args.use_fp8:
+        raise UsageError(
+            "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
+        )
+    with _fake_ranks(world), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fsdp = script == "train_fsdp.py"
+        with torch.device("meta"):
+            model = Transformer(config, seq_len)
+        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy)
+        if fsdp:
+            apply_fsdp(model, CPU, world, args)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            mock.patch.object(F, "rms_norm", _as_on_gpu),
+        ):
+            return _track(model, args, resolve_batch(args, seq_len, world).grad_acc_steps, fsdp)
+
+
+def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> dict[str, int]:
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model.to_empty(device=CPU)
+    optimizer = build_optimizer(model, args) if args.pass_type == "step" else None
+    shape = (args.bsz, model.seq_len)
+    inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    if fsdp:
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((inputs, labels))
+    else:
+        tracker = MemTracker()
+        tracker.track_external(model, *([optimizer] if optimizer else []), inputs, labels)
+    train = args.pass_type != "forward"
+    for step in range(2):  # the first makes the optimizer's state
+        # The optimizer stays outside: sharded, it computes with fake tensors of the whole size.
+        with tracker:
+            for _ in range(micro_steps if step else 1):
+                with autocast("off" if fsdp else args.amp, CPU), torch.set_grad_enabled(train):
+                    loss = model(inputs, labels)
+                if train:
+                    loss.backward()
+                tracker.reset_mod_stats()
+        if optimizer:
+            optimizer.step()
+        model.zero_grad()
+    (kinds,) = tracker.get_tracker_snapshot("peak").values()
+    found = {getattr(kind, "value", kind).lower(): size for kind, size in kinds.items()}
+    if optimizer and not fsdp:
+        # This tracker does not see the state that came to be between its two passes.
+        states = (t for state in optimizer.state.values() for t in state.values())
+        found["optimizer"] = sum(t.numel() * t.element_size() for t in states)
+        found["total"] += found["optimizer"]
+    return found
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Allocates what the GPU's kernel does; a CPU's RMS norm is many operators that keep fp32 copies."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _as_on_gpu(x, shape, weight, eps):
+    return _FusedRmsNorm.apply(x, weight)
+
+
+@contextlib.contextmanager
+def _fake_ranks(world: int) -> Iterator[None]:
+    """A process group of `world` ranks of which only rank 0 exists, and whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,297 @@
+"""How long a training step takes, by a model of its parts. Needs no torch.
+
+    matmuls      FLOPs over the highest measured rate, worse for small sides; no faster than memory
+    attention    causal FLOPs over a part of the BF16 peak, forward and backward apart
+    memory       bytes that norms, activations, casts, loss and optimizer read and write, over bandwidth
+    network      latency + bytes over bus bandwidth, a block's behind the computation of a block
+    host         kernels x the time to launch one; a step is no shorter than that
+
+The constants stand in CONSTANTS and in configs/hardware.json; benchmarks/estimate_vs_published.py
+holds the outcome against what others have published.
+"""
+
+import dataclasses
+import math
+
+from bench.args import Args, parse_sac_freq
+from bench.comm import ddp_bytes, fsdp_bytes
+from bench.flops import attended_keys, chosen_blocks
+from bench.hardware import Hardware
+from model.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """What is no property of a device. Chosen so that the published figures come out, then rounded."""
+
+    # Of the highest matmul rate anybody measured, what a training step keeps up: clocks fall under load.
+    sustained: float = 0.90
+    # A matmul's side that halves its efficiency: its last tiles are partly empty.
+    half_side: float = 96.0
+    # Where a device's own highest rate was never measured, that part of its datasheet peak.
+    bf16_of_peak: float = 0.74
+    fp8_of_peak: float = 0.66
+    # Attention kernels, of the BF16 peak.
+    attention_forward: float = 0.42
+    attention_backward: float = 0.30
+    # Part of the memory bandwidth that elementwise kernels reach.
+    bandwidth: float = 0.80
+    # Time to launch a kernel [s], and kernels of a block's forward and backward.
+    launch_s: float = 5e-6
+    kernels_eager: int = 85
+    kernels_compiled: int = 40
+    # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
+    latency_s: float = 8.4e-6
+    latency_gpu_s: float = 3.4e-6
+    latency_node_s: float = 9.6e-6
+    # Part of the network cards' rate that a ring over all of them reaches.
+    network: float = 0.90
+    # Computation slows down beside communication: it loses multiprocessors and bandwidth.
+    beside_communication: float = 0.05
+    # All wait for the slowest: what a step loses with each doubling of the nodes (torchtitan 8 to 128
+    # GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
+    slowest_node: float = 0.01
+
+
+CONSTANTS = Constants()
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedEstimate:
+    """Seconds of one optimizer step on one device."""
+
+    step_s: float
+    matmul_s: float
+    attention_s: float
+    memory_s: float
+    optimizer_s: float
+    communication_s: float
+    exposed_s: float
+    host_s: float
+
+
+def estimate_speed(
+    config: ModelConfig,
+    args: Args,
+    seq_len: int,
+    micro_steps: int,
+    gpu: Hardware,
+    world: int = 1,
+    per_node: int = 8,
+    shards: int | None = None,
+    c: Constants = CONSTANTS,
+) -> SpeedEstimate:
+    """The time of a step; `shards` as in estimate_memory, `per_node` GPUs share a machine."""
+    c = dataclasses.replace(c, **gpu.fitted)
+    tokens = args.bsz * seq_len
+    train = args.pass_type != "forward"
+    passes = 3 if train else 1
+    layers = config.num_hidden_layers
+    again = len(chosen_blocks(layers, parse_sac_freq(args.sac_freq)))
+    whole_again = again if args.sac_policy == "block" else 0
+
+    matmul = _block_matmuls(config, args, tokens, gpu, c)
+    head = passes * matmul_time(
+        tokens, config.padded_vocab_size, config.hidden_size, False, args, gpu, c
+    )
+    matmuls = layers * passes * matmul + whole_again * matmul + head
+    forward, backward = _attention(config, tokens, seq_len, gpu, c)
+    attention = forward + (backward if train else 0.0) + forward * whole_again / layers
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    block_bytes = _block_bytes(config, args, tokens)
+    memory = (layers * block_bytes * (3 if train else 1) + again * block_bytes) / rate
+    memory += _loss_bytes(config, args, tokens) / rate
+    n = _parameters(config)
+    if shards is None and args.amp != "off":
+        memory += 6 * n / rate  # autocast casts every weight in every forward pass
+    if train:
+        memory += 6 * n / (shards or 1) / rate  # gradients are written, and cast to fp32
+    compute = matmuls + attention + memory
+    optimizer = 0.0
+    if args.pass_type == "step":
+        # AdamW reads parameter, gradient and two moments and writes three; clipping reads and scales.
+        optimizer = (28 + 12) * n / (shards or 1) / rate
+
+    total, exposed = _communication(config, args, gpu, world, per_node, shards, compute, c)
+    compute *= 1 + c.beside_communication * (total > 0)
+    kernels = c.kernels_compiled if args.pt_compile else c.kernels_eager
+    graphs = args.compile_mode in ("reduce-overhead", "max-autotune")
+    kernels = 3 if graphs and args.pt_compile else kernels * (1 if train else 1 / 3)
+    host = c.launch_s * (layers + 2) * (kernels + (20 if shards else 0))
+    step = micro_steps * max(compute, host) + optimizer
+    # Under DDP gradients travel once a step, under FSDP all does in every micro step.
+    travels = micro_steps if shards else 1
+    slowest = 1 + c.slowest_node * math.log2(max(1.0, world / per_node))
+    return SpeedEstimate(
+        step_s=(step + travels * exposed) * slowest,
+        matmul_s=micro_steps * matmuls,
+        attention_s=micro_steps * attention,
+        memory_s=micro_steps * memory,
+        optimizer_s=optimizer,
+        communication_s=travels * total,
+        exposed_s=travels * exposed,
+        host_s=micro_steps * host,
+    )
+
+
+def matmul_time(
+    m: float, n: float, k: float, fp8: bool, args: Args, gpu: Hardware, c: Constants
+) -> float:
+    """Seconds of one (m, k) x (k, n) matmul, with what casting its inputs to FP8 costs."""
+    width = 4 if args.amp == "off" else 2
+    if fp8:
+        rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
+    elif args.amp == "off" and not args.tf32:
+        rate = gpu.bf16_tflops / 15  # fp32 without tensor cores: about 67 of an H100's 989
+    else:
+        rate = gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak
+        rate /= 2 if args.amp == "off" else 1  # TF32 has half the rate
+    efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
+    bandwidth = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
+    seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / bandwidth)
+    if fp8:
+        # Both inputs are read for their scale, then read and written in 8 bits; by rows, where the
+        # backward needs them scaled along the other side, twice.
+        passes = 2 if args.fp8_recipe.startswith("rowwise") else 1
+        seconds += passes * (m * k + k * n) * (2 + 2 + 1) / bandwidth
+    return seconds
+
+
+def _block_matmuls(
+    config: ModelConfig, args: Args, tokens: int, gpu: Hardware, c: Constants
+) -> float:
+    """Forward seconds of a block's matmuls; each backward matmul takes as long again."""
+    d, f = config.hidden_size, config.intermediate_size
+    a = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    shapes = [(a + 2 * kv, d), (d, a), (2 * f if config.gated_mlp else f, d), (d, f)]
+    return sum(matmul_time(tokens, n, k, args.use_fp8, args, gpu, c) for n, k in shapes)
+
+
+def _attention(
+    config: ModelConfig, tokens: int, seq_len: int, gpu: Hardware, c: Constants
+) -> tuple[float, float]:
+    """Seconds of all layers' attention, forward and backward."""
+    width = config.num_attention_heads * config.head_dim
+    keys = sum(attended_keys(seq_len, window, causal=True) for window in config.windows)
+    flops = tokens * 4 * width * keys
+    peak = gpu.bf16_tflops * 1e12
+    return flops / (peak * c.attention_forward), 2 * flops / (peak * c.attention_backward)
+
+
+def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
+    """Bytes that a block's forward moves outside of matmuls and attention."""
+    d, f = config.hidden_size, config.intermediate_size
+    a = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    w = 4 if args.amp == "off" else 2
+    if args.pt_compile:  # norm with the residual before it, rotary embedding, activation: once each
+        elements = 2 * 4 * d + (0 if config.learned_positions else 2 * (a + kv))
+        elements += 3 * f if config.gated_mlp else 2 * f
+    else:
+        elements = 2 * (2 * d + 3 * d) + (0 if config.learned_positions else 16 * (a + kv))
+        elements += 5 * f if config.gated_mlp else 2 * f
+    return tokens * w * elements
+
+
+def _loss_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
+    """Bytes of the loss and its gradient over the logits, outside of the matmuls."""
+    return tokens * config.padded_vocab_size * (10 if args.pt_compile else 44)
+
+
+def _parameters(config: ModelConfig) -> float:
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The large parameters by name, as (rows, columns); vectors are left out."""
+    d, f = config.hidden_size, config.intermediate_size
+    a = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    shapes = {"embed": (config.padded_vocab_size, d)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = (config.padded_vocab_size, d)
+    if config.learned_positions:
+        shapes["positions"] = (config.max_position_embeddings, d)
+    for i in range(config.num_hidden_layers):
+        shapes |= {
+            f"blocks.{i}.qkv": (a + 2 * kv, d),
+            f"blocks.{i}.out": (d, a),
+            f"blocks.{i}.up": (2 * f if config.gated_mlp else f, d),
+            f"blocks.{i}.down": (d, f),
+        }
+    return shapes
+
+
+def collective_time(
+    kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants = CONSTANTS
+) -> float:
+    """Seconds of a ring collective of `size` bytes (the whole tensor) over neighbouring ranks.
+
+    time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that; over several nodes
+    the bus is no faster than the network cards of a node together.
+    """
+    if ranks == 1 or not size:
+        return 0.0
+    inside = min(ranks, per_node)
+    nodes = math.ceil(ranks / per_node)
+    bus = gpu.ring_gb_per_s
+    if nodes > 1:
+        bus = min(bus, c.network * gpu.nic_gb_per_s * inside)
+    latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
+    twice = 2 if kind == "all_reduce" else 1
+    return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
+
+
+def _communication(
+    config: ModelConfig,
+    args: Args,
+    gpu: Hardware,
+    world: int,
+    per_node: int,
+    shards: int | None,
+    compute: float,
+    c: Constants,
+) -> tuple[float, float]:
+    """Seconds of communication of one micro step (under DDP of one step), and of it the exposed part.
+
+    FSDP: a block's gather hides behind the computation of the block before, its reduction behind that of
+    the next; the first gather and the last reduction of embedding and head hide behind nothing.
+    """
+    shapes = parameter_shapes(config)
+    layers = config.num_hidden_layers
+    if world == 1:
+        return 0.0, 0.0
+    if shards is None:
+        size = ddp_bytes(shapes, args.grad_compression == "bf16", world).get("all_reduce", 0)
+        if args.pass_type == "forward":
+            return 0.0, 0.0
+        total = collective_time("all_reduce", size, world, per_node, gpu, c)
+        last = min(1.0, args.bucket_cap_mb * 2**20 / size)
+        return total, max(total * last, total - 0.6 * compute)
+    replicas = world // shards
+    block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
+    root = {n: s for n, s in shapes.items() if not n.startswith("blocks.")}
+    whole = dataclasses.replace(args, reshard_after_forward="always")
+
+    def seconds(part: dict, gathers: int) -> tuple[float, float]:
+        moved = fsdp_bytes(part, shards, replicas, 1, whole)
+        names = {"all_gather": shards, "reduce_scatter": shards, "all_reduce": world}
+        times = {
+            kind: collective_time(kind, moved.get(kind, 0), ranks, per_node, gpu, c)
+            for kind, ranks in names.items()
+        }
+        return times["all_gather"] / gathers, times["reduce_scatter"] + times["all_reduce"]
+
+    train = args.pass_type != "forward"
+    gather, reduce = seconds(block, 2 if train else 1)
+    root_gather, root_reduce = seconds(root, 1)
+    again = train and args.reshard_after_forward == "always"
+    total = layers * (gather * (2 if again else 1) + reduce) + root_gather + root_reduce
+    forward = compute / layers * (1 / 3 if train else 1)
+    backward = compute / layers * 2 / 3
+    exposed = root_gather + root_reduce + gather + layers * max(0.0, gather - forward)
+    if train:
+        exposed += reduce + layers * max(0.0, (gather if again else 0.0) + reduce - backward)
+    return total, exposed

@@ -1,0 +1,88 @@
+"""The speed model of estimate.py against what others have published, row by row.
+
+    python benchmarks/estimate_vs_published.py
+
+Wanted: a median error of at most 15 %. Needs no torch and no GPU.
+"""
+
+import dataclasses
+import json
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.command_line import parse_args
+from bench.hardware import find_hardware
+from bench.sizes import resolve_batch
+from bench.speed_model import CONSTANTS, Constants, estimate_speed
+from model.config import load_config
+
+ROOT = Path(__file__).parent.parent
+PUBLISHED = Path(__file__).parent / "published.json"
+OUTLIER = 0.15
+
+
+def predicted(row: dict, constants: Constants = CONSTANTS) -> float:
+    """Tokens/s per GPU of a published setting, by the model."""
+    script = "train.py" if row["gpus"] == 1 else "train_fsdp.py"
+    flags = shlex.split(row["flags"])
+    argv = [str(ROOT / row["config"]), "--bsz", str(row["bsz"]), *flags]
+    args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
+    gpu = find_hardware(row["gpu"])
+    # A part with less power runs its matmuls slower; its memory is told apart in `note`.
+    slower = {
+        name: value and value * row["clock"]
+        for name in ("bf16_tflops", "fp8_tflops", "measured_bf16_tflops", "measured_fp8_tflops")
+        for value in (getattr(gpu, name),)
+    }
+    gpu = dataclasses.replace(gpu, **slower)
+    config = load_config(args.config)
+    shards = row["gpus"] if row["gpus"] > 1 else None
+    batch = resolve_batch(args, row["seq_len"], row["gpus"])
+    estimate = estimate_speed(
+        config, args, row["seq_len"], batch.grad_acc_steps, gpu, row["gpus"], 8, shards, constants
+    )
+    return args.bsz * row["seq_len"] / estimate.step_s
+
+
+def errors(constants: Constants = CONSTANTS) -> list[float]:
+    """Relative error of each row."""
+    rows = json.loads(PUBLISHED.read_text())["rows"]
+    return [predicted(row, constants) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
+
+
+def main() -> None:
+    """Print the table and the median error."""
+    rows = json.loads(PUBLISHED.read_text())["rows"]
+    found = errors()
+    table = Table(box=box.MARKDOWN)
+    for name in ("source", "setting", "published", "estimate", "error", "note"):
+        table.add_column(name)
+    for row, error in zip(rows, found, strict=True):
+        published = row["tokens_per_sec_per_gpu"]
+        model = Path(row["config"]).stem
+        setting = (
+            f"{row['gpus']} x {row['gpu']}, {model} T{row['seq_len']} b{row['bsz']} {row['flags']}"
+        )
+        mark = " *" if abs(error) > OUTLIER else ""
+        table.add_row(
+            row["source"], setting, f"{published:,.0f}", f"{published * (1 + error):,.0f}",
+            f"{error:+.1%}{mark}", row["note"],
+        )  # fmt: skip
+    Console(width=220, highlight=False).print(table)
+    print(
+        f"median error {statistics.median(map(abs, found)):.1%}, largest "
+        f"{max(map(abs, found)):.1%}, beyond {OUTLIER:.0%}: {sum(abs(e) > OUTLIER for e in found)} "
+        f"of {len(found)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
