@@ -119,8 +119,7 @@ class _Sizes:
             ahead = 1 + max(1, args.prefetch)
             if args.reshard_after_forward == "never":
                 ahead = config.num_hidden_layers
-            # What is gathered arrives in one buffer and is then copied out of it.
-            self.gathered_blocks = self.width * self.block * (ahead + 1)
+            self.gathered_blocks = self.width * self.block * ahead
         elif args.amp != "off":
             # Autocast keeps low-precision copies of all weights until the forward pass is over.
             self.copies = 2.0 * (self.blocks + self.vocabulary)
@@ -195,9 +194,9 @@ def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
 
 
 def _backward_buffers(config: ModelConfig, sizes: _Sizes) -> float:
-    """Gradients of activations that live at once in a block's backward: those of the MLP."""
-    wide = 4 if config.gated_mlp else 2
-    return sizes.width * sizes.tokens * (wide * config.intermediate_size + 2 * config.hidden_size)
+    """What gradients of the MLP's activations take beyond the activations freed by then."""
+    wide = 2 if config.gated_mlp else 1
+    return sizes.width * sizes.tokens * wide * config.intermediate_size
 
 
 def largest_batch(memory_of, limit: float) -> int:

@@ -44,6 +44,9 @@ class Constants:
     latency_s: float = 8.4e-6
     latency_gpu_s: float = 3.4e-6
     latency_node_s: float = 9.6e-6
+    # The same of an all-reduce's tree: its depth grows with the logarithm of the nodes.
+    tree_gpu_s: float = 1.2e-6
+    tree_node_s: float = 8.5e-6
     # Part of the network cards' rate that a ring over all of them reaches.
     network: float = 0.90
     # Computation slows down beside communication: it loses multiprocessors and bandwidth.
@@ -241,6 +244,9 @@ def collective_time(
         bus = min(bus, c.network * gpu.nic_gb_per_s * inside)
     latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
     twice = 2 if kind == "all_reduce" else 1
+    if kind == "all_reduce":  # there NCCL has trees too
+        hops = (inside - 1) * c.tree_gpu_s + math.log2(nodes) * c.tree_node_s
+        latency = min(latency, c.latency_s + hops)
     return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
 
 
@@ -277,12 +283,14 @@ def _communication(
 
     def seconds(part: dict, gathers: int) -> tuple[float, float]:
         moved = fsdp_bytes(part, shards, replicas, 1, whole)
-        names = {"all_gather": shards, "reduce_scatter": shards, "all_reduce": world}
-        times = {
-            kind: collective_time(kind, moved.get(kind, 0), ranks, per_node, gpu, c)
-            for kind, ranks in names.items()
-        }
-        return times["all_gather"] / gathers, times["reduce_scatter"] + times["all_reduce"]
+        gather = collective_time("all_gather", moved.get("all_gather", 0), shards, per_node, gpu, c)
+        reduce = collective_time(
+            "reduce_scatter", moved.get("reduce_scatter", 0), shards, per_node, gpu, c
+        )
+        # Replicas of one shard are as far apart as a copy of the model is long.
+        apart = max(1, per_node // shards)
+        reduce += collective_time("all_reduce", moved.get("all_reduce", 0), replicas, apart, gpu, c)
+        return gather / gathers, reduce
 
     train = args.pass_type != "forward"
     gather, reduce = seconds(block, 2 if train else 1)

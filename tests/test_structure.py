@@ -41,7 +41,8 @@ def test_only_entrypoints_import_the_loop():
     ["model.config", "model.json_keys", "bench.args", "bench.checks", "bench.command_line",
      "bench.combinations", "bench.flops", "bench.hardware", "bench.results",
      "bench.statistics", "bench.sizes", "bench.tokens", "bench.console", "prepare_data",
-     "bench.trace", "bench.kernels", "bench.breakdown", "trace_report"],
+     "bench.trace", "bench.kernels", "bench.breakdown", "trace_report",
+     "bench.memory_model", "bench.speed_model", "estimate"],
 )  # fmt: skip
 def test_what_only_reads_files_starts_without_torch(name):
     code = f"import {name}, sys, json; print(json.dumps('torch' in sys.modules))"
