@@ -1,0 +1,268 @@
+"""What a sweep runs: an experiment file (YAML) or the command line, resolved to cells. Needs no torch.
+
+One file serves NVIDIA and AMD: `platforms` holds what differs, and the platform at hand is detected.
+"""
+
+import dataclasses
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from bench.args import Args
+from bench.command_line import parse_args
+from bench.errors import UsageError
+
+Platform = Literal["nvidia", "amd", "cpu"]
+Value = bool | int | float | str | None
+Flags = dict[str, Value]
+FLAGS = {f.name for f in dataclasses.fields(Args)} - {"config", "output_dir", "run_name"}
+# Flags that say where a run happens or what is looked at, and nothing of the training itself.
+NOT_HYPERPARAMETERS = {
+    "device", "nproc", "n_workers", "dist_timeout", "max_restarts", "no_tensorboard", "export",
+    "profile", "profile_start", "profile_steps", "profile_shapes", "profile_stacks", "nsys_start",
+    "nsys_end", "memory_snapshot", "peak_tflops", "usd_per_hour", "output_dir", "run_name",
+}  # fmt: skip
+
+
+class Strict(BaseModel):
+    """A part of the file; keys that it does not know are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Machine(Strict):
+    """The hardware of one platform, for the arithmetic of batches and for cost."""
+
+    gpu: str | None = None
+    gpus: int = Field(1, ge=1)
+    usd_per_hour: float | None = Field(None, gt=0)
+    tdp_w: float | None = Field(None, gt=0)
+
+
+class Parallel(Strict):
+    """How the GPUs are shared out: replicas x shards."""
+
+    dp_replicate: int = Field(1, ge=1)
+    dp_shard: int | None = Field(None, ge=1)
+
+
+class Experiment(Strict):
+    """The file as it is written; docs/SWEEPS.md explains each key."""
+
+    experiment: str = Field(pattern=r"^[\w.-]+$")
+    methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py"] = "train.py"
+    hardware: dict[Platform, Machine] = {}
+    parallel: Parallel = Parallel()
+    models: list[str] = Field(min_length=1)
+    training: Flags = {}
+    grid: dict[str, list[Value]] = {}
+    cells: list[Flags] = []
+    platforms: dict[Platform, Flags] = {}
+    repeats: int = Field(1, ge=1)
+    timeout_s: float = Field(3600.0, gt=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One setting: the script, its model and its flags; `axes` is what tells it from other cells."""
+
+    script: str
+    config: str
+    flags: tuple[tuple[str, Value], ...]
+    axes: tuple[str, ...]
+
+    def argv(self) -> list[str]:
+        """Model and flags as a command line."""
+        return [self.config, *to_argv(dict(self.flags))]
+
+    def label(self) -> str:
+        """The model and the values on the axes."""
+        flags = dict(self.flags)
+        parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
+        return " ".join([Path(self.config).stem, *parts])
+
+
+def to_argv(flags: Flags) -> list[str]:
+    """Flags as a command line: true is the bare flag, false and null leave it out."""
+    words = []
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, _plain(value)]
+    return words
+
+
+def _plain(value: Value) -> str:
+    """A value as it stands on a command line or in a table."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def read_experiment(path: str | Path) -> Experiment:
+    """An experiment file, checked; UsageError with the file, the key and what is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise UsageError(f"{path}: cannot be read: {reason}") from None
+    try:
+        content = yaml.safe_load(substitute(text, os.environ, path))
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
+    try:
+        return Experiment.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(f"{path}: {where}: {first['msg']}") from None
+
+
+def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
+    """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one."""
+
+    def value(match: re.Match) -> str:
+        name, default = match[1], match[3]
+        found = environ.get(name) or default
+        if found is None:
+            raise UsageError(
+                f"{path}: ${{{name}}} is not set, and has no default (${{{name}:-...}})"
+            )
+        return found
+
+    return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
+
+
+def detect_platform() -> Platform:
+    """The GPUs' vendor, by the driver's device files; `cpu` without."""
+    if Path("/dev/nvidiactl").exists():
+        return "nvidia"
+    return "amd" if Path("/dev/kfd").exists() else "cpu"
+
+
+def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
+    """All settings of an experiment on one platform; UsageError if one of them could not run."""
+    axes = list(e.grid)
+    combinations = [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
+    ]
+    machine = e.hardware.get(platform, Machine())
+    cells = []
+    for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
+        flags = e.training | e.platforms.get(platform, {}) | chosen | listed
+        unknown = sorted(set(flags) - FLAGS)
+        if unknown:
+            raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
+        flags = _resolve_sizes(flags, e, machine, where)
+        names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
+        cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
+        try:
+            parse_args(cell.argv(), e.script)
+        except UsageError as error:
+            raise UsageError(f"{where}: {cell.label()}: {error}") from None
+        if cell not in cells:
+            cells.append(cell)
+    return cells
+
+
+def _resolve_sizes(flags: Flags, e: Experiment, machine: Machine, where: str) -> Flags:
+    """Check that replicas x shards are the GPUs, and global = micro x data parallel x accumulation."""
+    flags = dict(flags)
+    if e.script == "train.py" and machine.gpus > 1:
+        raise UsageError(
+            f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
+        )
+    p = e.parallel
+    if p.dp_shard is not None and p.dp_replicate * p.dp_shard != machine.gpus:
+        right = machine.gpus / p.dp_replicate
+        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
+        raise UsageError(
+            f"{where}: parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, "
+            f"but there are {machine.gpus} GPUs; {advice}"
+        )
+    if p.dp_replicate > 1:
+        flags["dp_replicate"] = p.dp_replicate
+    if e.script != "train.py":
+        flags.setdefault("nproc", machine.gpus if machine.gpus > 1 else None)
+    if machine.usd_per_hour:
+        flags.setdefault("usd_per_hour", machine.usd_per_hour)
+    size, steps = flags.get("global_bsz"), flags.get("grad_acc_steps")
+    if size is not None and steps is not None:
+        right = (flags.get("bsz") or Args.bsz) * machine.gpus * steps
+        if size != right:
+            raise UsageError(
+                f"{where}: global_bsz {size}, but {flags.get('bsz') or Args.bsz} (bsz) x "
+                f"{machine.gpus} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
+            )
+        del flags["global_bsz"]
+    return flags
+
+
+def differences(e: Experiment) -> list[str]:
+    """Hyperparameters in which the platforms of an experiment differ, each as a line for the report.
+
+    Under `identical_config` there should be none.
+    """
+    platforms = [p for p in ("nvidia", "amd", "cpu") if p in e.hardware or p in e.platforms]
+    resolved = {}
+    for platform in platforms:
+        cells = make_cells(e, platform)
+        resolved[platform] = [
+            dataclasses.asdict(parse_args(cell.argv(), e.script)) | {"config": cell.config}
+            for cell in cells
+        ]
+    lines = []
+    for a, b in itertools.pairwise(platforms):
+        for left, right in zip(resolved[a], resolved[b], strict=False):
+            lines += [
+                f"{Path(left['config']).stem}: {name}: {a} {_plain(left[name])}, "
+                f"{b} {_plain(right[name])}"
+                for name in hyperparameter_differences(left, right)
+            ]
+        if len(resolved[a]) != len(resolved[b]):
+            lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")
+    return list(dict.fromkeys(lines))
+
+
+def hyperparameter_differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Names of the arguments that make two runs different trainings."""
+    names = [n for n in left if n in right and n not in NOT_HYPERPARAMETERS]
+    return [n for n in names if left[n] != right[n]]
+
+
+def from_command_line(
+    name: str,
+    script: str,
+    models: Sequence[str],
+    settings: Sequence[str],
+    repeats: int,
+    timeout_s: float,
+) -> Experiment:
+    """An experiment from `--set flag=value,value` options: several values make an axis."""
+    training: Flags = {}
+    grid: dict[str, list[Value]] = {}
+    for setting in settings:
+        flag, equals, values = setting.partition("=")
+        flag = flag.lstrip("-").replace("-", "_")
+        if not equals or flag not in FLAGS:
+            raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
+        parsed = [yaml.safe_load(v) if v else None for v in values.split(",")]
+        if len(parsed) == 1:
+            training[flag] = parsed[0]
+        else:
+            grid[flag] = parsed
+    return Experiment(
+        experiment=name, script=script, models=list(models), training=training, grid=grid,
+        repeats=repeats, timeout_s=timeout_s,
+    )  # fmt: skip

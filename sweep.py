@@ -1,0 +1,321 @@
+"""Which setting is best: run many, one process each, and rank them.
+
+    python sweep.py configs/sweeps/gpt2-context.yaml
+    python sweep.py --models configs/gpt2-tiny.json --set bsz=4,8 pt-compile=true,false --repeats 3
+    python sweep.py --models configs/gpt2-125m.json --set pt-compile=true --auto-bsz
+
+A run that fails is a row, not the end. Started again with the same --output-dir after being killed at any
+point, it goes on where it was. docs/SWEEPS.md explains the experiment file. Needs no torch itself.
+"""
+
+import csv
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import tyro
+from pydantic import ValidationError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.auto_batch import search_batch
+from bench.cells import METRICS, Row, Rows, cell_key, run_cell
+from bench.command_line import parse_args, parse_dataclass
+from bench.errors import UsageError
+from bench.experiment import (
+    Cell,
+    Experiment,
+    Platform,
+    detect_platform,
+    differences,
+    from_command_line,
+    make_cells,
+    read_experiment,
+)
+from bench.hardware import find_hardware
+from bench.memory_model import estimate_memory, largest_batch
+from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from bench.statistics import bootstrap_mean
+from model.config import ConfigError, load_config
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepArgs:
+    """Run many settings, one process each, and rank them."""
+
+    experiment: Annotated[str, tyro.conf.arg(metavar="[FILE.yaml]"), tyro.conf.Positional] = ""
+    """An experiment file; without one, --models and --set say what to run."""
+    models: tuple[str, ...] = ()
+    """Model configs."""
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py"] = "train.py"
+    """Script that runs them."""
+    set: tuple[str, ...] = ()
+    """flag=value for all, or flag=value,value,... for an axis of the grid."""
+    repeats: int = 1
+    """How often each setting runs; interleaved, so that a drifting machine drifts for all."""
+    timeout_s: float = 3600.0
+    """Seconds after which a run is ended."""
+    auto_bsz: bool = False
+    """Find the largest --bsz that runs, for each setting, and use it."""
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = "auto"
+    """Which platform's part of the experiment file holds; auto looks at the drivers."""
+    output_dir: str | None = None
+    """Where rows, results and tables go; by default sweeps/ and the experiment's name."""
+    dry_run: bool = False
+    """Print the settings and stop."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok, or on Ctrl-C."""
+    try:
+        args = parse_dataclass(SweepArgs, argv, "sweep.py")
+        experiment, where = read(args)
+        platform = detect_platform() if args.platform == "auto" else args.platform
+        cells = make_cells(experiment, platform, where)
+        unlike = differences(experiment)
+        for cell in cells:
+            load_config(cell.config)
+    except (UsageError, ConfigError) as error:
+        print(f"sweep.py: {error}", file=sys.stderr)
+        return 2
+    directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
+    if experiment.methodology == "identical_config":
+        for line in unlike or ["the platforms' hyperparameters are the same"]:
+            print(f"identical_config: {line}")
+    if args.dry_run:
+        for cell in cells:
+            print(f"{cell.script} {' '.join(cell.argv())}")
+        return 0
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        described = {
+            "experiment": experiment.model_dump(),
+            "platform": platform,
+            "differences": unlike,
+            "settings": [[cell.script, *cell.argv()] for cell in cells],
+        }
+        (directory / "sweep.json").write_text(json.dumps(described, indent=1) + "\n")
+        rows = Rows(directory / "rows.jsonl")
+    except OSError as error:
+        print(f"sweep.py: --output-dir {directory}: {error.strerror}", file=sys.stderr)
+        return 2
+    try:
+        run_all(cells, experiment, rows, directory, args, platform)
+    except KeyboardInterrupt:
+        again = f"{len(rows.rows)} rows are kept; the same command goes on from there"
+        print(f"\nsweep.py: interrupted; {again}", file=sys.stderr)
+        return 1
+    measured = [row for row in rows.rows.values() if row["repeat"] != "probe"]
+    write_csv(measured, directory / "results.csv")
+    ranked = rank(measured)
+    show(ranked, directory)
+    return 0 if any(row["status"] == "ok" for row in measured) else 1
+
+
+def read(args: SweepArgs) -> tuple[Experiment, str]:
+    """The experiment that the arguments name or describe, and its name for messages."""
+    if args.experiment:
+        if args.models or args.set:
+            raise UsageError("an experiment file and --models or --set: give one of the two")
+        return read_experiment(args.experiment), args.experiment
+    if not args.models:
+        raise UsageError("nothing to run: give an experiment file, or --models")
+    try:
+        return from_command_line(
+            "command-line", args.script, args.models, args.set, args.repeats, args.timeout_s
+        ), "--set"
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
+
+
+def run_all(
+    cells: list[Cell],
+    experiment: Experiment,
+    rows: Rows,
+    directory: Path,
+    args: SweepArgs,
+    platform: Platform,
+) -> None:
+    """Run what has no row yet: all settings once, then all of them again, and so on."""
+    if args.auto_bsz:
+        machine = experiment.hardware.get(platform)
+        gpu = machine.gpu if machine else None
+        cells = [with_largest_batch(c, rows, directory, experiment.timeout_s, gpu) for c in cells]
+        cells = [cell for cell in cells if cell is not None]
+    todo = [
+        (cell, repeat)
+        for repeat in range(experiment.repeats)
+        for cell in cells
+        if cell_key(cell, repeat) not in rows.rows
+    ]
+    done = len(cells) * experiment.repeats - len(todo)
+    if done:
+        print(f"{done} rows are there from before", flush=True)
+    start = time.monotonic()
+    for i, (cell, repeat) in enumerate(todo):
+        row = run_cell(cell, repeat, directory, experiment.timeout_s)
+        rows.add(row)
+        left = (time.monotonic() - start) / (i + 1) * (len(todo) - i - 1)
+        number = f"[{done + i + 1}/{done + len(todo)}]"
+        print(f"{number} {outcome(row)}  {cell.label()}  ({_duration(left)} left)", flush=True)
+
+
+def outcome(row: Row) -> str:
+    """A row's status, and its rate or what went wrong."""
+    if row["status"] == "ok":
+        return f"ok {row['tokens_per_sec']:,.0f} tokens/s"
+    return f"{row['status']}: {(row.get('error') or '')[:160]}"
+
+
+def with_largest_batch(
+    cell: Cell, rows: Rows, directory: Path, timeout_s: float, gpu: str | None
+) -> Cell | None:
+    """The setting with the largest micro batch that runs; every attempt is a row (`probe`)."""
+
+    def sized(bsz: int) -> Cell:
+        flags = dict(cell.flags) | {"bsz": bsz}
+        axes = tuple(dict.fromkeys([*cell.axes, "bsz"]))
+        return dataclasses.replace(cell, flags=tuple(sorted(flags.items())), axes=axes)
+
+    def runs(bsz: int) -> bool:
+        short = dict(sized(bsz).flags) | {"n_steps": 2, "warmup_steps": 3, "no_tensorboard": True}
+        probe = dataclasses.replace(sized(bsz), flags=tuple(sorted(short.items())))
+        key = cell_key(probe, "probe")
+        if key not in rows.rows:
+            rows.add(run_cell(probe, "probe", directory, timeout_s))
+        row = rows.rows[key]
+        print(f"  --bsz {bsz}: {outcome(row)}  {cell.label()}", flush=True)
+        return row["status"] == "ok"
+
+    best = search_batch(runs, first_guess(cell, gpu))
+    if not best:
+        print(f"  not even --bsz 1 runs: {cell.label()}", flush=True)
+        return None
+    return sized(best)
+
+
+def first_guess(cell: Cell, gpu: str | None) -> int:
+    """What estimate.py says fits the named GPU; without one, the setting's own size."""
+    args = parse_args(cell.argv(), cell.script)
+    if gpu is None:
+        return args.bsz
+    hardware = find_hardware(gpu)
+    config = load_config(args.config, args.pad_vocab)
+    seq_len = resolve_seq_len(args.seq_len, config)
+    world = args.nproc or 1
+    shards = resolve_shards(args, world, "cuda") if cell.script == "train_fsdp.py" else None
+
+    def memory(bsz: int) -> float:
+        this = dataclasses.replace(args, bsz=bsz)
+        micro = resolve_batch(this, seq_len, world).grad_acc_steps
+        return estimate_memory(config, this, seq_len, micro, shards).peak
+
+    return max(1, largest_batch(memory, 0.92 * hardware.memory_gb * 1e9))
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    """All rows, without the lists."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "step_times_s"))
+    last = [n for n in (*METRICS, "error", "result", "command") if n in names]
+    names = [n for n in names if n not in last] + last
+    with path.open("w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A setting over its repeats; rates in tokens/s."""
+
+    label: str
+    status: str
+    tokens_per_sec: float | None
+    low: float | None
+    high: float | None
+    cv: float | None
+    mfu: float | None
+    memory_gib: float | None
+
+
+def rank(rows: list[Row]) -> list[Ranked]:
+    """Settings by tokens/s, best first, with 95 % intervals; those that never ran last.
+
+    Over the repeats' own rates where there are three or more, else over the steps of the runs.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["key"].rsplit("-", 1)[0], []).append(row)
+    ranked = []
+    for members in groups.values():
+        ok = [row for row in members if row["status"] == "ok"]
+        label = _label(members[0])
+        if not ok:
+            ranked.append(Ranked(label, members[0]["status"], *[None] * 6))
+            continue
+        rates = [row["tokens_per_sec"] for row in ok]
+        if len(rates) >= 3:
+            low, high = bootstrap_mean(np.array(rates))
+            cv = statistics.stdev(rates) / statistics.fmean(rates)
+        else:
+            times = np.concatenate([row["step_times_s"] for row in ok])
+            slow, fast = bootstrap_mean(times)
+            tokens = statistics.fmean(rates) * times.mean()
+            low, high = tokens / fast, tokens / slow
+            cv = float(times.std(ddof=1) / times.mean()) if len(times) > 1 else 0.0
+        memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
+        status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
+        ranked.append(
+            Ranked(label, status, statistics.fmean(rates), low, high, cv, ok[0]["mfu"], max(memory))
+        )
+    return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
+
+
+def _label(row: Row) -> str:
+    known = {"key", "repeat", "script", "model", "status", "error", "result", "command", "wall_s",
+             "step_times_s", *METRICS}  # fmt: skip
+    axes = [f"{name}={value}" for name, value in row.items() if name not in known]
+    return " ".join([row["model"], *axes])
+
+
+def show(ranked: list[Ranked], directory: Path) -> None:
+    """The ranked table on the screen and as Markdown in the sweep's directory."""
+    table = Table(box=box.MARKDOWN)
+    for i, name in enumerate(
+        ("setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB")
+    ):
+        table.add_column(name, justify="left" if i < 2 else "right")
+    best = ranked[0].tokens_per_sec if ranked else None
+    for r in ranked:
+        if r.tokens_per_sec is None:
+            table.add_row(r.label, r.status, *[""] * 6)
+            continue
+        tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
+        share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
+        table.add_row(
+            r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{r.low:,.0f} - {r.high:,.0f}",
+            f"{r.cv:.1%}", share, "unknown" if r.mfu is None else f"{r.mfu:.1%}",
+            f"{r.memory_gib:.2f}",
+        )  # fmt: skip
+    Console(width=200, highlight=False).print(table)
+    with (directory / "ranked.md").open("w", encoding="utf-8") as f:
+        Console(width=200, highlight=False, file=f).print(table)
+    print("~: the interval overlaps that of the best")
+    print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

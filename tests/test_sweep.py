@@ -1,0 +1,271 @@
+"""sweep.py: the experiment file, runs that fail, being killed and going on, the ranked table."""
+
+import csv
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import sweep
+from bench.auto_batch import search_batch
+from bench.cells import Rows
+from bench.errors import UsageError
+from bench.experiment import (
+    Experiment,
+    differences,
+    from_command_line,
+    make_cells,
+    read_experiment,
+    substitute,
+)
+from tests.helpers import ROOT
+
+BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def experiment(**keys) -> Experiment:
+    return Experiment.model_validate(BASE | keys)
+
+
+def write(path, **keys) -> str:
+    path.write_text(json.dumps(BASE | keys))  # JSON is YAML
+    return str(path)
+
+
+FAST = dict(seq_len=32, n_steps=3, warmup_steps=1, device="cpu", amp="off", no_tensorboard=True)
+
+
+def start(path, out, *argv):
+    limit = 6 * 2**30  # so that a huge batch runs out of memory
+    return subprocess.Popen(
+        [sys.executable, "sweep.py", path, "--output-dir", str(out), *argv],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(tmp_path_factory):
+    """Three settings, of which one runs out of memory and one has no data, twice each; the sweep is
+    killed outright while its second run runs, and started again."""
+    os.chdir(ROOT)
+    out = tmp_path_factory.mktemp("sweep")
+    cells = [{"bsz": 2}, {"bsz": 400_000}, {"bsz": 3, "data": "missing.bin"}]
+    path = write(out / "e.yaml", training=FAST, cells=cells, repeats=2, timeout_s=120)
+    first = start(path, out)
+    deadline = time.monotonic() + 120
+    while not (out / "rows.jsonl").exists() or "\n" not in (out / "rows.jsonl").read_text():
+        assert time.monotonic() < deadline and first.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.5)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    before = (out / "rows.jsonl").read_text()
+    with (out / "rows.jsonl").open("a") as f:
+        f.write('{"key": "cut o')  # as if killed while writing
+    second = start(path, out)
+    text, _ = second.communicate(timeout=300)
+    return out, before, text, second.returncode
+
+
+def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
+    out, before, text, code = killed_and_resumed
+    assert code == 0, text
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    keys = [row["key"] for row in rows]
+    assert len(keys) == len(set(keys)) == 6
+    assert sorted(row["repeat"] for row in rows) == [0, 0, 0, 1, 1, 1]
+    n = len(before.splitlines())
+    assert n >= 1 and rows[:n] == [json.loads(line) for line in before.splitlines()]
+    assert f"{n} rows are there from before" in text and f"[6/{6}]" in text
+    # Nothing of the killed sweep still runs.
+    alive = subprocess.run(["pgrep", "-f", str(out / "runs")], capture_output=True, text=True)
+    assert alive.stdout == ""
+
+
+def test_what_goes_wrong_is_a_row(killed_and_resumed):
+    out, *_ = killed_and_resumed
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    status = {(row["bsz"], row["status"]) for row in rows}
+    assert status == {(2, "ok"), (400_000, "oom"), (3, "failed")}
+    (error,) = {row["error"] for row in rows if row["status"] == "failed"}
+    assert "missing.bin: no such file" in error
+    with (out / "results.csv").open() as f:
+        table = list(csv.DictReader(f))
+    assert len(table) == 6 and {"tokens_per_sec", "step_time_cv", "step_time_std_s"} <= set(
+        table[0]
+    )
+    ok = [row for row in table if row["status"] == "ok"]
+    assert all(float(row["tokens_per_sec"]) > 0 for row in ok)
+    ranked = (out / "ranked.md").read_text()
+    assert ranked.index("bsz=2") < ranked.index("oom") and "100.0%" in ranked
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path):
+    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}, timeout_s=6)
+    process = start(path, tmp_path)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "timeout: not done after 6 s" in text
+    alive = subprocess.run(["pgrep", "-f", str(tmp_path / "runs")], capture_output=True, text=True)
+    assert alive.stdout == ""
+
+
+def test_rows_survive_a_torn_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"key": "a", "x": 1}\n{"key": "b"}\n{"key": "c", "x"')
+    rows = Rows(path)
+    assert list(rows.rows) == ["a", "b"]
+    rows.add({"key": "d"})
+    assert list(Rows(path).rows) == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("largest", [0, 1, 2, 7, 64, 100, 1000])
+@pytest.mark.parametrize("first", [1, 8, 300])
+def test_search_finds_the_edge(largest, first):
+    tried = []
+
+    def runs(size):
+        assert size not in tried, "tried twice"
+        tried.append(size)
+        return size <= largest
+
+    found = search_batch(runs, first)
+    assert found <= largest and largest - found <= max(1, 0.03 * largest)
+    assert len(tried) <= 30
+
+
+def test_grid_list_and_platform_make_the_cells():
+    e = experiment(
+        training={"n_steps": 5, "lr": 1e-3},
+        grid={"seq_len": [16, 32], "pt_compile": [False, True]},
+        cells=[{"bsz": 2}, {"bsz": 4}],
+        platforms={"amd": {"lr": 2e-3}},
+    )
+    cells = make_cells(e, "nvidia")
+    assert len(cells) == 8 and cells[0].axes == ("seq_len", "pt_compile", "bsz")
+    assert cells[0].label() == "gpt2-tiny seq_len=16 pt_compile=false bsz=2"
+    argv = cells[-1].argv()
+    assert argv[0] == "configs/gpt2-tiny.json" and "--pt-compile" in argv
+    assert argv[argv.index("--lr") + 1] == "0.001"
+    assert dict(make_cells(e, "amd")[0].flags)["lr"] == 2e-3
+
+
+def test_identical_config_names_every_difference():
+    machines = {"nvidia": {"gpus": 8, "usd_per_hour": 3}, "amd": {"gpus": 8, "usd_per_hour": 2}}
+    e = experiment(
+        methodology="identical_config", script="train_fsdp.py", hardware=machines,
+        training={"bsz": 2, "lr": 3e-4}, platforms={"amd": {"lr": 1e-4, "bsz": 4}},
+    )  # fmt: skip
+    assert differences(e) == [
+        "gpt2-tiny: bsz: nvidia 2, amd 4", "gpt2-tiny: lr: nvidia 0.0003, amd 0.0001",
+    ]  # fmt: skip
+    same = e.model_copy(update={"platforms": {}})
+    assert differences(same) == []  # prices are no hyperparameters
+
+
+def test_sizes_are_checked_and_passed_on():
+    e = experiment(
+        script="train_fsdp.py", hardware={"nvidia": {"gpus": 8}}, parallel={"dp_replicate": 2},
+        training={"bsz": 2, "grad_acc_steps": 4, "global_bsz": 64},
+    )  # fmt: skip
+    (cell,) = make_cells(e, "nvidia")
+    flags = dict(cell.flags)
+    assert flags["nproc"] == 8 and flags["dp_replicate"] == 2 and "global_bsz" not in flags
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"training": {"bzs": 2}}, "bzs: no such flag"),
+        ({"training": {"bsz": 0}}, "gpt2-tiny: --bsz 0: must be at least 1"),
+        ({"training": {"use_fp8": True, "pt_compile": True, "fp8_backend": "te"}}, "cannot be traced"),
+        ({"hardware": {"nvidia": {"gpus": 8}}}, "8 GPUs, but train.py runs on one"),
+        (
+            {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
+             "parallel": {"dp_replicate": 2, "dp_shard": 8}},
+            "2 x 8 = 16, but there are 8 GPUs; dp_shard must be 4",
+        ),
+        (
+            {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 4}},
+             "training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 64}},
+            "global_bsz 64, but 2 (bsz) x 4 GPUs x 2 (grad_acc_steps) = 16; make it 16",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
+    with pytest.raises(UsageError) as error:
+        make_cells(experiment(**keys), "nvidia", "e.yaml")
+    assert str(error.value).startswith("e.yaml: ") and message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b", "must be a mapping"),
+        ("experiment: x\nmodels: [", "not valid YAML"),
+        ("experiment: x", "models: Field required"),
+        ("experiment: x\nmodels: []", "models: List should have at least 1 item"),
+        ("experiment: x\nmodels: [a]\nlr: 1", "lr: Extra inputs are not permitted"),
+        ("experiment: x\nmodels: [a]\nhardware: {intel: {}}", "hardware.intel"),
+        ("experiment: a/b\nmodels: [a]", "experiment: String should match"),
+        ("experiment: ${NOT_SET_ANYWHERE}\nmodels: [a]", "${NOT_SET_ANYWHERE} is not set"),
+    ],
+)
+def test_a_wrong_file_is_one_line(text, message, tmp_path, capsys):
+    path = tmp_path / "e.yaml"
+    path.write_text(text)
+    assert sweep.main([str(path), "--output-dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "e.yaml" in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_substitution():
+    environ = {"A": "1", "EMPTY": ""}
+    assert substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("platform", ["nvidia", "amd"])
+def test_ready_files_are_valid(path, platform):
+    e = read_experiment(path)
+    assert make_cells(e, platform, str(path))
+    if e.methodology == "identical_config":
+        assert differences(e) == []
+
+
+def test_the_command_line_makes_the_same(capsys):
+    e = from_command_line(
+        "x", "train.py", ["a.json"], ["bsz=2,4", "pt-compile=true", "sac-freq=1/2"], 2, 9
+    )
+    assert e.grid == {"bsz": [2, 4]} and e.training == {"pt_compile": True, "sac_freq": "1/2"}
+    with pytest.raises(UsageError, match="must be flag=value"):
+        from_command_line("x", "train.py", ["a.json"], ["nonsense"], 1, 9)
+    assert sweep.main([]) == 2 and "give an experiment file, or --models" in capsys.readouterr().err
+    assert sweep.main(["--models", "none.json", "--set", "bsz=1"]) == 2
+    assert "none.json: no such file" in capsys.readouterr().err
+
+
+def test_ranking_by_hand():
+    def row(key, rate, status="ok"):
+        return {"key": key, "repeat": 0, "model": "m", "status": status, "bsz": key, "mfu": None,
+                "tokens_per_sec": rate, "peak_allocated_gib": None, "peak_rss_gib": 1.0,
+                "step_times_s": [100 / rate] * 5 if rate else []}  # fmt: skip
+
+    rows = [row("a-0", 100), row("b-0", 200), row("a-1", 110), row("b-1", 220), row("a-2", 90),
+            row("b-2", 210), row("c-0", None, "oom")]  # fmt: skip
+    ranked = sweep.rank(rows)
+    assert [r.status for r in ranked] == ["ok", "ok", "oom"]
+    assert ranked[0].tokens_per_sec == pytest.approx(210) and ranked[1].tokens_per_sec == 100
+    assert 200 <= ranked[0].low < 210 < ranked[0].high <= 220
+    assert ranked[1].cv == pytest.approx(0.1)
