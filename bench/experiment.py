@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -164,6 +164,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         unknown = sorted(set(flags) - FLAGS)
         if unknown:
             raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
+        flags = {name: _meant(name, value) for name, value in flags.items()}
         flags = _resolve_sizes(flags, e, machine, where)
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
         cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
@@ -174,6 +175,13 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         if cell not in cells:
             cells.append(cell)
     return cells
+
+
+def _meant(name: str, value: Value) -> Value:
+    """YAML reads `off` as false; where a flag has a choice of that name, it is meant."""
+    if value is False and "off" in get_args(get_type_hints(Args)[name]):
+        return "off"
+    return value
 
 
 def _resolve_sizes(flags: Flags, e: Experiment, machine: Machine, where: str) -> Flags:

@@ -160,6 +160,13 @@ def test_grid_list_and_platform_make_the_cells():
     assert dict(make_cells(e, "amd")[0].flags)["lr"] == 2e-3
 
 
+def test_off_is_off():
+    """YAML's `off` is false, but --amp off is a choice."""
+    e = from_command_line("x", "train.py", BASE["models"], ["amp=off", "pt-compile=off"], 1, 9)
+    (cell,) = make_cells(e, "cpu")
+    assert cell.argv() == ["configs/gpt2-tiny.json", "--amp", "off"]
+
+
 def test_identical_config_names_every_difference():
     machines = {"nvidia": {"gpus": 8, "usd_per_hour": 3}, "amd": {"gpus": 8, "usd_per_hour": 2}}
     e = experiment(

@@ -1,0 +1,126 @@
+"""Did it get slower? Results against stored baselines, judged on intervals. Needs no torch.
+
+A baseline belongs to hardware, model, settings and number of ranks; configs/baselines.json keeps it with
+where it came from.
+"""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.errors import UsageError
+from bench.experiment import NOT_HYPERPARAMETERS
+from bench.results import Result
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One result against its baseline, on one line; `bad` fails the gate."""
+
+    line: str
+    bad: bool
+
+
+def baseline_key(r: Result) -> str:
+    """Hardware, model and world size in words, and a hash of the shape and of all settings."""
+    settings = {
+        k: v
+        for k, v in r.args.items()
+        if k not in NOT_HYPERPARAMETERS | {"n_steps", "warmup_steps"}
+    }
+    settings.pop("config", None)
+    text = json.dumps([r.model.hash, r.entrypoint, settings], sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    return f"{r.device.hardware} / {r.model.name} / {r.device.count} / {digest}"
+
+
+def unfit(r: Result) -> str | None:
+    """Why a result can be no baseline, and cannot be held against one."""
+    if r.status != "ok":
+        return f"its status is {r.status}"
+    if r.profile is not None or r.args.get("profile") or r.args.get("nsys_start") is not None:
+        return "it was profiled"
+    if r.metrics.clocks_held_down:
+        return "its clocks were held down"
+    if r.metrics.device_shared:
+        return "its GPU was shared"
+    return None
+
+
+def entry_of(r: Result, path: Path) -> dict[str, Any]:
+    """What is kept of a result: figures with their interval, and where they come from."""
+    m, e = r.metrics, r.environment
+    return {
+        "tokens_per_sec_per_gpu": m.tokens_per_sec_per_gpu,
+        "low": _rate(r, m.step_time_ci95_high_s),
+        "high": _rate(r, m.step_time_ci95_low_s),
+        "memory_gib": m.peak_allocated_gib or m.peak_rss_gib,
+        "n_steps": m.n_measured_steps,
+        "provenance": {
+            "run": r.run_name,
+            "command": r.command,
+            "started_at": r.started_at,
+            "git_sha": e.get("git_sha"),
+            "git_dirty": e.get("git_dirty"),
+            "torch": (e.get("libraries") or {}).get("torch"),
+            "driver": e.get("driver"),
+            "device": r.device.name,
+        },
+    }
+
+
+def _rate(r: Result, step_s: float | None) -> float | None:
+    """Tokens/s per device of a step time."""
+    return r.batch.tokens_per_step / r.device.count / step_s if step_s else None
+
+
+def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
+    """Slower, when even the upper end of its interval is below what the tolerance allows."""
+    name, why = f"{r.run_name}", unfit(r)
+    if why:
+        return Verdict(f"UNFIT {name}: {why}; run it again", True)
+    baseline = baselines.get(baseline_key(r))
+    if baseline is None:
+        return Verdict(f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one", False)
+    now = entry_of(r, Path())
+    rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
+    change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
+    change += f" ({rate / was - 1:+.1%})"
+    floor = (1 - tolerance) * was
+    problems = []
+    if now["high"] < floor:
+        problems.append("SLOWER")
+    memory, held = now["memory_gib"], baseline["memory_gib"]
+    if memory and held and memory > (1 + tolerance) * held:
+        problems.append("MORE MEMORY")
+        change += f"; {memory:.2f} GiB, was {held:.2f} ({memory / held - 1:+.1%})"
+    if problems:
+        return Verdict(f"{' and '.join(problems)} {name}: {change}", True)
+    doubt = ", not certain: its interval reaches the tolerance" if rate < floor else ""
+    return Verdict(f"ok {name}: {change}{doubt}", False)
+
+
+def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
+    """The stored baselines by key."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return dict(content["baselines"])
+    except FileNotFoundError:
+        if must_exist:
+            raise UsageError(
+                f"--baseline {path}: no such file; --update-baselines makes it"
+            ) from None
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--baseline {path}: is no file of baselines: {error}") from None
+
+
+def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
+    """Write all of them, sorted, in one piece."""
+    about = "Written by compare.py --update-baselines; see docs/COMPARE.md."
+    content = {"about": about, "baselines": dict(sorted(baselines.items()))}
+    spare = path.with_suffix(".new")
+    spare.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    spare.replace(path)

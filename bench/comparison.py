@@ -1,0 +1,171 @@
+"""Ratios between runs, what may be compared with what, cost and energy. Needs no torch."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from bench.errors import UsageError
+from bench.experiment import hyperparameter_differences
+from bench.hardware import Hardware, find_hardware
+from bench.records import Record
+
+RESAMPLES = 2000
+
+
+@dataclasses.dataclass
+class Row:
+    """A run beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster."""
+
+    record: Record
+    group: str
+    is_reference: bool = False
+    marks: list[str] = dataclasses.field(default_factory=list)
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    usd_per_trillion: float | None = None
+    tokens_per_joule: float | None = None
+    energy_measured: bool = False
+    days: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The ratio in words: never more certain than its interval."""
+        if self.is_reference:
+            return "reference"
+        if self.marks:
+            return "not compared"
+        if self.ratio is None:
+            return "unknown"
+        if self.ratio_low is None:
+            return "one number only"
+        if self.ratio_low <= 1 <= self.ratio_high:
+            return "within noise"
+        return "faster" if self.ratio > 1 else "slower"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """US$ per GPU-hour and W by name of the hardware, from flags or an experiment file."""
+
+    usd_per_hour: Mapping[str, float]
+    tdp_w: Mapping[str, float]
+
+
+def compare(
+    records: list[Record],
+    prices: Prices,
+    tokens: float | None,
+    reference: str | None = None,
+    identical: bool = False,
+) -> list[Row]:
+    """Rows in groups of one model and length, each against its first comparable run.
+
+    With `identical`, hyperparameters that only concern speed must agree too.
+    """
+    rows = [Row(r, group_of(r), marks=list(r.marks)) for r in records]
+    if reference is not None and reference not in {r.label for r in records}:
+        known = ", ".join(r.label for r in records)
+        raise UsageError(f"--reference {reference}: no run of that name; there are {known}")
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        usable = [row for row in members if not row.marks and row.record.tokens_per_sec_per_gpu]
+        named = [row for row in members if row.record.label == reference]
+        first = (named or usable or members)[0]
+        first.is_reference = True
+        for row in members:
+            if row is not first:
+                row.marks += unlike(first.record, row.record, identical)
+                if not row.marks and not first.marks:
+                    _fill_ratio(row, first.record)
+    for row in rows:
+        _fill_cost(row, prices, tokens)
+    return rows
+
+
+def group_of(r: Record) -> str:
+    """Runs of one model and sequence length are compared; by the shape's hash where it is known."""
+    name = (r.model or "unknown model").lower()
+    return f"{name} T{r.seq_len}" if r.seq_len else name
+
+
+def unlike(a: Record, b: Record, identical: bool) -> list[str]:
+    """Why b cannot be held against a: another model, another training, another way to count."""
+    marks = []
+    if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
+        marks.append("another model under the same name")
+    left, right = a.hyperparameters or {}, b.hyperparameters or {}
+    names = hyperparameter_differences(left, right)
+    if not identical:
+        # What suits each machine best is allowed to differ; what is learnt is not.
+        names = [n for n in names if n not in ("global_batch", "seed", "data")]
+    marks += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
+    if identical and a.settings and b.settings and a.settings != b.settings:
+        marks.append(f"settings {a.settings} / {b.settings}")
+    return marks
+
+
+def _short(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def mfu_comparable(rows: list[Row]) -> bool:
+    """Whether all rows' MFU counts FLOPs the same way."""
+    return len({r.record.flop_convention for r in rows if r.record.mfu is not None}) <= 1
+
+
+def _fill_ratio(row: Row, reference: Record) -> None:
+    ours, theirs = row.record.tokens_per_sec_per_gpu, reference.tokens_per_sec_per_gpu
+    if not ours or not theirs:
+        return
+    row.ratio = ours / theirs
+    spread = bootstrap_ratio(reference.step_times_s, row.record.step_times_s)
+    if spread is not None:
+        low, high, middle = spread
+        row.ratio_low, row.ratio_high = row.ratio * low / middle, row.ratio * high / middle
+
+
+def bootstrap_ratio(a: list[float], b: list[float]) -> tuple[float, float, float] | None:
+    """95 % interval of mean(a) / mean(b), and that ratio; None with fewer than three steps in either.
+
+    Percentile bootstrap of both samples (Efron 1979), fixed seed; takes steps as independent.
+    """
+    if min(len(a), len(b)) < 3:
+        return None
+    rng = np.random.default_rng(0)
+    x, y = np.asarray(a), np.asarray(b)
+    ratios = [
+        x[rng.integers(0, len(x), len(x))].mean() / y[rng.integers(0, len(y), len(y))].mean()
+        for _ in range(RESAMPLES)
+    ]
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high), float(x.mean() / y.mean())
+
+
+def known_hardware(name: str | None) -> Hardware | None:
+    """The entry of configs/hardware.json for a run's hardware, if it is there by its whole name."""
+    if name is None:
+        return None
+    try:
+        found = find_hardware(name)
+    except UsageError:
+        return None
+    return found if name in (found.name, *found.driver_names) else None
+
+
+def _fill_cost(row: Row, prices: Prices, tokens: float | None) -> None:
+    r, entry = row.record, known_hardware(row.record.hardware)
+    names = [n for n in (r.hardware, entry and entry.name) if n]
+    price = next((prices.usd_per_hour[n] for n in names if n in prices.usd_per_hour), None)
+    price = price or r.usd_per_hour or (entry and entry.usd_per_hour)
+    rate = r.tokens_per_sec_per_gpu
+    if rate and price:
+        row.usd_per_trillion = price / 3600 / rate * 1e12
+    row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
+    watts = next((prices.tdp_w[n] for n in names if n in prices.tdp_w), None)
+    watts = watts or r.tdp_w or (entry and entry.tdp_w)
+    if row.tokens_per_joule is None and rate and watts:
+        row.tokens_per_joule = rate / watts
+    if tokens and r.tokens_per_sec:
+        row.days = tokens / r.tokens_per_sec / 86400

@@ -1,0 +1,90 @@
+"""compare.png: the runs side by side. Needs matplotlib (the extra `report`), and no torch."""
+
+from pathlib import Path
+
+from bench.comparison import Row, mfu_comparable
+from bench.errors import UsageError
+
+COLOURS = ("#3b6fb6", "#d9822b", "#4c9f70", "#b64a6f", "#7b61a8", "#8c8c3a", "#4aa3a8", "#8a5a44")
+
+
+def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
+    """Nine panels: rate, step times, memory, MFU, cost, energy, days, loss and learning rate."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UsageError(
+            "compare.png needs matplotlib: pip install matplotlib, or --no-plot"
+        ) from None
+
+    shown = [r for r in rows if r.record.tokens_per_sec_per_gpu or r.record.losses]
+    labels = [r.record.label for r in shown]
+    colours = [COLOURS[i % len(COLOURS)] for i in range(len(shown))]
+    height = max(2.6, 0.9 + 0.32 * len(shown))
+    figure, axes = plt.subplots(3, 3, figsize=(16, 3 * height), layout="constrained")
+
+    def bars(axis, title: str, values: list[float | None], form: str, hatch=None) -> None:
+        axis.set_title(title, fontsize=10, loc="left")
+        numbers = [v or 0.0 for v in values]
+        drawn = axis.barh(labels, numbers, color=colours)
+        for i, (bar, value) in enumerate(zip(drawn, values, strict=True)):
+            text = "unknown" if value is None else format(value, form)
+            if shown[i].marks:
+                bar.set_alpha(0.35)
+            if hatch and hatch[i]:
+                bar.set_hatch("///")
+            axis.annotate(f" {text}", (bar.get_width(), i), va="center", fontsize=8)
+        axis.invert_yaxis()
+        axis.margins(x=0.18)
+
+    bars(axes[0, 0], "tokens/s per GPU", [r.record.tokens_per_sec_per_gpu for r in shown], ",.0f")
+    for i, r in enumerate(shown):
+        if r.ratio_low is not None:
+            rate, scale = r.record.tokens_per_sec_per_gpu, r.record.tokens_per_sec_per_gpu / r.ratio
+            axes[0, 0].errorbar(
+                rate, i, xerr=[[rate - r.ratio_low * scale], [r.ratio_high * scale - rate]],
+                color="black", lw=1, capsize=2,
+            )  # fmt: skip
+    timed = [(r, c) for r, c in zip(shown, colours, strict=True) if r.record.step_times_s]
+    axes[0, 1].set_title("step time [s]: quartiles, 5 to 95 %", fontsize=10, loc="left")
+    if timed:
+        boxes = axes[0, 1].boxplot(
+            [r.record.step_times_s for r, _ in timed], vert=False, whis=(5, 95), showfliers=False,
+            patch_artist=True, tick_labels=[r.record.label for r, _ in timed],
+        )  # fmt: skip
+        for box, (_, colour) in zip(boxes["boxes"], timed, strict=True):
+            box.set_facecolor(colour)
+        for line in boxes["medians"]:
+            line.set_color("black")
+        axes[0, 1].invert_yaxis()
+    bars(axes[0, 2], "memory [GiB]", [r.record.memory_gib for r in shown], ".1f")
+    conventions = {r.record.flop_convention for r in shown if r.record.mfu is not None}
+    title = f"MFU (FLOPs: {', '.join(conventions) or 'none known'})"
+    title += "" if mfu_comparable(shown) else ": not comparable"
+    bars(axes[1, 0], title, [r.record.mfu for r in shown], ".1%")
+    bars(axes[1, 1], "US$ per trillion tokens", [r.usd_per_trillion for r in shown], ",.0f")
+    bars(
+        axes[1, 2], "tokens/J (hatched: from TDP)",
+        [r.tokens_per_joule for r in shown], ".2f", [not r.energy_measured for r in shown],
+    )  # fmt: skip
+    title = f"days for {tokens:.3g} tokens" if tokens else "days to train: give --tokens"
+    bars(axes[2, 0], title, [r.days for r in shown], ",.1f")
+    for axis, name, title in (
+        (axes[2, 1], "losses", "loss"),
+        (axes[2, 2], "learning_rates", "learning rate"),
+    ):
+        axis.set_title(title, fontsize=10, loc="left")
+        for r, colour in zip(shown, colours, strict=True):
+            if curve := getattr(r.record, name):
+                axis.plot(*zip(*curve, strict=True), color=colour, lw=1.2, label=r.record.label)
+        axis.set_xlabel("step", fontsize=8)
+        if axis.lines:
+            axis.legend(fontsize=7)
+    for axis in axes.flat:
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

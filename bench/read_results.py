@@ -1,0 +1,193 @@
+"""Result files as records: our result.json and CSV, and the JSON of a comparison suite. Needs no torch.
+
+That suite's keys (docs/COMPARE.md lists the mapping): platform, gpu_info, training_config,
+performance_metrics, memory_metrics, step_times, loss_values, learning_rates.
+"""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from bench.errors import UsageError
+from bench.experiment import NOT_HYPERPARAMETERS
+from bench.records import Record, steady
+from bench.results import Result
+
+GB_TO_GIB = 1e9 / 2**30
+# Arguments of ours that say how fast a training is computed, and not what is trained.
+SPEED_SETTINGS = {
+    "config", "bsz", "grad_acc_steps", "global_bsz", "amp", "tf32", "use_fp8", "fp8_backend",
+    "fp8_recipe", "fp8_emulate", "fp8_all_gather", "attention", "pt_compile", "compile_mode",
+    "sac_freq", "sac_policy", "pad_vocab", "bucket_cap_mb", "grad_compression",
+    "reshard_after_forward", "reduce_dtype", "prefetch", "dp_replicate", "cpu_offload", "n_steps",
+    "warmup_steps", "val_data", "val_batches",
+}  # fmt: skip
+
+
+def read_json(path: Path) -> list[Record]:
+    """A JSON file of ours or of the other suite; UsageError for any other."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(content, dict) and "schema_version" in content and "metrics" in content:
+        return [read_ours(content, path)]
+    if isinstance(content, dict) and {"gpu_info", "performance_metrics"} <= set(content):
+        return [read_suite(content, path)]
+    raise UsageError(
+        f"{path}: is no result.json of ours, and has no gpu_info and performance_metrics"
+    )
+
+
+def read_ours(content: dict[str, Any], path: Path) -> Record:
+    """A result.json; losses and learning rates from the steps.jsonl beside it."""
+    try:
+        r = Result.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path}: not a result of this version: {where}: {first['msg']}") from None
+    m, a = r.metrics, r.args
+    marks = []
+    if r.status != "ok":
+        marks.append(f"status {r.status}")
+    if r.profile or a.get("profile") or a.get("nsys_start") is not None:
+        marks.append("profiled")
+    if m.clocks_held_down:
+        marks.append("clocks held down")
+    if m.device_shared:
+        marks.append("shared GPU")
+    if r.fp8 and r.fp8.emulated:
+        marks.append("FP8 emulated")
+    settings = [a["amp"]]
+    if r.fp8:
+        settings.append(f"fp8 {r.fp8.backend} {r.fp8.recipe}")
+    if a["pt_compile"]:
+        settings.append("compile" if a["compile_mode"] == "default" else a["compile_mode"])
+    if a["sac_freq"]:
+        settings.append(f"sac {a['sac_freq']} {a['sac_policy']}")
+    settings += [
+        r.entrypoint.removesuffix(".py"),
+        f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}",
+    ]
+    if a["pass_type"] != "step":
+        settings.append(a["pass_type"])
+    memory = (
+        ("peak_allocated_gib", "allocated")
+        if m.peak_allocated_gib
+        else ("peak_rss_gib", "resident")
+    )
+    losses, rates = [], []
+    steps = path.parent / "steps.jsonl"
+    if steps.exists():
+        for line in steps.read_text(encoding="utf-8").splitlines():
+            step = json.loads(line)
+            if step["phase"] != "profile":
+                losses.append((step["step"], step["loss"]))
+                rates.append((step["step"], step["lr"]))
+    return Record(
+        path=str(path),
+        suite="llm-train-bench",
+        label=r.run_name,
+        status=r.status,
+        hardware=r.device.hardware,
+        n_gpus=r.device.count,
+        model=r.model.name,
+        model_hash=r.model.hash,
+        seq_len=r.batch.seq_len,
+        global_batch=r.batch.global_batch,
+        settings=" ".join(settings),
+        tokens_per_sec=m.tokens_per_sec,
+        tokens_per_sec_per_gpu=m.tokens_per_sec_per_gpu,
+        step_times_s=r.step_times_s,
+        mfu=m.mfu,
+        tflops_per_gpu=m.model_tflops_per_gpu,
+        flop_convention="palm",
+        memory_gib=getattr(m, memory[0]),
+        memory_kind=memory[1],
+        tokens_per_joule=m.tokens_per_joule,
+        usd_per_hour=a.get("usd_per_hour"),
+        losses=[(i, x) for i, x in losses if x is not None],
+        learning_rates=rates,
+        hyperparameters={
+            k: v for k, v in a.items() if k not in NOT_HYPERPARAMETERS | SPEED_SETTINGS
+        }
+        | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
+        marks=marks,
+        notes=list(r.notes),
+    )
+
+
+def read_suite(content: dict[str, Any], path: Path) -> Record:
+    """The other suite's benchmark JSON."""
+    gpu, config = content["gpu_info"], content.get("training_config") or {}
+    speed, memory = content["performance_metrics"], content.get("memory_metrics") or {}
+    n = config.get("num_gpus") or gpu.get("device_count")
+    batch, seq_len = config.get("global_batch_size"), config.get("sequence_length")
+    times = steady(content.get("step_times") or content.get("raw_step_times") or [])
+    total = speed.get("tokens_per_second")
+    notes = []
+    if times and batch and seq_len:
+        total = batch * seq_len * len(times) / sum(times)
+        notes.append(f"tokens/s from {len(times)} steady step times")
+    peak = memory.get("peak_memory_allocated_gb")
+    model = config.get("model") or config.get("model_name") or path.stem
+    known = {
+        "global_batch_size": "global_batch", "sequence_length": "seq_len", "learning_rate": "lr",
+        "weight_decay": "weight_decay", "optimizer": "optimizer", "seed": "seed",
+        "warmup_steps": "lr_warmup_steps",
+    }  # fmt: skip
+    given = {
+        ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None
+    }
+    return Record(
+        path=str(path),
+        suite=f"JSON ({gpu.get('software_stack') or content.get('platform')})",
+        label=path.stem,
+        hardware=gpu.get("device_name"),
+        n_gpus=n,
+        model=str(model),
+        seq_len=seq_len,
+        global_batch=batch,
+        settings=(content.get("parallelism_config") or {}).get("strategy_name", ""),
+        tokens_per_sec=total,
+        tokens_per_sec_per_gpu=total / n if total and n else speed.get("tokens_per_second_per_gpu"),
+        step_times_s=times,
+        memory_gib=peak and peak * GB_TO_GIB,
+        memory_kind="allocated",
+        losses=list(enumerate(content.get("loss_values") or [])),
+        learning_rates=list(enumerate(content.get("learning_rates") or [])),
+        hyperparameters=given,
+        notes=notes,
+    )
+
+
+def read_csv(path: Path) -> list[Record]:
+    """A results.csv of sweep.py: one record a row."""
+    with path.open(newline="", encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
+    if not rows or not {"key", "status", "model"} <= set(rows[0]):
+        raise UsageError(f"{path}: is no results.csv of sweep.py (key, status, model, ...)")
+
+    def number(row: dict[str, str], name: str) -> float | None:
+        return float(row[name]) if row.get(name) else None
+
+    return [
+        Record(
+            path=str(path),
+            suite="llm-train-bench",
+            label=row["key"],
+            status=row["status"],
+            model=row["model"],
+            tokens_per_sec=number(row, "tokens_per_sec"),
+            tokens_per_sec_per_gpu=number(row, "tokens_per_sec_per_gpu"),
+            mfu=number(row, "mfu"),
+            tflops_per_gpu=number(row, "model_tflops_per_gpu"),
+            flop_convention="palm",
+            memory_gib=number(row, "peak_allocated_gib") or number(row, "peak_rss_gib"),
+            memory_kind="allocated" if row.get("peak_allocated_gib") else "resident",
+            tokens_per_joule=number(row, "tokens_per_joule"),
+            marks=[] if row["status"] == "ok" else [f"status {row['status']}"],
+        )
+        for row in rows
+    ]

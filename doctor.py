@@ -1,0 +1,247 @@
+"""Is this machine ready? Drivers, GPUs, who holds their memory, libraries, and the command that mends it.
+
+    python doctor.py
+
+Looks only: it changes nothing, and ends nobody's process. Exit code 1 if something needed is missing.
+"""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.command_line import parse_dataclass
+from bench.errors import UsageError
+from bench.experiment import detect_platform
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorArgs:
+    """Say what this machine has, what is missing for which feature, and what to do about it."""
+
+    json: bool = False
+    """Print JSON in place of a table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One thing looked at: `ok`, `missing` (a feature is not there) or `bad` (nothing will run)."""
+
+    what: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+# Feature: distribution, what it is for, how to get it.
+LIBRARIES = (
+    ("torch", "training", "pip install -e . in this directory", True),
+    ("tyro", "the command lines", "pip install -e .", True),
+    ("pydantic", "result files", "pip install -e .", True),
+    ("tensorboard", "TensorBoard files", "pip install -e .", True),
+    ("torchao", "--use-fp8 --fp8-backend torchao", "pip install -e '.[fp8]'", False),
+    ("transformer-engine", "--use-fp8 --fp8-backend te", "pip install -e '.[te]', or a vendor's image", False),
+    ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
+    ("amdsmi", "energy and clocks on AMD", "pip install /opt/rocm/share/amd_smi", False),
+    ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Look at everything, print it, and return the exit code."""
+    try:
+        args = parse_dataclass(DoctorArgs, argv, "doctor.py")
+    except UsageError as error:
+        print(f"doctor.py: {error}", file=sys.stderr)
+        return 2
+    kind = detect_platform()
+    findings = [*machine(), *drivers(kind), *libraries(kind), *torch_sees(kind), *settings()]
+    if args.json:
+        print(json.dumps([dataclasses.asdict(f) for f in findings], indent=1))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for name in ("", "what", "found", "what to do"):
+            table.add_column(name, overflow="fold")
+        signs = {"ok": "ok", "missing": "--", "bad": "!!"}
+        for f in findings:
+            table.add_row(signs[f.state], f.what, f.found, f.advice)
+        width = None if sys.stdout.isatty() else 160
+        Console(highlight=False, markup=False, width=width).print(table)
+    return 1 if any(f.state == "bad" for f in findings) else 0
+
+
+def machine() -> list[Finding]:
+    """Python, cores, memory, disk and shared memory."""
+    found = [_python(), Finding("CPU cores", "ok", str(len(os.sched_getaffinity(0))))]
+    with open("/proc/meminfo", encoding="ascii") as f:  # noqa: PTH123
+        sizes = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in f}
+    found.append(
+        Finding("memory", "ok", f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free")
+    )
+    free = shutil.disk_usage(Path()).free / 2**30
+    advice = "give --output-dir a place with more" if free < 1 else ""
+    found.append(
+        Finding("disk here", "missing" if free < 1 else "ok", f"{free:.0f} GiB free", advice)
+    )
+    if Path("/dev/shm").exists():
+        shared = shutil.disk_usage("/dev/shm").total / 2**30
+        small = shared < 1
+        advice = "start the container with --ipc=host or --shm-size=16g" if small else ""
+        found.append(
+            Finding("shared memory", "missing" if small else "ok", f"{shared:.1f} GiB", advice)
+        )
+    return found
+
+
+def _python() -> Finding:
+    old = sys.version_info < (3, 11)
+    advice = "use Python 3.11 or newer" if old else ""
+    return Finding("Python", "bad" if old else "ok", platform.python_version(), advice)
+
+
+def drivers(kind: str) -> list[Finding]:
+    """The driver, its GPUs, and the processes that hold their memory."""
+    if kind == "cpu":
+        text = "no driver of NVIDIA or AMD: everything runs on the CPU, smaller"
+        return [
+            Finding("GPU driver", "missing", text, "in a container: start it with docker/launch.sh")
+        ]
+    tool = "nvidia-smi" if kind == "nvidia" else "rocm-smi"
+    if shutil.which(tool) is None:
+        advice = f"put {tool} on PATH, or start the container with the GPUs' tools"
+        return [Finding("GPU driver", "missing", f"there is one, but no {tool}", advice)]
+    return nvidia() if kind == "nvidia" else amd()
+
+
+def nvidia() -> list[Finding]:
+    """What nvidia-smi says."""
+    found = []
+    text = _output("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.used,memory.total",
+                   "--format=csv,noheader,nounits")  # fmt: skip
+    if text is None:
+        advice = "sudo dmesg | grep -i nvrm; a reboot after a driver update often helps"
+        return [Finding("GPU driver", "bad", "nvidia-smi fails", advice)]
+    holders = _output("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+                      "--format=csv,noheader,nounits") or ""  # fmt: skip
+    for line in text.splitlines():
+        index, uuid, name, driver, used, total = (part.strip() for part in line.split(","))
+        found.append(Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB"))
+        for process in (p for p in holders.splitlines() if p.startswith(uuid)):
+            _, pid, command, memory = (part.strip() for part in process.split(",", 3))
+            found.append(
+                Finding(
+                    f"GPU {index} is in use", "missing",
+                    f"{used} of {total} MiB held, {memory} MiB by process {pid} ({command})",
+                    f"if it is yours and not wanted: kill {pid}",
+                )
+            )  # fmt: skip
+    return found
+
+
+def amd() -> list[Finding]:
+    """What rocm-smi says."""
+    text = _output("rocm-smi", "--showproductname", "--showdriverversion", "--showmeminfo", "vram",
+                   "--json")  # fmt: skip
+    try:
+        cards = json.loads(text or "")
+    except ValueError:
+        advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
+        return [Finding("GPU driver", "bad", "rocm-smi fails", advice)]
+    found = []
+    driver = next((c.get("Driver version") for c in cards.values() if "Driver version" in c), "?")
+    for card, values in cards.items():
+        if not card.startswith("card"):
+            continue
+        name = values.get("Card Series") or values.get("Card series") or "AMD GPU"
+        total = int(values.get("VRAM Total Memory (B)", 0)) / 2**20
+        used = int(values.get("VRAM Total Used Memory (B)", 0)) / 2**20
+        found.append(Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB"))
+        if used > 1024:
+            advice = "rocm-smi --showpids names who holds it"
+            found.append(Finding(f"{card} is in use", "missing", f"{used:.0f} MiB held", advice))
+    return found
+
+
+def libraries(kind: str) -> list[Finding]:
+    """What is installed, and what each missing one is for."""
+    found = []
+    for name, purpose, advice, needed in LIBRARIES:
+        if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
+            continue
+        try:
+            found.append(Finding(name, "ok", importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            state = "bad" if needed else "missing"
+            found.append(Finding(name, state, f"not installed; needed for {purpose}", advice))
+    return found
+
+
+def torch_sees(kind: str) -> list[Finding]:
+    """Whether PyTorch sees the GPUs that the driver has; asked in another process."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    code = (
+        "import torch, json; print(json.dumps([torch.__version__, torch.version.cuda, torch.version.hip,"
+        " torch.cuda.device_count(), torch.distributed.is_nccl_available()]))"
+    )
+    text = _output(sys.executable, "-c", code)
+    if text is None:
+        return [
+            Finding("PyTorch", "bad", "import torch fails", "python -c 'import torch' shows why")
+        ]
+    version, cuda, hip, n, nccl = json.loads(text.splitlines()[-1])
+    built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
+    found = [Finding("PyTorch", "ok", f"{version}, {built}, sees {n} GPUs")]
+    if kind != "cpu" and not n:
+        advice = "install the build for this GPU (pytorch.org), or check CUDA_VISIBLE_DEVICES"
+        found.append(
+            Finding("PyTorch and the driver", "bad", f"{kind} driver, but {built}", advice)
+        )
+    if n and not nccl:
+        found.append(Finding("NCCL / RCCL", "bad", "not in this PyTorch", "install the full build"))
+    return found
+
+
+def settings() -> list[Finding]:
+    """Variables that hide GPUs or slow a run down, and AMD's NUMA balancing."""
+    found = []
+    for name, bad in (
+        ("CUDA_LAUNCH_BLOCKING", lambda v: v == "1"),
+        ("NCCL_P2P_DISABLE", lambda v: v == "1"),
+        ("NCCL_IB_DISABLE", lambda v: v == "1"),
+        ("TORCHDYNAMO_DISABLE", lambda v: v == "1"),
+        ("CUDA_VISIBLE_DEVICES", lambda v: v == ""),
+    ):
+        check: Callable[[str], bool] = bad
+        if name in os.environ and check(os.environ[name]):
+            value = os.environ[name] or "empty"
+            found.append(
+                Finding(name, "missing", f"is {value}", f"unset {name}, unless you mean it")
+            )
+    balancing = Path("/proc/sys/kernel/numa_balancing")
+    if detect_platform() == "amd" and balancing.exists() and balancing.read_text().strip() != "0":
+        advice = "sudo sysctl kernel.numa_balancing=0"
+        found.append(Finding("NUMA balancing", "missing", "is on, which stalls AMD GPUs", advice))
+    return found
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
