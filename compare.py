@@ -261,8 +261,8 @@ def gate(args: CompareArgs) -> int:
     if not 0 <= tolerance < 1:
         raise UsageError(f"--tolerance {text}: must be from 0 to below 100%, for example 5%")
     path = Path(args.baseline)
-    results = own_results(args.results)
     stored = read_baselines(path, must_exist=not args.update_baselines)
+    results = own_results(args.results)
     if args.update_baselines:
         code = 0
         for file, result in results:

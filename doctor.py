@@ -50,7 +50,7 @@ LIBRARIES = (
     ("pydantic", "result files", "pip install -e .", True),
     ("tensorboard", "TensorBoard files", "pip install -e .", True),
     ("torchao", "--use-fp8 --fp8-backend torchao", "pip install -e '.[fp8]'", False),
-    ("transformer-engine", "--use-fp8 --fp8-backend te", "pip install -e '.[te]', or a vendor's image", False),
+    ("transformer-engine", "--use-fp8 --fp8-backend te", "pip install -e '.[te]', or NGC's image", False),
     ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
     ("amdsmi", "energy and clocks on AMD", "pip install /opt/rocm/share/amd_smi", False),
     ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
@@ -113,9 +113,7 @@ def drivers(kind: str) -> list[Finding]:
     """The driver, its GPUs, and the processes that hold their memory."""
     if kind == "cpu":
         text = "no driver of NVIDIA or AMD: everything runs on the CPU, smaller"
-        return [
-            Finding("GPU driver", "missing", text, "in a container: start it with docker/launch.sh")
-        ]
+        return [Finding("GPU driver", "missing", text, "in a container: docker run --gpus all ...")]
     tool = "nvidia-smi" if kind == "nvidia" else "rocm-smi"
     if shutil.which(tool) is None:
         advice = f"put {tool} on PATH, or start the container with the GPUs' tools"

@@ -52,8 +52,8 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
     axes[0, 1].set_title("step time [s]: quartiles, 5 to 95 %", fontsize=10, loc="left")
     if timed:
         boxes = axes[0, 1].boxplot(
-            [r.record.step_times_s for r, _ in timed], vert=False, whis=(5, 95), showfliers=False,
-            patch_artist=True, tick_labels=[r.record.label for r, _ in timed],
+            [r.record.step_times_s for r, _ in timed], orientation="horizontal", whis=(5, 95),
+            showfliers=False, patch_artist=True, tick_labels=[r.record.label for r, _ in timed],
         )  # fmt: skip
         for box, (_, colour) in zip(boxes["boxes"], timed, strict=True):
             box.set_facecolor(colour)

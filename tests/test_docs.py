@@ -69,11 +69,26 @@ def test_readme_command_runs(command, tmp_path, monkeypatch, tiny_world):
     tiny_world(script, argv)
 
 
+TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py")
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory):
+    """A directory with one run, for the commands that look at runs."""
+    from tests.helpers import run_train
+
+    out = tmp_path_factory.mktemp("runs")
+    os.chdir(ROOT)
+    argv = ["configs/gpt2-tiny.json", "--seq-len", "16", "--bsz", "1", "--n-steps", "4",
+            "--warmup-steps", "1", "--device", "cpu", "--output-dir", str(out)]  # fmt: skip
+    assert run_train(*argv) == 0
+    return out
+
+
 @pytest.fixture
-def tiny_world(tmp_path, monkeypatch):
+def tiny_world(tmp_path, monkeypatch, a_run):
     """Runs a README command for real; `configs/...` is checked to exist, then made small."""
     import prepare_data
-    import trace_report
     from tests.helpers import run_train, without_inductor
 
     monkeypatch.chdir(ROOT)
@@ -89,8 +104,12 @@ def tiny_world(tmp_path, monkeypatch):
             given = [str(tmp_path / "out") if a.startswith("data/") else a for a in given]
             assert prepare_data.main(given) == 0
             return
-        if script == "trace_report.py":
-            assert trace_report.main(argv) == 0
+        if script in TOOLS:
+            small = {"sweep.py": ["--dry-run"]}.get(script, [])
+            argv = [str(tmp_path / "comparison") if a == "comparison" else a for a in argv]
+            if script == "compare.py":
+                argv = [str(a_run) if a == "runs/" else a for a in argv]
+            assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return
         assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script
         config, *flags = argv

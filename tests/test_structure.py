@@ -42,7 +42,9 @@ def test_only_entrypoints_import_the_loop():
      "bench.combinations", "bench.flops", "bench.hardware", "bench.results",
      "bench.statistics", "bench.sizes", "bench.tokens", "bench.console", "prepare_data",
      "bench.trace", "bench.kernels", "bench.breakdown", "trace_report",
-     "bench.memory_model", "bench.speed_model", "estimate"],
+     "bench.memory_model", "bench.speed_model", "estimate", "sweep", "compare", "doctor",
+     "bench.experiment", "bench.cells", "bench.records", "bench.read_logs", "bench.read_results",
+     "bench.comparison", "bench.baselines", "bench.plots"],
 )  # fmt: skip
 def test_what_only_reads_files_starts_without_torch(name):
     code = f"import {name}, sys, json; print(json.dumps('torch' in sys.modules))"

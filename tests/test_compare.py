@@ -1,0 +1,389 @@
+"""compare.py: every kind of input, ratios with their intervals, what is not compared, files, the gate."""
+
+import csv
+import json
+import re
+import shutil
+import zlib
+
+import numpy as np
+import pytest
+
+import compare
+from bench.baselines import baseline_key, judge
+from bench.comparison import Prices, bootstrap_ratio
+from bench.comparison import compare as compare_records
+from bench.errors import UsageError
+from bench.read_logs import parse_log, read_log
+from bench.records import LogFacts, Record, read_records, steady
+from bench.results import read_result
+from tests.helpers import ROOT, run_train
+
+LOGS = ROOT / "tests/logs"
+NONE = Prices({}, {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_repository():
+    import os
+    from pathlib import Path
+
+    before = Path.cwd()
+    os.chdir(ROOT)
+    yield
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    """A real run's result, from which the cases below are made."""
+    out = tmp_path_factory.mktemp("runs")
+    argv = ["configs/gpt2-tiny.json", "--seq-len", 32, "--bsz", 2, "--device", "cpu", "--amp", "off",
+            "--n-steps", 12, "--warmup-steps", 2, "--no-tensorboard", "--output-dir", out,
+            "--run-name", "base"]  # fmt: skip
+    assert run_train(*argv) == 0
+    return out / "base"
+
+
+def variant(result, directory, name, speed=1.0, noise=0.01, **changes):
+    """A copy of the run with other step times (mean 0.1 s / speed) and other fields."""
+    run = directory / name
+    shutil.copytree(result, run)
+    content = json.loads((run / "result.json").read_text())
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    times = 0.1 / speed * (1 + noise * rng.standard_normal(40))
+    times *= 0.1 / speed / times.mean()
+    content["step_times_s"] = times.tolist()
+    rate = 64 / times.mean()
+    spread = 1.96 * times.std() / 40**0.5
+    content["metrics"] |= {
+        "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": 40,
+        "step_time_ci95_low_s": times.mean() - spread, "step_time_ci95_high_s": times.mean() + spread,
+        "peak_rss_gib": 1.0,
+    }  # fmt: skip
+    content["run_name"] = name
+    for key, value in changes.items():
+        part, _, field = key.partition("__")
+        if field:
+            content[part][field] = value
+        else:
+            content[part] = value
+    (run / "result.json").write_text(json.dumps(content))
+    return run
+
+
+def rows_of(*paths, tokens=None, prices=NONE, **options):
+    records = read_records(map(str, paths), lambda text: None, LogFacts())
+    return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
+
+
+# --- logs ------------------------------------------------------------------------------------------
+
+
+def log(name, **facts) -> Record:
+    (record,) = read_log(LOGS / f"{name}.log", LogFacts(**facts))
+    return record
+
+
+def test_megatron():
+    r = log("megatron", seq_len=4096, n_gpus=256)
+    assert r.suite == "Megatron-LM" and r.global_batch == 2048 and r.seq_len == 4096
+    # The first of three lines is left out.
+    assert r.step_times_s == pytest.approx([15.639, 15.4485])
+    assert r.tokens_per_sec_per_gpu == pytest.approx(2048 * 4096 * 2 / (15.639 + 15.4485) / 256)
+    assert r.tflops_per_gpu == pytest.approx((494.6 + 500.6) / 2)
+    assert r.losses == [(5, 13.4424), (6, 13.42407), (7, 13.40574)]
+    assert r.learning_rates[0] == (5, 4.134e-07)
+
+
+def test_primus():
+    """Colours, pairs of present and mean, a line printed twice, tokens/s per GPU as printed."""
+    r = log("primus")
+    assert (r.suite, r.n_gpus, r.seq_len, r.global_batch) == ("Primus", 8, 8192, 128)
+    assert len(r.losses) == 12 and r.losses[4][0] == 5 and r.losses[5][0] == 6
+    assert r.tokens_per_sec_per_gpu == pytest.approx(9781, rel=0.003)
+    assert r.tokens_per_sec == pytest.approx(8 * r.tokens_per_sec_per_gpu)
+    # The printed rate and the printed time are the same figure.
+    mean = sum(r.step_times_s) / len(r.step_times_s)
+    assert 128 * 8192 / 8 / mean == pytest.approx(r.tokens_per_sec_per_gpu, rel=1e-3)
+    assert r.memory_kind == "of the whole device"
+
+
+def test_nemo():
+    r = log("nemo", seq_len=8192, n_gpus=64)
+    assert r.suite == "NeMo" and r.global_batch == 128 and r.model == "nemo"
+    assert r.losses[0] == (17, 11.03) and len(r.losses) == 12
+    assert r.tokens_per_sec == pytest.approx(128 * 8192 / 12.7, rel=0.01)
+
+
+def test_torchtitan_takes_the_last_of_several_runs():
+    r = log("torchtitan", n_gpus=8)
+    assert r.suite == "torchtitan" and [s for s, _ in r.losses] == [1, 10, 20, 30, 40]
+    assert r.tokens_per_sec_per_gpu == pytest.approx(7611, rel=0.001)
+    assert r.tokens_per_sec == pytest.approx(8 * 7611, rel=0.001)
+    assert r.mfu == pytest.approx(0.4457, rel=0.01) and r.memory_gib == pytest.approx(30.91)
+    assert r.flop_convention == "torchtitan"
+
+
+def test_automodel_bridge_and_foundry():
+    a = log("automodel", n_gpus=8)
+    assert a.suite == "NeMo Automodel" and a.tokens_per_sec == pytest.approx(9184.8, rel=1e-3)
+    assert a.losses[0] == (4, 1.5514) and a.tokens_per_sec_per_gpu == a.tokens_per_sec / 8
+    b = log("megatron-bridge", seq_len=4096, n_gpus=64)
+    assert b.global_batch == 512 and b.step_times_s == [9.089]
+    f = log("llm-foundry")
+    assert (f.suite, f.n_gpus, f.seq_len, f.global_batch) == ("llm-foundry", 8, 2048, 96)
+    assert f.tokens_per_sec_per_gpu == pytest.approx(85000 / 8, rel=0.005)
+    assert f.mfu == pytest.approx(0.4644) and f.tflops_per_gpu == pytest.approx(459.4)
+    assert f.memory_gib == pytest.approx(42.1e9 / 2**30)
+    old = log("llm-foundry-old")
+    assert old.tokens_per_sec is None and "no tokens/s" in old.notes[0] and len(old.losses) == 4
+
+
+def test_what_a_log_does_not_say_is_said(capsys):
+    assert compare.main([str(LOGS / "nemo.log")]) == 0
+    printed = capsys.readouterr()
+    assert "the log does not tell --log-seq-len" in printed.err and "unknown" in printed.out
+
+
+def test_text_that_is_no_log():
+    assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
+
+
+# --- other files -----------------------------------------------------------------------------------
+
+
+SUITE = {
+    "platform": "amd",
+    "gpu_info": {"device_count": 8, "device_name": "AMD Instinct MI300X", "software_stack": "rocm"},
+    "training_config": {"global_batch_size": 64, "sequence_length": 2048, "num_gpus": 8,
+                        "model": "llama"},
+    "performance_metrics": {"tokens_per_second": 40000.0, "tokens_per_second_per_gpu": 5000.0},
+    "memory_metrics": {"peak_memory_allocated_gb": 118.0},
+    "step_times": [22.8, 2.7, *[2.5] * 20],
+    "loss_values": [11.9, 11.8, 11.5],
+    "learning_rates": [1e-5, 2e-5, 3e-5],
+}  # fmt: skip
+
+
+def test_the_other_suites_json(tmp_path):
+    path = tmp_path / "train_amd.json"
+    path.write_text(json.dumps(SUITE))
+    (r,) = read_records([str(path)], print, LogFacts())
+    assert r.hardware == "AMD Instinct MI300X" and r.n_gpus == 8 and r.model == "llama"
+    assert r.step_times_s == [2.7, *[2.5] * 20]  # without the first, which compiled
+    assert r.tokens_per_sec == pytest.approx(64 * 2048 * 21 / (2.7 + 50))
+    assert r.memory_gib == pytest.approx(118e9 / 2**30)
+    assert r.losses == [(0, 11.9), (1, 11.8), (2, 11.5)] and r.learning_rates[2] == (2, 3e-5)
+
+
+def test_steady():
+    assert steady([9.0, 3.0, 1.1, 1.0, 1.0, 1.0]) == [1.1, 1.0, 1.0, 1.0]
+    assert steady([1.0, 1.0, 5.0, 1.0]) == [1.0, 1.0, 5.0, 1.0]  # a slow step later is real
+    assert steady([2.0]) == [2.0]
+
+
+def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
+    variant(result, tmp_path, "a")
+    variant(result, tmp_path, "b", speed=1.1)
+    shutil.copy(LOGS / "torchtitan.log", tmp_path / "t.log")
+    (tmp_path / "notes.txt").write_text("nothing of interest\n")
+    (tmp_path / "other.json").write_text("{}")
+    (tmp_path / "image.png").write_bytes(b"x")
+    assert compare.main([str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert "| a " in printed.out and "| b " in printed.out and "| t " in printed.out
+    assert "notes.txt: no line of Megatron-LM" in printed.err
+    assert "other.json: is no result.json of ours" in printed.err and "image.png" not in printed.err
+
+
+# --- comparison ------------------------------------------------------------------------------------
+
+
+def test_ratio_and_its_interval(result, tmp_path):
+    rows = rows_of(
+        variant(result, tmp_path, "a"), variant(result, tmp_path, "b", speed=1.2),
+        variant(result, tmp_path, "c", speed=1.001), variant(result, tmp_path, "d", speed=0.9),
+    )  # fmt: skip
+    assert rows["a"].verdict == "reference"
+    b = rows["b"]
+    assert b.ratio == pytest.approx(1.2) and b.verdict == "faster"
+    # Two means of 40 steps with 1 % noise each: +- 1.96 x 1 % x sqrt(2 / 40) = 0.44 %.
+    assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.0044, rel=0.35)
+    assert rows["c"].verdict == "within noise" and rows["d"].verdict == "slower"
+
+
+def test_bootstrap_covers_the_truth_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(60):
+        a, b = rng.normal(1.1, 0.1, 30), rng.normal(1.0, 0.1, 30)
+        low, high, _ = bootstrap_ratio(a.tolist(), b.tolist())
+        hits += low <= 1.1 <= high
+    assert 50 <= hits <= 60
+    assert bootstrap_ratio([1.0, 1.0], [1.0] * 9) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "mark"),
+    [
+        ({"status": "oom"}, "status oom"),
+        ({"args__profile": True}, "profiled"),
+        ({"metrics__clocks_held_down": True}, "clocks held down"),
+        ({"metrics__device_shared": True}, "shared GPU"),
+        ({"args__lr": 0.5}, "lr 0.0006 / 0.5"),
+        ({"model__hash": "x" * 16}, "another model under the same name"),
+    ],
+)
+def test_what_is_not_alike_is_marked_and_not_mixed(result, tmp_path, changes, mark):
+    rows = rows_of(
+        variant(result, tmp_path, "a"), variant(result, tmp_path, "b", speed=2, **changes)
+    )
+    assert rows["b"].marks == [mark] and rows["b"].verdict == "not compared"
+    assert rows["b"].ratio is None
+    # It is no reference either where another run can be.
+    rows = rows_of(tmp_path / "b", tmp_path / "a")
+    if mark.startswith(("lr", "another")):
+        return
+    assert rows["a"].verdict == "reference"
+
+
+def test_settings_may_differ_unless_all_must_be_identical(result, tmp_path):
+    paths = (
+        variant(result, tmp_path, "a"),
+        variant(result, tmp_path, "b", speed=1.5, args__pt_compile=True, batch__global_batch=4),
+    )
+    assert rows_of(*paths)["b"].verdict == "faster"
+    marks = rows_of(*paths, identical=True)["b"].marks
+    assert any("global_batch 2 / 4" in m for m in marks) and any("settings" in m for m in marks)
+
+
+def test_models_and_lengths_are_groups_of_their_own(result, tmp_path):
+    rows = rows_of(
+        variant(result, tmp_path, "a"), variant(result, tmp_path, "b", batch__seq_len=64)
+    )
+    assert rows["a"].group == "gpt2-tiny T32" and rows["b"].group == "gpt2-tiny T64"
+    assert rows["b"].verdict == "reference"
+
+
+def test_cost_energy_and_days_by_hand(result, tmp_path):
+    a = variant(result, tmp_path, "a", device__hardware="H100 SXM", metrics__tokens_per_joule=0.5)
+    b = variant(result, tmp_path, "b", device__hardware="MI300X")
+    prices = Prices({"H100 SXM": 3.6}, {"MI300X": 640.0})
+    rows = rows_of(a, b, prices=prices, tokens=640 * 86400 * 3.0)
+    assert rows["a"].usd_per_trillion == pytest.approx(3.6 / 3600 / 640 * 1e12)
+    assert rows["a"].tokens_per_joule == 0.5 and rows["a"].energy_measured
+    assert rows["a"].days == pytest.approx(3.0)
+    assert rows["b"].usd_per_trillion == pytest.approx(2.0 / 3600 / 640 * 1e12)  # the default price
+    assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
+
+
+def test_all_files_are_written(result, tmp_path, capsys):
+    a, b = variant(result, tmp_path, "a"), variant(result, tmp_path, "b<i>", speed=1.3)
+    out = tmp_path / "out"
+    argv = [str(a), str(b), str(LOGS / "primus.log"), "--tokens", "1e9", "--output-dir", str(out),
+            "--usd-per-hour", "AMD EPYC=0.5"]  # fmt: skip
+    assert compare.main(argv) == 0
+    assert {p.name for p in out.iterdir()} == {
+        "compare.csv", "compare.md", "compare.png", "report.html",
+    }  # fmt: skip
+    with (out / "compare.csv").open() as f:
+        table = list(csv.DictReader(f))
+    assert [row["run"] for row in table] == ["a", "b<i>", "primus"]
+    assert table[1]["verdict"] == "faster" and table[1]["ratio [95 %]"].startswith("1.300 [1.2")
+    assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
+    text = (out / "report.html").read_text()
+    assert "b&lt;i&gt;" in text and "b<i>" not in text  # names are no HTML
+    # One file that needs no other, and no network.
+    sources = re.findall(r'(?:src|href)="([^"]{0,40})', text)
+    assert sources and all(s.startswith("data:image/png;base64,") for s in sources)
+    assert "1.30 times as fast" in text and 'class="marked"' not in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "nothing to compare"),
+        (["nix"], "nix: no such file"),
+        (["docs"], "docs: holds no result"),
+        (["README.md"], "no line of Megatron-LM"),
+        (["configs/hardware.json"], "is no result.json of ours"),
+        (["tests/logs/primus.log", "--reference", "x"], "--reference x: no run of that name"),
+        (["tests/logs/primus.log", "--usd-per-hour", "H100"], "must be HARDWARE=NUMBER"),
+        (["tests/logs/primus.log", "--update-baselines"], "needs --baseline"),
+        (["tests/logs/primus.log", "--baseline", "b.json"], "b.json: no such file"),
+    ],
+)
+def test_bad_input_is_one_line(argv, message, capsys):
+    assert compare.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert error.count("\n") == 1 or argv == ["docs"]
+
+
+# --- the gate --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def baselines(result, tmp_path):
+    path = tmp_path / "baselines.json"
+    variant(result, tmp_path / "old", "old")
+    argv = [str(tmp_path / "old"), "--baseline", str(path), "--update-baselines"]
+    assert compare.main(argv) == 0
+    return path
+
+
+def test_baselines_say_where_they_come_from(baselines, result):
+    (entry,) = json.loads(baselines.read_text())["baselines"].values()
+    assert entry["tokens_per_sec_per_gpu"] == pytest.approx(640)
+    assert entry["low"] < 640 < entry["high"]
+    origin = entry["provenance"]
+    assert origin["run"] == "old" and origin["torch"] and origin["git_sha"] and origin["command"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word", "code"),
+    [
+        ({"speed": 1.0}, "ok", 0),
+        ({"speed": 0.97}, "ok", 0),
+        ({"speed": 0.90}, "SLOWER", 1),
+        ({"speed": 0.94, "noise": 0.2}, "not certain", 0),  # one number below, but who knows
+        ({"metrics__peak_rss_gib": 1.2}, "MORE MEMORY", 1),
+        ({"speed": 0.5, "metrics__peak_rss_gib": 2.0}, "SLOWER and MORE MEMORY", 1),
+        ({"args__bsz": 3}, "NO BASELINE", 0),
+        ({"device__count": 2}, "NO BASELINE", 0),
+        ({"model__hash": "y" * 16}, "NO BASELINE", 0),
+        ({"args__profile": True}, "UNFIT", 1),
+        ({"status": "oom"}, "UNFIT", 1),
+    ],
+)
+def test_gate(baselines, result, tmp_path, options, word, code, capsys):
+    run = variant(result, tmp_path / "new", "new", **options)
+    capsys.readouterr()
+    assert compare.main([str(run), "--baseline", str(baselines), "--tolerance", "5%"]) == code
+    out = capsys.readouterr().out
+    assert word in out and out.count("\n") == 1
+    if word == "ok":
+        assert "not certain" not in out
+
+
+def test_unfit_runs_become_no_baseline(baselines, result, tmp_path, capsys):
+    before = baselines.read_text()
+    run = variant(result, tmp_path / "new", "new", speed=3, args__profile=True)
+    argv = [str(run), "--baseline", str(baselines), "--update-baselines"]
+    assert compare.main(argv) == 1 and "it was profiled" in capsys.readouterr().out
+    assert json.loads(baselines.read_text()) == json.loads(before)
+
+
+def test_length_of_a_run_is_no_part_of_its_key(result, tmp_path):
+    a = read_result(variant(result, tmp_path, "a") / "result.json")
+    b = read_result(variant(result, tmp_path, "b", args__n_steps=999) / "result.json")
+    c = read_result(variant(result, tmp_path, "c", args__lr=1.0) / "result.json")
+    assert baseline_key(a) == baseline_key(b) != baseline_key(c)
+    assert "NO BASELINE" in judge(a, {}, 0.05).line
+
+
+def test_shipped_baselines_are_readable():
+    with pytest.raises(UsageError, match="no such file"):
+        compare.read_baselines(ROOT / "configs/none.json", must_exist=True)
+    assert compare.read_baselines(ROOT / "configs/baselines.json", must_exist=True) is not None

@@ -1,0 +1,99 @@
+"""doctor.py on this machine and with stand-ins for the drivers' tools."""
+
+import json
+import os
+import sys
+
+import pytest
+
+import doctor
+from tests.helpers import ROOT
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*) echo "0, GPU-aaa, NVIDIA H200, 580.1, 91000, 143771"; echo "1, GPU-bbb, NVIDIA H200, 580.1, 4, 143771";;
+--query-compute-apps*) echo "GPU-aaa, 4711, python3, 90800";;
+esac
+"""  # noqa: E501
+ROCM_SMI = """#!/bin/sh
+echo '{"card0": {"Card Series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "206141652992",
+"VRAM Total Used Memory (B)": "9000000000"}, "system": {"Driver version": "6.12"}}'
+"""
+
+
+def put(tmp_path, monkeypatch, name, text):
+    tool = tmp_path / name
+    tool.write_text(text)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_this_machine(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    code = doctor.main(["--json"])
+    found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
+    assert code == 0 and found["Python"]["found"].startswith(f"{sys.version_info.major}.")
+    assert found["torch"]["state"] == "ok" and found["PyTorch"]["found"].startswith("2.")
+    assert doctor.main([]) == 0
+    assert "PyTorch" in capsys.readouterr().out
+
+
+def test_who_holds_a_gpus_memory(tmp_path, monkeypatch):
+    put(tmp_path, monkeypatch, "nvidia-smi", NVIDIA_SMI)
+    found = doctor.drivers("nvidia")
+    assert [f.what for f in found] == ["GPU 0", "GPU 0 is in use", "GPU 1"]
+    assert (
+        "90800 MiB by process 4711 (python3)" in found[1].found and "kill 4711" in found[1].advice
+    )
+
+
+def test_amd(tmp_path, monkeypatch):
+    put(tmp_path, monkeypatch, "rocm-smi", ROCM_SMI)
+    found = doctor.drivers("amd")
+    assert "AMD Instinct MI300X, driver 6.12, 196592 MiB" in found[0].found
+    assert found[1].what == "card0 is in use"
+
+
+def test_a_failing_driver_is_bad(tmp_path, monkeypatch):
+    put(tmp_path, monkeypatch, "nvidia-smi", "#!/bin/sh\nexit 9\n")
+    (finding,) = doctor.drivers("nvidia")
+    assert finding.state == "bad" and finding.advice
+
+
+def test_missing_libraries_say_how_to_get_them(monkeypatch):
+    def version(name):
+        if name in ("torchao", "tyro"):
+            raise doctor.importlib.metadata.PackageNotFoundError
+        return "1.0"
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    found = {f.what: f for f in doctor.libraries("nvidia")}
+    assert (
+        found["torchao"].state == "missing" and "pip install -e '.[fp8]'" in found["torchao"].advice
+    )
+    assert found["tyro"].state == "bad" and found["nvidia-ml-py"].state == "ok"
+    assert "amdsmi" not in found
+
+
+def test_settings_that_slow_a_run_down(monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = {f.what: f for f in doctor.settings()}
+    assert found["CUDA_LAUNCH_BLOCKING"].advice.startswith("unset CUDA_LAUNCH_BLOCKING")
+    assert found["CUDA_VISIBLE_DEVICES"].found == "is empty"
+
+
+def test_bad_flag(capsys):
+    assert doctor.main(["--mend"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "script", ["estimate.py", "sweep.py", "compare.py", "doctor.py", "trace_report.py"]
+)
+def test_every_tool_has_help(script, capsys):
+    module = __import__(script.removesuffix(".py"))
+    with pytest.raises(SystemExit) as stop:
+        module.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and len(text) > 300
