@@ -24,6 +24,7 @@ demo: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 test: lint
 	$(BIN)/python -m pytest -m "not gpu"

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger
 # Settings of the environment that change speed or numerics; others, which may be private, stay out.
 SETTINGS = (
     "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "NVTE_",
-    "OMP_", "MKL_", "KMP_", "CUBLAS", "ROCBLAS_", "HIPBLASLT_", "DISABLE_ADDMM_HIP_LT", "HSA_",
+    "OMP_", "MKL_", "KMP_", "CUBLAS", "ROCBLAS_", "HIPBLASLT_", "DISABLE_ADDMM_", "HSA_", "CK_",
     "GPU_MAX_HW_QUEUES", "SLURM_JOB_ID", "TRITON_",
 )  # fmt: skip
 
@@ -36,18 +37,28 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
         "tf32": torch.get_float32_matmul_precision() != "highest",
+        "image": container_image(os.environ),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
         **source_revision(),
     }
+
+
+def container_image(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Name and digest of the container image, where docker/launch.sh (or a manifest) told them."""
+    known = {key: environ.get(f"BENCH_IMAGE_{key.upper()}") for key in ("name", "digest")}
+    return known if any(known.values()) else None
 
 
 def source_revision() -> dict[str, str | bool | None]:
     """Git revision of this source tree, and whether it holds uncommitted changes."""
     # In a container the tree often belongs to another user, which git refuses to read unasked.
     git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
+    # An image has the tree without its history; it knows the revision it was built from.
     sha = _output(*git, "rev-parse", "HEAD")
+    if not sha:
+        return {"git_sha": os.environ.get("BENCH_GIT_SHA"), "git_dirty": None}
     changes = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
-    return {"git_sha": sha or None, "git_dirty": bool(changes) if sha else None}
+    return {"git_sha": sha, "git_dirty": bool(changes)}
 
 
 def _version(library: str) -> str | None:

@@ -1,0 +1,207 @@
+# shellcheck shell=bash
+# What launch.sh and launch_amd.sh share; sourced by them. They set: script, vendor, image, build, and the
+# functions find_gpus (sets n_gpus, or fails with a message) and gpu_arguments (fills args).
+set -euo pipefail
+: "${script:?}" "${vendor:?}" "${image:?}" "${build:?}"
+
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+workdir=/workspace/llm-train-bench
+root=${BENCH_TEST_ROOT:-} # tests put other /dev, /sys and /proc trees before the paths looked at
+
+die() { # one line, what helps after it
+    echo "$script: $1" >&2
+    exit "${2:-1}"
+}
+
+usage() {
+    cat <<EOF
+Usage: docker/$script [OPTIONS] [COMMAND ...]
+
+Starts a container with this repository, all GPUs, shared memory, RDMA devices and caches, as your own user,
+and runs COMMAND in it (by default a shell). If it runs already, COMMAND runs in it.
+
+  --gpus LIST      which GPUs: all (default), or numbers: 0,1
+  --cpu            no GPUs, and the image llm-train-bench:cpu
+  --image NAME     image (default $image; environment: BENCH_IMAGE)
+  --name NAME      name of the container (default llm-train-bench-USER-$vendor)
+  --output DIR     directory for results, instead of runs/ in the repository
+  --cache DIR      compiled kernels and downloads, kept between runs (default ~/.cache/llm-train-bench)
+  --engine NAME    docker or podman (default: the first there is)
+  --dry-run        print the command line and stop
+  -h, --help       this text
+
+  docker/$script python train_fsdp.py configs/llama-70b-proxy.json --sac-freq 1/4
+
+Build the image first: $build
+EOF
+}
+
+parse() {
+    image=${BENCH_IMAGE:-$image}
+    gpus=all cpu="" dry="" engine="" output="" container="" cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-train-bench"
+    while [ $# -gt 0 ]; do
+        case $1 in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --dry-run) dry=1 ;;
+        --cpu) cpu=1 ;;
+        --gpus | --image | --name | --output | --cache | --engine)
+            [ $# -ge 2 ] || die "$1 needs a value; see $script --help" 2
+            case $1 in
+            --gpus) gpus=$2 ;;
+            --image) image=$2 ;;
+            --name) container=$2 ;;
+            --output) output=$2 ;;
+            --cache) cache=$2 ;;
+            --engine) engine=$2 ;;
+            esac
+            shift
+            ;;
+        --)
+            shift
+            break
+            ;;
+        -*) die "$1: no such option; see $script --help" 2 ;;
+        *) break ;;
+        esac
+        shift
+    done
+    command=("$@")
+    if [ -n "$cpu" ]; then
+        image=${BENCH_IMAGE:-llm-train-bench:cpu} vendor=cpu
+        build="docker build -t llm-train-bench:cpu -f docker/Dockerfile.cpu ."
+    fi
+    [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
+    container=${container:-llm-train-bench-$(id -un)-$vendor}
+    output=${output:-$repo/runs}
+    for path in "$repo" "$output" "$cache"; do
+        [[ $path != *,* ]] || die "$path: a path with a comma cannot be mounted; choose another" 2
+    done
+}
+
+find_engine() {
+    if [ -z "$engine" ]; then
+        for candidate in docker podman; do
+            if command -v "$candidate" >/dev/null; then
+                engine=$candidate
+                break
+            fi
+        done
+    fi
+    if ! command -v "${engine:-docker}" >/dev/null; then
+        die "no ${engine:-docker or podman} on PATH; install it, for example: sudo apt-get install podman"
+    fi
+    podman=""
+    if "$engine" --version 2>/dev/null | grep -qi podman; then
+        podman=1
+    elif ! problem=$("$engine" info 2>&1 >/dev/null); then
+        case $problem in
+        *"ermission denied"*) die "docker refuses you its socket: sudo usermod -aG docker $(id -un), then log in again" ;;
+        *) die "the docker daemon does not answer: sudo systemctl start docker" ;;
+        esac
+    fi
+}
+
+find_image() {
+    "$engine" image inspect "$image" >/dev/null 2>&1 || die "no image $image; build it: $build"
+    # A container cannot know what image it runs: the run records what is told here.
+    digest=$("$engine" image inspect --format \
+        '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' "$image")
+}
+
+# The host's user inside, so that files belong to it.
+user_arguments() {
+    if [ -n "$podman" ]; then
+        [ "$(id -u)" = 0 ] || args+=(--userns=keep-id)
+        args+=(--security-opt label=disable)
+    elif "$engine" info --format '{{.SecurityOptions}}' 2>/dev/null | grep -q rootless; then
+        : # rootless docker: root inside is you
+    else
+        args+=(--user "$(id -u):$(id -g)")
+    fi
+    # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
+    args+=(-e "USER=$(id -un)" -e "LOGNAME=$(id -un)" -e HOME=/cache/home)
+}
+
+mount_arguments() {
+    # By image: kernels compiled for one torch are no good to another.
+    caches=$cache/${image//[^A-Za-z0-9._-]/_}
+    if [ -z "$dry" ]; then # docker would make missing directories as root
+        mkdir -p "$caches/home" "$output"
+    fi
+    args+=(--mount "type=bind,src=$repo,dst=$workdir" --mount "type=bind,src=$output,dst=$workdir/runs")
+    args+=(--mount "type=bind,src=$caches,dst=/cache" --workdir "$workdir")
+    args+=(-e XDG_CACHE_HOME=/cache/xdg -e TORCHINDUCTOR_CACHE_DIR=/cache/inductor)
+    args+=(-e TRITON_CACHE_DIR=/cache/triton -e HF_HOME=/cache/hf -e MPLCONFIGDIR=/cache/matplotlib)
+    args+=(-e AITER_JIT_DIR=/cache/aiter -e CK_JIT_CACHE_DIR=/cache/ck)
+}
+
+network_arguments() {
+    args+=(--network host --ipc=host --ulimit memlock=-1 --ulimit stack=67108864)
+    if [ -d "$root/dev/infiniband" ] && [ -n "$(ls -A "$root/sys/class/infiniband" 2>/dev/null)" ]; then
+        args+=(--device /dev/infiniband --cap-add IPC_LOCK)
+    fi
+}
+
+# Variables of the host that concern a run: they go before those of the image and of amd.env.
+passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|GPU_MAX|DISABLE_ADDMM|GLOO|OMP)_'
+passed_on+='|^(CUDA|ROCR)_VISIBLE_DEVICES$|^(NNODES|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
+
+environment_arguments() {
+    local name
+    while IFS= read -r name; do
+        args+=(-e "$name")
+    done < <(compgen -e | grep -E "$passed_on" | sort)
+    args+=(-e "BENCH_IMAGE_NAME=$image" -e "BENCH_IMAGE_DIGEST=$digest")
+}
+
+terminal=()
+if [ -t 0 ] && [ -t 1 ]; then
+    terminal=(-t)
+fi
+
+run() { # print or do
+    if [ -n "$dry" ]; then
+        printf '%q ' "$@"
+        echo
+    else
+        exec "$@"
+    fi
+}
+
+# Commands go through bash: NVIDIA's images set up their driver libraries in bash's start-up files.
+# shellcheck disable=SC2016
+through_bash=(bash -c 'exec "$@"' bash)
+
+main() {
+    parse "$@"
+    find_engine
+    if [ -z "$cpu" ]; then
+        find_gpus
+    fi
+    find_image
+    if [ ${#command[@]} = 0 ]; then
+        command=(bash)
+    fi
+    local state
+    state=$("$engine" container inspect --format '{{.State.Running}}' "$container" 2>/dev/null || true)
+    if [ -n "$state" ]; then
+        echo "$script: container $container is there; entering it" >&2
+        if [ "$state" != true ] && [ -z "$dry" ]; then
+            "$engine" start "$container" >/dev/null
+        fi
+        run "$engine" exec -i "${terminal[@]}" --workdir "$workdir" "$container" "${through_bash[@]}" "${command[@]}"
+        return
+    fi
+    args=(run --rm --init --pull=never --no-healthcheck -i "${terminal[@]}" --name "$container")
+    if [ -z "$cpu" ]; then
+        gpu_arguments
+    fi
+    network_arguments
+    user_arguments
+    mount_arguments
+    environment_arguments
+    run "$engine" "${args[@]}" "$image" "${through_bash[@]}" "${command[@]}"
+}

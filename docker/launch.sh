@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Start (or re-enter) a container on a machine with NVIDIA GPUs; -h explains.
+script=launch.sh vendor=nvidia image=llm-train-bench:nvidia
+build="docker build -t llm-train-bench:nvidia -f docker/Dockerfile --build-arg GIT_SHA=\$(git rev-parse HEAD) ."
+# shellcheck source=docker/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+find_gpus() {
+    command -v nvidia-smi >/dev/null ||
+        die "no nvidia-smi: install NVIDIA's driver (sudo ubuntu-drivers install), or --cpu to go without"
+    n_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+    [ "$n_gpus" -gt 0 ] || die "nvidia-smi lists no GPU: see nvidia-smi, or --cpu to go without"
+    local wanted
+    for wanted in ${gpus//,/ }; do
+        [ "$wanted" = all ] || [ "$wanted" -lt "$n_gpus" ] ||
+            die "--gpus $gpus: there are $n_gpus, numbered from 0" 2
+    done
+    if [ -n "$podman" ]; then
+        compgen -G "$root/etc/cdi/*" >/dev/null || compgen -G "$root/var/run/cdi/*" >/dev/null ||
+            die "podman has no description of the GPUs: sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+    elif ! "$engine" info --format '{{json .Runtimes}}' | grep -q nvidia &&
+        ! command -v nvidia-container-runtime-hook >/dev/null; then
+        die "no NVIDIA Container Toolkit: sudo apt-get install -y nvidia-container-toolkit && sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
+    fi
+}
+
+gpu_arguments() {
+    if [ -n "$podman" ]; then
+        local wanted
+        for wanted in ${gpus//,/ }; do
+            args+=(--device "nvidia.com/gpu=$wanted")
+        done
+    elif [ "$gpus" = all ]; then
+        args+=(--gpus all)
+    else
+        args+=(--gpus "\"device=$gpus\"") # the quotes are docker's: without them a comma ends the value
+    fi
+}
+
+main "$@"

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Start (or re-enter) a container on a machine with AMD GPUs; -h explains. Settings: docker/amd.env.
+script=launch_amd.sh vendor=amd image=llm-train-bench:amd
+build="docker build -t llm-train-bench:amd -f docker/Dockerfile.amd --build-arg GIT_SHA=\$(git rev-parse HEAD) ."
+# shellcheck source=docker/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+find_gpus() {
+    [ -e "$root/dev/kfd" ] || die "no /dev/kfd: load AMD's driver (sudo modprobe amdgpu), or --cpu to go without"
+    [ -r "$root/dev/kfd" ] && [ -w "$root/dev/kfd" ] ||
+        die "/dev/kfd is not yours to use: sudo usermod -aG render,video $(id -un), then log in again"
+    mapfile -t nodes < <(compgen -G "$root/dev/dri/renderD*" | sort -V)
+    n_gpus=${#nodes[@]}
+    [ "$n_gpus" -gt 0 ] || die "no GPU in /dev/dri: see rocm-smi, or --cpu to go without"
+    if [ "$(cat "$root/proc/sys/kernel/numa_balancing" 2>/dev/null || echo 0)" != 0 ]; then
+        echo "$script: NUMA balancing stalls AMD GPUs; off with: sudo sysctl kernel.numa_balancing=0" >&2
+    fi
+}
+
+gpu_arguments() {
+    args+=(--device /dev/kfd --security-opt seccomp=unconfined --cap-add SYS_PTRACE)
+    if [ "$gpus" = all ]; then
+        args+=(--device /dev/dri)
+        if [ "$n_gpus" = 8 ] && [ -z "${NCCL_MIN_NCHANNELS:-}" ]; then
+            args+=(-e NCCL_MIN_NCHANNELS=112)
+        fi
+    else
+        local wanted
+        for wanted in ${gpus//,/ }; do
+            [ "$wanted" -lt "$n_gpus" ] || die "--gpus $gpus: there are $n_gpus, numbered from 0" 2
+            args+=(--device "${nodes[$wanted]#"$root"}")
+        done
+    fi
+    if [ -n "$podman" ] && [ "$(id -u)" != 0 ]; then
+        args+=(--group-add keep-groups)
+    else
+        # By number: the image may know the groups by other numbers, or not at all.
+        local group
+        while IFS= read -r group; do
+            args+=(--group-add "$group")
+        done < <(stat -c %g "$root/dev/kfd" "${nodes[@]}" | sort -un | grep -v '^0$' || true)
+    fi
+    args+=(--env-file "$repo/docker/amd.env")
+}
+
+main "$@"
