@@ -33,9 +33,10 @@ from bench.baselines import (
 )
 from bench.command_line import parse_dataclass
 from bench.comparison import Prices, Row, compare
+from bench.discover import discover, read_records
 from bench.errors import UsageError
 from bench.experiment import read_experiment
-from bench.records import LogFacts, discover, read_records
+from bench.records import LogFacts
 from bench.results import Result, read_result
 
 

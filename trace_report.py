@@ -19,7 +19,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.breakdown import Breakdown, break_down
+from bench.breakdown import break_down
+from bench.breakdown_parts import Breakdown
 from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.trace import Trace, read_trace

@@ -13,9 +13,10 @@ import compare
 from bench.baselines import baseline_key, judge
 from bench.comparison import Prices, bootstrap_ratio
 from bench.comparison import compare as compare_records
+from bench.discover import read_records
 from bench.errors import UsageError
 from bench.read_logs import parse_log, read_log
-from bench.records import LogFacts, Record, read_records, steady
+from bench.records import LogFacts, Record, steady
 from bench.results import read_result
 from tests.helpers import ROOT, run_train
 

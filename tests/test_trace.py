@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import trace_report
-from bench.breakdown import break_down, matmul_flops_of, sweep, union
+from bench.breakdown import break_down
+from bench.breakdown_parts import matmul_flops_of
 from bench.errors import UsageError
+from bench.intervals import sweep, union
 from bench.kernels import kernel_class, matmul_format, operator_class
 from bench.trace import read_trace
 from tests.helpers import ROOT

@@ -1,0 +1,150 @@
+"""Where the time of a step on a GPU went: every moment of its timeline in exactly one class.
+
+A moment belongs to the kernel that computes, to communication if nothing computes then (which is what
+"exposed" means), else to a copy, else the GPU is idle. Needs no torch.
+"""
+
+from collections import Counter, defaultdict
+
+from bench.breakdown_parts import (
+    Breakdown,
+    Gaps,
+    by_time,
+    mark_of,
+    marked,
+    matmul_flops_of,
+    per_step,
+)
+from bench.intervals import IDLE, priority, sweep, union
+from bench.kernels import COMMUNICATION, MATMUL, kernel_class, matmul_format
+from bench.stepfile import PARTS
+from bench.trace import Ranges, Span, Trace
+
+
+def break_down_gpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
+    """The breakdown of a trace with GPU activities."""
+    begin, end = _gpu_window(trace)
+    n = max(1, len(trace.steps))
+    labels = _label(trace)
+    activities = [
+        (max(s.start, begin), min(s.end, end), label, s)
+        for s, label in zip(trace.gpu, labels, strict=True)
+        if s.end > begin and s.start < end
+    ]
+    classes: dict[str, float] = defaultdict(float)
+    gaps: list[tuple[float, float]] = []
+    for start, stop, label in sweep(((a, b, label) for a, b, label, _ in activities), begin, end):
+        classes[label] += stop - start
+        if label == IDLE:
+            gaps.append((start, stop))
+    communication = union(
+        (a, b) for a, b, label, _ in activities if priority(label) == priority(COMMUNICATION)
+    )
+    overlapped = communication - classes[COMMUNICATION]
+    calls, time = Counter(), Counter()
+    for a, b, label, span in activities:
+        calls[span.name, label] += 1
+        time[span.name, label] += b - a
+    matmuls = [s for s, label in zip(trace.gpu, labels, strict=True) if label.startswith(MATMUL)]
+    if matmul_flops is None:
+        flops = _recorded_flops(trace, matmuls)
+        matmul_flops = flops / n if flops else None
+    return Breakdown(
+        n_steps=n,
+        step_time_s=(end - begin) / n / 1e6,
+        classes=per_step(classes, n),
+        communication_overlapped_s=max(0.0, overlapped) / n / 1e6,
+        host_gaps=_host_gaps(trace, gaps, n),
+        kernels=by_time(calls, time, n),
+        matmul_s=sum(s.length for s in matmuls) / n / 1e6,
+        matmul_flops=matmul_flops,
+    )
+
+
+def _gpu_window(trace: Trace) -> tuple[float, float]:
+    """From the first step's start, or the end of older work still running then, to the last end."""
+    begin = trace.steps[0].start if trace.steps else trace.gpu[0].start
+    end = max(s.end for s in trace.gpu)
+    if trace.steps:
+        end = max(end, trace.steps[-1].end)
+        for span in trace.gpu:  # what was launched before the trace has no launch in it
+            if trace.launch_of(span) is not None:
+                break
+            begin = max(begin, span.end) if trace.launches else begin
+    return begin, end
+
+
+def _label(trace: Trace) -> list[str]:
+    """The class of each GPU activity: by its name, but in the loss and the optimizer by the range."""
+    marks = [s for spans in trace.host.values() for s in spans if mark_of(s)]
+    ranges, operators = Ranges(marks), _operators(trace)
+    labels = []
+    for span in trace.gpu:
+        label, launch = kernel_class(span.name), trace.launch_of(span)
+        around = launch and ranges.innermost(launch.thread, launch.start)
+        label = marked(label, mark_of(around) if around else None)
+        if label == MATMUL:
+            types = operators.get(trace.operator_id(span), {}).get("Input type")
+            known = matmul_format(span.name, types)
+            label = f"{MATMUL} {known}" if known else MATMUL
+        labels.append(label)
+    return labels
+
+
+def _operators(trace: Trace) -> dict[int, dict]:
+    """Arguments of the CPU operators by the id that their kernels carry."""
+    return {
+        s.args["External id"]: s.args
+        for spans in trace.host.values()
+        for s in spans
+        if s.category == "cpu_op" and "External id" in s.args and s.args.get("Input Dims")
+    }
+
+
+def _recorded_flops(trace: Trace, matmuls: list[Span]) -> float | None:
+    """FLOPs of all matmul kernels by the recorded shapes; None unless every one has its shapes."""
+    operators = _operators(trace)
+    seen: set[int] = set()
+    total = 0.0
+    for span in matmuls:
+        known = trace.operator_id(span)
+        if known in seen:  # one operator may need several kernels (split-k)
+            continue
+        seen.add(known)
+        flops = matmul_flops_of(operators.get(known, {}).get("Input Dims"))
+        if flops is None:
+            return None
+        total += flops
+    return total
+
+
+def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> Gaps | None:
+    """Those idle moments that end with a kernel the host had not begun to give when they began."""
+    if not trace.launches:
+        return None
+    parts = Ranges(
+        [
+            s
+            for spans in trace.host.values()
+            for s in spans
+            if s.category == "user_annotation" and s.name in PARTS
+        ]
+    )
+    by_start = {s.start: s for s in reversed(trace.gpu)}
+    late, by_part = [], defaultdict(float)
+    for start, stop in gaps:
+        span = by_start.get(stop)
+        launch = trace.launch_of(span) if span else None
+        if launch is None or launch.start <= start:
+            continue
+        late.append(stop - start)
+        # Backward runs on a thread of its own, while the training thread waits in the range.
+        around = [parts.innermost(thread, launch.start) for thread in parts.by_thread]
+        name = next((a.name for a in around if a), "other")
+        by_part[name] += stop - start
+    return Gaps(
+        count=len(late) / n,
+        time_s=sum(late) / n / 1e6,
+        longest_s=max(late, default=0.0) / 1e6,
+        by_part=per_step(by_part, n),
+    )

@@ -1,0 +1,97 @@
+"""The parts of a breakdown, and what is the same for GPU and CPU. Needs no torch."""
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+
+from bench.kernels import ELEMENTWISE, LOSS, MATMUL, OPTIMIZER
+from bench.trace import Span
+
+HOST = "host"
+N_COSTLIEST = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Costly:
+    """A kernel (on a CPU an operator): its calls and time [s] per step."""
+
+    name: str
+    kind: str
+    calls: float
+    time_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaps:
+    """Moments in which the GPU waited for the host to give it its next kernel, per step."""
+
+    count: float = 0.0
+    time_s: float = 0.0
+    longest_s: float = 0.0
+    by_part: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakdown:
+    """Seconds per step; the classes add up to `step_time_s`."""
+
+    n_steps: int
+    step_time_s: float
+    classes: dict[str, float]
+    communication_overlapped_s: float
+    host_gaps: Gaps | None
+    kernels: list[Costly]
+    matmul_s: float
+    matmul_flops: float | None
+
+    @property
+    def costliest(self) -> list[Costly]:
+        """The kernels that take longest."""
+        return self.kernels[:N_COSTLIEST]
+
+    @property
+    def matmul_tflops(self) -> float | None:
+        """Rate of the matmuls while they run [TFLOP/s]."""
+        if self.matmul_flops is None or not self.matmul_s:
+            return None
+        return self.matmul_flops / self.matmul_s / 1e12
+
+
+def mark_of(span: Span) -> str | None:
+    """What a range of the host makes of the elementwise work in it."""
+    if span.category != "user_annotation":
+        return None
+    if span.name == LOSS:
+        return LOSS
+    return OPTIMIZER if span.name == OPTIMIZER or span.name.startswith("Optimizer.step#") else None
+
+
+def marked(label: str, mark: str | None) -> str:
+    """What computes in the optimizer is the optimizer's, matmuls too; in the loss all but those."""
+    if mark == OPTIMIZER and label in (MATMUL, ELEMENTWISE, LOSS):
+        return OPTIMIZER
+    return LOSS if mark == LOSS and label == ELEMENTWISE else label
+
+
+def matmul_flops_of(dims: list | None) -> float | None:
+    """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
+    shapes = [d for d in dims or [] if isinstance(d, list) and len(d) >= 2]
+    for a, b in itertools.pairwise(shapes):
+        if a[-1] == b[-2] and a[:-2] == b[:-2]:
+            return 2.0 * math.prod(a) * b[-1]
+    return None
+
+
+def per_step(micros: dict[str, float], n: int) -> dict[str, float]:
+    """Microseconds over all steps to seconds per step, longest first."""
+    ordered = sorted(micros.items(), key=lambda item: -item[1])
+    return {name: value / n / 1e6 for name, value in ordered if value > 0}
+
+
+def by_time(calls: Counter, time: Counter, n: int) -> list[Costly]:
+    """Kernels or operators, those that take longest first."""
+    return [
+        Costly(name, kind, calls[name, kind] / n, micros / n / 1e6)
+        for (name, kind), micros in time.most_common()
+    ]
