@@ -10,6 +10,7 @@ Needs no torch.
 """
 
 import base64
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -32,11 +33,12 @@ from bench.baselines import (
     write_baselines,
 )
 from bench.command_line import parse_dataclass
-from bench.comparison import Prices, Row, compare
+from bench.comparison import Prices, Row, compare, known_hardware
 from bench.discover import discover, read_records
 from bench.errors import UsageError
 from bench.experiment import read_experiment
-from bench.records import LogFacts
+from bench.hardware import find_hardware
+from bench.records import LogFacts, Record
 from bench.results import Result, read_result
 
 
@@ -84,7 +86,13 @@ def main(argv: Sequence[str]) -> int:
         args = parse_dataclass(CompareArgs, argv, "compare.py")
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
+        for name in ("tokens", "log_seq_len", "log_gpus"):
+            value = getattr(args, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0")
         if args.baseline:
+            if args.output_dir:
+                raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
             return gate(args)
         if args.update_baselines:
             raise UsageError("--update-baselines needs --baseline FILE")
@@ -97,7 +105,9 @@ def main(argv: Sequence[str]) -> int:
             for record in records:
                 record.model, record.model_hash = "one model", None
         identical = args.methodology == "identical_config"
-        rows = compare(records, prices_of(args), args.tokens, args.reference, identical)
+        prices = prices_of(args)
+        check_prices(prices, records)
+        rows = compare(records, prices, args.tokens, args.reference, identical)
         show(rows, args.tokens)
         if args.output_dir:
             write(rows, args)
@@ -118,12 +128,17 @@ def say(text: str) -> None:
 def prices_of(args: CompareArgs) -> Prices:
     """Prices and power from the experiment file and the flags, which go before it."""
     usd, watts = {}, {}
+    from_file: set[str] = set()
     if args.experiment:
         for machine in read_experiment(args.experiment).hardware.values():
-            if machine.gpu and machine.usd_per_hour:
-                usd[machine.gpu] = machine.usd_per_hour
-            if machine.gpu and machine.tdp_w:
-                watts[machine.gpu] = machine.tdp_w
+            if machine.gpu is None:
+                continue
+            name = find_hardware(machine.gpu).name
+            from_file.add(name)
+            if machine.usd_per_hour:
+                usd[name] = machine.usd_per_hour
+            if machine.tdp_w:
+                watts[name] = machine.tdp_w
     for flag, given, into in (
         ("usd-per-hour", args.usd_per_hour, usd),
         ("tdp-w", args.tdp_w, watts),
@@ -136,11 +151,27 @@ def prices_of(args: CompareArgs) -> Prices:
                 number = 0.0
             if not equals or number <= 0:
                 raise UsageError(f"--{flag} {text}: must be HARDWARE=NUMBER above 0")
+            with contextlib.suppress(
+                UsageError
+            ):  # else a machine of one's own, by its name in results
+                name = find_hardware(name).name
             into[name] = number
-    return Prices(usd, watts)
+    return Prices(usd, watts, from_file)
 
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
+
+
+def check_prices(prices: Prices, records: list[Record]) -> None:
+    """A price for hardware that no run has is a slip of the pen."""
+    names = {r.hardware for r in records if r.hardware}
+    names |= {h.name for r in records if (h := known_hardware(r.hardware))}
+    for name in (*prices.usd_per_hour, *prices.tdp_w):
+        if name not in names and name not in prices.from_file:
+            have = ", ".join(sorted(names)) or "none that is known"
+            raise UsageError(f"a price or power for {name!r}, but the runs' hardware is {have}")
+
+
 COLUMNS = (
     "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "ratio [95 %]", "verdict", "MFU",
     "memory GiB", "US$/T tokens", "tokens/J",
@@ -266,7 +297,7 @@ def gate(args: CompareArgs) -> int:
     results = own_results(args.results)
     if args.update_baselines:
         code = 0
-        for file, result in results:
+        for file, result in one_each(results):
             if why := unfit(result):
                 print(f"UNFIT {result.run_name}: {why}; its baseline stays as it was")
                 code = 1
@@ -279,6 +310,19 @@ def gate(args: CompareArgs) -> int:
     for verdict in verdicts:
         print(verdict.line)
     return 1 if any(verdict.bad for verdict in verdicts) else 0
+
+
+def one_each(results: list[tuple[Path, Result]]) -> list[tuple[Path, Result]]:
+    """Of several runs of one setting (a sweep's repeats) the one with the median rate."""
+    groups: dict[str, list[tuple[Path, Result]]] = {}
+    for file, result in results:
+        groups.setdefault(baseline_key(result), []).append((file, result))
+    kept = []
+    for members in groups.values():
+        fit = [m for m in members if not unfit(m[1])] or members
+        fit.sort(key=lambda m: m[1].metrics.tokens_per_sec_per_gpu or 0.0)
+        kept.append(fit[(len(fit) - 1) // 2])
+    return kept
 
 
 def own_results(paths: Sequence[str]) -> list[tuple[Path, Result]]:

@@ -48,12 +48,16 @@ LIBRARIES = (
     ("torch", "training", "pip install -e . in this directory", True),
     ("tyro", "the command lines", "pip install -e .", True),
     ("pydantic", "result files", "pip install -e .", True),
+    ("numpy", "token files and statistics", "pip install -e .", True),
+    ("rich", "tables and progress", "pip install -e .", True),
+    ("PyYAML", "experiment files", "pip install -e .", True),
     ("tensorboard", "TensorBoard files", "pip install -e .", True),
     ("torchao", "--use-fp8 --fp8-backend torchao", "pip install -e '.[fp8]'", False),
     ("transformer-engine", "--use-fp8 --fp8-backend te", "pip install -e '.[te]', or NGC's image", False),
     ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
     ("amdsmi", "energy and clocks on AMD", "pip install /opt/rocm/share/amd_smi", False),
     ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
+    ("jinja2", "report.html", "pip install -e '.[report]'", False),
 )  # fmt: skip
 
 
@@ -132,9 +136,19 @@ def nvidia() -> list[Finding]:
     holders = _output("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
                       "--format=csv,noheader,nounits") or ""  # fmt: skip
     for line in text.splitlines():
-        index, uuid, name, driver, used, total = (part.strip() for part in line.split(","))
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != 6:
+            advice = "nvidia-smi says more; is the GPU visible in this container?"
+            return [*found, Finding("GPU driver", "bad", f"nvidia-smi: {line.strip()}", advice)]
+        index, uuid, name, driver, used, total = parts
         found.append(Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB"))
-        for process in (p for p in holders.splitlines() if p.startswith(uuid)):
+        mine = [p for p in holders.splitlines() if p.startswith(uuid) and p.count(",") >= 3]
+        if not mine and used.isdigit() and int(used) > 1024:
+            advice = "a process that is not visible from here, perhaps of another container"
+            found.append(
+                Finding(f"GPU {index} is in use", "missing", f"{used} of {total} MiB held", advice)
+            )
+        for process in mine:
             _, pid, command, memory = (part.strip() for part in process.split(",", 3))
             found.append(
                 Finding(
@@ -151,7 +165,7 @@ def amd() -> list[Finding]:
     text = _output("rocm-smi", "--showproductname", "--showdriverversion", "--showmeminfo", "vram",
                    "--json")  # fmt: skip
     try:
-        cards = json.loads(text or "")
+        cards = json.loads((text or "")[(text or "").index("{") :])  # warnings may come before it
     except ValueError:
         advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
         return [Finding("GPU driver", "bad", "rocm-smi fails", advice)]
@@ -161,8 +175,12 @@ def amd() -> list[Finding]:
         if not card.startswith("card"):
             continue
         name = values.get("Card Series") or values.get("Card series") or "AMD GPU"
-        total = int(values.get("VRAM Total Memory (B)", 0)) / 2**20
-        used = int(values.get("VRAM Total Used Memory (B)", 0)) / 2**20
+        total, used = (
+            int(size) / 2**20
+            if (size := str(values.get(f"VRAM Total {what} (B)"))).isdigit()
+            else 0.0
+            for what in ("Memory", "Used Memory")
+        )
         found.append(Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB"))
         if used > 1024:
             advice = "rocm-smi --showpids names who holds it"

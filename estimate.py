@@ -100,6 +100,10 @@ def main(argv: Sequence[str]) -> int:
         for name in ("gpus", "per_node"):
             if getattr(args, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+        for name in ("tokens", "gpu_memory_gb"):
+            value = getattr(args, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
         check_args(args)
         script = "train.py" if args.gpus == 1 else f"train_{args.parallel}.py"
         check_entrypoint(args, script)
@@ -130,7 +134,10 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
 
     def memory(bsz: int) -> MemoryEstimate:
         this = dataclasses.replace(args, bsz=bsz)
-        return estimate_memory(config, this, seq_len, batch.grad_acc_steps, shards)
+        return estimate_memory(
+            config, this, seq_len, batch.grad_acc_steps, shards,
+            replicated=script == "train_ddp.py",
+        )  # fmt: skip
 
     found = memory(args.bsz)
     outside = (CONTEXT_GIB + COMMUNICATION_GIB * (args.gpus > 1)) * GIB
@@ -262,7 +269,8 @@ def fit(args: EstimateArgs, config: ModelConfig, argv: list[str]) -> int:
         ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            print(done.stderr.strip().splitlines()[-1], file=sys.stderr)
+            print((done.stderr.strip() or "train.py ended without a word").splitlines()[-1],
+                  file=sys.stderr)  # fmt: skip
             return done.returncode
         (path,) = Path(out).glob("*/result.json")
         result = read_result(path)

@@ -8,17 +8,19 @@ A run that fails is a row, not the end. Started again with the same --output-dir
 point, it goes on where it was. docs/SWEEPS.md explains the experiment file. Needs no torch itself.
 """
 
+import contextlib
 import csv
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import numpy as np
 import tyro
 from pydantic import ValidationError
 from rich import box
@@ -79,13 +81,17 @@ def main(argv: Sequence[str]) -> int:
         experiment, where = read(args)
         platform = detect_platform() if args.platform == "auto" else args.platform
         cells = make_cells(experiment, platform, where)
+        if args.auto_bsz and any("global_bsz" in dict(cell.flags) for cell in cells):
+            raise UsageError("--auto-bsz chooses --bsz, which global_bsz would bind; leave one out")
         unlike = differences(experiment)
-        for cell in cells:
-            load_config(cell.config)
     except (UsageError, ConfigError) as error:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
+    if not (args.output_dir or args.experiment):
+        # One directory for each such command, to which the same command comes back.
+        text = json.dumps([[cell.script, *cell.argv()] for cell in cells])
+        directory = directory.with_name(f"{directory.name}-{zlib.crc32(text.encode()):08x}")
     if experiment.methodology == "identical_config":
         for line in unlike or ["the platforms' hyperparameters are the same"]:
             print(f"identical_config: {line}")
@@ -107,12 +113,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"sweep.py: --output-dir {directory}: {error.strerror}", file=sys.stderr)
         return 2
     try:
-        run_all(cells, experiment, rows, directory, args, platform)
+        cells = run_all(cells, experiment, rows, directory, args, platform)
     except KeyboardInterrupt:
         again = f"{len(rows.rows)} rows are kept; the same command goes on from there"
         print(f"\nsweep.py: interrupted; {again}", file=sys.stderr)
         return 1
-    measured = [row for row in rows.rows.values() if row["repeat"] != "probe"]
+    # The directory may hold rows of other settings, from an earlier form of the experiment.
+    keys = [cell_key(cell, i) for i in range(experiment.repeats) for cell in cells]
+    measured = [rows.rows[key] for key in keys]
     write_csv(measured, directory / "results.csv")
     ranked = rank(measured)
     show(ranked, directory)
@@ -122,8 +130,13 @@ def main(argv: Sequence[str]) -> int:
 def read(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
-        if args.models or args.set:
-            raise UsageError("an experiment file and --models or --set: give one of the two")
+        defaults = {f.name: f.default for f in dataclasses.fields(SweepArgs)}
+        for name in ("models", "set", "script", "repeats", "timeout_s"):
+            if getattr(args, name) != defaults[name]:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(
+                    f"{flag} and an experiment file, which says that itself: leave one out"
+                )
         return read_experiment(args.experiment), args.experiment
     if not args.models:
         raise UsageError("nothing to run: give an experiment file, or --models")
@@ -143,13 +156,15 @@ def run_all(
     directory: Path,
     args: SweepArgs,
     platform: Platform,
-) -> None:
-    """Run what has no row yet: all settings once, then all of them again, and so on."""
+) -> list[Cell]:
+    """Run what has no row yet: all settings once, then all of them again, and so on.
+
+    Returns the settings that ran: with --auto-bsz, those with the micro batch that was found.
+    """
     if args.auto_bsz:
         machine = experiment.hardware.get(platform)
         gpu = machine.gpu if machine else None
         cells = [with_largest_batch(c, rows, directory, experiment.timeout_s, gpu) for c in cells]
-        cells = [cell for cell in cells if cell is not None]
     todo = [
         (cell, repeat)
         for repeat in range(experiment.repeats)
@@ -166,6 +181,7 @@ def run_all(
         left = (time.monotonic() - start) / (i + 1) * (len(todo) - i - 1)
         number = f"[{done + i + 1}/{done + len(todo)}]"
         print(f"{number} {outcome(row)}  {cell.label()}  ({_duration(left)} left)", flush=True)
+    return cells
 
 
 def outcome(row: Row) -> str:
@@ -177,7 +193,7 @@ def outcome(row: Row) -> str:
 
 def with_largest_batch(
     cell: Cell, rows: Rows, directory: Path, timeout_s: float, gpu: str | None
-) -> Cell | None:
+) -> Cell:
     """The setting with the largest micro batch that runs; every attempt is a row (`probe`)."""
 
     def sized(bsz: int) -> Cell:
@@ -189,25 +205,28 @@ def with_largest_batch(
         short = dict(sized(bsz).flags) | {"n_steps": 2, "warmup_steps": 3, "no_tensorboard": True}
         probe = dataclasses.replace(sized(bsz), flags=tuple(sorted(short.items())))
         key = cell_key(probe, "probe")
+        if bsz > most:
+            return False
         if key not in rows.rows:
             rows.add(run_cell(probe, "probe", directory, timeout_s))
         row = rows.rows[key]
         print(f"  --bsz {bsz}: {outcome(row)}  {cell.label()}", flush=True)
         return row["status"] == "ok"
 
-    best = search_batch(runs, first_guess(cell, gpu))
+    first, most = guess_batch(cell, gpu)
+    best = search_batch(runs, first)
     if not best:
         print(f"  not even --bsz 1 runs: {cell.label()}", flush=True)
-        return None
-    return sized(best)
+    return sized(max(1, best))  # which then is a row that says why
 
 
-def first_guess(cell: Cell, gpu: str | None) -> int:
-    """What estimate.py says fits the named GPU; without one, the setting's own size."""
+def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
+    """Where to start, and what not to try: what estimate.py says fits the named GPU, and no bound.
+
+    Without a GPU the setting's own size, and what fits the memory this machine has free: a CPU that runs
+    out of it may take other processes down.
+    """
     args = parse_args(cell.argv(), cell.script)
-    if gpu is None:
-        return args.bsz
-    hardware = find_hardware(gpu)
     config = load_config(args.config, args.pad_vocab)
     seq_len = resolve_seq_len(args.seq_len, config)
     world = args.nproc or 1
@@ -216,14 +235,26 @@ def first_guess(cell: Cell, gpu: str | None) -> int:
     def memory(bsz: int) -> float:
         this = dataclasses.replace(args, bsz=bsz)
         micro = resolve_batch(this, seq_len, world).grad_acc_steps
-        return estimate_memory(config, this, seq_len, micro, shards).peak
+        found = estimate_memory(config, this, seq_len, micro, shards, fused_norm=gpu is not None)
+        return found.peak
 
-    return max(1, largest_batch(memory, 0.92 * hardware.memory_gb * 1e9))
+    if gpu is not None:
+        return max(1, largest_batch(memory, 0.92 * find_hardware(gpu).memory_gb * 1e9)), math.inf
+    if detect_platform() != "cpu":
+        return args.bsz, math.inf
+    free = 2.0**40
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = 1024.0 * next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:"))
+    return args.bsz, largest_batch(memory, 0.8 * free)
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """All rows, without the lists."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "step_times_s"))
+    """All rows, without the lists; a column for each axis."""
+    rows = [{"key": row["key"]} | row["axes"] | row for row in rows]
+    names = list(
+        dict.fromkeys(name for row in rows for name in row if name not in ("step_times_s", "axes"))
+    )
     last = [n for n in (*METRICS, "error", "result", "command") if n in names]
     names = [n for n in names if n not in last] + last
     with path.open("w", newline="", encoding="utf-8") as f:
@@ -263,14 +294,15 @@ def rank(rows: list[Row]) -> list[Ranked]:
             continue
         rates = [row["tokens_per_sec"] for row in ok]
         if len(rates) >= 3:
-            low, high = bootstrap_mean(np.array(rates))
+            low, high = bootstrap_mean(rates)
             cv = statistics.stdev(rates) / statistics.fmean(rates)
         else:
-            times = np.concatenate([row["step_times_s"] for row in ok])
+            times = [t for row in ok for t in row["step_times_s"]]
             slow, fast = bootstrap_mean(times)
-            tokens = statistics.fmean(rates) * times.mean()
+            mean = statistics.fmean(times)
+            tokens = statistics.fmean(rates) * mean
             low, high = tokens / fast, tokens / slow
-            cv = float(times.std(ddof=1) / times.mean()) if len(times) > 1 else 0.0
+            cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
         memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
         ranked.append(
@@ -280,10 +312,7 @@ def rank(rows: list[Row]) -> list[Ranked]:
 
 
 def _label(row: Row) -> str:
-    known = {"key", "repeat", "script", "model", "status", "error", "result", "command", "wall_s",
-             "step_times_s", *METRICS}  # fmt: skip
-    axes = [f"{name}={value}" for name, value in row.items() if name not in known]
-    return " ".join([row["model"], *axes])
+    return " ".join([row["model"], *(f"{name}={value}" for name, value in row["axes"].items())])
 
 
 def show(ranked: list[Ranked], directory: Path) -> None:

@@ -206,11 +206,17 @@ def captured_steps(args: Args) -> range:
     return range(0)
 
 
-def in_window(args: Args) -> bool:
-    """Whether a profiler is on, warming up or capturing, in some of the measured steps."""
+def profiled_steps(args: Args) -> range:
+    """The steps in which a profiler is on, warming up or capturing."""
     steps = captured_steps(args)
-    first = steps.start - PROFILER_WARMUP if args.profile else steps.start
-    return bool(steps) and first < window_end(args) and steps.stop > args.warmup_steps
+    first = max(0, steps.start - PROFILER_WARMUP) if args.profile else steps.start
+    return range(first, steps.stop)
+
+
+def in_window(args: Args) -> bool:
+    """Whether a profiler is on in some of the measured steps."""
+    steps = profiled_steps(args)
+    return bool(steps) and steps.start < window_end(args) and steps.stop > args.warmup_steps
 
 
 def total_steps(args: Args) -> int:

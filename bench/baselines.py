@@ -46,6 +46,8 @@ def unfit(r: Result) -> str | None:
         return "its clocks were held down"
     if r.metrics.device_shared:
         return "its GPU was shared"
+    if r.fp8 and r.fp8.emulated:
+        return "its FP8 was emulated"
     return None
 
 
@@ -106,7 +108,10 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
     """The stored baselines by key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return dict(content["baselines"])
+        baselines = dict(content["baselines"])
+        for entry in baselines.values():
+            float(entry["tokens_per_sec_per_gpu"])
+        return baselines
     except FileNotFoundError:
         if must_exist:
             raise UsageError(

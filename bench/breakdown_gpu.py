@@ -67,10 +67,12 @@ def _gpu_window(trace: Trace) -> tuple[float, float]:
     end = max(s.end for s in trace.gpu)
     if trace.steps:
         end = max(end, trace.steps[-1].end)
-        for span in trace.gpu:  # what was launched before the trace has no launch in it
-            if trace.launch_of(span) is not None:
-                break
-            begin = max(begin, span.end) if trace.launches else begin
+        # What was launched before the trace has no launch in it. The GPU is done with that at the
+        # latest when it begins with the first work that has one.
+        first = next((s for s in trace.gpu if trace.launch_of(s) is not None), None)
+        if first is not None:
+            older = [s.end for s in trace.gpu if s.start < first.start]
+            begin = max(begin, min(max(older, default=begin), first.start))
     return begin, end
 
 

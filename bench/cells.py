@@ -40,7 +40,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     The status is the run's own, `timeout`, or `failed` with the last line it printed.
     """
     key = cell_key(cell, repeat)
-    runs = directory / "runs"
+    runs = directory / ("probes" if repeat == "probe" else "runs")
     run, log = runs / key, directory / "logs" / f"{key}.log"
     row: Row = {
         "key": key,
@@ -48,7 +48,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "script": cell.script,
         "model": Path(cell.config).stem,
     }
-    row |= {name: dict(cell.flags).get(name) for name in cell.axes}
+    row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
     if (result := _finished(run)) is None:
         shutil.rmtree(run, ignore_errors=True)  # of a sweep that was killed in the middle of it
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,13 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     row |= {"status": result.status, "error": result.error, "result": str(run / "result.json")}
     row |= {name: getattr(result.metrics, name) for name in METRICS}
     row["step_times_s"] = result.step_times_s
-    row["bsz"] = result.batch.micro_batch
+    row |= {
+        "bsz": result.batch.micro_batch,
+        "seq_len": result.batch.seq_len,
+        "global_batch": result.batch.global_batch,
+        "hardware": result.device.hardware,
+        "n_gpus": result.device.count,
+    }
     return row
 
 

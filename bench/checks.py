@@ -62,8 +62,8 @@ def check_args(args: Args) -> None:
 
 
 def _check_capture(args: Args) -> None:
-    if args.memory_snapshot and not args.warmup_steps:
-        raise UsageError("--memory-snapshot looks at the warm-up; use --warmup-steps 1 or more")
+    if args.memory_snapshot and args.warmup_steps < 2:
+        raise UsageError("--memory-snapshot looks at the warm-up; use --warmup-steps 2 or more")
     if not args.profile:
         names = ("profile_start", "profile_steps", "profile_shapes", "profile_stacks")
         if wrong := _changed(args, names):

@@ -1,9 +1,7 @@
 """Ratios between runs, what may be compared with what, cost and energy. Needs no torch."""
 
 import dataclasses
-from collections.abc import Mapping
-
-import numpy as np
+from collections.abc import Collection, Mapping
 
 from bench.errors import UsageError
 from bench.experiment import hyperparameter_differences
@@ -51,6 +49,7 @@ class Prices:
 
     usd_per_hour: Mapping[str, float]
     tdp_w: Mapping[str, float]
+    from_file: Collection[str] = ()
 
 
 def compare(
@@ -96,12 +95,14 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
         marks.append("another model under the same name")
     left, right = a.hyperparameters or {}, b.hyperparameters or {}
+    if identical and a.arguments and b.arguments:
+        left, right = a.arguments, b.arguments
     names = hyperparameter_differences(left, right)
     if not identical:
         # What suits each machine best is allowed to differ; what is learnt is not.
         names = [n for n in names if n not in ("global_batch", "seed", "data")]
     marks += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
-    if identical and a.settings and b.settings and a.settings != b.settings:
+    if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
         marks.append(f"settings {a.settings} / {b.settings}")
     return marks
 
@@ -133,6 +134,8 @@ def bootstrap_ratio(a: list[float], b: list[float]) -> tuple[float, float, float
     """
     if min(len(a), len(b)) < 3:
         return None
+    import numpy as np  # a tenth of a second, which --help need not wait for
+
     rng = np.random.default_rng(0)
     x, y = np.asarray(a), np.asarray(b)
     ratios = [

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.results import DeviceUse, Profile, Result
+from bench.results import HELD_DOWN, DeviceUse, Profile, Result
 from bench.stepfile import Step
 
 
@@ -43,7 +43,7 @@ class ProgressDisplay:
         """Show where the run is."""
         done = step.step + 1
         figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
-        name = "warm-up" if step.phase == "warmup" else "measured"
+        name = {"warmup": "warm-up", "measure": "measured", "profile": "profiled"}[step.phase]
         if self.bar is None:
             if done % self.tenth == 0 or done == self.n_steps:
                 line = f"step {done}/{self.n_steps}  {name}  {figures}"
@@ -107,7 +107,28 @@ def print_profile(p: Profile) -> None:
         table.add_column(column, justify="right")
     for name, seconds in [*p.classes_s.items(), ("step", p.step_time_s)]:
         table.add_row(name, f"{1e3 * seconds:,.2f}", f"{seconds / p.step_time_s:.1%}")
-    Console(width=200, highlight=False).print(table)
+    console = Console(width=200, highlight=False)
+    console.print(table)
+    overlapped = p.communication_overlapped_s
+    if overlapped or "communication" in p.classes_s:
+        exposed = p.classes_s.get("communication", 0.0)
+        print(f"communication: {1e3 * exposed:,.2f} ms exposed, {1e3 * overlapped:,.2f} ms hidden")
+    if p.host_gaps:
+        print(
+            f"the GPU waited for the host: {p.host_gaps:,.0f} times, {1e3 * p.host_gaps_s:,.2f} ms, "
+            f"{1e3 * p.longest_host_gap_s:,.2f} ms the longest"
+        )
+    if p.matmul_tflops:
+        roof = p.matmul_roof_fraction
+        of_roof = f", {roof:.1%} of the measured roof" if roof else ""
+        print(f"matmuls: {p.matmul_tflops:,.4g} TFLOP/s while they run{of_roof}")
+    table = Table(box=box.MARKDOWN, show_edge=True)
+    for column in ("costliest", "class", "calls a step", "ms a step"):
+        table.add_column(column, justify="left" if column in ("costliest", "class") else "right")
+    for c in p.costliest:
+        name = c.name if len(c.name) <= 80 else f"{c.name[:77]}..."
+        table.add_row(name, c.kind, f"{c.calls:.4g}", f"{1e3 * c.time_s:,.2f}")
+    console.print(table)
 
 
 def table_rows(result: Result) -> list[tuple[str, str]]:
@@ -200,7 +221,8 @@ def _device_row(d: DeviceUse) -> str:
     text = f"{d.sm_clock_mean_mhz:,.0f} of {_number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
     text += f"{_number(d.average_power_w, '.0f')} (peak {_number(d.peak_power_w, '.0f')}) of "
     text += f"{_number(d.power_limit_w, '.0f')} W, {_number(d.temperature_max_c, '.0f')} C"
-    held = ", ".join(f"{why} {part:.0%}" for why, part in (d.throttled or {}).items())
+    reasons = (d.throttled or {}).items()
+    held = ", ".join(f"{why} {part:.0%}" for why, part in reasons if part >= HELD_DOWN)
     text += f", HELD DOWN: {held}" if held else ""
     return f"{text}, SHARED" if d.other_processes else text
 

@@ -1,6 +1,5 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,7 +20,15 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            found = [r for file in discover(path) for r in _read(file, say, facts)]
+            files = discover(path)
+            there = {str(f.resolve()) for f in files}
+            # A row of a sweep whose run is there too says nothing that the run does not.
+            found = [
+                r
+                for file in files
+                for r in _read(file, say, facts)
+                if r.result is None or str(Path(r.result).resolve()) not in there
+            ]
             if not found:
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
             records += found
@@ -38,19 +45,19 @@ def discover(directory: Path) -> list[Path]:
     found: list[Path] = []
     for root, directories, files in os.walk(directory):
         here = Path(root)
-        if "result.json" in files:
+        if {"result.json", "steps.jsonl"} <= set(files):
             found.append(here / "result.json")
             directories.clear()
             continue
         directories.sort()
         own_sweep = "rows.jsonl" in files and "results.csv" in files
         for name in sorted(files):
-            if own_sweep and (name != "results.csv" or (here / "runs").is_dir()):
-                continue  # its runs are below, complete
+            if own_sweep and name != "results.csv":
+                continue
             if Path(name).suffix in (".json", ".csv", ".log", ".txt", ".out", ".err"):
                 found.append(here / name)
-        if own_sweep and "logs" in directories:
-            directories.remove("logs")
+        if own_sweep:
+            directories[:] = [d for d in directories if d not in ("logs", "probes")]
     return found
 
 
@@ -65,8 +72,14 @@ def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> lis
         if say is None:
             raise
         say(str(error))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        text = f"{path}: cannot be read: {' '.join(str(error).split())[:200]}"
+    except OSError as error:
+        text = f"{path}: cannot be read: {error.strerror}"
+        if say is None:
+            raise UsageError(text) from None
+        say(text)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        what = " ".join(str(error).split())[:150]
+        text = f"{path}: is of a known kind, but not understood: {type(error).__name__}: {what}"
         if say is None:
             raise UsageError(text) from None
         say(text)

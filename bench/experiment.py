@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bench.args import Args
 from bench.command_line import parse_args
 from bench.errors import UsageError
+from bench.hardware import find_hardware
+from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from model.config import ConfigError, load_config
 
 Platform = Literal["nvidia", "amd", "cpu"]
 Value = bool | int | float | str | None
@@ -62,7 +65,7 @@ class Experiment(Strict):
     parallel: Parallel = Parallel()
     models: list[str] = Field(min_length=1)
     training: Flags = {}
-    grid: dict[str, list[Value]] = {}
+    grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
     cells: list[Flags] = []
     platforms: dict[Platform, Flags] = {}
     repeats: int = Field(1, ge=1)
@@ -158,30 +161,55 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
     ]
     machine = e.hardware.get(platform, Machine())
+    if machine.gpu:
+        find_hardware(machine.gpu)
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
         unknown = sorted(set(flags) - FLAGS)
         if unknown:
             raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
-        flags = {name: _meant(name, value) for name, value in flags.items()}
+        flags = {name: _meant(name, value, where) for name, value in flags.items()}
         flags = _resolve_sizes(flags, e, machine, where)
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
         cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
         try:
-            parse_args(cell.argv(), e.script)
-        except UsageError as error:
+            args = parse_args(cell.argv(), e.script)
+            seq_len = resolve_seq_len(args.seq_len, load_config(args.config, args.pad_vocab))
+            if world := _world(flags, e, machine):
+                resolve_batch(args, seq_len, world)
+                if e.script == "train_fsdp.py":
+                    resolve_shards(args, world, "cuda")
+        except (UsageError, ConfigError) as error:
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
             cells.append(cell)
     return cells
 
 
-def _meant(name: str, value: Value) -> Value:
-    """YAML reads `off` as false; where a flag has a choice of that name, it is meant."""
-    if value is False and "off" in get_args(get_type_hints(Args)[name]):
+def _meant(name: str, value: Value, where: str) -> Value:
+    """A value as the flag's type has it: `off`, which YAML reads as false, and quoted numbers."""
+    kind = get_type_hints(Args)[name]
+    kinds = get_args(kind) or (kind,)
+    if value is False and "off" in kinds:
         return "off"
-    return value
+    if not isinstance(value, str) or str in kinds or value in kinds:
+        return value
+    try:
+        if bool in kinds:
+            return {"true": True, "false": False}[value.lower()]
+        return int(value) if int in kinds else float(value)
+    except (KeyError, ValueError):
+        raise UsageError(
+            f"{where}: {name}: {value!r} is no value of --{name.replace('_', '-')}"
+        ) from None
+
+
+def _world(flags: Flags, e: Experiment, machine: Machine) -> int | None:
+    """Ranks of a run; None where that is left to the machine it runs on."""
+    if e.script == "train.py":
+        return 1
+    return flags.get("nproc") or (machine.gpus if machine in e.hardware.values() else None)
 
 
 def _resolve_sizes(flags: Flags, e: Experiment, machine: Machine, where: str) -> Flags:
@@ -201,17 +229,27 @@ def _resolve_sizes(flags: Flags, e: Experiment, machine: Machine, where: str) ->
         )
     if p.dp_replicate > 1:
         flags["dp_replicate"] = p.dp_replicate
-    if e.script != "train.py":
-        flags.setdefault("nproc", machine.gpus if machine.gpus > 1 else None)
+    known = machine in e.hardware.values()
+    if e.script != "train.py" and known:
+        if flags.get("nproc", machine.gpus) != machine.gpus:
+            raise UsageError(
+                f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
+            )
+        flags["nproc"] = machine.gpus
     if machine.usd_per_hour:
         flags.setdefault("usd_per_hour", machine.usd_per_hour)
     size, steps = flags.get("global_bsz"), flags.get("grad_acc_steps")
     if size is not None and steps is not None:
-        right = (flags.get("bsz") or Args.bsz) * machine.gpus * steps
+        world = _world(flags, e, machine)
+        if world is None:
+            raise UsageError(
+                f"{where}: global_bsz and grad_acc_steps: hardware must say how many GPUs"
+            )
+        right = (flags.get("bsz") or Args.bsz) * world * steps
         if size != right:
             raise UsageError(
                 f"{where}: global_bsz {size}, but {flags.get('bsz') or Args.bsz} (bsz) x "
-                f"{machine.gpus} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
+                f"{world} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
             )
         del flags["global_bsz"]
     return flags
@@ -227,7 +265,7 @@ def differences(e: Experiment) -> list[str]:
     for platform in platforms:
         cells = make_cells(e, platform)
         resolved[platform] = [
-            dataclasses.asdict(parse_args(cell.argv(), e.script)) | {"config": cell.config}
+            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform, Machine())))
             for cell in cells
         ]
     lines = []
@@ -241,6 +279,17 @@ def differences(e: Experiment) -> list[str]:
         if len(resolved[a]) != len(resolved[b]):
             lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")
     return list(dict.fromkeys(lines))
+
+
+def _resolved(cell: Cell, world: int | None) -> dict[str, Any]:
+    """All arguments of a cell, and its global batch where the number of ranks is known."""
+    args = parse_args(cell.argv(), cell.script)
+    content = dataclasses.asdict(args) | {"config": cell.config}
+    if world:
+        config = load_config(args.config, args.pad_vocab)
+        batch = resolve_batch(args, resolve_seq_len(args.seq_len, config), world)
+        content["global_batch"] = batch.global_batch
+    return content
 
 
 def hyperparameter_differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
@@ -265,7 +314,12 @@ def from_command_line(
         flag = flag.lstrip("-").replace("-", "_")
         if not equals or flag not in FLAGS:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
-        parsed = [yaml.safe_load(v) if v else None for v in values.split(",")]
+        try:
+            parsed = [yaml.safe_load(v) if v else None for v in values.split(",")]
+        except yaml.YAMLError:
+            raise UsageError(f"--set {setting}: {values!r} is no value") from None
+        if flag in training or flag in grid:
+            raise UsageError(f"--set {setting}: {flag} was set before")
         if len(parsed) == 1:
             training[flag] = parsed[0]
         else:

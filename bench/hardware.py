@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 from bench.errors import UsageError
@@ -78,7 +79,7 @@ def find_hardware(name: str) -> Hardware:
     low = name.lower()
     exact = [e for e in entries if low in (e["name"].lower(), *map(str.lower, e["driver_names"]))]
     found = exact or [e for e in entries if e["name"].lower().startswith(low)]
-    if len({e["name"].split()[0] for e in found}) != 1:
+    if len({e["name"].split()[0] for e in found}) != 1 or not re.search(r"\d", name):
         known = ", ".join(e["name"] for e in entries)
         raise UsageError(f"--gpu {name}: no such device; configs/hardware.json has: {known}")
     return Hardware(**{**found[0], "driver_names": tuple(found[0]["driver_names"])})

@@ -39,10 +39,8 @@ def measure(
     """
     step_fn = build_step(run, args, model, optimizer, micro_batches, no_sync)
     # Forward passes name their block themselves.
-    watchers = [
-        MemoryReport(run.result, run.log, args, model, optimizer),
-        *build_capture(run, args, model),
-    ]
+    captures = build_capture(run, args, model)
+    watchers = [MemoryReport(run.result, run.log, args, model, optimizer), *captures]
     with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(total_steps(args)):
@@ -62,6 +60,8 @@ def measure(
                 synchronize(run.device)
                 run.end_window()
                 run.log.start()
+            for watcher in captures:
+                watcher.write(step)
             if step % 1000 == 999:
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
 

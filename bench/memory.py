@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bench.args import Args
+from bench.args import Args, profiled_steps
 from bench.device import GIB, reset_peak_memory
 from bench.results import Memory, Result
 from bench.steps import StepLog
@@ -37,8 +37,13 @@ class MemoryReport:
         self.result, self.log = result, log
         self.model, self.optimizer = model, optimizer
         self.cuda = log.device.type == "cuda"
-        wanted = self.cuda or args.memory_snapshot
-        self.step = args.warmup_steps - 1 if wanted else -1
+        self.step = args.warmup_steps - 1
+        # The optimizer's state must be there before, and two profilers do not go together.
+        if not (self.cuda or args.memory_snapshot) or args.warmup_steps < 2:
+            self.step = -1
+        elif self.step in profiled_steps(args):
+            self.step = -1
+            result.notes.append("no memory by kind: a profiler looked at the last warm-up step")
 
     def before(self, step: int) -> None:
         """Start looking, if this is the step."""
@@ -53,7 +58,7 @@ class MemoryReport:
     def _part(self, name: str) -> Iterator[None]:
         if name == "optimizer":
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.gradients = n_bytes(grads)
+            self.gradients = n_bytes(grads, self.log.device)
         with self.meter.part(name):
             yield
 
@@ -63,10 +68,11 @@ class MemoryReport:
             return
         self.log.draw = self.draw_before
         activations, rise = self.meter.read()
-        parameters, states = n_bytes(self.model.parameters()), 0
+        parameters, states = n_bytes(self.model.parameters(), self.log.device), 0
         if self.optimizer is not None:
             tensors = (t for state in self.optimizer.state.values() for t in state.values())
-            states = n_bytes(t for t in tensors if isinstance(t, Tensor))
+            tensors = (t for t in tensors if isinstance(t, Tensor))
+            states = n_bytes(tensors, self.log.device)
         lasting = parameters + states
         peak = lasting + rise if self.meter.start is None else self.meter.start + rise
         workspace = peak - lasting - max(activations, self.gradients)
@@ -81,10 +87,10 @@ class MemoryReport:
         )
 
 
-def n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors on this rank; of a sharded one its own shard."""
+def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of tensors on this rank's device: of a sharded one its shard, of an offloaded one none."""
     local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in local)
+    return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
 
 
 class CudaMeter:
@@ -170,11 +176,15 @@ class AllocatorRecord:
 
     def _on_out_of_memory(self, device, size, allocated, freed) -> None:
         with contextlib.suppress(Exception):  # what is being reported matters more
-            torch.cuda.memory._dump_snapshot(str(self.path))
+            self._dump()
+
+    def _dump(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # not every node shares rank 0's disk
+        torch.cuda.memory._dump_snapshot(str(self.path))
 
     def stop(self) -> None:
         """Write the history and end it."""
         if self.history:
             self.history = False
-            torch.cuda.memory._dump_snapshot(str(self.path))
+            self._dump()
             torch.cuda.memory._record_memory_history(enabled=None)

@@ -37,8 +37,13 @@ def estimate_memory(
     micro_steps: int,
     shards: int | None,
     fused_norm: bool = True,
+    replicated: bool = False,
 ) -> MemoryEstimate:
     """The memory of a step; `shards` is the ranks that share a copy under FSDP, None without FSDP.
+
+    `replicated` is DDP, whose buckets hold the gradients' memory all the time. --cpu-offload takes
+    parameters, gradients and optimizer state off the GPU. torchao's FP8 keeps what bf16 keeps;
+    Transformer Engine's, which keeps inputs of matmuls in FP8, is estimated like it, and needs less.
 
     `fused_norm` is False for a CPU, whose RMS norm keeps fp32 copies for the backward.
     """
@@ -49,7 +54,9 @@ def estimate_memory(
     state = {"adamw": 8, "sgd": 4}[args.optimizer] if step else 0
     optimizer = state * per_rank
     gradients = 4 * per_rank if train else 0.0
-    lasting = parameters + optimizer + (gradients if micro_steps > 1 else 0.0)
+    if args.cpu_offload:
+        parameters = optimizer = gradients = 0.0
+    lasting = parameters + optimizer + (gradients if micro_steps > 1 or replicated else 0.0)
 
     block = block_activations(config, args, sizes.tokens, fused_norm)
     kept = _kept(config, args, block, sizes.tokens)
@@ -83,7 +90,8 @@ def estimate_memory(
     at_end = parameters + optimizer + gradients
     if shards:
         # Gradients of embedding and head are reduced together, last of all.
-        at_end += sizes.root * (width + sizes.reduce_bytes) - 4 * sizes.root / shards
+        at_end += sizes.root * (width + sizes.reduce_bytes)
+        at_end -= 0.0 if args.cpu_offload else 4 * sizes.root / shards
     else:
         at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
     return MemoryEstimate(

@@ -11,7 +11,7 @@ from bench.flops import (
     linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.results import DeviceUse, RankInfo, Result
+from bench.results import HELD_DOWN, DeviceUse, RankInfo, Result
 from bench.statistics import describe
 from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
@@ -67,10 +67,6 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
     m.slowest_rank = own.index(max(own))
     m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
-
-
-# Less than this part of the window is a sample's chance.
-HELD_DOWN = 0.01
 
 
 def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:

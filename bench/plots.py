@@ -29,7 +29,9 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
     def bars(axis, title: str, values: list[float | None], form: str, hatch=None) -> None:
         axis.set_title(title, fontsize=10, loc="left")
         numbers = [v or 0.0 for v in values]
-        drawn = axis.barh(labels, numbers, color=colours)
+        # By position: two runs may have the same name.
+        drawn = axis.barh(range(len(shown)), numbers, color=colours)
+        axis.set_yticks(range(len(shown)), labels)
         for i, (bar, value) in enumerate(zip(drawn, values, strict=True)):
             text = "unknown" if value is None else format(value, form)
             if shown[i].marks:

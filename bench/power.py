@@ -33,14 +33,13 @@ class PowerMeter:
             self.sensor = find_sensor(device)
             self.source = self.sensor.source
         except ImportError as error:
-            self.source = f"none: {error.name} is not installed"
+            self.source = f"none: {error.name} is not installed (pip install -e '.[energy]')"
         except Exception as error:  # a driver without the counter must not end the run
             self.source = f"none: {type(error).__name__}: {error}".splitlines()[0]
         self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Start; the device is idle."""
-        self.start_s = time.perf_counter()
         if self.sensor is None:
             return
         self.samples: list[Sample] = []
@@ -49,6 +48,7 @@ class PowerMeter:
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._take_samples, daemon=True)
         self.thread.start()
+        self.start_s = time.perf_counter()
         self.joules = self._ask(self.sensor.joules)
 
     def _take_samples(self) -> None:
@@ -65,10 +65,12 @@ class PowerMeter:
 
     def end(self, rank: int) -> DeviceUse:
         """What was seen since begin()."""
-        seconds = time.perf_counter() - self.start_s
         if self.sensor is None:
             return DeviceUse(rank=rank)
         now = self._ask(self.sensor.joules)
+        seconds = time.perf_counter() - self.start_s
+        if not self.samples and (sample := self._ask(self.sensor.sample)) is not None:
+            self.samples.append(sample)  # the window was shorter than the interval
         self.close()
         used = now - self.joules if now is not None and self.joules is not None else 0.0
         joules = used if used > 0 else None  # a counter that did not move is none

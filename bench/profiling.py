@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from bench.args import PROFILER_WARMUP, Args, captured_steps, in_window
+from bench.args import Args, captured_steps, in_window, profiled_steps
 from bench.breakdown import break_down
 from bench.device import synchronize
 from bench.errors import UsageError
@@ -51,15 +51,15 @@ class TorchCapture:
     def __init__(self, run: Run, args: Args, model: nn.Module):
         self.run, self.args, self.model = run, args, model
         self.steps = captured_steps(args)
-        self.first = max(0, self.steps.start - PROFILER_WARMUP)
+        self.first = profiled_steps(args).start
         self.directory = run.directory / "trace"
 
     def before(self, step: int) -> None:
-        """Start tracing in time; the captured steps begin with an idle device."""
+        """Start tracing in time."""
         if step == self.first:
+            synchronize(self.run.device)
             self._start()
         if step == self.steps.start:
-            synchronize(self.run.device)
             self.ranges = draw_ranges(self.run, self.model, torch.profiler.record_function)
 
     def _start(self) -> None:
@@ -89,16 +89,21 @@ class TorchCapture:
         return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
 
     def after(self, step: int) -> None:
-        """End the step in the trace, and after the last captured one write everything."""
+        """End the step in the trace; the captured ones begin and end with an idle device."""
         if not self.first <= step < self.steps.stop:
             return
         last = step == self.steps[-1]
-        if last:
+        if last or step + 1 == self.steps.start:
             synchronize(self.run.device)
+        if last:
             self.ranges.close()
         self.profiler.step()
         if last:
             self.profiler.stop()
+
+    def write(self, step: int) -> None:
+        """After the last captured step write everything; the window, if that was its end, is closed."""
+        if step == self.steps[-1]:
             self._write()
             self.run.log.start()
 
@@ -169,6 +174,10 @@ class NsysCapture:
             synchronize(self.run.device)
             self.ranges.close()
             _profiler_api(start=False)
+
+    def write(self, step: int) -> None:
+        """Nothing is written here, but the pause after the last step is no part of the next."""
+        if step == self.steps[-1]:
             self.run.log.start()
 
 

@@ -84,7 +84,9 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         total = len(totals) / sum(1 / r for r in totals)
         per_gpu = total / n if n else None
     elif times and batch and length:
-        total = batch * length * len(times) / sum(times)
+        # Each step with its own batch: it may still be growing.
+        samples = [s.global_batch or batch for s in body if s.time_s][-len(times) :]
+        total = sum(samples) * length / sum(times)
         per_gpu = total / n if n else None
     if total is None and per_gpu is None:
         missing = [w for w, v in (("--log-seq-len", length), ("a global batch", batch)) if not v]

@@ -27,6 +27,10 @@ SPEED_SETTINGS = {
 }  # fmt: skip
 
 
+# How long a run was, and what it was checked on.
+LENGTH = {"config", "n_steps", "warmup_steps", "val_data", "val_batches", "global_bsz"}
+
+
 def read_json(path: Path) -> list[Record]:
     """A JSON file of ours or of the other suite; UsageError for any other."""
     content = json.loads(path.read_text(encoding="utf-8"))
@@ -81,8 +85,11 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     steps = path.parent / "steps.jsonl"
     if steps.exists():
         for line in steps.read_text(encoding="utf-8").splitlines():
-            step = json.loads(line)
-            if step["phase"] != "profile":
+            try:
+                step = json.loads(line)
+            except ValueError:
+                break  # cut off: the run was killed while writing
+            if step.get("phase") != "profile":
                 losses.append((step["step"], step["loss"]))
                 rates.append((step["step"], step["lr"]))
     return Record(
@@ -115,6 +122,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
         marks=marks,
         notes=list(r.notes),
+        arguments={k: v for k, v in a.items() if k not in NOT_HYPERPARAMETERS | LENGTH}
+        | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )
 
 
@@ -172,6 +181,9 @@ def read_csv(path: Path) -> list[Record]:
     def number(row: dict[str, str], name: str) -> float | None:
         return float(row[name]) if row.get(name) else None
 
+    def whole(row: dict[str, str], name: str) -> int | None:
+        return int(row[name]) if row.get(name) else None
+
     return [
         Record(
             path=str(path),
@@ -179,6 +191,11 @@ def read_csv(path: Path) -> list[Record]:
             label=row["key"],
             status=row["status"],
             model=row["model"],
+            hardware=row.get("hardware") or None,
+            n_gpus=whole(row, "n_gpus"),
+            seq_len=whole(row, "seq_len"),
+            global_batch=whole(row, "global_batch"),
+            result=row.get("result") or None,
             tokens_per_sec=number(row, "tokens_per_sec"),
             tokens_per_sec_per_gpu=number(row, "tokens_per_sec_per_gpu"),
             mfu=number(row, "mfu"),

@@ -16,6 +16,8 @@ SCHEMA_VERSION = 1
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
 RESERVED_BYTES_PER_STEP = 48
+# Part of the window below which throttled clocks are a sample's chance.
+HELD_DOWN = 0.01
 
 
 class Strict(BaseModel):

@@ -40,7 +40,9 @@ class RaplSensor:
     source = "RAPL packages, whole machine"
 
     def __init__(self, directory: Path = RAPL):
-        packages = sorted(p for p in directory.glob("*") if re.fullmatch(r"intel-rapl:\d+", p.name))
+        zones = (p for p in directory.glob("*") if re.fullmatch(r"intel-rapl:\d+", p.name))
+        # A laptop's `psys` is the whole platform, its packages included.
+        packages = sorted(p for p in zones if (p / "name").read_text().startswith("package"))
         if not packages:
             raise FileNotFoundError("this machine shows no RAPL counters")
         self.counters = [p / "energy_uj" for p in packages]

@@ -1,6 +1,6 @@
 """Statistics of step times. Needs no torch."""
 
-import numpy as np
+from collections.abc import Sequence
 
 BOOTSTRAP_SAMPLES = 2000
 
@@ -11,6 +11,8 @@ def describe(times: list[float]) -> dict[str, float]:
     The interval is the percentile bootstrap of the mean (Efron 1979), with a fixed seed; it takes
     steps as independent. The standard deviation is that of a sample (n - 1), 0 for one step.
     """
+    import numpy as np  # a tenth of a second, which --help of the tools need not wait for
+
     x = np.asarray(times, dtype=np.float64)
     mean = float(x.mean())
     std = float(x.std(ddof=1)) if len(x) > 1 else 0.0
@@ -29,8 +31,11 @@ def describe(times: list[float]) -> dict[str, float]:
     }
 
 
-def bootstrap_mean(x: np.ndarray) -> tuple[float, float]:
+def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float]:
     """95 % percentile interval of the mean of a sample."""
+    import numpy as np
+
+    x = np.asarray(sample, dtype=np.float64)
     rng = np.random.default_rng(0)
     means = np.empty(BOOTSTRAP_SAMPLES)
     for i in range(BOOTSTRAP_SAMPLES):  # one at a time: long runs would need gigabytes at once

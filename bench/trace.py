@@ -67,15 +67,18 @@ def read_trace(path: str | Path) -> Trace:
     gpu, launches, steps = [], {}, []
     host: dict[Thread, list[Span]] = defaultdict(list)
     for event in content["traceEvents"]:
-        category = event.get("cat")
-        if event.get("ph") != "X" or "ts" not in event:
+        if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        start = float(event["ts"])
+        category = event.get("cat")
+        try:
+            start, length = float(event["ts"]), float(event.get("dur", 0))
+        except (KeyError, TypeError, ValueError):
+            raise UsageError(f"{path}: has an event without times: {str(event)[:80]}") from None
         span = Span(
             str(event.get("name", "")),
             str(category).lower(),
             start,
-            start + float(event.get("dur", 0)),
+            start + length,
             (event.get("pid"), event.get("tid")),
             event.get("args") or {},
         )

@@ -37,7 +37,7 @@ EOF
 }
 
 parse() {
-    image=${BENCH_IMAGE:-$image}
+    local asked=${BENCH_IMAGE:-}
     gpus=all cpu="" dry="" engine="" output="" container="" cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-train-bench"
     while [ $# -gt 0 ]; do
         case $1 in
@@ -51,7 +51,7 @@ parse() {
             [ $# -ge 2 ] || die "$1 needs a value; see $script --help" 2
             case $1 in
             --gpus) gpus=$2 ;;
-            --image) image=$2 ;;
+            --image) asked=$2 ;;
             --name) container=$2 ;;
             --output) output=$2 ;;
             --cache) cache=$2 ;;
@@ -70,12 +70,14 @@ parse() {
     done
     command=("$@")
     if [ -n "$cpu" ]; then
-        image=${BENCH_IMAGE:-llm-train-bench:cpu} vendor=cpu
+        image=llm-train-bench:cpu vendor=cpu
         build="docker build -t llm-train-bench:cpu -f docker/Dockerfile.cpu ."
     fi
+    image=${asked:-$image}
     [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
     container=${container:-llm-train-bench-$(id -un)-$vendor}
-    output=${output:-$repo/runs}
+    output=$(realpath -m -- "${output:-$repo/runs}")
+    cache=$(realpath -m -- "$cache")
     for path in "$repo" "$output" "$cache"; do
         [[ $path != *,* ]] || die "$path: a path with a comma cannot be mounted; choose another" 2
     done
@@ -113,14 +115,18 @@ find_image() {
 
 # The host's user inside, so that files belong to it.
 user_arguments() {
+    local user security=""
+    user="$(id -u):$(id -g)"
     if [ -n "$podman" ]; then
         [ "$(id -u)" = 0 ] || args+=(--userns=keep-id)
         args+=(--security-opt label=disable)
-    elif "$engine" info --format '{{.SecurityOptions}}' 2>/dev/null | grep -q rootless; then
-        : # rootless docker: root inside is you
     else
-        args+=(--user "$(id -u):$(id -g)")
+        security=$("$engine" info --format '{{.SecurityOptions}}' 2>/dev/null || true)
     fi
+    if [[ $security == *rootless* ]]; then
+        user=0:0 # rootless docker: root inside is you
+    fi
+    args+=(--user "$user")
     # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
     args+=(-e "USER=$(id -un)" -e "LOGNAME=$(id -un)" -e HOME=/cache/home)
 }
@@ -129,7 +135,7 @@ mount_arguments() {
     # By image: kernels compiled for one torch are no good to another.
     caches=$cache/${image//[^A-Za-z0-9._-]/_}
     if [ -z "$dry" ]; then # docker would make missing directories as root
-        mkdir -p "$caches/home" "$output"
+        mkdir -p "$caches/home" "$output" "$repo/runs"
     fi
     args+=(--mount "type=bind,src=$repo,dst=$workdir" --mount "type=bind,src=$output,dst=$workdir/runs")
     args+=(--mount "type=bind,src=$caches,dst=/cache" --workdir "$workdir")
@@ -146,13 +152,16 @@ network_arguments() {
 }
 
 # Variables of the host that concern a run: they go before those of the image and of amd.env.
-passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|GPU_MAX|DISABLE_ADDMM|GLOO|OMP)_'
-passed_on+='|^(CUDA|ROCR)_VISIBLE_DEVICES$|^(NNODES|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
+passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP)_'
+passed_on+='|^CUDA_VISIBLE_DEVICES$|^(NNODES|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
 
 environment_arguments() {
     local name
     while IFS= read -r name; do
-        args+=(-e "$name")
+        # With --gpus the container has no others, and numbers its own from 0.
+        if [ "$gpus" = all ] || [[ $name != *_VISIBLE_DEVICES ]]; then
+            args+=(-e "$name")
+        fi
     done < <(compgen -e | grep -E "$passed_on" | sort)
     args+=(-e "BENCH_IMAGE_NAME=$image" -e "BENCH_IMAGE_DIGEST=$digest")
 }
@@ -188,14 +197,16 @@ main() {
     local state
     state=$("$engine" container inspect --format '{{.State.Running}}' "$container" 2>/dev/null || true)
     if [ -n "$state" ]; then
-        echo "$script: container $container is there; entering it" >&2
+        echo "$script: container $container is there; entering it, with its GPUs and directories" >&2
         if [ "$state" != true ] && [ -z "$dry" ]; then
             "$engine" start "$container" >/dev/null
         fi
-        run "$engine" exec -i "${terminal[@]}" --workdir "$workdir" "$container" "${through_bash[@]}" "${command[@]}"
+        args=()
+        environment_arguments
+        run "$engine" exec -i ${terminal[@]+"${terminal[@]}"} "${args[@]}" --workdir "$workdir" "$container" "${through_bash[@]}" "${command[@]}"
         return
     fi
-    args=(run --rm --init --pull=never --no-healthcheck -i "${terminal[@]}" --name "$container")
+    args=(run --rm --init --pull=never --no-healthcheck -i ${terminal[@]+"${terminal[@]}"} --name "$container")
     if [ -z "$cpu" ]; then
         gpu_arguments
     fi

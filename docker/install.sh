@@ -39,7 +39,7 @@ fi
     -c "$directory/kept.txt" -r "$directory/requirements.txt"
 
 freeze >"$directory/after.txt"
-changed=$(comm -23 "$directory/kept.txt" "$directory/after.txt")
+changed=$(LC_ALL=C comm -23 "$directory/kept.txt" "$directory/after.txt")
 if [ -n "$changed" ]; then
     echo "install.sh: pip replaced what belongs to the image: $(echo "$changed" | tr '\n' ' ')" >&2
     exit 1

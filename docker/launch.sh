@@ -18,7 +18,7 @@ find_gpus() {
     if [ -n "$podman" ]; then
         compgen -G "$root/etc/cdi/*" >/dev/null || compgen -G "$root/var/run/cdi/*" >/dev/null ||
             die "podman has no description of the GPUs: sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
-    elif ! "$engine" info --format '{{json .Runtimes}}' | grep -q nvidia &&
+    elif [[ $("$engine" info --format '{{json .Runtimes}}') != *nvidia* ]] &&
         ! command -v nvidia-container-runtime-hook >/dev/null; then
         die "no NVIDIA Container Toolkit: sudo apt-get install -y nvidia-container-toolkit && sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
     fi

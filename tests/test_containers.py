@@ -209,6 +209,15 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert subprocess.run([python, "-c", code]).returncode == 0
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_each_images_extras_install(path, image):
+    (extras,) = re.findall(
+        r"install\.sh /opt/bench/pyproject\.toml /opt/bench (.*)", path.read_text()
+    )
+    done = install(image, *extras.split())
+    assert done.returncode == 0, done.stderr
+
+
 def test_build_fails_where_something_would_replace_torch(image):
     """A requirement that the vendor's version does not meet ends the build; nothing is changed."""
     done = install(image, REQUIRE="torch>=2.99")
@@ -301,10 +310,11 @@ def test_one_gpu(machine):
 
 def test_re_entry_runs_in_the_container_that_is_there(ready):
     (ready.state / "container").write_text("true")
-    code, _, error = ready.launch("nvidia-smi", "-L")
+    code, _, error = ready.launch("nvidia-smi", "-L", NNODES="2")
     assert code == 0 and "entering it" in error
     call = ready.started()
     assert call[:3] == ["docker", "exec", "-i"] and call[-2:] == ["nvidia-smi", "-L"]
+    assert "NNODES" in values(call, "-e")
     assert call[call.index("bash") :][:4] == ["bash", "-c", 'exec "$@"', "bash"]
     assert ready.calls("start") == []
     (ready.state / "calls.jsonl").unlink()
@@ -323,14 +333,30 @@ def test_podman(machine):
     call = machine.started()
     assert call[0] == "podman" and values(call, "--device") == ["nvidia.com/gpu=1"]
     assert "--gpus" not in call and "label=disable" in values(call, "--security-opt")
+    assert values(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     if os.getuid():
         assert "--userns=keep-id" in call
 
 
 def test_rootless_docker_keeps_its_own_user(ready):
+    """Root inside is the user outside; the image's own user would be a stranger to the mounts."""
     (ready.state / "security").write_text("[name=seccomp name=rootless]")
     assert ready.launch("true")[0] == 0
-    assert "--user" not in ready.started()
+    assert values(ready.started(), "--user") == ["0:0"]
+
+
+def test_paths_images_and_visible_devices(ready, tmp_path):
+    code, _, error = ready.launch(
+        "--output", "some/where", "--cpu", "--image", "my:cpu", "true", CUDA_VISIBLE_DEVICES="1"
+    )
+    assert code == 0, error
+    call = ready.started()
+    assert "my:cpu" in call and "CUDA_VISIBLE_DEVICES" in values(call, "-e")
+    assert any(m.startswith("type=bind,src=/some/where,") for m in values(call, "--mount"))
+    (ready.state / "calls.jsonl").unlink()
+    # The container has GPU 1 alone, and calls it 0.
+    assert ready.launch("--gpus", "1", "true", CUDA_VISIBLE_DEVICES="1")[0] == 0
+    assert "CUDA_VISIBLE_DEVICES" not in values(ready.started(), "-e")
 
 
 def test_rdma_devices_where_there_are_any(ready):
@@ -538,6 +564,7 @@ def test_slurm_variants(kind, tmp_path):
         assert "--container-image=/shared/bench.sqsh" in argv
     if kind == "docker":
         assert (exported["NNODES"], exported["HEAD"], exported["PORT"]) == ("2", "node7", "29734")
+        assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(argv)
         assert "docker/launch.sh" in argv and "docker/torchrun_node.sh" in argv
         assert calls[-1][0][-3:] == ["rm", "-f", "llm-train-bench-1234"]  # no container is left
 

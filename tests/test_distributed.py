@@ -19,7 +19,7 @@ from model.transformer import Transformer
 from tests.helpers import ROOT, run_train
 
 BASE = [
-    "configs/llama-tiny.json",
+    "tests/configs/llama-small.json",  # llama-tiny at half the width: gloo moves a quarter
     "--seq-len",
     "32",
     "--device",
@@ -142,7 +142,7 @@ def test_traffic_is_what_the_collectives_were_handed(name, runs):
     metrics = result_of(directory)["metrics"]
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 20, kind
-    assert sum(moved.values()) > 20 * 3_000_000
+    assert sum(moved.values()) > 20 * 800_000
 
 
 def test_fp8_all_gather_moves_half_the_weights_bytes_and_learns_the_same(runs):

@@ -202,14 +202,16 @@ def test_amd(newer, monkeypatch):
 
 
 def test_rapl_adds_packages_and_survives_a_wrap(tmp_path):
-    for i, start in enumerate((1000, 9_900_000)):
+    for i, (name, start) in enumerate((("package-0", 1000), ("package-1", 9_900_000), ("psys", 5))):
         package = tmp_path / f"intel-rapl:{i}"
         package.mkdir()
+        (package / "name").write_text(f"{name}\n")
         (package / "energy_uj").write_text(str(start))
         (package / "max_energy_range_uj").write_text("10000000")
     (tmp_path / "intel-rapl:0:0").mkdir()  # a core's counter, part of its package's
     sensor = RaplSensor(tmp_path)
     assert sensor.joules() == 0
+    (tmp_path / "intel-rapl:2" / "energy_uj").write_text("7000000")  # the platform: packages again
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("2001000")
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("900000")  # 0.1 J to the end, 0.9 J after
     assert sensor.joules() == pytest.approx(3.0)

@@ -174,7 +174,7 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("train_fsdp.py", ["--profile-start", "3", "--profile-steps", "2", "--sac-freq", "1/2"]),
+        ("train_fsdp.py", ["--profile-start", "4", "--profile-steps", "2", "--sac-freq", "1/2"]),
         ("train_ddp.py", ["--pt-compile"]),
     ],
 )
@@ -215,7 +215,7 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
         (["--nsys-start", "2", "--nsys-end", "2"], "--nsys-end 2: must be above --nsys-start 2"),
         (["--nsys-start", "2", "--nsys-end", "3"], "use --profile on a CPU"),
         (["--profile", "--nsys-start", "2", "--nsys-end", "3"], "two profilers disturb each other"),
-        (["--memory-snapshot", "--warmup-steps", "0"], "looks at the warm-up"),
+        (["--memory-snapshot", "--warmup-steps", "1"], "looks at the warm-up"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -224,6 +224,21 @@ def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+def test_memory_report_and_capture_do_not_disturb_each_other(start, tmp_path):
+    """Two profilers at once end in a segmentation fault: the report gives way, and says so."""
+    flags = ["--memory-snapshot", "--profile", "--profile-start", start, "--profile-steps", 2]
+    assert run_train(*TINY, *flags, "--output-dir", tmp_path) == 0
+    r = only_result(tmp_path)
+    assert r["profile"]["n_steps"] == 2 and r["status"] == "ok"
+    looked_at = range(max(0, start - 2), start + 2)
+    assert (r["memory"] is None) is (1 in looked_at)
+    assert any("no memory by kind" in note for note in r["notes"]) is (1 in looked_at)
+    (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
+    names = [s.name for spans in read_trace(path).host.values() for s in spans]
+    assert names.count("forward") == names.count("optimizer") == 2
 
 
 def test_without_the_flags_nothing_of_it_is_there(tmp_path):

@@ -96,7 +96,7 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
 def test_what_goes_wrong_is_a_row(killed_and_resumed):
     out, *_ = killed_and_resumed
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
-    status = {(row["bsz"], row["status"]) for row in rows}
+    status = {(row["axes"]["bsz"], row["status"]) for row in rows}
     assert status == {(2, "ok"), (400_000, "oom"), (3, "failed")}
     (error,) = {row["error"] for row in rows if row["status"] == "failed"}
     assert "missing.bin: no such file" in error
@@ -160,6 +160,33 @@ def test_grid_list_and_platform_make_the_cells():
     assert dict(make_cells(e, "amd")[0].flags)["lr"] == 2e-3
 
 
+def test_quoted_numbers_are_numbers():
+    """As they come from ${VAR:-2} in quotes."""
+    training = {"bsz": "2", "grad_acc_steps": "2", "global_bsz": "16", "lr": "1e-3"}
+    e = experiment(script="train_ddp.py", hardware={"nvidia": {"gpus": 4}}, training=training)
+    (cell,) = make_cells(e, "nvidia")
+    assert dict(cell.flags)["bsz"] == 2 and dict(cell.flags)["lr"] == 1e-3
+
+
+def test_auto_batch_has_a_bound_without_a_gpu():
+    """What the machine's memory cannot hold is not tried."""
+    (cell,) = make_cells(experiment(training={"bsz": 3, "seq_len": 256}), "cpu")
+    first, most = sweep.guess_batch(cell, None)
+    assert first == 3 and 10 < most < 10**6
+    first, most = sweep.guess_batch(cell, "h100")
+    assert first > 1000 and most == float("inf")
+
+
+def test_flags_that_the_file_says_itself_are_refused(tmp_path, capsys):
+    path = write(tmp_path / "e.yaml")
+    assert sweep.main([path, "--repeats", "3"]) == 2
+    assert "--repeats and an experiment file" in capsys.readouterr().err
+    argv = ["--models", *BASE["models"], "--set", "bsz=2", "bsz=4"]
+    assert sweep.main(argv) == 2 and "bsz was set before" in capsys.readouterr().err
+    assert sweep.main(["--models", *BASE["models"], "--set", "bsz=["]) == 2
+    assert sweep.main(["--models", *BASE["models"], "--set", "global-bsz=8", "--auto-bsz"]) == 2
+
+
 def test_off_is_off():
     """YAML's `off` is false, but --amp off is a choice."""
     e = from_command_line("x", "train.py", BASE["models"], ["amp=off", "pt-compile=off"], 1, 9)
@@ -175,9 +202,14 @@ def test_identical_config_names_every_difference():
     )  # fmt: skip
     assert differences(e) == [
         "gpt2-tiny: bsz: nvidia 2, amd 4", "gpt2-tiny: lr: nvidia 0.0003, amd 0.0001",
+        "gpt2-tiny: global_batch: nvidia 16, amd 32",
     ]  # fmt: skip
     same = e.model_copy(update={"platforms": {}})
     assert differences(same) == []  # prices are no hyperparameters
+    # The same flags on fewer GPUs are another training.
+    machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 4}}
+    other = experiment(script="train_fsdp.py", hardware=machines, training={"bsz": 2})
+    assert differences(other) == ["gpt2-tiny: global_batch: nvidia 16, amd 8"]
 
 
 def test_sizes_are_checked_and_passed_on():
@@ -202,6 +234,21 @@ def test_sizes_are_checked_and_passed_on():
              "parallel": {"dp_replicate": 2, "dp_shard": 8}},
             "2 x 8 = 16, but there are 8 GPUs; dp_shard must be 4",
         ),
+        ({"training": {"seq_len": 999999}}, "allows at most 256"),
+        ({"training": {"bsz": "two"}}, "bsz: 'two' is no value of --bsz"),
+        (
+            {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
+             "training": {"dp_replicate": 3}}, "--dp-replicate 3 does not divide 8 ranks",
+        ),
+        (
+            {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 8}},
+             "training": {"bsz": 4, "global_bsz": 10}}, "not a multiple of --bsz 4 x 8 ranks = 32",
+        ),
+        (
+            {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 8}}, "training": {"nproc": 4}},
+            "nproc 4, but hardware says 8 GPUs",
+        ),
+        ({"hardware": {"nvidia": {"gpu": "h300"}}}, "no such device"),
         (
             {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 4}},
              "training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 64}},
@@ -212,7 +259,8 @@ def test_sizes_are_checked_and_passed_on():
 def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
     with pytest.raises(UsageError) as error:
         make_cells(experiment(**keys), "nvidia", "e.yaml")
-    assert str(error.value).startswith("e.yaml: ") and message in str(error.value)
+    assert message in str(error.value)
+    assert str(error.value).startswith(("e.yaml: ", "--gpu h300"))
 
 
 @pytest.mark.parametrize(
@@ -265,8 +313,8 @@ def test_the_command_line_makes_the_same(capsys):
 
 def test_ranking_by_hand():
     def row(key, rate, status="ok"):
-        return {"key": key, "repeat": 0, "model": "m", "status": status, "bsz": key, "mfu": None,
-                "tokens_per_sec": rate, "peak_allocated_gib": None, "peak_rss_gib": 1.0,
+        return {"key": key, "repeat": 0, "model": "m", "status": status, "axes": {"bsz": key},
+                "mfu": None, "tokens_per_sec": rate, "peak_allocated_gib": None, "peak_rss_gib": 1.0,
                 "step_times_s": [100 / rate] * 5 if rate else []}  # fmt: skip
 
     rows = [row("a-0", 100), row("b-0", 200), row("a-1", 110), row("b-1", 220), row("a-2", 90),

@@ -228,6 +228,19 @@ def test_work_from_before_the_first_step_is_left_out(tmp_path):
     assert b.step_time_s == pytest.approx(100e-6) and set(b.classes) == {"elementwise"}
 
 
+def test_older_work_beside_the_steps_own(tmp_path):
+    """A collective from before the trace runs on beside the step: the step's own kernel still counts."""
+    kernels = [("nccl old", -5, 60, 9), ("gemm bf16", 10, 50, 7)]
+    trace = gpu_trace(tmp_path / "t.json", kernels, [(1, 1)], [("ProfilerStep#5", 0, 60)])
+    b = break_down(trace)
+    assert b.classes["matmul bf16"] == pytest.approx(40e-6)
+    assert b.step_time_s == pytest.approx(50e-6)
+    # Without a launch of any kernel nothing can be said to be older.
+    trace = gpu_trace(tmp_path / "u.json", [("gemm bf16", 10, 50, 7)], [(77, 1)],
+                      [("ProfilerStep#5", 0, 60)])  # fmt: skip
+    assert break_down(trace).classes["matmul bf16"] == pytest.approx(40e-6)
+
+
 def test_report_and_comparison(capsys, tmp_path):
     one, two = (str(TRACES / f"cuda_h100_training{end}.json.gz") for end in ("", "_rank1"))
     assert trace_report.main([one]) == 0
@@ -251,6 +264,8 @@ def test_report_and_comparison(capsys, tmp_path):
         (b"# text", "is not JSON"),
         (b'{"traceEvents": [{"ph": "X"', "was the trace cut off?"),
         (b"{}", "has no traceEvents"),
+        (b'{"traceEvents": [{"ph": "X", "ts": "x"}]}', "has an event without times"),
+        (b'{"traceEvents": [1, 2]}', "holds no operators"),
         (b'{"traceEvents": []}', "holds no operators and no GPU kernels"),
         (gzip.compress(b'{"traceEvents": []}')[:20], "cannot be read"),
     ],
