@@ -52,7 +52,7 @@ TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-ste
 
 
 # Inductor takes a C++ compiler ten seconds and more for each kind of cell: by default it generates
-# code for this one (tests/test_train.py and tests/test_distributed.py have others), and the rest run
+# code for this one (tests/test_train.py has others), and the rest run
 # the graphs that were captured and differentiated. `make test-cells` lets Inductor do all.
 WITH_INDUCTOR = {("train_fsdp.py", "bf16", "off", "block")}
 
