@@ -14,6 +14,7 @@ import contextlib
 import csv
 import dataclasses
 import datetime
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,8 @@ def main(argv: Sequence[str]) -> int:
         check_prices(prices, records)
         rows = compare(records, prices, args.tokens, args.reference, identical)
         show(rows, args.tokens)
+        for line in sweep_remarks(args.results):
+            say(line)
         if args.output_dir:
             write(rows, args)
     except UsageError as error:
@@ -190,10 +193,16 @@ def cells(row: Row, tokens: float | None) -> list[str]:
     texts = [
         r.label, r.hardware or "unknown", str(r.n_gpus or "?"), r.settings or r.suite,
         number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict, number(r.mfu, ".1%") + star,
-        number(r.memory_gib, ".1f"), number(row.usd_per_trillion, ",.0f"),
+        memory(r), number(row.usd_per_trillion, ",.0f"),
         number(row.tokens_per_joule, ".2f") + estimated,
     ]  # fmt: skip
     return [*texts, number(row.days, ",.1f")] if tokens else texts
+
+
+def memory(r: Record) -> str:
+    """Peak memory [GiB], and of what kind where it is not what tensors took."""
+    kind = f" {r.memory_kind}" if r.memory_gib and r.memory_kind not in (None, "allocated") else ""
+    return number(r.memory_gib, ".1f") + kind
 
 
 def number(value: float | None, form: str) -> str:
@@ -259,15 +268,30 @@ def html(rows: list[Row], args: CompareArgs, image: str | None) -> str:
         highest = max((m.record.tokens_per_sec_per_gpu or 0.0 for m in members), default=0.0)
         return round(90 * (row.record.tokens_per_sec_per_gpu or 0.0) / highest) if highest else 0
 
-    lines = [summary(members) for members in groups.values()]
+    lines = [summary(members) for members in groups.values()] + sweep_remarks(args.results)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(source).render(
         title=f"Training speed: {', '.join(list(groups)[:3])}",
-        rows=rows, groups=groups, tokens=args.tokens, image=image, bar=bar, number=number,
+        rows=rows, groups=groups, tokens=args.tokens, image=image, bar=bar, number=number, memory=memory,
         lines=[line for line in lines if line],
         date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
         price_note=" as given" if args.usd_per_hour or args.experiment else DEFAULT_PRICES,
     )  # fmt: skip
+
+
+def sweep_remarks(paths: Sequence[str]) -> list[str]:
+    """What sweeps under identical_config found to differ between their platforms."""
+    lines = []
+    for path in (Path(p) / "sweep.json" for p in paths):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["experiment"]["methodology"] == "identical_config":
+                lines += [
+                    f"{path.parent.name} is not identical: {d}" for d in content["differences"]
+                ]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return lines
 
 
 def summary(members: list[Row]) -> str | None:

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from bench.command_line import parse_args
 from bench.hardware import find_hardware
+from bench.results import read_result
 from bench.sizes import resolve_batch
 from bench.speed_model import CONSTANTS, Constants, estimate_speed
 from model.config import load_config
@@ -58,10 +59,32 @@ def errors(constants: Constants = CONSTANTS) -> list[float]:
     return [predicted(row, constants) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
 
 
+def own_rows() -> list[dict]:
+    """The same of our own results on GPUs that lie in benchmarks/results, however deep."""
+    rows = []
+    for path in sorted((Path(__file__).parent / "results").rglob("result.json")):
+        r = read_result(path)
+        if r.device.type != "cuda" or r.status != "ok" or not r.metrics.tokens_per_sec_per_gpu:
+            continue
+        flags = [f for f in r.command[2:] if f != "--profile"]
+        rows.append(
+            {
+                "source": "ours", "gpu": r.device.hardware, "gpus": r.device.count,
+                "config": r.args["config"], "seq_len": r.batch.seq_len, "bsz": r.batch.micro_batch,
+                "flags": shlex.join(flags), "clock": 1.0, "note": r.run_name,
+                "tokens_per_sec_per_gpu": r.metrics.tokens_per_sec_per_gpu,
+            }
+        )  # fmt: skip
+    return rows
+
+
 def main() -> None:
     """Print the table and the median error."""
     rows = json.loads(PUBLISHED.read_text())["rows"]
     found = errors()
+    ours = own_rows()
+    rows += ours
+    found += [predicted(row) / row["tokens_per_sec_per_gpu"] - 1 for row in ours]
     table = Table(box=box.MARKDOWN)
     for name in ("source", "setting", "published", "estimate", "error", "note"):
         table.add_column(name)
