@@ -6,57 +6,61 @@
     network      latency + bytes over bus bandwidth, a block's behind the computation of a block
     host         kernels x the time to launch one; a step is no shorter than that
 
-The constants stand in CONSTANTS and in configs/hardware.json; benchmarks/estimate_vs_published.py
+All constants are in configs/hardware.json; benchmarks/estimate_vs_published.py
 holds the outcome against what others have published.
 """
 
 import dataclasses
+import json
 import math
 
 from bench.args import Args, parse_sac_freq
 from bench.comm import ddp_bytes, fsdp_bytes
 from bench.flops import attended_keys, chosen_blocks
-from bench.hardware import Hardware
+from bench.hardware import HARDWARE_FILE, Hardware
 from model.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What is no property of a device. Chosen so that the published figures come out, then rounded."""
+    """What is no property of a device; the values are data, in configs/hardware.json (`speed_model`).
+
+    Chosen so that the published figures come out, then rounded. A device's `fitted` go before them.
+    """
 
     # Of the highest matmul rate anybody measured, what a training step keeps up: clocks fall under load.
-    sustained: float = 0.90
+    sustained: float
     # A matmul's side that halves its efficiency: its last tiles are partly empty.
-    half_side: float = 96.0
+    half_side: float
     # Where a device's own highest rate was never measured, that part of its datasheet peak.
-    bf16_of_peak: float = 0.74
-    fp8_of_peak: float = 0.66
+    bf16_of_peak: float
+    fp8_of_peak: float
     # Attention kernels, of the BF16 peak.
-    attention_forward: float = 0.42
-    attention_backward: float = 0.30
+    attention_forward: float
+    attention_backward: float
     # Part of the memory bandwidth that elementwise kernels reach.
-    bandwidth: float = 0.80
+    bandwidth: float
     # Time to launch a kernel [s], and kernels of a block's forward and backward.
-    launch_s: float = 5e-6
-    kernels_eager: int = 85
-    kernels_compiled: int = 40
+    launch_s: float
+    kernels_eager: int
+    kernels_compiled: int
     # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
-    latency_s: float = 8.4e-6
-    latency_gpu_s: float = 3.4e-6
-    latency_node_s: float = 9.6e-6
+    latency_s: float
+    latency_gpu_s: float
+    latency_node_s: float
     # The same of an all-reduce's tree: its depth grows with the logarithm of the nodes.
-    tree_gpu_s: float = 1.2e-6
-    tree_node_s: float = 8.5e-6
+    tree_gpu_s: float
+    tree_node_s: float
     # Part of the network cards' rate that a ring over all of them reaches.
-    network: float = 0.90
+    network: float
     # Computation slows down beside communication: it loses multiprocessors and bandwidth.
-    beside_communication: float = 0.05
+    beside_communication: float
     # All wait for the slowest: what a step loses with each doubling of the nodes (torchtitan 8 to 128
     # GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
-    slowest_node: float = 0.01
+    slowest_node: float
 
 
-CONSTANTS = Constants()
+CONSTANTS = Constants(**json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["speed_model"])
 
 
 @dataclasses.dataclass(frozen=True)
