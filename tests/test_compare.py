@@ -147,6 +147,21 @@ def test_what_a_log_does_not_say_is_said(capsys):
     assert "the log does not tell --log-seq-len" in printed.err and "unknown" in printed.out
 
 
+@pytest.mark.parametrize("escape", ["\x1b", ""], ids=["terminal", "web log"])
+def test_colours_are_no_part_of_the_figures(escape):
+    """As torchtitan prints them; collected from a web page, the escape characters are gone."""
+    lines = [
+        f"[titan] root - INFO - {escape}[31mstep: {i:2}  {escape}[32mloss: {escape}[1m{8 - i:7.4f}  "
+        f"{escape}[38;2;54;234;195mmemory: {escape}[0m66.91GiB(37.51%)  {escape}[34mtps: {escape}[1m"
+        f"10,0{i}0  {escape}[36mtflops: 314.71  {escape}[35mmfu: 13.99%{escape}[39m"
+        for i in range(1, 5)
+    ]
+    found = parse_log("\n".join(lines))
+    assert found.suite == "torchtitan" and [s.step for s in found.steps] == [1, 2, 3, 4]
+    assert [s.tokens_per_sec_per_gpu for s in found.steps] == [10010, 10020, 10030, 10040]
+    assert [s.loss for s in found.steps] == [7, 6, 5, 4] and found.steps[0].memory_gib == 66.91
+
+
 def test_text_that_is_no_log():
     assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
 

@@ -118,6 +118,20 @@ def test_scaling_loses_a_little_and_hsdp_wins_it_back_at_thousands():
     assert 1 / hsdp.step_s > 1.05 * rate[3]
 
 
+def test_accumulation_gathers_again_under_fsdp_and_reduces_once_under_ddp():
+    config, micro = load_config("configs/llama-3.1-8b-proxy.json"), {}
+    for script, shards in (("train_fsdp.py", 8), ("train_ddp.py", None)):
+        for n in (1, 4):
+            argv = [config.path, "--bsz", "1", "--grad-acc-steps", str(n)]
+            args = parse_args(argv, script)
+            micro[script, n] = estimate_speed(config, args, 4096, n, H100, 8, 8, shards)
+    once, four = micro["train_fsdp.py", 1], micro["train_fsdp.py", 4]
+    assert four.communication_s == pytest.approx(4 * once.communication_s)
+    once, four = micro["train_ddp.py", 1], micro["train_ddp.py", 4]
+    assert four.communication_s == pytest.approx(once.communication_s)
+    assert four.matmul_s == pytest.approx(4 * once.matmul_s)
+
+
 def test_collectives_by_hand():
     """8 GPUs, 8 GB: 7/8 of it at 361 GB/s and 32 us of latency; on 2 nodes no faster than 8 x 45."""
     inside = collective_time("all_gather", 8e9, 8, 8, H100)
