@@ -33,7 +33,7 @@ from bench.baselines import (
     unfit,
     write_baselines,
 )
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, run_tool
 from bench.comparison import Prices, Row, compare, known_hardware
 from bench.discover import discover, read_records
 from bench.errors import UsageError
@@ -370,4 +370,4 @@ def own_results(paths: Sequence[str]) -> list[tuple[Path, Result]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

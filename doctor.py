@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, run_tool
 from bench.errors import UsageError
 from bench.experiment import detect_platform
 
@@ -260,4 +260,4 @@ def _output(*command: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.args import Args
 from bench.checks import check_args, check_combination, check_entrypoint, resolve_fp8
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, run_tool
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
 from bench.hardware import Hardware, find_hardware
@@ -302,4 +302,4 @@ def _gib(size: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

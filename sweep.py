@@ -29,7 +29,7 @@ from rich.table import Table
 
 from bench.auto_batch import search_batch
 from bench.cells import METRICS, Row, Rows, cell_key, run_cell
-from bench.command_line import parse_args, parse_dataclass
+from bench.command_line import parse_args, parse_dataclass, run_tool
 from bench.errors import UsageError
 from bench.experiment import (
     Cell,
@@ -347,4 +347,4 @@ def _duration(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

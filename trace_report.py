@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.breakdown import break_down
 from bench.breakdown_parts import Breakdown
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, run_tool
 from bench.errors import UsageError
 from bench.trace import Trace, read_trace
 
@@ -160,4 +160,4 @@ def _short(name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

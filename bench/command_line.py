@@ -4,8 +4,10 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Sequence
-from typing import TypeVar
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -38,6 +40,13 @@ def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parse
         if not stop.code:
             raise
         raise UsageError(f"{_first_message(messages.getvalue())}; see {prog} --help") from None
+
+
+def run_tool(main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """A tool's whole process: its exit code, and a quiet end when its output is closed (`| head`)."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main(sys.argv[1:]))
 
 
 @contextlib.contextmanager
