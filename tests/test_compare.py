@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compare
-from bench.baselines import baseline_key, judge
+from bench.baselines import baseline_key, judge, read_baselines
 from bench.comparison import Prices, bootstrap_ratio
 from bench.comparison import compare as compare_records
 from bench.discover import read_records
@@ -401,5 +401,5 @@ def test_length_of_a_run_is_no_part_of_its_key(result, tmp_path):
 
 def test_shipped_baselines_are_readable():
     with pytest.raises(UsageError, match="no such file"):
-        compare.read_baselines(ROOT / "configs/none.json", must_exist=True)
-    assert compare.read_baselines(ROOT / "configs/baselines.json", must_exist=True) is not None
+        read_baselines(ROOT / "configs/none.json", must_exist=True)
+    assert read_baselines(ROOT / "configs/baselines.json", must_exist=True) is not None

@@ -1,0 +1,158 @@
+"""A comparison as tables, CSV, Markdown and one HTML file. Needs no torch."""
+
+import base64
+import csv
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from bench.comparison import Row
+from bench.records import Record
+
+DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
+COLUMNS = (
+    "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "ratio [95 %]", "verdict", "MFU",
+    "memory GiB", "US$/T tokens", "tokens/J",
+)  # fmt: skip
+
+
+def cells(row: Row, tokens: float | None) -> list[str]:
+    """A row of the table as text."""
+    r = row.record
+    ratio = "1" if row.is_reference else number(row.ratio, ".3f")
+    if row.ratio_low is not None:
+        ratio += f" [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
+    verdict = row.verdict + (f": {'; '.join(row.marks)}" if row.marks else "")
+    star = "*" if r.mfu and r.flop_convention != "palm" else ""
+    estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
+    texts = [
+        r.label, r.hardware or "unknown", str(r.n_gpus or "?"), r.settings or r.suite,
+        number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict, number(r.mfu, ".1%") + star,
+        memory(r), number(row.usd_per_trillion, ",.0f"),
+        number(row.tokens_per_joule, ".2f") + estimated,
+    ]  # fmt: skip
+    return [*texts, number(row.days, ",.1f")] if tokens else texts
+
+
+def memory(r: Record) -> str:
+    """Peak memory [GiB], and of what kind where it is not what tensors took."""
+    kind = f" {r.memory_kind}" if r.memory_gib and r.memory_kind not in (None, "allocated") else ""
+    return number(r.memory_gib, ".1f") + kind
+
+
+def number(value: float | None, form: str) -> str:
+    """A formatted number, or that it is unknown."""
+    return "unknown" if value is None else format(value, form)
+
+
+def tables(rows: list[Row], tokens: float | None) -> list[Table]:
+    """One table a group."""
+    made = []
+    for group in dict.fromkeys(row.group for row in rows):
+        table = Table(box=box.MARKDOWN, title=group, title_justify="left")
+        for i, name in enumerate((*COLUMNS, "days") if tokens else COLUMNS):
+            table.add_column(name, justify="left" if i in (0, 1, 3, 6) else "right")
+        for row in (row for row in rows if row.group == group):
+            table.add_row(*cells(row, tokens))
+        made.append(table)
+    return made
+
+
+def show(rows: list[Row], tokens: float | None) -> None:
+    """The tables on the screen."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
+    for table in tables(rows, tokens):
+        console.print(table)
+    if any(row.record.mfu and row.record.flop_convention != "palm" for row in rows):
+        print("* counted by another suite in its own way")
+
+
+def write(
+    rows: list[Row],
+    directory: Path,
+    tokens: float | None,
+    plot: bool,
+    remarks: list[str],
+    priced: bool,
+) -> None:
+    """All files of a comparison; `remarks` open the report, `priced` says that prices were given."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = (*COLUMNS, "days") if tokens else COLUMNS
+    with (directory / "compare.csv").open("w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f)
+        writer.writerow(["group", *names, "path"])
+        writer.writerows([r.group, *cells(r, tokens), r.record.path] for r in rows)
+    with (directory / "compare.md").open("w", encoding="utf-8") as f:
+        console = Console(highlight=False, width=400, file=f)
+        for table in tables(rows, tokens):
+            console.print(table)
+    image = None
+    if plot:
+        from bench.plots import draw
+
+        draw(rows, directory / "compare.png", tokens)
+        image = base64.b64encode((directory / "compare.png").read_bytes()).decode()
+    (directory / "report.html").write_text(
+        html(rows, tokens, image, remarks, priced), encoding="utf-8"
+    )
+    print(f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}")
+
+
+def html(
+    rows: list[Row], tokens: float | None, image: str | None, remarks: list[str], priced: bool
+) -> str:
+    """The report: one file that needs no other."""
+    import jinja2
+
+    source = (Path(__file__).parent / "report.html.j2").read_text(encoding="utf-8")
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+
+    def bar(row: Row, members: list[Row]) -> int:
+        highest = max((m.record.tokens_per_sec_per_gpu or 0.0 for m in members), default=0.0)
+        return round(90 * (row.record.tokens_per_sec_per_gpu or 0.0) / highest) if highest else 0
+
+    lines = [summary(members) for members in groups.values()] + remarks
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(source).render(
+        title=f"Training speed: {', '.join(list(groups)[:3])}",
+        rows=rows, groups=groups, tokens=tokens, image=image, bar=bar, number=number, memory=memory,
+        lines=[line for line in lines if line],
+        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        price_note=" as given" if priced else DEFAULT_PRICES,
+    )  # fmt: skip
+
+
+def sweep_remarks(paths: Sequence[str]) -> list[str]:
+    """What sweeps under identical_config found to differ between their platforms."""
+    lines = []
+    for path in (Path(p) / "sweep.json" for p in paths):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["experiment"]["methodology"] == "identical_config":
+                lines += [
+                    f"{path.parent.name} is not identical: {d}" for d in content["differences"]
+                ]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return lines
+
+
+def summary(members: list[Row]) -> str | None:
+    """One sentence on a group: the fastest, and how far ahead of the reference it certainly is."""
+    ahead = [m for m in members if m.verdict == "faster"]
+    if not ahead:
+        return None
+    best = max(ahead, key=lambda m: m.ratio)
+    (reference,) = (m for m in members if m.is_reference)
+    return (
+        f"{members[0].group}: {best.record.label} is {best.ratio:.2f} times as fast per GPU as "
+        f"{reference.record.label} (95 %: {best.ratio_low:.2f} to {best.ratio_high:.2f})."
+    )
