@@ -74,21 +74,47 @@ def end_with_parent() -> None:
 
 
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
-    def on_sigterm(number, frame):
-        raise Interrupted("SIGTERM")
+    with _first_signal_counts(_interruption):
+        try:
+            return body() or 0
+        except (Exception, KeyboardInterrupt, Interrupted) as error:
+            _report(error, prog, ranks)
+            if ranks.world > 1:
+                # Taking the process group apart could wait for ranks that are gone.
+                sys.stdout.flush()
+                os._exit(exit_code(error))
+            return exit_code(error)
 
-    before = signal.signal(signal.SIGTERM, on_sigterm)
+
+@contextlib.contextmanager
+def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
+    """SIGINT and SIGTERM end the run, once: what comes after the first must not cut its ending off.
+
+    A rank is interrupted by the terminal and then again by its agent, which ends those it started.
+    """
+
+    def end(number: int, frame) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        nonlocal ended
+        ended = True
+        raise exception(signal.Signals(number))
+
+    ended = False
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
+            signal.signal(number, end)
     try:
-        return body() or 0
-    except (Exception, KeyboardInterrupt, Interrupted) as error:
-        _report(error, prog, ranks)
-        if ranks.world > 1:
-            # Taking the process group apart could wait for ranks that are gone.
-            sys.stdout.flush()
-            os._exit(exit_code(error))
-        return exit_code(error)
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if not ended:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _interruption(number: signal.Signals) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else Interrupted(number.name)
 
 
 def _report(error: BaseException, prog: str, ranks: Ranks) -> None:
@@ -146,9 +172,15 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         run_id=f"{os.getpid()}",
         max_restarts=args.max_restarts,
         logs_specs=DefaultLogsSpecs(),
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are handled here
     )
+
+    def stop_agent(number: signal.Signals) -> SignalException:
+        return SignalException(f"got {number.name}", number)
+
     try:
-        elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
+        with _first_signal_counts(stop_agent):
+            elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
     except ChildFailedError as failure:
         rank, first = min(failure.failures.items(), key=lambda item: _failure_time(item[1]))
         code = first.exitcode if first.exitcode in (2, 3) else 1

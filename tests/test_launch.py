@@ -1,5 +1,6 @@
 """Starting, joining and ending several ranks, as processes of their own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -78,10 +79,15 @@ def ranks_of(process) -> dict[int, int]:
     return {int(env["RANK"]): pid for pid, env in everyone if "LOCAL_RANK" in env}
 
 
-def interrupt(process):
+def interrupt(process, times=1):
     """Ctrl-C on a terminal: SIGINT to every process."""
-    for pid in members(process):
-        os.kill(pid, signal.SIGINT)
+    pids = list(members(process))
+    for again in range(times):
+        if again:
+            time.sleep(0.003)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
 
 
 def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
@@ -151,7 +157,8 @@ def test_a_failing_rank_is_named_with_its_error(tmp_path):
 def test_ctrl_c_ends_all(tmp_path):
     process = start("train_ddp.py", tmp_path, *FOREVER)
     assert wait_until(lambda: training(tmp_path), 240), process.poll()
-    interrupt(process)
+    # More than once, as an impatient user does and, right after the terminal, the ranks' agent.
+    interrupt(process, times=20)
     code, _, err = finish(process)
     assert code == 1 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
     assert only_result(tmp_path)["status"] == "interrupted"
