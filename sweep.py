@@ -70,6 +70,8 @@ class SweepArgs:
     """Which platform's part of the experiment file holds; auto looks at the drivers."""
     output_dir: str | None = None
     """Where rows, results and tables go; by default sweeps/ and the experiment's name."""
+    retry: bool = False
+    """Run again what failed or timed out before in the same --output-dir."""
     dry_run: bool = False
     """Print the settings and stop."""
 
@@ -107,8 +109,13 @@ def main(argv: Sequence[str]) -> int:
             "differences": unlike,
             "settings": [[cell.script, *cell.argv()] for cell in cells],
         }
-        (directory / "sweep.json").write_text(json.dumps(described, indent=1) + "\n")
         rows = Rows(directory / "rows.jsonl")
+        if args.retry:
+            rows.forget("failed", "timeout")
+        (directory / "sweep.json").write_text(json.dumps(described, indent=1) + "\n")
+    except UsageError as error:
+        print(f"sweep.py: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"sweep.py: --output-dir {directory}: {error.strerror}", file=sys.stderr)
         return 2

@@ -59,6 +59,8 @@ class Args:
     """Compute what FP8 would, in higher precision, on any device (torchao); says nothing of speed."""
     fp8_all_gather: bool = False
     """FSDP: gather the blocks' weights in FP8 (torchao, tensorwise)."""
+    fp8_primary_weights: bool = False
+    """FSDP: keep and gather the blocks' weights in FP8, in fp32 in the optimizer alone (te)."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = "auto"
     """Attention kernel; auto lets PyTorch choose. flex is for sliding windows."""
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -10,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
+from bench.errors import UsageError
 from bench.experiment import Cell
 from bench.results import Result, read_result
 
@@ -133,6 +136,7 @@ class Rows:
     def __init__(self, path: Path):
         self.path = path
         self.rows: dict[str, Row] = {}
+        self._lock()
         if path.exists():
             whole = [line for line in path.read_bytes().split(b"\n") if line]
             for line in whole:
@@ -140,6 +144,29 @@ class Rows:
                     row = json.loads(line)
                     self.rows[row["key"]] = row
             self._rewrite()
+
+    def _lock(self) -> None:
+        """Until this process ends, even by SIGKILL, no other sweep writes here."""
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        weakref.finalize(self, os.close, directory)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{self.path.parent}: another sweep is running there; wait for it, or give another "
+                "--output-dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def forget(self, *statuses: str) -> None:
+        """Drop the rows that ended so, and what their runs wrote."""
+        for key, row in list(self.rows.items()):
+            if row["status"] in statuses:
+                for runs in ("runs", "probes"):
+                    shutil.rmtree(self.path.parent / runs / key, ignore_errors=True)
+                del self.rows[key]
+        self._rewrite()
 
     def _rewrite(self) -> None:
         spare = self.path.with_suffix(".new")

@@ -99,7 +99,13 @@ FP8_RECIPES = {
 def resolve_fp8(args: Args) -> Args:
     """`auto` of the FP8 flags made definite; UsageError where they contradict each other."""
     if not args.use_fp8:
-        names = ("fp8_backend", "fp8_recipe", "fp8_emulate", "fp8_all_gather")
+        names = (
+            "fp8_backend",
+            "fp8_recipe",
+            "fp8_emulate",
+            "fp8_all_gather",
+            "fp8_primary_weights",
+        )
         if wrong := _changed(args, names):
             raise UsageError(f"--{_flag(wrong)} needs --use-fp8")
         return args
@@ -121,7 +127,27 @@ def resolve_fp8(args: Args) -> Args:
         raise UsageError(f"--fp8-all-gather works with --fp8-recipe tensorwise, not {recipe}")
     if args.fp8_all_gather and args.cpu_offload:
         raise UsageError("--fp8-all-gather does not work with --cpu-offload; leave one out")
+    if args.fp8_primary_weights:
+        _check_primary_weights(dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe))
     return dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
+
+
+def _check_primary_weights(args: Args) -> None:
+    """UsageError where --fp8-primary-weights meets what Transformer Engine cannot do with them."""
+    if args.fp8_backend != "te":
+        raise UsageError(
+            f"--fp8-primary-weights: --fp8-backend {args.fp8_backend} has none; use --fp8-backend te "
+            "without --pt-compile, or --fp8-all-gather"
+        )
+    against = {
+        "--fp8-recipe blockwise": args.fp8_recipe == "blockwise",
+        "--optimizer sgd": args.optimizer == "sgd",
+        "--cpu-offload": args.cpu_offload,
+        "--dp-replicate": args.dp_replicate > 1,
+        "--export": args.export,
+    }
+    if wrong := [flag for flag, given in against.items() if given]:
+        raise UsageError(f"--fp8-primary-weights does not work with {wrong[0]}; leave one out")
 
 
 def check_combination(args: Args, prog: str) -> None:
@@ -150,6 +176,7 @@ FSDP_FLAGS = (
     "dp_replicate",
     "cpu_offload",
     "fp8_all_gather",
+    "fp8_primary_weights",
 )
 RANK_FLAGS = ("nproc", "dist_timeout", "max_restarts")
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.args import Args
 from bench.errors import UsageError
+from bench.optim import FUSED_ADAMW
 from bench.results import Batch, Fp8Info
 from model.config import ModelConfig
 from model.transformer import Transformer
@@ -32,6 +34,14 @@ class Fp8:
     checkpoint: Callable[..., Any] = checkpoint
     # Called on the model after each optimizer step.
     after_step: Callable[[nn.Module], None] = lambda model: None
+    # Gives a sharded model storage, before its values are set.
+    allocate: Callable[[nn.Module, torch.device], Any] = lambda model, device: model.to_empty(
+        device=device
+    )
+    # Builds AdamW from parameter groups and options.
+    adamw: Callable[..., torch.optim.Optimizer] = FUSED_ADAMW
+    # Where the optimizer holds the weights: sets one's rows there, exactly.
+    set_exact: Callable[[torch.optim.Optimizer, Any, torch.Tensor], None] | None = None
 
 
 def apply_fp8(
@@ -51,7 +61,7 @@ def apply_fp8(
         return Fp8()
     tokens = batch.micro_batch * batch.seq_len
     if args.fp8_backend == "te":
-        return _apply_te(model, args, config, tokens, batch.grad_acc_steps > 1)
+        return _apply_te(model, args, config, tokens, batch.grad_acc_steps > 1, shards)
     return _apply_torchao(model, args, device, tokens, shards)
 
 
@@ -151,28 +161,52 @@ def _check_device(device: torch.device, recipe: str) -> None:
 
 
 def _apply_te(
-    model: Transformer, args: Args, config: ModelConfig, tokens: int, accumulate: bool
+    model: Transformer, args: Args, config: ModelConfig, tokens: int, accumulate: bool, shards: int
 ) -> Fp8:
     from model import te
 
     library = te.import_te()
     recipe = te.make_recipe(args.fp8_recipe)
     te.check_sizes(config, tokens, args.fp8_recipe)
+    primary = args.fp8_primary_weights
+    if primary:
+        te.check_primary_weights(library)
+        _check_rows(model, shards, 32 if args.fp8_recipe == "mxfp8" else 1)
     linear = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
     info = Fp8Info(
         backend="te",
         version=getattr(library, "__version__", None) or te.version(),
         recipe=args.fp8_recipe,
         emulated=False,
-        all_gather=False,
+        all_gather=primary,
+        primary_weights=primary,
         n_linear_layers=len(linear),
         n_parameters=sum(module.weight.numel() for module in linear),
         high_precision={"head": "always", "embeddings, attention": "no linear layers"},
     )
-    micro_batch = te.convert(model, config, library, cache_weights=accumulate)
+    micro_batch = te.convert(
+        model, config, library, accumulate and not primary, recipe if primary else None
+    )
 
     def forward(micro: int) -> contextlib.AbstractContextManager:
         micro_batch.first = micro == 0
         return te.autocast(library, recipe)
 
-    return Fp8(info, forward, te.recompute(library))
+    fp8 = Fp8(info, forward, checkpoint=te.recompute(library))
+    if primary:
+        matrices = {n for n, p in model.named_parameters() if p.ndim == 2}
+        fp8.gathered = {name for name in matrices if name.startswith("blocks.")}
+        fp8.allocate = functools.partial(te.allocate, library)
+        fp8.adamw = functools.partial(te.fused_adam, library)
+        fp8.set_exact = functools.partial(te.set_exact, library)
+    return fp8
+
+
+def _check_rows(model: Transformer, shards: int, multiple: int) -> None:
+    """UsageError where a weight in FP8 cannot be cut into equal shards of `multiple` rows."""
+    for name, module in model.blocks.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features % (shards * multiple):
+            raise UsageError(
+                f"--fp8-primary-weights: {module.out_features} rows of blocks.{name} do not divide "
+                f"over {shards} ranks in multiples of {multiple}; leave it out"
+            )

@@ -89,8 +89,17 @@ class MemoryReport:
 
 def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of tensors on this rank's device: of a sharded one its shard, of an offloaded one none."""
-    local = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() * t.element_size() for t in local if t.device.type == device.type)
+    with torch.no_grad():
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    held = [part for t in local for part in _parts(t)]
+    return sum(t.numel() * t.element_size() for t in held if t.device.type == device.type)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    # Transformer Engine's FP8 tensors hold the numbers once or, for the backward, twice.
+    if hasattr(tensor, "get_data_tensors"):
+        return [part for part in tensor.get_data_tensors() if part is not None]
+    return [tensor]
 
 
 class CudaMeter:

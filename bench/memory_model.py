@@ -51,8 +51,12 @@ def estimate_memory(
     per_rank = (sizes.blocks + sizes.root) / (shards or 1)
     train, step = args.pass_type != "forward", args.pass_type == "step"
     parameters = 4 * per_rank
+    if args.fp8_primary_weights:  # in both orientations; the fp32 weights are the optimizer's
+        parameters -= 2 * sizes.blocks / (shards or 1)
     state = {"adamw": 8, "sgd": 4}[args.optimizer] if step else 0
     optimizer = state * per_rank
+    if args.fp8_primary_weights and step:
+        optimizer += 4 * sizes.blocks / (shards or 1)
     gradients = 4 * per_rank if train else 0.0
     if args.cpu_offload:
         parameters = optimizer = gradients = 0.0
@@ -127,7 +131,8 @@ class _Sizes:
             ahead = 1 + max(1, args.prefetch)
             if args.reshard_after_forward == "never":
                 ahead = config.num_hidden_layers
-            self.gathered_blocks = self.width * self.block * ahead
+            low = args.fp8_all_gather or args.fp8_primary_weights
+            self.gathered_blocks = (1 if low else self.width) * self.block * ahead
         elif args.amp != "off":
             # Autocast keeps low-precision copies of all weights until the forward pass is over.
             self.copies = 2.0 * (self.blocks + self.vocabulary)

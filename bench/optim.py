@@ -1,6 +1,8 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +11,12 @@ from torch.distributed.tensor import DTensor
 from bench.args import Args, window_end
 from bench.precision import LossScaler
 
+FUSED_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 
-def build_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
+
+def build_optimizer(
+    model: nn.Module, args: Args, adamw: Callable[..., torch.optim.Optimizer] = FUSED_ADAMW
+) -> torch.optim.Optimizer:
     """AdamW or SGD, fused, with weight decay on matrices only."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -22,7 +28,7 @@ def build_optimizer(model: nn.Module, args: Args) -> torch.optim.Optimizer:
         # PyTorch's fused SGD does not take sharded parameters.
         sharded = isinstance(matrices[0], DTensor)
         return torch.optim.SGD(groups, lr=args.lr, momentum=0.9, fused=not sharded)
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(args.beta1, args.beta2), fused=True)
+    return adamw(groups, lr=args.lr, betas=(args.beta1, args.beta2))
 
 
 def learning_rate(step: int, args: Args) -> float:

@@ -1,5 +1,7 @@
 """Data parallelism and sharding, applied to a built model in place."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.args import Args
+from bench.fp8 import Fp8
 from bench.precision import AMP_DTYPES
 from model.config import ModelConfig
 from model.hf import read_pretrained
@@ -86,20 +89,34 @@ def materialize_shards(
     seed: int,
     weights: dict | None = None,
     offload: bool = False,
+    fp8: Fp8 | None = None,
 ) -> None:
-    """Give a sharded meta-device model storage and the same values as an unsharded one, in place.
+    """Give a sharded meta-device model storage and the same values as an unsharded one, in place."""
+    (fp8 or Fp8()).allocate(model, torch.device("cpu") if offload else device)
+    for parameter, rows in shard_values(model, config, device, seed, weights):
+        parameter.to_local().copy_(rows)
 
-    One parameter at a time is made whole (or read, with `weights` from check_pretrained), and each
-    rank keeps its own rows: the model never exists whole anywhere.
+
+@torch.no_grad()
+def shard_values(
+    model: Transformer,
+    config: ModelConfig,
+    device: torch.device,
+    seed: int,
+    weights: dict | None = None,
+) -> Iterator[tuple[DTensor, torch.Tensor]]:
+    """Each parameter of a sharded model, and the first values [fp32] of the rows this rank holds.
+
+    They are those of an unsharded model. One parameter at a time is made whole (or read, with
+    `weights` from check_pretrained): the model never exists whole anywhere.
     """
-    model.to_empty(device="cpu" if offload else device)
     for name, parameter in model.weights():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if weights:
             read_pretrained(full, name, config, weights)
         else:
             fill(full, name, config, seed)
-        parameter.to_local().copy_(own_rows(full, parameter))
+        yield parameter, own_rows(full, parameter)
 
 
 def own_rows(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:

@@ -20,10 +20,10 @@ GB_TO_GIB = 1e9 / 2**30
 # Arguments of ours that say how fast a training is computed, and not what is trained.
 SPEED_SETTINGS = {
     "config", "bsz", "grad_acc_steps", "global_bsz", "amp", "tf32", "use_fp8", "fp8_backend",
-    "fp8_recipe", "fp8_emulate", "fp8_all_gather", "attention", "pt_compile", "compile_mode",
-    "sac_freq", "sac_policy", "pad_vocab", "bucket_cap_mb", "grad_compression",
-    "reshard_after_forward", "reduce_dtype", "prefetch", "dp_replicate", "cpu_offload", "n_steps",
-    "warmup_steps", "val_data", "val_batches",
+    "fp8_recipe", "fp8_emulate", "fp8_all_gather", "fp8_primary_weights", "attention",
+    "pt_compile", "compile_mode", "sac_freq", "sac_policy", "pad_vocab", "bucket_cap_mb",
+    "grad_compression", "reshard_after_forward", "reduce_dtype", "prefetch", "dp_replicate",
+    "cpu_offload", "n_steps", "warmup_steps", "val_data", "val_batches",
 }  # fmt: skip
 
 

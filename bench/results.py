@@ -63,6 +63,7 @@ class Fp8Info(Strict):
     recipe: str
     emulated: bool
     all_gather: bool
+    primary_weights: bool = False
     n_linear_layers: int
     n_parameters: int
     high_precision: dict[str, str]

@@ -284,9 +284,11 @@ def _communication(
     block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
     root = {n: s for n, s in shapes.items() if not n.startswith("blocks.")}
     whole = dataclasses.replace(args, reshard_after_forward="always")
+    low = args.fp8_all_gather or args.fp8_primary_weights
+    in_fp8 = {name for name, shape in block.items() if low and len(shape) == 2}
 
     def seconds(part: dict, gathers: int) -> tuple[float, float]:
-        moved = fsdp_bytes(part, shards, replicas, 1, whole)
+        moved = fsdp_bytes(part, shards, replicas, 1, whole, in_fp8)
         gather = collective_time("all_gather", moved.get("all_gather", 0), shards, per_node, gpu, c)
         reduce = collective_time(
             "reduce_scatter", moved.get("reduce_scatter", 0), shards, per_node, gpu, c

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from model.config import ConfigError, ModelConfig
 from model.transformer import Block, Transformer
@@ -95,16 +96,27 @@ def check_sizes(config: ModelConfig, tokens: int, kind: str) -> None:
 
 
 def convert(
-    model: Transformer, config: ModelConfig, te: types.ModuleType, cache_weights: bool
+    model: Transformer,
+    config: ModelConfig,
+    te: types.ModuleType,
+    cache_weights: bool,
+    primary_recipe=None,
 ) -> types.SimpleNamespace:
     """Replace the linear layers and norms of all blocks, on the meta device, in place.
 
     Returns a namespace whose `first` says whether the micro batch about to run is its step's first;
     with `cache_weights` the others take their FP8 weights from it. (Sharded modules ignore that.)
+    With a `primary_recipe` the matmuls' weights will be in FP8 by it once `allocate` was called.
     """
     micro_batch = types.SimpleNamespace(first=True)
+    with (
+        te.quantized_model_init(enabled=True, recipe=primary_recipe)
+        if primary_recipe is not None
+        else contextlib.nullcontext()
+    ):
+        for block in model.blocks:
+            _convert_block(block, config, te)
     for block in model.blocks:
-        _convert_block(block, config, te)
         if cache_weights:
             for module in (block.attn.qkv, block.attn.out, block.mlp):
                 module.forward = _cached(module.forward, micro_batch)
@@ -155,6 +167,45 @@ def autocast(te: types.ModuleType, recipe) -> contextlib.AbstractContextManager:
     if hasattr(te, "autocast"):  # 2.9 and newer
         return te.autocast(enabled=True, recipe=recipe)
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+
+def check_primary_weights(te: types.ModuleType) -> None:
+    """ConfigError where the installed version has no FP8 weights that FSDP2 can shard."""
+    if not (hasattr(te, "quantized_model_init") and hasattr(te, "QuantizedTensor")):
+        raise ConfigError(
+            f"--fp8-primary-weights: Transformer Engine {version()} has none that FSDP2 shards; update it"
+        )
+
+
+def allocate(te: types.ModuleType, model: Transformer, device: torch.device) -> None:
+    """Give a sharded meta-device model storage, in place: weights made under a recipe in FP8.
+
+    One module at a time, since its rows are in fp32 for a moment; values are set afterwards.
+    """
+    ours = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
+    for module in model.modules():
+        if isinstance(module, ours):
+            with torch.enable_grad():  # it looks whether a backward will need the weights
+                module.reset_parameters()
+        else:
+            module.to_empty(device=device, recurse=False)
+
+
+def fused_adam(te: types.ModuleType, groups: list[dict], **options) -> torch.optim.Optimizer:
+    """AdamW whose state holds the fp32 weights of which the model has an FP8 copy."""
+    return te.optimizers.FusedAdam(groups, master_weights=True, **options)
+
+
+@torch.no_grad()
+def set_exact(
+    te: types.ModuleType, optimizer: torch.optim.Optimizer, parameter: DTensor, rows: Tensor
+) -> None:
+    """Make a shard's fp32 rows what the optimizer starts from, rather than their FP8 rounding."""
+    optimizer.initialize_state(parameter, store_param_remainders=False)
+    if isinstance(parameter.to_local(), te.QuantizedTensor):
+        optimizer.set_scaled_state(parameter, "master_param", rows.float())
+    else:  # it is in fp32 itself, and a copy of an embedding is no small thing
+        del optimizer.state[parameter]["master_param"]
 
 
 def recompute(te: types.ModuleType) -> Callable[..., Tensor]:

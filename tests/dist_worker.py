@@ -7,6 +7,7 @@ bytes that the collectives of rank 0 were really handed, by kind.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -24,10 +25,13 @@ import train_fsdp
 from bench import dist
 from bench.command_line import parse_args
 from bench.dist import find_ranks
-from bench.optim import build_optimizer
+from bench.fp8 import Fp8
+from bench.optim import build_optimizer, optimizer_step
 from bench.parallel import apply_fsdp, materialize_shards
+from model import te
 from model.config import load_config
 from model.transformer import Transformer
+from tests import te_standin
 from tests.helpers import without_inductor
 
 KINDS = {
@@ -74,6 +78,32 @@ def held_bytes(ranks, device) -> int:
     return sum(t.numel() * t.element_size() for t in held)
 
 
+def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
+    """Losses of a few steps under FSDP: of plain blocks, and of Transformer Engine's modules."""
+    args = parse_args([path, "--amp", "off"], "train_fsdp.py")
+    config = load_config(args.config)
+    losses = {}
+    for name in ("plain", "converted"):
+        fp8 = Fp8()
+        with torch.device("meta"):
+            model = Transformer(config, 16)
+        if name == "converted":
+            te.convert(model, config, te_standin, cache_weights=True, primary_recipe="any")
+            fp8.allocate = functools.partial(te.allocate, te_standin)
+        apply_fsdp(model, device, ranks.world, args)
+        materialize_shards(model, config, device, seed=0, fp8=fp8)
+        optimizer = build_optimizer(model, args)
+        ids = torch.arange(32).view(2, 16) + ranks.rank
+        losses[name] = []
+        for _ in range(3):
+            loss = model(ids, ids)
+            loss.backward()
+            optimizer_step(model, optimizer, 1e-3, 1.0, None)
+            model.zero_grad()
+            losses[name].append(loss.item())
+    return losses
+
+
 def main() -> None:
     ranks = find_ranks(os.environ)
     # One process group serves all runs.
@@ -93,6 +123,10 @@ def main() -> None:
     held = dist.gather(ranks, held_bytes(ranks, torch.device("cpu")))
     if ranks.main:
         (out / f"held{ranks.world}.json").write_text(json.dumps(held))
+    for path in ("configs/gpt2-tiny.json", "configs/llama-tiny.json"):
+        losses = converted_losses(ranks, torch.device("cpu"), path)
+        if ranks.main:
+            (out / f"converted{ranks.world}-{Path(path).name}").write_text(json.dumps(losses))
     gc.collect()
     dist.leave()
 

@@ -166,6 +166,9 @@ def test_readme_shows_this_table():
         (["--use-fp8", "--fp8-emulate", "--seq-len", "30", "--bsz", "3"],
          "--bsz x --seq-len = 90 tokens is not a multiple of 16"),
         (["--use-fp8", "--fp8-all-gather"], "--fp8-all-gather has no meaning for train.py"),
+        (["--use-fp8", "--fp8-primary-weights"],
+         "--fp8-primary-weights has no meaning for train.py"),
+        (["--fp8-primary-weights"], "--fp8-primary-weights needs --use-fp8"),
         (["--tf32"], "only NVIDIA GPUs have TF32"),
     ],
 )  # fmt: skip
@@ -175,3 +178,21 @@ def test_fp8_flags_that_cannot_be_are_one_line(argv, message, tmp_path, capsys, 
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pt-compile"], "--fp8-backend torchao has none; use --fp8-backend te"),
+        (["--fp8-recipe", "rowwise"], "--fp8-backend torchao has none"),
+        (["--fp8-recipe", "blockwise"], "does not work with --fp8-recipe blockwise; leave one out"),
+        (["--optimizer", "sgd"], "does not work with --optimizer sgd"),
+        (["--cpu-offload"], "does not work with --cpu-offload"),
+        (["--dp-replicate", "2"], "does not work with --dp-replicate"),
+        (["--export"], "does not work with --export"),
+    ],
+)
+def test_what_fp8_primary_weights_do_not_go_with(argv, message):
+    flags = [*TINY, "--use-fp8", "--fp8-primary-weights", *argv]
+    with pytest.raises(UsageError, match=f"^--fp8-primary-weights.*{message}"):
+        parse_args(list(map(str, flags)), "train_fsdp.py")

@@ -189,6 +189,15 @@ def test_sharding_divides_parameters_and_optimizer_state(world, runs):
     assert max(held) == pytest.approx(total / world, rel=0.01)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+def test_parameters_that_are_replaced_after_sharding_train_as_plain_ones(name, world, runs):
+    """As FP8 weights are; with tests/te_standin.py in the place of Transformer Engine."""
+    losses = json.loads((runs / f"converted{world}-{name}.json").read_text())
+    assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)
+    assert losses["plain"][-1] < losses["plain"][0]
+
+
 def test_memory_falls_as_more_blocks_recompute():
     """Bytes that autograd holds between forward and backward, parameters apart."""
     shape = load_config(ROOT / "configs/llama-tiny.json")

@@ -231,6 +231,32 @@ def test_fp8_with_one_rank_of_nccl(script, backend, tmp_path):
     assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-2)
 
 
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_fp8_primary_weights(recipe, tmp_path):
+    """The fp32 weights are in the optimizer: the losses are those of FP8 with fp32 parameters."""
+    import subprocess
+    import sys
+
+    found = {}
+    for name, flags in {"cast": [], "primary": ["--fp8-primary-weights"]}.items():
+        argv = [*map(str, SMALL), "--use-fp8", "--fp8-recipe", recipe, *flags, "--nproc", "1"]
+        done = subprocess.run(
+            [sys.executable, "train_fsdp.py", *argv, "--output-dir", str(tmp_path / name)],
+            cwd=ROOT, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found[name] = [s["loss"] for s in read_steps(tmp_path / name)]
+    assert found["primary"] == pytest.approx(found["cast"], rel=1e-2)
+    r, cast = only_result(tmp_path / "primary"), only_result(tmp_path / "cast")
+    assert r["fp8"]["primary_weights"] and r["fp8"]["all_gather"]
+    # A byte a number, two where both orientations are kept, against four.
+    saved = cast["memory"]["parameters_gib"] - r["memory"]["parameters_gib"]
+    numbers = r["fp8"]["n_parameters"] / 2**30
+    assert 2 * numbers * 0.98 < saved < 3 * numbers * 1.02
+    grown = r["memory"]["optimizer_gib"] - cast["memory"]["optimizer_gib"]
+    assert grown == pytest.approx(4 * numbers, rel=0.02)
+
+
 def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
     graphs = one_b("--pt-compile", "--compile-mode", "reduce-overhead")
     assert graphs == pytest.approx(bf16_losses, rel=2e-2)

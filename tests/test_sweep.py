@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 import sweep
@@ -114,10 +115,29 @@ def test_what_goes_wrong_is_a_row(killed_and_resumed):
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
     path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}, timeout_s=6)
     process = start(path, tmp_path)
+    while not (tmp_path / "sweep.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    other = start(path, tmp_path)
+    refused, _ = other.communicate(timeout=60)
+    assert other.returncode == 2 and refused.count("\n") == 1
+    assert f"sweep.py: {tmp_path}: another sweep is running there" in refused
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "timeout: not done after 6 s" in text
     alive = subprocess.run(["pgrep", "-f", str(tmp_path / "runs")], capture_output=True, text=True)
     assert alive.stdout == ""
+
+
+def test_what_failed_is_run_again_on_request(tmp_path, capsys):
+    path = write(tmp_path / "e.yaml", training=FAST | {"data": str(tmp_path / "later.bin")})
+    argv = [path, "--output-dir", str(tmp_path / "out")]
+    assert sweep.main(argv) == 1
+    np.zeros(4096, np.uint16).tofile(tmp_path / "later.bin")
+    assert sweep.main(argv) == 1
+    assert "1 rows are there from before" in capsys.readouterr().out
+    assert sweep.main([*argv, "--retry"]) == 0
+    (row,) = (tmp_path / "out/rows.jsonl").read_text().splitlines()
+    assert json.loads(row)["status"] == "ok"
 
 
 def test_rows_survive_a_torn_line(tmp_path):
@@ -126,6 +146,7 @@ def test_rows_survive_a_torn_line(tmp_path):
     rows = Rows(path)
     assert list(rows.rows) == ["a", "b"]
     rows.add({"key": "d"})
+    del rows
     assert list(Rows(path).rows) == ["a", "b", "d"]
 
 

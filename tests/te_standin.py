@@ -1,0 +1,107 @@
+"""What Transformer Engine's modules are called, hold and compute, in plain PyTorch: no FP8, no GPU.
+
+By the documentation of version 2.20. It shows that our use of them is consistent, and nothing about
+the library itself; tests/test_gpu.py does that.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+quantizing = False
+
+
+@contextlib.contextmanager
+def quantized_model_init(enabled, recipe):
+    """Modules built in here make their matrices anew when they are given storage."""
+    global quantizing
+    assert recipe is not None
+    quantizing = enabled
+    yield
+    quantizing = False
+
+
+class Module(nn.Module):
+    """Parameters on the meta device, until `reset_parameters` puts others in their place."""
+
+    def __init__(self, device, params_dtype):
+        super().__init__()
+        assert device == "meta" and params_dtype == torch.float32
+        self.quantized = quantizing
+
+    def add(self, name, *shape):
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
+
+    def reset_parameters(self):
+        assert self.quantized
+        for name, parameter in list(self.named_parameters(recurse=False)):
+            rows = torch.full_like(parameter.to_local(), float("nan"), device="cpu")
+            setattr(
+                self,
+                name,
+                nn.Parameter(
+                    DTensor.from_local(
+                        rows, parameter.device_mesh, parameter.placements,
+                        shape=parameter.size(), stride=parameter.stride(),
+                    )
+                ),
+            )  # fmt: skip
+
+
+class Linear(Module):
+    def __init__(self, inputs, outputs, bias, **common):
+        super().__init__(**common)
+        self.add("weight", outputs, inputs)
+        if bias:
+            self.add("bias", outputs)
+
+    def forward(self, x, is_first_microbatch=None):
+        return F.linear(x, self.weight, getattr(self, "bias", None))
+
+
+class Normed(Module):
+    def __init__(self, size, normalization, eps, **common):
+        super().__init__(**common)
+        self.size, self.rms, self.eps = size, normalization == "RMSNorm", eps
+        self.add("layer_norm_weight", size)
+        if not self.rms:
+            self.add("layer_norm_bias", size)
+
+    def norm(self, x):
+        if self.rms:
+            return F.rms_norm(x, (self.size,), self.layer_norm_weight, self.eps)
+        return F.layer_norm(x, (self.size,), self.layer_norm_weight, self.layer_norm_bias, self.eps)
+
+
+class LayerNormLinear(Normed):
+    def __init__(self, inputs, outputs, bias, **rest):
+        super().__init__(inputs, **rest)
+        self.add("weight", outputs, inputs)
+        if bias:
+            self.add("bias", outputs)
+
+    def forward(self, x, is_first_microbatch=None):
+        return F.linear(self.norm(x), self.weight, getattr(self, "bias", None))
+
+
+class LayerNormMLP(Normed):
+    def __init__(self, size, inner, bias, activation, **rest):
+        super().__init__(size, **rest)
+        self.activation = activation
+        self.add("fc1_weight", inner * (2 if activation == "swiglu" else 1), size)
+        self.add("fc2_weight", size, inner)
+        if bias:
+            self.add("fc1_bias", self.fc1_weight.shape[0])
+            self.add("fc2_bias", size)
+
+    def forward(self, x, is_first_microbatch=None):
+        x = F.linear(self.norm(x), self.fc1_weight, getattr(self, "fc1_bias", None))
+        if self.activation == "swiglu":
+            gate, up = x.chunk(2, -1)
+            x = F.silu(gate) * up
+        else:
+            x = F.gelu(x, approximate="tanh")
+        return F.linear(x, self.fc2_weight, getattr(self, "fc2_bias", None))
