@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import torch._inductor.compile_fx  # as a first compilation would
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ddp
@@ -106,6 +107,7 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
 
 def main() -> None:
     ranks = find_ranks(os.environ)
+    gc.freeze()  # every run collects garbage: spare it what the imports left
     # One process group serves all runs.
     dist.join(ranks, torch.device("cpu"), 60.0)
     out = Path(sys.argv[1]).parent
