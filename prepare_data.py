@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, run_tool
 from bench.errors import UsageError
 from bench.tokens import write_tokens
 
@@ -144,4 +144,4 @@ def load_encoder(tokenizer: str | None):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_tool(main)

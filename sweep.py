@@ -122,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         cells = run_all(cells, experiment, rows, directory, args, platform)
     except KeyboardInterrupt:
-        again = f"{len(rows.rows)} rows are kept; the same command goes on from there"
+        again = f"rows kept: {len(rows.rows)}; the same command goes on from there"
         print(f"\nsweep.py: interrupted; {again}", file=sys.stderr)
         return 1
     # The directory may hold rows of other settings, from an earlier form of the experiment.
@@ -180,7 +180,7 @@ def run_all(
     ]
     done = len(cells) * experiment.repeats - len(todo)
     if done:
-        print(f"{done} rows are there from before", flush=True)
+        print(f"rows from before: {done}", flush=True)
     start = time.monotonic()
     for i, (cell, repeat) in enumerate(todo):
         row = run_cell(cell, repeat, directory, experiment.timeout_s)

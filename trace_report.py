@@ -80,7 +80,11 @@ def as_json(trace: Trace, b: Breakdown) -> dict:
 
 def print_one(console: Console, trace: Trace, b: Breakdown) -> None:
     """The tables of one trace."""
-    steps = f"{b.n_steps} steps" if trace.steps else "no marked steps: taken as one"
+    steps = (
+        f"{b.n_steps} step{'s' * (b.n_steps != 1)}"
+        if trace.steps
+        else "no marked steps, taken as one"
+    )
     console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
     table = _table("class", "ms a step", "share")
     for name, seconds in b.classes.items():

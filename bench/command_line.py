@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import tyro
@@ -43,10 +44,14 @@ def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parse
 
 
 def run_tool(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """A tool's whole process: its exit code, and a quiet end when its output is closed (`| head`)."""
+    """A tool's whole process: its exit code, one line on Ctrl-C, none when its output is closed."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted by SIGINT", file=sys.stderr)
+        sys.exit(1)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from model.config import ConfigError, ModelConfig
 from model.transformer import Block, Transformer
@@ -198,7 +197,7 @@ def fused_adam(te: types.ModuleType, groups: list[dict], **options) -> torch.opt
 
 @torch.no_grad()
 def set_exact(
-    te: types.ModuleType, optimizer: torch.optim.Optimizer, parameter: DTensor, rows: Tensor
+    te: types.ModuleType, optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor
 ) -> None:
     """Make a shard's fp32 rows what the optimizer starts from, rather than their FP8 rounding."""
     optimizer.initialize_state(parameter, store_param_remainders=False)

@@ -88,7 +88,7 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
     assert sorted(row["repeat"] for row in rows) == [0, 0, 0, 1, 1, 1]
     n = len(before.splitlines())
     assert n >= 1 and rows[:n] == [json.loads(line) for line in before.splitlines()]
-    assert f"{n} rows are there from before" in text and f"[6/{6}]" in text
+    assert f"rows from before: {n}\n" in text and f"[6/{6}]" in text
     # Nothing of the killed sweep still runs.
     alive = subprocess.run(["pgrep", "-f", str(out / "runs")], capture_output=True, text=True)
     assert alive.stdout == ""
@@ -128,13 +128,26 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
     assert alive.stdout == ""
 
 
+def test_ctrl_c_in_a_tool_is_one_line():
+    code = "from bench.command_line import run_tool; import time; print('up', flush=True); "
+    code += "run_tool(lambda argv: time.sleep(60))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "up\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (1, "-c: interrupted by SIGINT\n")
+
+
 def test_what_failed_is_run_again_on_request(tmp_path, capsys):
     path = write(tmp_path / "e.yaml", training=FAST | {"data": str(tmp_path / "later.bin")})
     argv = [path, "--output-dir", str(tmp_path / "out")]
     assert sweep.main(argv) == 1
     np.zeros(4096, np.uint16).tofile(tmp_path / "later.bin")
     assert sweep.main(argv) == 1
-    assert "1 rows are there from before" in capsys.readouterr().out
+    assert "rows from before: 1\n" in capsys.readouterr().out
     assert sweep.main([*argv, "--retry"]) == 0
     (row,) = (tmp_path / "out/rows.jsonl").read_text().splitlines()
     assert json.loads(row)["status"] == "ok"
