@@ -96,11 +96,8 @@ def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
     def end(number: int, frame) -> None:
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        nonlocal ended
-        ended = True
         raise exception(signal.Signals(number))
 
-    ended = False
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
@@ -108,8 +105,8 @@ def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
     try:
         yield
     finally:
-        if not ended:
-            for number, handler in before.items():
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:  # and not ignored since the first
                 signal.signal(number, handler)
 
 
