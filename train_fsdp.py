@@ -47,7 +47,7 @@ def train(args: Args, ranks: Ranks) -> None:
         model = Transformer(config, seq_len, flex)
     fp8 = apply_fp8(model, args, config, device, batch, shards)
     weights = check_pretrained(model, config, args.init_from) if args.init_from else None
-    dist.join(ranks, device, args.dist_timeout)
+    dist.join(ranks, device, args.dist_timeout, args.cpu_offload)
 
     with Run("train_fsdp.py", args, config, device, batch, ranks, fp8) as run:
         shapes = {name: p.shape for name, p in model.named_parameters()}

@@ -141,6 +141,7 @@ def _check_primary_weights(args: Args) -> None:
         )
     against = {
         "--fp8-recipe blockwise": args.fp8_recipe == "blockwise",
+        "--sac-freq": args.sac_freq,
         "--optimizer sgd": args.optimizer == "sgd",
         "--cpu-offload": args.cpu_offload,
         "--dp-replicate": args.dp_replicate > 1,
@@ -194,6 +195,11 @@ def check_entrypoint(args: Args, prog: str) -> None:
     if prog == "train_fsdp.py" and args.amp == "fp16" and args.optimizer == "sgd":
         raise UsageError(
             "--amp fp16: PyTorch has no fused SGD for sharded parameters; use --optimizer adamw"
+        )
+    if args.amp == "fp16" and args.cpu_offload:
+        raise UsageError(
+            "--amp fp16: its scale is on the GPU and with --cpu-offload the gradients are not; "
+            "use --amp bf16"
         )
 
 

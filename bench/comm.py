@@ -32,8 +32,8 @@ def fsdp_bytes(
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
     All of it in every micro step. A parameter's rows are padded to a multiple of the shards. Weights
-    named in `in_fp8` are gathered at a byte each (their scales, one all-reduce of as many numbers as
-    there are weights, are left out).
+    named in `in_fp8` are gathered at a byte each (their scales, an all-reduce of a few numbers, are
+    left out).
     """
     parameter_bytes = 4 if args.amp == "off" else 2
     reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4

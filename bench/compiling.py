@@ -6,6 +6,7 @@ The compiler is imported where it is used: that takes two seconds, which bad inp
 import contextlib
 import dataclasses
 import sys
+import types
 from collections.abc import Iterator
 
 import torch
@@ -83,6 +84,11 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     )
 
 
+def _compiler_errors(module: types.ModuleType) -> tuple[type[Exception], ...]:
+    """What torch._dynamo.exc raises; too many recompilations are of another family."""
+    return module.TorchDynamoException, module.FailOnRecompileLimitHit
+
+
 @contextlib.contextmanager
 def compile_errors_named(where: str) -> Iterator[None]:
     """Turn what a compiler raises in here into a CompileError that names a part of the model."""
@@ -90,19 +96,21 @@ def compile_errors_named(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         compiler = sys.modules.get("torch._dynamo.exc")
-        if compiler is None or not isinstance(error, compiler.TorchDynamoException):
+        if compiler is None or not isinstance(error, _compiler_errors(compiler)):
             raise
         raise compile_error(error, where) from error
 
 
 def _named(compiled, where: str):
     """The compiled function, whose compile errors name the part of the model."""
-    from torch._dynamo.exc import TorchDynamoException
+    import torch._dynamo.exc
+
+    errors = _compiler_errors(torch._dynamo.exc)
 
     def forward(*args):  # in every step: no context manager here
         try:
             return compiled(*args)
-        except TorchDynamoException as error:
+        except errors as error:
             raise compile_error(error, where) from error
 
     return forward

@@ -125,7 +125,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the device (or the host, on a CPU) ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "out of memory" in text or "can't allocate memory" in text
-    )
+    # The last two: cuBLAS, cuDNN and NCCL on a card that is full without PyTorch's allocator knowing.
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -51,10 +51,11 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
     return None
 
 
-def join(ranks: Ranks, device: torch.device, timeout_s: float) -> None:
+def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = False) -> None:
     """Make the process group of all ranks: NCCL (RCCL on AMD) for GPUs, gloo for CPUs.
 
-    A process that belongs to one already keeps it.
+    With `offload` gradients are on the CPU, where their norm is summed up too. A process that belongs
+    to a group already keeps it.
     """
     if dist.is_initialized():
         return
@@ -68,7 +69,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float) -> None:
     cuda = device.type == "cuda"
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(
-        "nccl" if cuda else "gloo",
+        "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
         timeout=timeout,
         device_id=device if cuda else None,
         store=_agent_store(ranks, timeout),

@@ -166,11 +166,16 @@ def _apply_te(
     from model import te
 
     library = te.import_te()
+    te.reset()
     recipe = te.make_recipe(args.fp8_recipe)
     te.check_sizes(config, tokens, args.fp8_recipe)
     primary = args.fp8_primary_weights
     if primary:
         te.check_primary_weights(library)
+        if shards == 1 and args.fp8_recipe == "mxfp8":
+            raise UsageError(  # torch's FSDP copies one tensor a weight there, mxfp8's are two
+                "--fp8-primary-weights: --fp8-recipe mxfp8 needs two or more ranks; use current"
+            )
         _check_rows(model, shards, 32 if args.fp8_recipe == "mxfp8" else 1)
     linear = [m for m in model.blocks.modules() if isinstance(m, nn.Linear)]
     info = Fp8Info(

@@ -18,7 +18,8 @@ _COPIES = re.compile(
     r"^mem(cpy|set)|split_with_sizes_copy|chunk_cat|__amd_rocclr_(copy|fill)", re.IGNORECASE
 )
 _ATTENTION = re.compile(
-    r"flash|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|bwd_kernel_dk_dv|cudnn_generated_fort",
+    r"flash|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|bwd_kernel_dk_dv|cudnn_generated_fort"
+    r"|compute_dot_do_o|convert_dq_to",
     re.IGNORECASE,
 )
 _MATMUL = re.compile(
@@ -86,11 +87,11 @@ def operator_class(name: str) -> str | None:
 
 # In the order they are asked: an 8-bit kernel's name often has its 16-bit output in it as well.
 _FORMATS = (
-    ("fp8", r"e4m3|e5m2|float8|fp8|_f8|nvjet_[qr]|cijk_\w{4}_\w{4}_(f8|b8)"),
+    ("fp8", r"e4m3|e5m2|float8|fp8|_f8|nvjet_(sm\d+_)?[qr]|cijk_\w{4}_\w{4}_(f8|b8)"),
     ("fp4", r"e2m1|fp4|nvf4"),
-    ("bf16", r"bf16|bfloat16|nvjet_t|cijk_\w{4}_\w{4}_b(?!8)"),
-    ("fp16", r"fp16|f16(?!bf)|half|hgemm|_h16|nvjet_h|cijk_\w{4}_\w{4}_h"),
-    ("fp32", r"fp32|f32|sgemm|tf32|nvjet_s|cijk_\w{4}_\w{4}_s|float"),
+    ("bf16", r"bf16|bfloat16|nvjet_(sm\d+_)?t|cijk_\w{4}_\w{4}_b(?!8)"),
+    ("fp16", r"fp16|f16(?!bf)|half|hgemm|_h16|nvjet_(sm\d+_)?h|cijk_\w{4}_\w{4}_h"),
+    ("fp32", r"fp32|f32|sgemm|tf32|nvjet_(sm\d+_)?s(?!m\d)|cijk_\w{4}_\w{4}_s|float"),
 )
 _FORMAT_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern in _FORMATS)
 

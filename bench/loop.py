@@ -154,4 +154,8 @@ def evaluate(
         with autocast(amp, device):
             total += model(inputs, labels)
     model.train()
+    for module in model.modules():
+        # Without a backward the root stays gathered, in low precision: not what an export means.
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return (total / len(data[1])).item()

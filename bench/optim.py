@@ -61,6 +61,7 @@ def optimizer_step(
     if scaler is not None:
         scaler.before_step(optimizer, norm)
     if max_norm:
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm * scale, norm)
+        # Scale and norm are on the device; the norm alone may be, without waiting for it.
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm / scale)
     optimizer.step()
     return norm if scaler is None else norm / scale

@@ -66,7 +66,10 @@ def apply_fsdp(model: Transformer, device: torch.device, world: int, args: Args)
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if args.amp == "off" else low, reduce_dtype=reduce
+            param_dtype=None if args.amp == "off" else low,
+            reduce_dtype=reduce,
+            # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
+            cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
     }

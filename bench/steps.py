@@ -66,7 +66,9 @@ class StepLog:
         self, step: int, phase: str, lr: float, tokens: int, loss: Tensor, grad_norm: Tensor | None
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed."""
-        on_device = torch.stack((loss, loss.new_full((), -1.0) if grad_norm is None else grad_norm))
+        # Of gradients offloaded to the CPU the norm is there too.
+        norm = loss.new_full((), -1.0) if grad_norm is None else grad_norm.to(loss.device)
+        on_device = torch.stack((loss, norm))
         values = self.values[step]
         values.copy_(on_device, non_blocking=True)
         self._mark("optimizer")

@@ -55,11 +55,7 @@ def make_recipe(kind: str):
     """A recipe object; ConfigError where the hardware or the installed version has no such one."""
     from transformer_engine.common import recipe
 
-    try:  # 2.9 and newer
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager as manager
-    except ImportError:
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as manager
-    check = getattr(manager, SUPPORT.get(kind, "is_fp8_available"), None)
+    check = getattr(_quantization_state(), SUPPORT.get(kind, "is_fp8_available"), None)
     if check is None or not hasattr(recipe, RECIPES[kind]):
         raise ConfigError(
             f"--fp8-recipe {kind}: Transformer Engine {version()} has none; update it"
@@ -68,6 +64,20 @@ def make_recipe(kind: str):
     if not usable:
         raise ConfigError(f"--fp8-recipe {kind}: {reason}")
     return getattr(recipe, RECIPES[kind])()
+
+
+def _quantization_state():
+    """Transformer Engine's FP8 state of the process."""
+    try:  # 2.9 and newer
+        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+    except ImportError:
+        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+    return FP8GlobalStateManager
+
+
+def reset() -> None:
+    """Forget the modules of earlier models: delayed scaling goes on updating them all."""
+    _quantization_state().reset()
 
 
 def check_sizes(config: ModelConfig, tokens: int, kind: str) -> None:
@@ -186,6 +196,11 @@ def allocate(te: types.ModuleType, model: Transformer, device: torch.device) -> 
         if isinstance(module, ours):
             with torch.enable_grad():  # it looks whether a backward will need the weights
                 module.reset_parameters()
+            for parameter in module.parameters(recurse=False):
+                local = parameter.to_local()
+                if isinstance(local, te.QuantizedTensor):
+                    # All shards of a weight have one scale, also when values are copied into them.
+                    local.amax_reduction_group = parameter.device_mesh.get_group()
         else:
             module.to_empty(device=device, recurse=False)
 

@@ -79,6 +79,23 @@ def held_bytes(ranks, device) -> int:
     return sum(t.numel() * t.element_size() for t in held)
 
 
+def dtypes_in_a_block(ranks, device) -> list[str]:
+    """Of activations and rotary tables as attention gets them under bf16."""
+    args = parse_args(["configs/llama-tiny.json"], "train_fsdp.py")
+    config = load_config(args.config)
+    with torch.device("meta"):
+        model = Transformer(config, 8)
+    apply_fsdp(model, device, ranks.world, args)
+    materialize_shards(model, config, device, seed=0)
+    seen = []
+    model.blocks[1].attn.register_forward_pre_hook(
+        lambda module, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1]))
+    )
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    model(ids, ids).backward()
+    return seen
+
+
 def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
     """Losses of a few steps under FSDP: of plain blocks, and of Transformer Engine's modules."""
     args = parse_args([path, "--amp", "off"], "train_fsdp.py")
@@ -123,8 +140,10 @@ def main() -> None:
         if ranks.main:
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
     held = dist.gather(ranks, held_bytes(ranks, torch.device("cpu")))
+    dtypes = dtypes_in_a_block(ranks, torch.device("cpu"))
     if ranks.main:
         (out / f"held{ranks.world}.json").write_text(json.dumps(held))
+        (out / f"dtypes{ranks.world}.json").write_text(json.dumps(dtypes))
     for path in ("configs/gpt2-tiny.json", "configs/llama-tiny.json"):
         losses = converted_losses(ranks, torch.device("cpu"), path)
         if ranks.main:

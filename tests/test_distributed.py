@@ -4,8 +4,10 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bench.comm import ddp_bytes
 from bench.command_line import parse_args
@@ -79,6 +81,7 @@ def safe(name: str) -> str:
 def runs(tmp_path_factory):
     """All cases of one world size in one torchrun start; returns the directory of their results."""
     out = tmp_path_factory.mktemp("dist")
+    np.random.default_rng(0).integers(0, 256, 1024).astype(np.uint16).tofile(out / "val.bin")
     for world in (2, 4):
         cases = [
             # That Inductor's code keeps the losses, tests/test_combinations.py and test_train.py show.
@@ -86,6 +89,10 @@ def runs(tmp_path_factory):
             for name, (ranks, script, flags) in CASES.items()
             if ranks == world
         ]
+        if world == 2:
+            flags = ["--bsz", "8", "--n-steps", "2", "--warmup-steps", "1", "--export",
+                     "--val-data", str(out / "val.bin"), "--amp", "bf16"]  # fmt: skip
+            cases.append(("export", FSDP, BASE + RANKS + flags, False))
         path = out / f"cases{world}.json"
         path.write_text(json.dumps(cases))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -187,6 +194,21 @@ def test_sharding_divides_parameters_and_optimizer_state(world, runs):
     total = 3 * 4 * 3_033_344
     assert len(held) == world and sum(held) == total
     assert max(held) == pytest.approx(total / world, rel=0.01)
+
+
+def test_rotary_tables_stay_in_fp32(runs):
+    bf16, fp32 = "torch.bfloat16", "torch.float32"
+    assert json.loads((runs / "dtypes2.json").read_text()) == [bf16, fp32, fp32]
+
+
+def test_weights_are_exported_in_full_after_a_validation_in_bf16(runs):
+    """The forward without a backward leaves gathered, low-precision weights behind."""
+    directory = runs / "export"
+    assert 3 < result_of(directory)["metrics"]["val_loss"] < 8
+    tensors = load_file(directory / "export/model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
+        assert not torch.equal(tensors[name], tensors[name].bfloat16().float())
 
 
 @pytest.mark.parametrize("world", [2, 4])
