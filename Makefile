@@ -37,15 +37,16 @@ test-cells: $(READY)
 PY ?= $(BIN)/python
 gpu-check: gpu-test gpu-bench
 
+# In parts, where a command may not run that long: PYTEST_ADDOPTS='-k "not fp8"' make gpu-test
 gpu-test:
 	$(PY) -m pytest -m gpu
 
 gpu-bench:
 	$(PY) benchmarks/gemm.py
-	$(PY) benchmarks/precision.py
-	$(PY) benchmarks/numerics.py
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/loss.py
+	$(PY) benchmarks/precision.py
+	$(PY) benchmarks/numerics.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/loss.py

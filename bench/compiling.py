@@ -27,6 +27,7 @@ class CompileCounts:
     graphs: int
     graph_breaks: int
     recompilations: int
+    graphs_recorded_again: int = 0
 
 
 def apply_compile(model: Transformer, mode: str) -> None:
@@ -65,7 +66,17 @@ def compile_counts() -> CompileCounts:
         graphs=dynamo.counters["stats"]["unique_graphs"],
         graph_breaks=sum(dynamo.counters["graph_break"].values()),
         recompilations=sum(bool(event.recompile_reason) for event in events),
+        graphs_recorded_again=_graphs_recorded_again(),
     )
+
+
+def _graphs_recorded_again() -> int:
+    """How often a CUDA graph did not fit its inputs any more; recording it anew compiles nothing."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_available():
+        return 0
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return getattr(manager, "debug_fail_counter", 0)
 
 
 def compile_error(error: BaseException, where: str) -> CompileError | torch.OutOfMemoryError:
@@ -78,6 +89,8 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # A backend's name comes on a line of its own before what it raised.
     text = " ".join(lines[:2] if lines and lines[0].endswith("raised:") else lines[:1])
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        text = "more different graphs than torch._dynamo.config.recompile_limit allows"
     return CompileError(
         f"torch.compile failed in {where}: {text or type(error).__name__}; "
         "leave out --pt-compile, or try another --compile-mode"

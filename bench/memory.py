@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bench.args import Args, profiled_steps
+from bench.compiling import uses_cuda_graphs
 from bench.device import GIB, reset_peak_memory
 from bench.results import Memory, Result
 from bench.steps import StepLog
@@ -38,8 +39,10 @@ class MemoryReport:
         self.model, self.optimizer = model, optimizer
         self.cuda = log.device.type == "cuda"
         self.step = args.warmup_steps - 1
-        # The optimizer's state must be there before, and two profilers do not go together.
-        if not (self.cuda or args.memory_snapshot) or args.warmup_steps < 2:
+        # The optimizer's state must be there before, and two profilers do not go together. What a CUDA
+        # graph allocates it holds from its recording on: no step shows it.
+        graphs = uses_cuda_graphs(args.pt_compile, args.compile_mode, log.device)
+        if not (self.cuda or args.memory_snapshot) or args.warmup_steps < 2 or graphs:
             self.step = -1
         elif self.step in profiled_steps(args):
             self.step = -1
@@ -181,15 +184,23 @@ class AllocatorRecord:
         self.path, self.history = path, history
         if history:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+        self.looking = True  # an observer cannot be taken off
         torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
 
     def _on_out_of_memory(self, device, size, allocated, freed) -> None:
         with contextlib.suppress(Exception):  # what is being reported matters more
-            self._dump()
+            if self.looking:
+                self._dump()
 
     def _dump(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)  # not every node shares rank 0's disk
         torch.cuda.memory._dump_snapshot(str(self.path))
+
+    def close(self) -> None:
+        """The run has ended: what runs out of memory later is not its concern."""
+        self.looking = False
+        if self.history:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def stop(self) -> None:
         """Write the history and end it."""

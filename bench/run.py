@@ -200,6 +200,11 @@ class Run:
                 f"torch.compile worked for {m.window_compile_s:.1f} s ({again} recompilations) inside "
                 "the window: the figures are not those of a steady run; use more --warmup-steps"
             )
+        if recorded := after.graphs_recorded_again - before.graphs_recorded_again:
+            self.result.notes.append(
+                f"CUDA graphs were recorded again {recorded} times inside the window: the figures are "
+                "not those of a steady run; use another --compile-mode"
+            )
         if self.device.type == "cpu" and self.ranks.local_rank and device.energy_j is not None:
             # The counter is the whole machine's; its first rank speaks for all.
             device = device.model_copy(update={"energy_j": 0.0, "average_power_w": None})
@@ -210,6 +215,8 @@ class Run:
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         with _signals_ignored():
             self.power.close()
+            if self.allocator:
+                self.allocator.close()
             if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
                 self._write_rank_error(error)
             if self.ranks.main:

@@ -86,9 +86,26 @@ def run_train(*argv: object) -> Result:
     """The result of `train.py ARGV...`, run in this process; ARGV gives the --output-dir."""
     import train
 
+    # Dynamo refuses to compile one function for more than eight models, as it should in one run.
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
     args = parse_args([*map(str, argv)], "train.py")
     train.train(args)
     (path,) = Path(args.output_dir).glob("*/result.json")
+    return read_result(path)
+
+
+def run_train_apart(*argv: object) -> Result:
+    """The same in a process of its own, which nothing of earlier runs can reach.
+
+    RuntimeError with the last line it printed where it fails; where that is out of memory, too.
+    """
+    command = [sys.executable, str(RESULTS.parents[1] / "train.py"), *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+        raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
+    (path,) = Path(str(argv[argv.index("--output-dir") + 1])).glob("*/result.json")
     return read_result(path)
 
 
@@ -138,7 +155,7 @@ def save(name: str, content: dict, device: torch.device, directory: Path = RESUL
                "environment": environment, **content}  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
-    path = directory / f"{name}-{slug}-{now:%Y%m%d}.json"
+    path = directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"\nwrote {path.name}")
     return path

@@ -14,11 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import torch
-
 from bench.device import pick_device
-from bench.endings import classify
-from benchmarks.common import run_train, save
+from benchmarks.common import run_train_apart, save
 
 FORMATS = {
     "bf16": [],
@@ -60,18 +57,17 @@ def main() -> None:
                         "--pad-vocab", 128, "--no-tensorboard"]  # fmt: skip
                 try:
                     with tempfile.TemporaryDirectory() as out:
-                        result = run_train(*argv, "--output-dir", out)
-                except Exception as error:  # the other formats are still worth having
-                    refused[case][name] = classify(error)[1]
-                    print(f"{case}, {name}: {classify(error)[1]}", file=sys.stderr, flush=True)
+                        result = run_train_apart(*argv, "--output-dir", out)
+                except RuntimeError as error:  # the other formats are still worth having
+                    refused[case][name] = str(error)
+                    print(f"{case}, {name}: {error}", file=sys.stderr, flush=True)
                     continue
-                finally:
-                    if device.type == "cuda":
-                        torch.cuda.empty_cache()
                 measured[case].setdefault(name, []).append(figures(result))
+        # A file a case, so that a session cut short has what was measured.
+        slug = "".join(c if c.isalnum() else "-" for c in case)
+        content = {"case": case, "measured": measured[case], "refused": refused[case]}
+        save(f"precision-{slug}", content, device)
         print_case(case, measured[case])
-        # After each case, so that a session cut short has what was measured.
-        save("precision", {"measured": measured, "refused": refused}, device)
 
 
 def figures(result) -> dict[str, float | None]:
@@ -96,7 +92,8 @@ def print_case(case: str, rows: dict[str, list[dict]]) -> None:
         cells = [
             name, f"{max(speeds):,.0f}, {statistics.median(speeds):,.0f}", ratio,
             _number(best["model_tflops_per_gpu_causal"], ".4g"), _number(best["mfu"], ".1%"),
-            f"{memory:.2f}", _number(best["tokens_per_joule"], ".2f"), f"{best['final_loss']:.4f}",
+            f"{memory:.2f}", _number(best["tokens_per_joule"], ".2f"),
+            _number(best["final_loss"], ".4f"),
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
 

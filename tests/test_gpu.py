@@ -1,6 +1,7 @@
 """What only a GPU can show; `make gpu-check` runs it on a machine that has one."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -24,6 +25,12 @@ def on_a_gpu(monkeypatch):
 def losses(tmp_path, name, *argv):
     assert run_train(*SMALL, *argv, "--output-dir", tmp_path / name) == 0
     return [s["loss"] for s in read_steps(tmp_path / name)]
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory):
+    os.chdir(ROOT)
+    return losses(tmp_path_factory.mktemp("plain"), "x")
 
 
 def test_event_times_agree_with_the_wall_clock(tmp_path):
@@ -58,10 +65,12 @@ def test_event_times_agree_with_the_wall_clock(tmp_path):
     ],
     ids=lambda flags: " ".join(map(str, flags)),
 )
-def test_toggles_compute_the_same(flags, tmp_path):
-    plain = losses(tmp_path, "plain")
-    other = losses(tmp_path, "other", *flags)
-    assert other == pytest.approx(plain, rel=1e-2)
+def test_toggles_compute_the_same(flags, tmp_path, plain_losses):
+    assert losses(tmp_path, "other", *flags) == pytest.approx(plain_losses, rel=1e-2)
+    if "reduce-overhead" in flags:
+        r = only_result(tmp_path / "other")
+        assert not any("recorded again" in note for note in r["notes"]), r["notes"]
+        assert r["memory"] is None
 
 
 def test_window_by_flex_and_by_mask_train_alike(tmp_path):
@@ -202,8 +211,8 @@ def test_te_blocks_compute_what_plain_ones_do(family):
             low = te(ids)
     assert ((high - exact).norm() / exact.norm()).item() < 2e-2
     assert 1e-3 < ((low - exact).norm() / exact.norm()).item() < 0.15
-    (plain(ids, ids)).backward()
     with torch.autocast("cuda", torch.bfloat16):
+        plain(ids, ids).backward()
         te(ids, ids).backward()
     theirs = dict(te.weights())
     for name, parameter in plain.weights():
@@ -227,6 +236,20 @@ def test_fp8_with_one_rank_of_nccl(script, backend, tmp_path):
         text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stderr
+    assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-2)
+
+
+def test_cpu_offload_with_one_rank_of_nccl(tmp_path):
+    import subprocess
+    import sys
+
+    plain = losses(tmp_path, "plain")
+    argv = [*map(str, SMALL), "--cpu-offload", "--nproc", "1", "--output-dir", str(tmp_path / "d")]
+    done = subprocess.run(
+        [sys.executable, "train_fsdp.py", *argv], cwd=ROOT, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-2)
 
@@ -271,7 +294,8 @@ def test_profile_breaks_a_step_down(tmp_path):
     print(json.dumps(p, indent=1))
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
-    clocked = [s["step_time_s"] for s in steps if s["step"] >= p["first_step"]]
+    # The first step's time by the clock has the profiler's start in it.
+    clocked = [s["step_time_s"] for s in steps if s["step"] > p["first_step"]]
     assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.02)
     assert {"matmul bf16", "attention", "elementwise", "loss", "optimizer"} <= set(p["classes_s"])
     assert "matmul" not in p["classes_s"], "a matmul whose format its name does not tell"
@@ -295,7 +319,9 @@ def test_profile_of_compiled_steps(flags, tmp_path):
 
 
 def test_nsys_range_runs_without_nsys(tmp_path):
-    assert losses(tmp_path, "x", "--nsys-start", 6, "--nsys-end", 8) == losses(tmp_path, "y")
+    # cuDNN's attention adds up its gradients in no fixed order.
+    other = losses(tmp_path, "x", "--nsys-start", 6, "--nsys-end", 8)
+    assert other == pytest.approx(losses(tmp_path, "y"), rel=1e-4)
 
 
 def test_memory_history_opens_and_kinds_add_up(tmp_path):
@@ -311,7 +337,8 @@ def test_memory_history_opens_and_kinds_add_up(tmp_path):
 
 
 def test_out_of_memory_leaves_a_snapshot(tmp_path):
-    argv = ["configs/gpt2-1.5b.json", "--bsz", 4096, "--device", "cuda", "--output-dir", tmp_path]
+    # So large that the embedding fails already.
+    argv = ["configs/gpt2-1.5b.json", "--bsz", 16384, "--device", "cuda", "--output-dir", tmp_path]
     assert run_train(*argv) == 3
     assert only_result(tmp_path)["status"] == "oom"
     (path,) = tmp_path.glob("*/memory.pickle")

@@ -29,6 +29,7 @@ from tests.helpers import (
     read_steps,
     run_train,
     without_inductor,
+    write_config,
 )
 
 CPU = torch.device("cpu")
@@ -221,6 +222,18 @@ def test_a_compile_error_in_backward_is_one_line_too(tmp_path, monkeypatch, caps
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("train.py: ")]
     assert "torch.compile failed in " in line and "no code for this graph" in line
+    assert "Traceback" not in err
+
+
+def test_too_many_recompilations_are_one_line(tmp_path, capsys):
+    """Blocks with different windows need a graph each; here only one is allowed."""
+    path = write_config(tmp_path, FAMILIES["qwen2"])
+    argv = [path, *TINY[1:], "--pt-compile", "--output-dir", tmp_path]
+    with torch._dynamo.config.patch(recompile_limit=1), without_inductor():
+        assert run_train(*argv) == 1
+    err = capsys.readouterr().err
+    (line,) = [line for line in err.splitlines() if line.startswith("train.py: ")]
+    assert "torch.compile failed in blocks." in line and "recompile_limit" in line
     assert "Traceback" not in err
 
 
