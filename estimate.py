@@ -55,8 +55,8 @@ class EstimateArgs(Args):
     """Script for more than one GPU: train_fsdp.py (--dp-replicate for HSDP) or train_ddp.py."""
     tokens: float | None = None
     """Tokens to train on, for days, energy and cost of the whole."""
-    gpu_memory_gb: float | None = None
-    """Memory of one GPU [10^9 bytes], where it is not the usual."""
+    gpu_memory_gib: float | None = None
+    """Memory of one GPU [2^30 bytes], where it is not the usual."""
     trace: bool = False
     """Count memory a second time, by tracing our own model under fake tensors (takes seconds)."""
     fit: bool = False
@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
         for name in ("gpus", "per_node"):
             if getattr(args, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-        for name in ("tokens", "gpu_memory_gb"):
+        for name in ("tokens", "gpu_memory_gib"):
             value = getattr(args, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
@@ -141,7 +141,7 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
 
     found = memory(args.bsz)
     outside = (CONTEXT_GIB + COMMUNICATION_GIB * (args.gpus > 1)) * GIB
-    limit = (args.gpu_memory_gb or gpu.memory_gb) * 1e9
+    limit = (args.gpu_memory_gib or gpu.memory_gib) * GIB
 
     def whole(bsz: int) -> float:
         return memory(bsz).peak * (1 + GAPS) + outside
@@ -183,7 +183,7 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
         },
         tokens_per_sec=per_second,
         tokens_per_sec_per_gpu=per_second / args.gpus,
-        mfu=per_second / args.gpus * flops / (gpu.bf16_tflops * 1e12),
+        mfu=per_second / args.gpus * flops / ((args.peak_tflops or gpu.bf16_tflops) * 1e12),
         tokens_per_joule=per_second / watts,
         usd_per_million_tokens=price and price / 3600 * args.gpus / per_second * 1e6,
         days=seconds and seconds / 86400,
@@ -225,6 +225,7 @@ def show(e: Estimate, args: EstimateArgs) -> None:
         ("largest --bsz that fits", f"{e.largest_bsz:,}"),
         ("step", f"{e.step_s:.4g} s"),
         *((f"  {name}", f"{seconds:.4g} s") for name, seconds in e.parts_s.items() if seconds),
+        *([("  --cpu-offload", "its transfers are not counted")] if args.cpu_offload else []),
         ("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}"),
         ("MFU (palm)", f"{e.mfu:.1%}"),
         (f"tokens/J (at {BUSY:.0%} of the power limit)", f"{e.tokens_per_joule:.2f}"),

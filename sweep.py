@@ -246,7 +246,7 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
         return found.peak
 
     if gpu is not None:
-        return max(1, largest_batch(memory, 0.92 * find_hardware(gpu).memory_gb * 1e9)), math.inf
+        return max(1, largest_batch(memory, 0.92 * find_hardware(gpu).memory_gib * 2**30)), math.inf
     if detect_platform() != "cpu":
         return args.bsz, math.inf
     free = 2.0**40

@@ -61,7 +61,7 @@ class Hardware:
     bf16_tflops: float
     fp8_tflops: float | None
     fp4_tflops: float | None
-    memory_gb: float
+    memory_gib: float
     memory_tb_per_s: float
     tdp_w: float
     ring_gb_per_s: float

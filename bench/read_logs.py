@@ -45,6 +45,7 @@ class Log:
     hardware: str | None = None
     model: str | None = None
     memory_kind: str | None = None
+    earlier_steps: int = 0
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
@@ -61,16 +62,61 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
 def parse_log(text: str) -> Log | None:
     """What a log says, by the parser that finds most in it; None if none finds a step."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text)  # colours, with or without their escape character
-    found = [parser(text) for parser in PARSERS]
-    best = max(found, key=lambda log: len(log.steps))
-    return best if best.steps else None
+    found = [(parser(text), parser) for parser in PARSERS]
+    log, parser = max(found, key=lambda pair: len(pair[0].steps))
+    if not log.steps:
+        return None
+    if begin := last_start(log.steps):
+        last = parser(_after(text, begin, parser))
+        names = [
+            f.name for f in dataclasses.fields(Log) if f.name not in ("steps", "earlier_steps")
+        ]
+        said = {n: value for n in names if (value := getattr(last, n)) is not None}
+        log = dataclasses.replace(log, **said, steps=log.steps[begin:], earlier_steps=begin)
+    by_step = {step.step: step for step in log.steps}  # several ranks may print the same
+    log.steps = [by_step[number] for number in sorted(by_step)]
+    return log
+
+
+def last_start(steps: list[Step]) -> int:
+    """Where the last of several runs in one log begins: from there on the steps count anew.
+
+    A line that comes late, from another rank, goes back a little or is at once followed by later steps.
+    """
+    start, seen = 0, []
+    for i, step in enumerate(steps):
+        if seen and step.step < max(seen):
+            again = sum(number >= step.step for number in set(seen))
+            late = any(s.step > max(seen) for s in steps[i + 1 : i + 4])
+            if again > 3 and not late:
+                start, seen = i, []
+        seen.append(step.step)
+        del seen[:-64]
+    return start
+
+
+def _after(text: str, n: int, parser: Callable[[str], Log]) -> str:
+    """What follows the n-th step of a log."""
+    lines = text.splitlines(keepends=True)
+    low, high = 0, len(lines)
+    while low < high:
+        middle = (low + high) // 2
+        if len(parser("".join(lines[:middle])).steps) < n:
+            low = middle + 1
+        else:
+            high = middle
+    return "".join(lines[low:])
 
 
 def _record(log: Log, path: Path, facts: LogFacts) -> Record:
-    steps = _last_run(log.steps)
+    steps = log.steps
     n = log.n_gpus or facts.n_gpus
     length, batch = log.seq_len or facts.seq_len, log.global_batch or steps[-1].global_batch
     notes = []
+    if log.earlier_steps:
+        notes.append(
+            f"several runs in this log: {log.earlier_steps} lines of earlier ones left out"
+        )
     # The first logged step is compilation and caches; where many were logged, a second one too.
     body = steps[2:] if len(steps) > 5 else steps[1:] or steps
     times = steady([s.time_s for s in body if s.time_s])
@@ -117,19 +163,6 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
         notes=notes,
     )
-
-
-def _last_run(steps: list[Step]) -> list[Step]:
-    """One entry a step (several ranks may print the same), of the last run that is in the log."""
-    kept: list[Step] = []
-    for step in steps:
-        if kept and step.step < kept[-1].step:
-            kept = []
-        if kept and step.step == kept[-1].step:
-            kept[-1] = step
-        else:
-            kept.append(step)
-    return kept
 
 
 def _number(text: str, pattern: str) -> float | None:
@@ -271,7 +304,7 @@ def parse_torchtitan(text: str) -> Log:
         n = _product(re.findall(r"\d+", mesh[1]))
     elif mesh := re.search(r"device mesh with parallelism: (.*)", text):
         sizes = dict(re.findall(r"(\w+)=(\d+)", mesh[1]))
-        n = _product(v for k, v in sizes.items() if k != "ep")
+        n = _product(v for k, v in sizes.items() if k not in ("ep", "etp"))
     gpu = re.search(r"(?:CUDA|GPU) capacity: (.+?) with", text)
     model = re.search(r"Model (\S+ \S+) size: [\d,]+", text)
     return Log(

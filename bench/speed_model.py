@@ -289,14 +289,15 @@ def _communication(
 
     def seconds(part: dict, gathers: int) -> tuple[float, float]:
         moved = fsdp_bytes(part, shards, replicas, 1, whole, in_fp8)
-        gather = collective_time("all_gather", moved.get("all_gather", 0), shards, per_node, gpu, c)
+        size = moved.get("all_gather", 0) / gathers  # of one of them
+        gather = collective_time("all_gather", size, shards, per_node, gpu, c)
         reduce = collective_time(
             "reduce_scatter", moved.get("reduce_scatter", 0), shards, per_node, gpu, c
         )
         # Replicas of one shard are as far apart as a copy of the model is long.
         apart = max(1, per_node // shards)
         reduce += collective_time("all_reduce", moved.get("all_reduce", 0), replicas, apart, gpu, c)
-        return gather / gathers, reduce
+        return gather, reduce
 
     train = args.pass_type != "forward"
     gather, reduce = seconds(block, 2 if train else 1)
@@ -308,4 +309,4 @@ def _communication(
     exposed = root_gather + root_reduce + gather + layers * max(0.0, gather - forward)
     if train:
         exposed += reduce + layers * max(0.0, (gather if again else 0.0) + reduce - backward)
-    return total, exposed
+    return total, min(exposed, total)

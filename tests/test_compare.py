@@ -162,6 +162,49 @@ def test_colours_are_no_part_of_the_figures(escape):
     assert [s.loss for s in found.steps] == [7, 6, 5, 4] and found.steps[0].memory_gib == 66.91
 
 
+def megatron_lines(steps, milliseconds):
+    return [
+        f"iteration {i:8d}/ 1000 | elapsed time per iteration (ms): {milliseconds} | "
+        "global batch size: 2048 | lm loss: 1.3E+01 |"
+        for i in steps
+    ]
+
+
+def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path):
+    first = ["using world size: 8, data-parallel size: 8", *megatron_lines(range(1, 60), 1000.0)]
+    last = ["using world size: 16, data-parallel size: 16", *megatron_lines(range(1, 13), 500.0)]
+    path = tmp_path / "x.log"
+    path.write_text("\n".join(first + last))
+    (record,) = read_log(path, LogFacts(seq_len=4096))
+    assert (record.n_gpus, record.tokens_per_sec_per_gpu) == (16, 2048 * 4096 / 0.5 / 16)
+    assert len(record.losses) == 12 and "59 lines of earlier ones" in record.notes[0]
+    # Resumed from a checkpoint, without a header.
+    path.write_text("\n".join(first + megatron_lines(range(31, 41), 250.0)))
+    (record,) = read_log(path, LogFacts(seq_len=4096))
+    assert (record.n_gpus, len(record.losses), record.step_times_s[0]) == (8, 10, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("steps", "distinct"),
+    [
+        ([*range(1, 61), 59], 60),
+        ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
+        ([i for i in range(1, 30) for _ in range(8)], 29),
+    ],
+    ids=["late", "a rank behind", "eight ranks"],
+)
+def test_late_lines_of_other_ranks_are_no_new_run(steps, distinct):
+    log = parse_log("\n".join(megatron_lines(steps, 100.0)))
+    assert [s.step for s in log.steps] == sorted(set(steps)) and len(log.steps) == distinct
+    assert log.earlier_steps == 0
+
+
+def test_torchtitan_counts_no_expert_parallel_ranks_twice():
+    line = "step:  1  loss: 9.9  memory: 30.99GiB(32.62%)  tps: 300  tflops: 407.35  mfu: 41.19%"
+    mesh = "device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=4, etp=2"
+    assert parse_log(f"{mesh}\n{line}").n_gpus == 8
+
+
 def test_text_that_is_no_log():
     assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
 
