@@ -7,9 +7,11 @@ where it came from.
 import dataclasses
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+from bench.args import Args
 from bench.errors import UsageError
 from bench.experiment import NOT_HYPERPARAMETERS
 from bench.results import Result
@@ -25,12 +27,14 @@ class Verdict:
 
 def baseline_key(r: Result) -> str:
     """Hardware, model and world size in words, and a hash of the shape and of all settings."""
+    # What is as always is left out: a new flag must not make every baseline another's.
+    always = {f.name: f.default for f in dataclasses.fields(Args)}
+    passed_over = NOT_HYPERPARAMETERS | {"n_steps", "warmup_steps", "config"}
     settings = {
         k: v
         for k, v in r.args.items()
-        if k not in NOT_HYPERPARAMETERS | {"n_steps", "warmup_steps"}
+        if k not in passed_over and (k not in always or v != always[k])
     }
-    settings.pop("config", None)
     text = json.dumps([r.model.hash, r.entrypoint, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{r.device.hardware} / {r.model.name} / {r.device.count} / {digest}"
@@ -48,6 +52,9 @@ def unfit(r: Result) -> str | None:
         return "its GPU was shared"
     if r.fp8 and r.fp8.emulated:
         return "its FP8 was emulated"
+    m = r.metrics
+    if not (m.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
+        return "it has no rate with an interval"
     return None
 
 
@@ -109,8 +116,12 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         baselines = dict(content["baselines"])
-        for entry in baselines.values():
-            float(entry["tokens_per_sec_per_gpu"])
+        for key, entry in baselines.items():
+            rate, memory = entry["tokens_per_sec_per_gpu"], entry.setdefault("memory_gib", None)
+            if not (isinstance(rate, int | float) and 0 < rate < math.inf):
+                raise ValueError(f"{key}: tokens_per_sec_per_gpu is {rate!r}")
+            if memory is not None and not isinstance(memory, int | float):
+                raise ValueError(f"{key}: memory_gib is {memory!r}")
         return baselines
     except FileNotFoundError:
         if must_exist:
@@ -118,7 +129,7 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
                 f"--baseline {path}: no such file; --update-baselines makes it"
             ) from None
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--baseline {path}: is no file of baselines: {error}") from None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.errors import UsageError
 from bench.read_logs import read_log
 from bench.read_results import read_csv, read_json
-from bench.records import LogFacts, Record
+from bench.records import LogFacts, Record, check_figures
 
 
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
@@ -27,7 +27,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
                 r
                 for file in files
                 for r in _read(file, say, facts)
-                if r.result is None or str(Path(r.result).resolve()) not in there
+                if not there.intersection(_runs_of(r, file))
             ]
             if not found:
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
@@ -40,6 +40,14 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     return records
 
 
+def _runs_of(row: Record, file: Path) -> set[str]:
+    """Where the run of a sweep's row may lie: where it was, or beside a file that was moved since."""
+    if row.result is None:
+        return set()
+    beside = file.parent / "runs" / row.label / "result.json"
+    return {str(Path(row.result).resolve()), str(beside.resolve())}
+
+
 def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; of our own runs only their result.json."""
     found: list[Path] = []
@@ -50,7 +58,7 @@ def discover(directory: Path) -> list[Path]:
             directories.clear()
             continue
         directories.sort()
-        own_sweep = "rows.jsonl" in files and "results.csv" in files
+        own_sweep = "rows.jsonl" in files  # results.csv comes at its end
         for name in sorted(files):
             if own_sweep and name != "results.csv":
                 continue
@@ -64,10 +72,14 @@ def discover(directory: Path) -> list[Path]:
 def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> list[Record]:
     try:
         if path.suffix == ".json":
-            return read_json(path)
-        if path.suffix == ".csv":
-            return read_csv(path)
-        return read_log(path, facts)
+            records = read_json(path)
+        elif path.suffix == ".csv":
+            records = read_csv(path)
+        else:
+            records = read_log(path, facts)
+        for record in records:
+            check_figures(record)
+        return records
     except UsageError as error:
         if say is None:
             raise
@@ -77,7 +89,14 @@ def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> lis
         if say is None:
             raise UsageError(text) from None
         say(text)
-    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         what = " ".join(str(error).split())[:150]
         text = f"{path}: is of a known kind, but not understood: {type(error).__name__}: {what}"
         if say is None:

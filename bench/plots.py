@@ -21,7 +21,7 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
         ) from None
 
     shown = [r for r in rows if r.record.tokens_per_sec_per_gpu or r.record.losses]
-    labels = [r.record.label for r in shown]
+    labels = [r.record.label.replace("$", r"\$") for r in shown]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(shown))]
     height = max(2.6, 0.9 + 0.32 * len(shown))
     figure, axes = plt.subplots(3, 3, figsize=(16, 3 * height), layout="constrained")
@@ -47,17 +47,18 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
         if r.ratio_low is not None:
             rate, scale = r.record.tokens_per_sec_per_gpu, r.record.tokens_per_sec_per_gpu / r.ratio
             axes[0, 0].errorbar(
-                rate, i, xerr=[[rate - r.ratio_low * scale], [r.ratio_high * scale - rate]],
+                rate, i, # Of equal step times the ends are the rate itself, up to rounding.
+                xerr=[[max(0.0, rate - r.ratio_low * scale)], [max(0.0, r.ratio_high * scale - rate)]],
                 color="black", lw=1, capsize=2,
             )  # fmt: skip
-    timed = [(r, c) for r, c in zip(shown, colours, strict=True) if r.record.step_times_s]
+    timed = [x for x in zip(shown, labels, colours, strict=True) if x[0].record.step_times_s]
     axes[0, 1].set_title("step time [s]: quartiles, 5 to 95 %", fontsize=10, loc="left")
     if timed:
         boxes = axes[0, 1].boxplot(
-            [r.record.step_times_s for r, _ in timed], orientation="horizontal", whis=(5, 95),
-            showfliers=False, patch_artist=True, tick_labels=[r.record.label for r, _ in timed],
+            [r.record.step_times_s for r, *_ in timed], orientation="horizontal", whis=(5, 95),
+            showfliers=False, patch_artist=True, tick_labels=[label for _, label, _ in timed],
         )  # fmt: skip
-        for box, (_, colour) in zip(boxes["boxes"], timed, strict=True):
+        for box, (*_, colour) in zip(boxes["boxes"], timed, strict=True):
             box.set_facecolor(colour)
         for line in boxes["medians"]:
             line.set_color("black")
@@ -79,9 +80,9 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
         (axes[2, 2], "learning_rates", "learning rate"),
     ):
         axis.set_title(title, fontsize=10, loc="left")
-        for r, colour in zip(shown, colours, strict=True):
+        for r, label, colour in zip(shown, labels, colours, strict=True):
             if curve := getattr(r.record, name):
-                axis.plot(*zip(*curve, strict=True), color=colour, lw=1.2, label=r.record.label)
+                axis.plot(*zip(*curve, strict=True), color=colour, lw=1.2, label=label)
         axis.set_xlabel("step", fontsize=8)
         if axis.lines:
             axis.legend(fontsize=7)

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bench.errors import UsageError
-from bench.experiment import NOT_HYPERPARAMETERS
+from bench.experiment import FLAGS, NOT_HYPERPARAMETERS
 from bench.records import Record, steady
 from bench.results import Result
 
@@ -149,6 +149,8 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
     given = {
         ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None
     }
+    if isinstance(given.get("optimizer"), str):
+        given["optimizer"] = given["optimizer"].lower()
     return Record(
         path=str(path),
         suite=f"JSON ({gpu.get('software_stack') or content.get('platform')})",
@@ -184,11 +186,21 @@ def read_csv(path: Path) -> list[Record]:
     def whole(row: dict[str, str], name: str) -> int | None:
         return int(row[name]) if row.get(name) else None
 
+    def flags(row: dict[str, str]) -> dict[str, Any]:
+        """The sweep's axes, which stand before the figures."""
+        given = {name: text for name, text in row.items() if name in FLAGS and text}
+        return {
+            name: _value(text) for name, text in given.items() if name not in NOT_HYPERPARAMETERS
+        }
+
     return [
         Record(
             path=str(path),
             suite="llm-train-bench",
             label=row["key"],
+            settings=" ".join(f"{name}={value}" for name, value in flags(row).items()),
+            hyperparameters={k: v for k, v in flags(row).items() if k not in SPEED_SETTINGS},
+            arguments={k: v for k, v in flags(row).items() if k not in LENGTH},
             status=row["status"],
             model=row["model"],
             hardware=row.get("hardware") or None,
@@ -208,3 +220,11 @@ def read_csv(path: Path) -> list[Record]:
         )
         for row in rows
     ]
+
+
+def _value(text: str) -> Any:
+    """A cell of a CSV as what it was: a number, a truth value, or text."""
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text

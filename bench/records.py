@@ -1,6 +1,7 @@
 """One training run as compare.py sees it, whoever ran it. Needs no torch."""
 
 import dataclasses
+import math
 import statistics
 from typing import Any
 
@@ -51,6 +52,30 @@ class Record:
     notes: list[str] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] | None = None  # all of them, where it is a run of ours
     result: str | None = None  # the result.json that a row of a CSV was made from
+
+
+POSITIVE = (
+    "tokens_per_sec", "tokens_per_sec_per_gpu", "n_gpus", "seq_len", "global_batch", "mfu",
+    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour", "tdp_w",
+)  # fmt: skip
+
+
+def check_figures(r: Record) -> None:
+    """ValueError where a file gives something else than a figure above 0, or a name that is no text."""
+    figures = [(name, getattr(r, name)) for name in POSITIVE]
+    figures += [("step_times", t) for t in r.step_times_s]
+    for name, value in figures:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < math.inf):
+            raise ValueError(f"{name} is {value!r}, not a number above 0")
+    for name in ("label", "hardware", "model", "settings", "suite"):
+        value = getattr(r, name)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} is {value!r}, not text")
+    for name in ("losses", "learning_rates"):
+        for _, value in getattr(r, name):
+            if not isinstance(value, int | float):
+                raise ValueError(f"{name} holds {value!r}, not a number")
 
 
 def steady(times: list[float]) -> list[float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.comparison import Row
@@ -55,11 +56,11 @@ def tables(rows: list[Row], tokens: float | None) -> list[Table]:
     """One table a group."""
     made = []
     for group in dict.fromkeys(row.group for row in rows):
-        table = Table(box=box.MARKDOWN, title=group, title_justify="left")
+        table = Table(box=box.MARKDOWN, title=escape(group), title_justify="left")
         for i, name in enumerate((*COLUMNS, "days") if tokens else COLUMNS):
             table.add_column(name, justify="left" if i in (0, 1, 3, 6) else "right")
         for row in (row for row in rows if row.group == group):
-            table.add_row(*cells(row, tokens))
+            table.add_row(*map(escape, cells(row, tokens)))
         made.append(table)
     return made
 

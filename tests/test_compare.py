@@ -236,6 +236,36 @@ def test_the_other_suites_json(tmp_path):
     assert r.losses == [(0, 11.9), (1, 11.8), (2, 11.5)] and r.learning_rates[2] == (2, 3e-5)
 
 
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        (
+            "performance_metrics",
+            {"tokens_per_second": "5000"},
+            "tokens_per_sec is '5000', not a number",
+        ),
+        (
+            "performance_metrics",
+            {"tokens_per_second": -3.0},
+            "tokens_per_sec is -3.0, not a number",
+        ),
+        ("gpu_info", {"device_name": 5}, "hardware is 5, not text"),
+        (None, {"step_times": [1.0, float("nan"), 1.0]}, "tokens_per_sec is nan"),
+        (None, {"loss_values": ["low"]}, "losses holds 'low', not a number"),
+    ],
+)
+def test_figures_that_are_none_are_refused(part, changes, message, tmp_path, capsys):
+    content = json.loads(json.dumps(SUITE))
+    if part == "performance_metrics":
+        content["step_times"] = []
+    (content if part is None else content[part]).update(changes)
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    assert compare.main([str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and str(path) in err and message in err
+
+
 def test_steady():
     assert steady([9.0, 3.0, 1.1, 1.0, 1.0, 1.0]) == [1.1, 1.0, 1.0, 1.0]
     assert steady([1.0, 1.0, 5.0, 1.0]) == [1.0, 1.0, 5.0, 1.0]  # a slow step later is real
@@ -337,6 +367,49 @@ def test_cost_energy_and_days_by_hand(result, tmp_path):
     assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
 
 
+def test_names_and_figures_that_other_libraries_trip_over(tmp_path, capsys):
+    """Equal step times, whose interval has no width; names with markup and formulas in them."""
+    paths = []
+    for name, seconds in (("run [old] $a$", "1.00"), ("run [/bold] $b$", "1.17")):
+        paths.append(tmp_path / f"{name.replace('/', '')}.log")
+        line = f"Step Time : {seconds}s GPU utilization: 400.0MODEL_TFLOP/s/GPU"
+        paths[-1].write_text("\n".join(["global_batch_size: 8", *[line] * 20]))
+    out = tmp_path / "out"
+    argv = [*map(str, paths), "--log-seq-len", "1024", "--log-gpus", "8", "--output-dir", str(out)]
+    assert compare.main(argv) == 0
+    assert "run [old] $a$" in capsys.readouterr().out
+    assert (out / "compare.png").stat().st_size > 10_000
+    assert "run [bold] $b$" in (out / "compare.md").read_text()
+
+
+def test_a_sweep_is_read_once_wherever_it_lies(result, tmp_path, capsys):
+    """Moved since, its rows name runs that lie elsewhere; killed, it has probes but no CSV yet."""
+    run = variant(result, tmp_path / "s" / "runs", "x-1-0")
+    variant(result, tmp_path / "s" / "probes", "x-1-probe")
+    (tmp_path / "s" / "rows.jsonl").write_text("")
+    assert [r.label for r in read_records([str(tmp_path / "s")], print, LogFacts())] == ["x-1-0"]
+    row = {"key": "x-1-0", "status": "ok", "model": "gpt2-tiny", "tokens_per_sec": 640,
+           "result": f"elsewhere/{run.name}/result.json"}  # fmt: skip
+    text = ",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n"
+    (tmp_path / "s" / "results.csv").write_text(text)
+    (record,) = read_records([str(tmp_path / "s")], print, LogFacts())
+    assert record.path.endswith("result.json")
+
+
+def test_rows_of_a_csv_keep_their_axes(tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text(
+        "key,status,model,seq_len,lr,pt_compile,tokens_per_sec,tokens_per_sec_per_gpu\n"
+        "a,ok,m,32,0.0006,False,100,100\nb,ok,m,32,0.01,False,120,120\nc,ok,m,32,0.0006,True,90,90\n"
+    )
+    records = read_records([str(path)], print, LogFacts())
+    prices = Prices({}, {})
+    _, b, c = compare_records(records, prices, None)
+    assert b.marks == ["lr 0.0006 / 0.01"] and not c.marks
+    _, _, c = compare_records(records, prices, None, identical=True)
+    assert c.marks == ["pt_compile False / True"] and "pt_compile=True" in c.record.settings
+
+
 def test_all_files_are_written(result, tmp_path, capsys):
     a, b = variant(result, tmp_path, "a"), variant(result, tmp_path, "b<i>", speed=1.3)
     out = tmp_path / "out"
@@ -414,6 +487,8 @@ def test_baselines_say_where_they_come_from(baselines, result):
         ({"model__hash": "y" * 16}, "NO BASELINE", 0),
         ({"args__profile": True}, "UNFIT", 1),
         ({"status": "oom"}, "UNFIT", 1),
+        ({"metrics__tokens_per_sec_per_gpu": None}, "UNFIT", 1),
+        ({"metrics__step_time_ci95_high_s": None}, "UNFIT", 1),
     ],
 )
 def test_gate(baselines, result, tmp_path, options, word, code, capsys):
@@ -424,6 +499,28 @@ def test_gate(baselines, result, tmp_path, options, word, code, capsys):
     assert word in out and out.count("\n") == 1
     if word == "ok":
         assert "not certain" not in out
+
+
+def test_a_flag_that_came_later_leaves_baselines_alone(result, tmp_path):
+    new = read_result(result / "result.json")
+    args = {k: v for k, v in new.args.items() if k != "grad_clip"}  # of a version without it
+    old = new.model_copy(update={"args": args})
+    assert new.args["grad_clip"] == 1.0 and baseline_key(old) == baseline_key(new)
+    other = new.model_copy(update={"args": args | {"grad_clip": 0.5}})
+    assert baseline_key(other) != baseline_key(new)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"tokens_per_sec_per_gpu": 0}, {"tokens_per_sec_per_gpu": "643"}, {"memory_gib": 1}, 5,
+     {"tokens_per_sec_per_gpu": 1.0, "memory_gib": "much"}],
+)  # fmt: skip
+def test_broken_baselines_are_one_line(entry, result, tmp_path, capsys):
+    path = tmp_path / "b.json"
+    path.write_text(json.dumps({"baselines": {"x": entry}}))
+    assert compare.main([str(result), "--baseline", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and f"--baseline {path}: is no file of baselines" in err
 
 
 def test_unfit_runs_become_no_baseline(baselines, result, tmp_path, capsys):
