@@ -3,8 +3,12 @@
     python doctor.py
 
 Looks only: it changes nothing, and ends nobody's process. Exit code 1 if something needed is missing.
+Needs no library, since a missing one is what it is to tell.
 """
 
+from __future__ import annotations
+
+import argparse
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -17,20 +21,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.command_line import parse_dataclass, run_tool
-from bench.errors import UsageError
-from bench.experiment import detect_platform
-
-
-@dataclasses.dataclass(frozen=True)
-class DoctorArgs:
-    """Say what this machine has, what is missing for which feature, and what to do about it."""
-
-    json: bool = False
-    """Print JSON in place of a table."""
+from bench.vendor import detect_platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +34,10 @@ class Finding:
     advice: str = ""
 
 
+OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 # Feature: distribution, what it is for, how to get it.
 LIBRARIES = (
-    ("torch", "training", "pip install -e . in this directory", True),
+    ("torch", "training", "pip install -e .", True),
     ("tyro", "the command lines", "pip install -e .", True),
     ("pydantic", "result files", "pip install -e .", True),
     ("numpy", "token files and statistics", "pip install -e .", True),
@@ -63,25 +55,34 @@ LIBRARIES = (
 
 def main(argv: Sequence[str]) -> int:
     """Look at everything, print it, and return the exit code."""
-    try:
-        args = parse_dataclass(DoctorArgs, argv, "doctor.py")
-    except UsageError as error:
-        print(f"doctor.py: {error}", file=sys.stderr)
+    parser = argparse.ArgumentParser(
+        prog="doctor.py",
+        description="Say what this machine has, what is missing for which feature, and what to do.",
+        epilog="ok: there. --: missing, a feature is not there. !!: nothing will run, exit code 1. "
+        "Looks only: it changes nothing, and ends nobody's process.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        print(f"doctor.py: {unknown[0]}: no such option; see doctor.py --help", file=sys.stderr)
         return 2
     kind = detect_platform()
     findings = [*machine(), *drivers(kind), *libraries(kind), *torch_sees(kind), *settings()]
     if args.json:
         print(json.dumps([dataclasses.asdict(f) for f in findings], indent=1))
     else:
-        table = Table(box=None, pad_edge=False)
-        for name in ("", "what", "found", "what to do"):
-            table.add_column(name, overflow="fold")
-        signs = {"ok": "ok", "missing": "--", "bad": "!!"}
-        for f in findings:
-            table.add_row(signs[f.state], f.what, f.found, f.advice)
-        width = None if sys.stdout.isatty() else 160
-        Console(highlight=False, markup=False, width=width).print(table)
+        show(findings)
     return 1 if any(f.state == "bad" for f in findings) else 0
+
+
+def show(findings: list[Finding]) -> None:
+    """A table; what to do about a finding stands on a line of its own."""
+    signs = {"ok": "ok", "missing": "--", "bad": "!!"}
+    width = max(len(f.what) for f in findings)
+    for f in findings:
+        print(f"{signs[f.state]}  {f.what:{width}}  {f.found}")
+        if f.advice:
+            print(f"    {'':{width}}  -> {f.advice}")
 
 
 def machine() -> list[Finding]:
@@ -195,11 +196,23 @@ def libraries(kind: str) -> list[Finding]:
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue
         try:
-            found.append(Finding(name, "ok", importlib.metadata.version(name)))
+            version = importlib.metadata.version(name)
+            if name == "torch" and _numbers(version) < OLDEST_TORCH:
+                needs = ".".join(map(str, OLDEST_TORCH))
+                found.append(Finding(name, "bad", f"{version}, older than {needs}", advice))
+            else:
+                found.append(Finding(name, "ok", version))
         except importlib.metadata.PackageNotFoundError:
             state = "bad" if needed else "missing"
             found.append(Finding(name, state, f"not installed; needed for {purpose}", advice))
     return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13)."""
+    return tuple(
+        int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]
+    )
 
 
 def torch_sees(kind: str) -> list[Finding]:
@@ -260,4 +273,4 @@ def _output(*command: str) -> str | None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    sys.exit(main(sys.argv[1:]))

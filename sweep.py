@@ -25,6 +25,7 @@ import tyro
 from pydantic import ValidationError
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from bench.auto_batch import search_batch
@@ -35,7 +36,6 @@ from bench.experiment import (
     Cell,
     Experiment,
     Platform,
-    detect_platform,
     differences,
     from_command_line,
     make_cells,
@@ -45,6 +45,7 @@ from bench.hardware import find_hardware
 from bench.memory_model import estimate_memory, largest_batch
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.statistics import bootstrap_mean
+from bench.vendor import detect_platform
 from model.config import ConfigError, load_config
 
 
@@ -83,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
         experiment, where = read(args)
         platform = detect_platform() if args.platform == "auto" else args.platform
         cells = make_cells(experiment, platform, where)
-        if args.auto_bsz and any("global_bsz" in dict(cell.flags) for cell in cells):
-            raise UsageError("--auto-bsz chooses --bsz, which global_bsz would bind; leave one out")
+        if args.auto_bsz:
+            check_auto_batch(experiment)
         unlike = differences(experiment)
     except (UsageError, ConfigError) as error:
         print(f"sweep.py: {error}", file=sys.stderr)
@@ -119,19 +120,31 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         print(f"sweep.py: --output-dir {directory}: {error.strerror}", file=sys.stderr)
         return 2
+    again = "the same command goes on from there"
     try:
         cells = run_all(cells, experiment, rows, directory, args, platform)
+        # The directory may hold rows of other settings, from an earlier form of the experiment.
+        keys = [cell_key(cell, i) for i in range(experiment.repeats) for cell in cells]
+        measured = [rows.rows[key] for key in keys]
+        write_csv(measured, directory / "results.csv")
+        show(rank(measured), directory)
     except KeyboardInterrupt:
-        again = f"rows kept: {len(rows.rows)}; the same command goes on from there"
-        print(f"\nsweep.py: interrupted; {again}", file=sys.stderr)
+        print(f"\nsweep.py: interrupted; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
         return 1
-    # The directory may hold rows of other settings, from an earlier form of the experiment.
-    keys = [cell_key(cell, i) for i in range(experiment.repeats) for cell in cells]
-    measured = [rows.rows[key] for key in keys]
-    write_csv(measured, directory / "results.csv")
-    ranked = rank(measured)
-    show(ranked, directory)
+    except OSError as error:
+        what = f"{error.filename or directory}: {error.strerror}"
+        print(f"sweep.py: {what}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
+        return 1
     return 0 if any(row["status"] == "ok" for row in measured) else 1
+
+
+def check_auto_batch(e: Experiment) -> None:
+    """UsageError where a searched micro batch would change what the experiment fixes."""
+    if e.methodology == "identical_config":
+        raise UsageError("--auto-bsz: batches would differ, and methodology is identical_config")
+    flags = [e.training, e.grid, *e.cells, *e.platforms.values()]
+    if any("global_bsz" in given for given in flags):
+        raise UsageError("--auto-bsz chooses --bsz, which global_bsz would bind; leave one out")
 
 
 def read(args: SweepArgs) -> tuple[Experiment, str]:
@@ -332,12 +345,12 @@ def show(ranked: list[Ranked], directory: Path) -> None:
     best = ranked[0].tokens_per_sec if ranked else None
     for r in ranked:
         if r.tokens_per_sec is None:
-            table.add_row(r.label, r.status, *[""] * 6)
+            table.add_row(escape(r.label), r.status, *[""] * 6)
             continue
         tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
         share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
         table.add_row(
-            r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{r.low:,.0f} - {r.high:,.0f}",
+            escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{r.low:,.0f} - {r.high:,.0f}",
             f"{r.cv:.1%}", share, "unknown" if r.mfu is None else f"{r.mfu:.1%}",
             f"{r.memory_gib:.2f}",
         )  # fmt: skip

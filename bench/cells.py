@@ -140,7 +140,8 @@ class Rows:
         if path.exists():
             whole = [line for line in path.read_bytes().split(b"\n") if line]
             for line in whole:
-                with contextlib.suppress(ValueError):  # the last, cut off when the sweep was killed
+                # The last may be cut off: the sweep was killed.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     row = json.loads(line)
                     self.rows[row["key"]] = row
             self._rewrite()

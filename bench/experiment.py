@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from bench.args import Args
 from bench.command_line import parse_args
@@ -70,6 +70,19 @@ class Experiment(Strict):
     platforms: dict[Platform, Flags] = {}
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(3600.0, gt=0)
+
+    @field_validator("training", "grid", "cells", "platforms", mode="before")
+    @classmethod
+    def _by_either_name(cls, value: Any) -> Any:
+        """Flags by their names with `-` or `_`."""
+        if isinstance(value, list):
+            return [cls._by_either_name(row) for row in value]
+        if not isinstance(value, dict):
+            return value
+        names = {n: n.replace("-", "_") if isinstance(n, str) else n for n in value}
+        return {
+            names[n]: cls._by_either_name(v) if isinstance(v, dict) else v for n, v in value.items()
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +146,11 @@ def read_experiment(path: str | Path) -> Experiment:
 
 
 def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
-    """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one."""
+    """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one.
+
+    Lines that are comments go.
+    """
+    text = re.sub(r"(?m)^\s*#.*$", "", text)
 
     def value(match: re.Match) -> str:
         name, default = match[1], match[3]
@@ -147,21 +164,14 @@ def substitute(text: str, environ: dict[str, str], path: str | Path = "text") ->
     return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
 
 
-def detect_platform() -> Platform:
-    """The GPUs' vendor, by the driver's device files; `cpu` without."""
-    if Path("/dev/nvidiactl").exists():
-        return "nvidia"
-    return "amd" if Path("/dev/kfd").exists() else "cpu"
-
-
 def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
     """All settings of an experiment on one platform; UsageError if one of them could not run."""
     axes = list(e.grid)
     combinations = [
         dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
     ]
-    machine = e.hardware.get(platform, Machine())
-    if machine.gpu:
+    machine = e.hardware.get(platform)
+    if machine and machine.gpu:
         find_hardware(machine.gpu)
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
@@ -170,7 +180,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         if unknown:
             raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
-        flags = _resolve_sizes(flags, e, machine, where)
+        flags = _resolve_sizes(flags, e, platform, where)
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
         cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
         try:
@@ -205,22 +215,30 @@ def _meant(name: str, value: Value, where: str) -> Value:
         ) from None
 
 
-def _world(flags: Flags, e: Experiment, machine: Machine) -> int | None:
+def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
     """Ranks of a run; None where that is left to the machine it runs on."""
     if e.script == "train.py":
         return 1
-    return flags.get("nproc") or (machine.gpus if machine in e.hardware.values() else None)
+    return flags.get("nproc") or (machine.gpus if machine else None)
 
 
-def _resolve_sizes(flags: Flags, e: Experiment, machine: Machine, where: str) -> Flags:
+def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
     """Check that replicas x shards are the GPUs, and global = micro x data parallel x accumulation."""
     flags = dict(flags)
-    if e.script == "train.py" and machine.gpus > 1:
+    machine = e.hardware.get(platform)
+    if e.script == "train.py" and machine and machine.gpus > 1:
         raise UsageError(
             f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
         )
     p = e.parallel
-    if p.dp_shard is not None and p.dp_replicate * p.dp_shard != machine.gpus:
+    if machine is None and "parallel" in e.model_fields_set:
+        raise UsageError(
+            f"{where}: hardware has no {platform}, so how many GPUs `parallel` is to share out is not "
+            "known; add it, or choose another --platform"
+        )
+    if "dp_replicate" in flags and "parallel" in e.model_fields_set:
+        raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")
+    if machine and p.dp_shard is not None and p.dp_replicate * p.dp_shard != machine.gpus:
         right = machine.gpus / p.dp_replicate
         advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
         raise UsageError(
@@ -229,14 +247,13 @@ def _resolve_sizes(flags: Flags, e: Experiment, machine: Machine, where: str) ->
         )
     if p.dp_replicate > 1:
         flags["dp_replicate"] = p.dp_replicate
-    known = machine in e.hardware.values()
-    if e.script != "train.py" and known:
+    if e.script != "train.py" and machine:
         if flags.get("nproc", machine.gpus) != machine.gpus:
             raise UsageError(
                 f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
             )
         flags["nproc"] = machine.gpus
-    if machine.usd_per_hour:
+    if machine and machine.usd_per_hour:
         flags.setdefault("usd_per_hour", machine.usd_per_hour)
     size, steps = flags.get("global_bsz"), flags.get("grad_acc_steps")
     if size is not None and steps is not None:
@@ -265,8 +282,7 @@ def differences(e: Experiment) -> list[str]:
     for platform in platforms:
         cells = make_cells(e, platform)
         resolved[platform] = [
-            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform, Machine())))
-            for cell in cells
+            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform))) for cell in cells
         ]
     lines = []
     for a, b in itertools.pairwise(platforms):

@@ -242,7 +242,7 @@ def test_the_other_suites_json(tmp_path):
         (
             "performance_metrics",
             {"tokens_per_second": "5000"},
-            "tokens_per_sec is '5000', not a number",
+            "is of a known kind, but not understood",
         ),
         (
             "performance_metrics",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -36,6 +37,25 @@ def test_this_machine(capsys, monkeypatch):
     assert found["torch"]["state"] == "ok" and found["PyTorch"]["found"].startswith("2.")
     assert doctor.main([]) == 0
     assert "PyTorch" in capsys.readouterr().out
+
+
+def test_without_any_library():
+    """As on a fresh machine: -S hides what is installed."""
+    done = subprocess.run(
+        [sys.executable, "-S", "doctor.py"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and done.stderr == ""
+    for name in ("torch", "tyro", "pydantic", "rich", "PyYAML"):
+        assert f"!!  {name:18}  not installed" in done.stdout
+
+
+def test_an_old_torch_is_bad(monkeypatch):
+    versions = {"torch": "2.9.1+cu128"}
+    monkeypatch.setattr(
+        doctor.importlib.metadata, "version", lambda name: versions.get(name, "1.0")
+    )
+    (torch,) = [f for f in doctor.libraries("cpu") if f.what == "torch"]
+    assert torch.state == "bad" and "2.9.1+cu128, older than 2.11" in torch.found
 
 
 def test_who_holds_a_gpus_memory(tmp_path, monkeypatch):

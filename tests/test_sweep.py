@@ -256,6 +256,48 @@ def test_sizes_are_checked_and_passed_on():
     assert flags["nproc"] == 8 and flags["dp_replicate"] == 2 and "global_bsz" not in flags
 
 
+def test_names_with_dashes_and_variables_in_comments(tmp_path):
+    path = tmp_path / "e.yaml"
+    path.write_text(
+        "# ${NOT_SET_ANYWHERE}\nexperiment: x\nmodels: [configs/gpt2-tiny.json]\n"
+        "training: {seq-len: 32}\ngrid: {pt-compile: [true, false]}\n"
+        "platforms: {nvidia: {grad-clip: 0.5}}\n"
+    )
+    first, second = make_cells(read_experiment(path), "nvidia")
+    assert first.argv()[1:] == ["--grad-clip", "0.5", "--pt-compile", "--seq-len", "32"]
+    assert second.axes == ("pt_compile",)
+
+
+def test_one_gpu_on_another_platform_says_nothing_of_this_one():
+    e = experiment(script="train_ddp.py", hardware={"cpu": {"gpus": 1}})
+    (cell,) = make_cells(e, "nvidia")
+    assert "nproc" not in dict(cell.flags)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"methodology": "identical_config"}, "methodology is identical_config"),
+        (
+            {"training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 4}},
+            "which global_bsz would bind",
+        ),
+    ],
+)
+def test_auto_batch_changes_nothing_that_is_fixed(keys, message, tmp_path, capsys):
+    path = write(tmp_path / "e.yaml", **keys)
+    assert sweep.main([path, "--auto-bsz", "--dry-run", "--platform", "nvidia"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
+    (tmp_path / "logs").write_text("in the way")
+    path = write(tmp_path / "e.yaml", training=FAST)
+    assert sweep.main([path, "--output-dir", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -283,6 +325,15 @@ def test_sizes_are_checked_and_passed_on():
             "nproc 4, but hardware says 8 GPUs",
         ),
         ({"hardware": {"nvidia": {"gpu": "h300"}}}, "no such device"),
+        (
+            {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
+             "parallel": {"dp_shard": 8}, "training": {"dp_replicate": 2}},
+            "dp_replicate is in `parallel` already",
+        ),
+        (
+            {"script": "train_fsdp.py", "hardware": {"amd": {"gpus": 8}}, "parallel": {"dp_shard": 8}},
+            "hardware has no nvidia, so how many GPUs `parallel` is to share out is not known",
+        ),
         (
             {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 4}},
              "training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 64}},
