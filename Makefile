@@ -38,10 +38,10 @@ PY ?= $(BIN)/python
 gpu-check: gpu-test gpu-bench
 
 # In parts, where a command may not run that long: PYTEST_ADDOPTS='-k "not fp8"' make gpu-test
-gpu-test:
+gpu-test: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(PY) -m pytest -m gpu
 
-gpu-bench:
+gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(PY) benchmarks/gemm.py
 	$(PY) benchmarks/overhead.py
 	$(PY) benchmarks/loss.py

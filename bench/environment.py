@@ -18,6 +18,7 @@ LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger
 SETTINGS = (
     "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "NVTE_",
     "OMP_", "MKL_", "KMP_", "CUBLAS", "ROCBLAS_", "HIPBLASLT_", "DISABLE_ADDMM_", "HSA_", "CK_",
+    "GLOO_",
     "GPU_MAX_HW_QUEUES", "SLURM_JOB_ID", "TRITON_",
 )  # fmt: skip
 
@@ -56,7 +57,8 @@ def source_revision() -> dict[str, str | bool | None]:
     # An image has the tree without its history; it knows the revision it was built from.
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha:
-        return {"git_sha": os.environ.get("BENCH_GIT_SHA"), "git_dirty": None}
+        told = os.environ.get("BENCH_GIT_SHA")
+        return {"git_sha": None if told in ("", "unknown") else told, "git_dirty": None}
     changes = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {"git_sha": sha, "git_dirty": bool(changes)}
 

@@ -80,7 +80,7 @@ def plot(curves: dict[str, np.ndarray], path: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        print(f"no plot: {error}; pip install 'llm-train-bench[report]'", file=sys.stderr)
+        print(f"no plot: {error}; pip install matplotlib", file=sys.stderr)
         return
 
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True)

@@ -18,7 +18,8 @@ usage() {
 Usage: docker/$script [OPTIONS] [COMMAND ...]
 
 Starts a container with this repository, all GPUs, shared memory, RDMA devices and caches, as your own user,
-and runs COMMAND in it (by default a shell). If it runs already, COMMAND runs in it.
+and runs COMMAND in it (by default a shell). If it runs already, COMMAND runs in it, with its GPUs and
+directories, and ends with the command it was started with; --name starts another.
 
   --gpus LIST      which GPUs: all (default), or numbers: 0,1
   --cpu            no GPUs, and the image llm-train-bench:cpu
@@ -36,9 +37,17 @@ Build the image first: $build
 EOF
 }
 
+absolute() { # macOS has no realpath -m
+    realpath -m -- "$1" 2>/dev/null || case $1 in
+    /*) echo "$1" ;;
+    *) echo "$PWD/$1" ;;
+    esac
+}
+
 parse() {
-    local asked=${BENCH_IMAGE:-}
-    gpus=all cpu="" dry="" engine="" output="" container="" cache="${XDG_CACHE_HOME:-$HOME/.cache}/llm-train-bench"
+    gpus=all cpu="" dry="" engine="" output="" container=""
+    asked="" fixed="" # an image that was asked for; an option that a running container cannot follow
+    cache="${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench"
     while [ $# -gt 0 ]; do
         case $1 in
         -h | --help)
@@ -49,6 +58,9 @@ parse() {
         --cpu) cpu=1 ;;
         --gpus | --image | --name | --output | --cache | --engine)
             [ $# -ge 2 ] || die "$1 needs a value; see $script --help" 2
+            case $1 in
+            --gpus | --output | --cache) fixed=$1 ;;
+            esac
             case $1 in
             --gpus) gpus=$2 ;;
             --image) asked=$2 ;;
@@ -73,11 +85,12 @@ parse() {
         image=llm-train-bench:cpu vendor=cpu
         build="docker build -t llm-train-bench:cpu -f docker/Dockerfile.cpu ."
     fi
-    image=${asked:-$image}
+    image=${asked:-${BENCH_IMAGE:-$image}}
     [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
-    container=${container:-llm-train-bench-$(id -un)-$vendor}
-    output=$(realpath -m -- "${output:-$repo/runs}")
-    cache=$(realpath -m -- "$cache")
+    user_name=$(id -un 2>/dev/null || id -u) # a number where nobody knows the name
+    container=${container:-llm-train-bench-${user_name//[^A-Za-z0-9_.-]/_}-$vendor}
+    output=$(absolute "${output:-$repo/runs}")
+    cache=$(absolute "$cache")
     for path in "$repo" "$output" "$cache"; do
         [[ $path != *,* ]] || die "$path: a path with a comma cannot be mounted; choose another" 2
     done
@@ -100,9 +113,19 @@ find_engine() {
         podman=1
     elif ! problem=$("$engine" info 2>&1 >/dev/null); then
         case $problem in
-        *"ermission denied"*) die "docker refuses you its socket: sudo usermod -aG docker $(id -un), then log in again" ;;
+        *"ermission denied"*) die "docker refuses you its socket: sudo usermod -aG docker $user_name, then log in again" ;;
         *) die "the docker daemon does not answer: sudo systemctl start docker" ;;
         esac
+    fi
+    rootless="" selinux=""
+    if [ -n "$podman" ]; then
+        build="${build/docker build/$engine build --format docker}"
+        [ "$(id -u)" = 0 ] || rootless=1
+    else
+        local security
+        security=$("$engine" info --format '{{.SecurityOptions}}' 2>/dev/null || true)
+        [[ $security != *rootless* ]] || rootless=1
+        [[ $security != *selinux* ]] || selinux=1
     fi
 }
 
@@ -115,27 +138,30 @@ find_image() {
 
 # The host's user inside, so that files belong to it.
 user_arguments() {
-    local user security=""
+    local user
     user="$(id -u):$(id -g)"
     if [ -n "$podman" ]; then
-        [ "$(id -u)" = 0 ] || args+=(--userns=keep-id)
-        args+=(--security-opt label=disable)
-    else
-        security=$("$engine" info --format '{{.SecurityOptions}}' 2>/dev/null || true)
-    fi
-    if [[ $security == *rootless* ]]; then
+        [ -z "$rootless" ] || args+=(--userns=keep-id)
+    elif [ -n "$rootless" ]; then
         user=0:0 # rootless docker: root inside is you
+    fi
+    if [ -n "$podman$selinux" ]; then
+        args+=(--security-opt label=disable) # or the mounted directories cannot be read
     fi
     args+=(--user "$user")
     # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
-    args+=(-e "USER=$(id -un)" -e "LOGNAME=$(id -un)" -e HOME=/cache/home)
+    args+=(-e "USER=$user_name" -e "LOGNAME=$user_name" -e HOME=/cache/home)
 }
 
 mount_arguments() {
     # By image: kernels compiled for one torch are no good to another.
     caches=$cache/${image//[^A-Za-z0-9._-]/_}
     if [ -z "$dry" ]; then # docker would make missing directories as root
-        mkdir -p "$caches/home" "$output" "$repo/runs"
+        local directory
+        for directory in "$caches/home" "$output" "$repo/runs"; do
+            mkdir -p "$directory" 2>/dev/null ||
+                die "$directory: cannot be made; --output and --cache choose others, runs/ must be there"
+        done
     fi
     args+=(--mount "type=bind,src=$repo,dst=$workdir" --mount "type=bind,src=$output,dst=$workdir/runs")
     args+=(--mount "type=bind,src=$caches,dst=/cache" --workdir "$workdir")
@@ -145,7 +171,10 @@ mount_arguments() {
 }
 
 network_arguments() {
-    args+=(--network host --ipc=host --ulimit memlock=-1 --ulimit stack=67108864)
+    args+=(--network host --ipc=host --ulimit stack=67108864)
+    if [ -z "$rootless" ] || [ "$(ulimit -H -l)" = unlimited ]; then
+        args+=(--ulimit memlock=-1) # who is not root cannot raise it, and the engine would not start
+    fi
     if [ -d "$root/dev/infiniband" ] && [ -n "$(ls -A "$root/sys/class/infiniband" 2>/dev/null)" ]; then
         args+=(--device /dev/infiniband --cap-add IPC_LOCK)
     fi
@@ -153,17 +182,22 @@ network_arguments() {
 
 # Variables of the host that concern a run: they go before those of the image and of amd.env.
 passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP)_'
-passed_on+='|^CUDA_VISIBLE_DEVICES$|^(NNODES|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
+passed_on+='|^CUDA_VISIBLE_DEVICES$|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
+
+# What lies where on the host is not where it lies in the image.
+kept_back='_(PATH|HOME|DIR|PLATFORM)$'
 
 environment_arguments() {
-    local name
+    local name revision
     while IFS= read -r name; do
         # With --gpus the container has no others, and numbers its own from 0.
         if [ "$gpus" = all ] || [[ $name != *_VISIBLE_DEVICES ]]; then
             args+=(-e "$name")
         fi
-    done < <(compgen -e | grep -E "$passed_on" | sort)
-    args+=(-e "BENCH_IMAGE_NAME=$image" -e "BENCH_IMAGE_DIGEST=$digest")
+    done < <(compgen -e | grep -E "$passed_on" | grep -Ev "$kept_back" | sort)
+    # The mounted tree's, not the image's.
+    revision=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)
+    args+=(-e "BENCH_GIT_SHA=$revision")
 }
 
 terminal=()
@@ -190,13 +224,19 @@ main() {
     if [ -z "$cpu" ]; then
         find_gpus
     fi
-    find_image
     if [ ${#command[@]} = 0 ]; then
         command=(bash)
     fi
-    local state
-    state=$("$engine" container inspect --format '{{.State.Running}}' "$container" 2>/dev/null || true)
+    local state its_image its_tree
+    # shellcheck disable=SC2034 # its_image is looked at where one was asked for
+    IFS='|' read -r state its_image its_tree < <("$engine" container inspect --format \
+        '{{.State.Running}}|{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' "$container" 2>/dev/null || true) || true
     if [ -n "$state" ]; then
+        [ -z "$fixed" ] || die "$fixed: container $container is there already, with its own; --name starts another"
+        [ -z "$asked" ] || [ "$asked" = "$its_image" ] ||
+            die "--image $asked: container $container is there already, of $its_image; --name starts another"
+        [ "$its_tree" = "$repo" ] ||
+            die "container $container is of another tree, ${its_tree:-unknown}; --name starts another"
         echo "$script: container $container is there; entering it, with its GPUs and directories" >&2
         if [ "$state" != true ] && [ -z "$dry" ]; then
             "$engine" start "$container" >/dev/null
@@ -206,7 +246,8 @@ main() {
         run "$engine" exec -i ${terminal[@]+"${terminal[@]}"} "${args[@]}" --workdir "$workdir" "$container" "${through_bash[@]}" "${command[@]}"
         return
     fi
-    args=(run --rm --init --pull=never --no-healthcheck -i ${terminal[@]+"${terminal[@]}"} --name "$container")
+    find_image
+    args=(run --rm --init --pull=never --no-healthcheck -i ${terminal[@]+"${terminal[@]}"} --name "$container" --label "llm-train-bench.tree=$repo")
     if [ -z "$cpu" ]; then
         gpu_arguments
     fi
@@ -214,5 +255,6 @@ main() {
     user_arguments
     mount_arguments
     environment_arguments
+    args+=(-e "BENCH_IMAGE_NAME=$image" -e "BENCH_IMAGE_DIGEST=$digest")
     run "$engine" "${args[@]}" "$image" "${through_bash[@]}" "${command[@]}"
 }

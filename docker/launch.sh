@@ -5,6 +5,8 @@ build="docker build -t llm-train-bench:nvidia -f docker/Dockerfile --build-arg G
 # shellcheck source=docker/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+toolkit="install it: https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/install-guide.html"
+
 find_gpus() {
     command -v nvidia-smi >/dev/null ||
         die "no nvidia-smi: install NVIDIA's driver (sudo ubuntu-drivers install), or --cpu to go without"
@@ -17,10 +19,10 @@ find_gpus() {
     done
     if [ -n "$podman" ]; then
         compgen -G "$root/etc/cdi/*" >/dev/null || compgen -G "$root/var/run/cdi/*" >/dev/null ||
-            die "podman has no description of the GPUs: sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+            die "podman has no description of the GPUs: sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml (no nvidia-ctk: $toolkit)"
     elif [[ $("$engine" info --format '{{json .Runtimes}}') != *nvidia* ]] &&
         ! command -v nvidia-container-runtime-hook >/dev/null; then
-        die "no NVIDIA Container Toolkit: sudo apt-get install -y nvidia-container-toolkit && sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
+        die "no NVIDIA Container Toolkit: $toolkit; then: sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
     fi
 }
 

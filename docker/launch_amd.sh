@@ -8,7 +8,7 @@ build="docker build -t llm-train-bench:amd -f docker/Dockerfile.amd --build-arg 
 find_gpus() {
     [ -e "$root/dev/kfd" ] || die "no /dev/kfd: load AMD's driver (sudo modprobe amdgpu), or --cpu to go without"
     [ -r "$root/dev/kfd" ] && [ -w "$root/dev/kfd" ] ||
-        die "/dev/kfd is not yours to use: sudo usermod -aG render,video $(id -un), then log in again"
+        die "/dev/kfd is not yours to use: sudo usermod -aG render,video $user_name, then log in again"
     mapfile -t nodes < <(compgen -G "$root/dev/dri/renderD*" | sort -V)
     n_gpus=${#nodes[@]}
     [ "$n_gpus" -gt 0 ] || die "no GPU in /dev/dri: see rocm-smi, or --cpu to go without"

@@ -3,15 +3,29 @@
 #   NNODES=2 HEAD=10.0.0.1 docker/torchrun_node.sh train_fsdp.py configs/llama-3.1-8b.json --bsz 1
 # NNODES       number of nodes
 # HEAD         address of one of them, where all meet; PORT (29400) is the port there
+# NODE         number of this node, 0 at HEAD: then the others wait for it, up to WAIT (900) seconds.
+#              Without it start all within two minutes. Kubernetes' JOB_COMPLETION_INDEX serves as well
 # GPUS         processes on this node; by default one per GPU
 # MAX_RESTARTS how often all ranks start again, from the beginning, after one failed (0)
 set -euo pipefail
 if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ]; then
-    sed -n '2,7s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 cd "$(dirname "$0")/.."
+node=${NODE:-${JOB_COMPLETION_INDEX:-}} port=${PORT:-29400} conf=()
+if [ -n "$node" ]; then
+    # Names may resolve to an address that the node does not know as its own.
+    conf=(--rdzv-conf "is_host=$([ "$node" = 0 ] && echo 1 || echo 0)")
+    until [ "$node" = 0 ] || (exec 3<>"/dev/tcp/$HEAD/$port") 2>/dev/null; do
+        if [ "$SECONDS" -ge "${WAIT:-900}" ]; then
+            echo "torchrun_node.sh: nothing answers at $HEAD:$port after ${WAIT:-900} s; is node 0 up?" >&2
+            exit 1
+        fi
+        sleep 1
+    done
+fi
 exec python -m torch.distributed.run \
     --nnodes "$NNODES" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv-backend c10d --rdzv-id "${JOB_ID:-llm-train-bench}" --rdzv-endpoint "$HEAD:${PORT:-29400}" \
-    "$@"
+    --rdzv-backend c10d --rdzv-id "${JOB_ID:-llm-train-bench}" --rdzv-endpoint "$HEAD:$port" \
+    ${conf[@]+"${conf[@]}"} "$@"

@@ -5,7 +5,9 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -309,18 +311,122 @@ def test_one_gpu(machine):
 
 
 def test_re_entry_runs_in_the_container_that_is_there(ready):
-    (ready.state / "container").write_text("true")
+    (ready.state / "container").write_text(f"true|llm-train-bench:nvidia|{ROOT}")
     code, _, error = ready.launch("nvidia-smi", "-L", NNODES="2")
     assert code == 0 and "entering it" in error
     call = ready.started()
+    # It runs on the image it was started with, which may not be what the name means now.
+    assert not any(v.startswith("BENCH_IMAGE") for v in values(call, "-e"))
     assert call[:3] == ["docker", "exec", "-i"] and call[-2:] == ["nvidia-smi", "-L"]
     assert "NNODES" in values(call, "-e")
     assert call[call.index("bash") :][:4] == ["bash", "-c", 'exec "$@"', "bash"]
     assert ready.calls("start") == []
     (ready.state / "calls.jsonl").unlink()
-    (ready.state / "container").write_text("false")
+    (ready.state / "container").write_text(f"false|llm-train-bench:nvidia|{ROOT}")
+    (ready.state / "no_image").touch()  # its tag may be gone, it runs
     assert ready.launch("true")[0] == 0
     assert len(ready.calls("start")) == 1 and ready.started()[1] == "exec"
+
+
+@pytest.mark.parametrize(
+    ("argv", "container", "message"),
+    [
+        (
+            ["--gpus", "0"],
+            f"true|llm-train-bench:nvidia|{ROOT}",
+            "--gpus: container llm-train-bench-",
+        ),
+        (["--output", "/tmp/x"], f"true|llm-train-bench:nvidia|{ROOT}", "--output: container"),
+        (
+            ["--image", "other:1"],
+            f"true|llm-train-bench:nvidia|{ROOT}",
+            "of llm-train-bench:nvidia",
+        ),
+        ([], "true|llm-train-bench:nvidia|/another/clone", "is of another tree, /another/clone"),
+    ],
+)
+def test_what_a_running_container_cannot_follow_is_refused(argv, container, message, ready):
+    (ready.state / "container").write_text(container)
+    code, _, error = ready.launch(*argv, "true")
+    assert code == 1 and message in error and "--name starts another" in error
+    assert error.count("\n") == 1 and not ready.calls("run", "exec")
+
+
+def test_paths_of_the_host_stay_there(ready):
+    assert (
+        ready.launch("true", HIP_PATH="/opt/rocm", TORCH_HOME="/x", HIP_LAUNCH_BLOCKING="1")[0] == 0
+    )
+    names = values(ready.started(), "-e")
+    assert "HIP_LAUNCH_BLOCKING" in names and not {"HIP_PATH", "TORCH_HOME"} & set(names)
+
+
+def test_the_mounted_trees_revision_is_told(ready):
+    assert ready.launch("true")[0] == 0
+    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    assert f"BENCH_GIT_SHA={head}" in values(ready.started(), "-e")
+
+
+def test_without_a_home_or_a_name(ready):
+    ready.put("id", '#!/bin/sh\n[ "$1" = -un ] && exit 1\nexec /usr/bin/id "$@"\n')
+    del ready.environment["HOME"]
+    code, _, error = ready.launch("--cache", str(ready.home), "true")
+    assert (code, error) == (0, "")
+    (name,) = values(ready.started(), "--name")
+    assert name == f"llm-train-bench-{os.getuid()}-nvidia"
+    assert ready.launch("-h")[0] == 0
+
+
+def test_a_directory_that_cannot_be_made_is_one_line(ready):
+    code, _, error = ready.launch("--output", "/dev/null/runs", "true")
+    assert code == 1 and error.count("\n") == 1
+    assert error.startswith("launch.sh: /dev/null/runs: cannot be made; --output and --cache")
+
+
+def test_docker_with_selinux(ready):
+    (ready.state / "security").write_text("[name=selinux]")
+    assert ready.launch("true")[0] == 0
+    assert "label=disable" in values(ready.started(), "--security-opt")
+
+
+def test_rootless_docker_asks_for_no_more_memory_to_lock_than_there_is(ready):
+    (ready.state / "security").write_text("[name=rootless]")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    small = limit if limit != resource.RLIM_INFINITY else 8 << 20
+    done = subprocess.run(
+        ["bash", "-c", f'ulimit -l {small // 1024}; exec bash "$0" true', str(ROOT / "docker/launch.sh")],
+        env=ready.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert values(ready.started(), "--ulimit") == ["stack=67108864"]
+
+
+def test_nodes_wait_for_the_first(machine):
+    """And know whether they are the one where all meet."""
+    machine.put("python", '#!/bin/sh\necho "$@"\n')
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        found = {}
+        where = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port}
+        for node in ("0", "1", ""):
+            done = subprocess.run(
+                ["bash", str(ROOT / "docker/torchrun_node.sh"), "train_fsdp.py", "x.json"],
+                env=machine.environment | where | {"NODE": node},
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            found[node] = done.stdout
+    assert "--rdzv-conf is_host=1 train_fsdp.py x.json" in found["0"]
+    assert "--rdzv-conf is_host=0 train_fsdp.py x.json" in found["1"]
+    assert "is_host" not in found[""]
+    done = subprocess.run(
+        ["bash", str(ROOT / "docker/torchrun_node.sh"), "train_fsdp.py", "x.json"],
+        env=machine.environment | where | {"JOB_COMPLETION_INDEX": "1", "WAIT": "2"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"torchrun_node.sh: nothing answers at 127.0.0.1:{port} after 2 s; is node 0 up?\n"
+    )
 
 
 def test_podman(machine):
