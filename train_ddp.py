@@ -58,7 +58,11 @@ def train(args: Args, ranks: Ranks) -> None:
             load_pretrained(model, config, weights)
         ddp = apply_ddp(model, device, batch.grad_acc_steps, args)
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        run.set_traffic(ddp_bytes(shapes, args.grad_compression == "bf16", ranks.world))
+        run.set_traffic(
+            ddp_bytes(
+                shapes, args.grad_compression == "bf16", ranks.world, args.pass_type != "forward"
+            )
+        )
         optimizer = build_optimizer(model, args) if args.pass_type == "step" else None
 
         run.result.metrics.val_loss_before = evaluate(model, val_data, args, device)

@@ -13,9 +13,11 @@ from bench.args import Args
 Shapes = Mapping[str, Sequence[int]]
 
 
-def ddp_bytes(shapes: Shapes, compressed: bool, replicas: int) -> dict[str, int]:
-    """DDP reduces each gradient once per step, in fp32 or bf16."""
-    if replicas == 1:
+def ddp_bytes(
+    shapes: Shapes, compressed: bool, replicas: int, train: bool = True
+) -> dict[str, int]:
+    """DDP reduces each gradient once per step, in fp32 or bf16; without gradients nothing."""
+    if replicas == 1 or not train:
         return {}
     total = sum(math.prod(shape) for shape in shapes.values())
     return {"all_reduce": total * (2 if compressed else 4)}

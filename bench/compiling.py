@@ -37,6 +37,8 @@ def apply_compile(model: Transformer, mode: str) -> None:
     depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
     `fullgraph` turns a graph break into an error.
     """
+    # Under DDP it would cut every block's graph at the buckets' ends, as if blocks were not apart.
+    torch._dynamo.config.optimize_ddp = False
     for i, block in enumerate(model.blocks):
         compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
         block.forward = _named(compiled, f"blocks.{i}")

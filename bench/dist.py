@@ -114,6 +114,12 @@ def broadcast(ranks: Ranks, value: Any) -> Any:
     return box[0]
 
 
+def meet(ranks: Ranks) -> None:
+    """Go on when all ranks are here."""
+    if ranks.world > 1:
+        dist.barrier()
+
+
 def gather(ranks: Ranks, value: Any) -> list[Any]:
     """The values of all ranks, in order, on every rank."""
     if ranks.world == 1:

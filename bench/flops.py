@@ -80,11 +80,19 @@ def recomputed_flops_per_token(
     """FLOPs per token (palm) that activation checkpointing computes a second time.
 
     Of a checkpointed block everything up to the input of its last matmul, `mlp.down`, whose own
-    output nobody needs and which only Transformer Engine's checkpoint, which does not stop early,
-    computes; with the `op` policy no matmul at all.
+    output nobody needs; it is computed where the checkpoint does not stop early (Transformer
+    Engine's) or a dropout comes after it. With the `op` policy no matmul at all, and attention only
+    where it drops out (model.transformer.saved_ops).
     """
-    if freq is None or policy == "op":
+    if freq is None:
         return 0.0
+    if policy == "op":
+        width = config.num_attention_heads * config.head_dim
+        again = width if attention and config.attention_dropout else 0
+        return sum(
+            4 * again * attended_keys(seq_len, config.windows[i], causal=False)
+            for i in chosen_blocks(config.num_hidden_layers, freq)
+        )
     per_layer = {k: v / config.num_hidden_layers for k, v in linear_parameters(config).items()}
     down = config.intermediate_size * config.hidden_size if stops_early else 0
     linear = 2 * (per_layer["qkv"] + per_layer["attention_out"] + per_layer["mlp"] - down)

@@ -12,6 +12,7 @@ from bench.args import Args, phase_of, total_steps, window_end
 from bench.compiling import compile_errors_named, uses_cuda_graphs
 from bench.data import Validation, batches
 from bench.device import reset_peak_memory, synchronize
+from bench.dist import meet
 from bench.memory import MemoryReport
 from bench.optim import learning_rate, optimizer_step
 from bench.parallel import average_over_ranks
@@ -50,6 +51,8 @@ def measure(
                 gc.collect()
                 reset_peak_memory(run.device)
                 run.begin_window()
+                meet(run.ranks)  # or the first step of some has the preparations of others in it
+                synchronize(run.device)
                 run.log.start()
             for watcher in watchers:
                 watcher.before(step)
@@ -115,6 +118,8 @@ def build_step(
                 if train:
                     with log.part("backward"):
                         (loss if scaler is None else loss * scaler.scale).backward()
+                else:
+                    reshard(model)
         rate, norm = 0.0, None
         with log.draw("optimizer"):
             if args.pass_type == "step":
@@ -154,8 +159,15 @@ def evaluate(
         with autocast(amp, device):
             total += model(inputs, labels)
     model.train()
+    reshard(model)
+    return (total / len(data[1])).item()
+
+
+def reshard(model: nn.Module) -> None:
+    """After a forward pass without a backward: let go what FSDP gathered, which would else stay.
+
+    What stays is in low precision, no export, and the next pass would find it there.
+    """
     for module in model.modules():
-        # Without a backward the root stays gathered, in low precision: not what an export means.
         if isinstance(module, FSDPModule):
             module.reshard()
-    return (total / len(data[1])).item()

@@ -46,10 +46,9 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     for key in ranks[0].memory:
         values = [r.memory[key] for r in ranks if r.memory[key] is not None]
         setattr(m, key, max(values) if values else None)
-    # A step ends for a rank when the collectives let it go; the slowest sets the step.
-    result.step_times_s = [
-        max(times) for times in zip(*(r.step_times_s for r in ranks), strict=True)
-    ]
+    # Of one rank, the slowest: the largest of every step would add up to more than the window, since
+    # ranks do not end a step at the same moment.
+    result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
     if len(ranks) == 1:
         return
     result.ranks = [
@@ -156,6 +155,8 @@ def _recomputed(result: Result, config: ModelConfig, attention: bool = True) -> 
     """FLOPs per token that activation checkpointing repeats."""
     freq, policy = parse_sac_freq(result.args["sac_freq"]), result.args["sac_policy"]
     early = result.fp8 is None or result.fp8.backend != "te"
+    # A compiler keeps a dropout's mask, or draws it again without what comes before.
+    early &= not config.residual_dropout or result.args["pt_compile"]
     return recomputed_flops_per_token(
         config, result.batch.seq_len, freq, policy, early, attention=attention
     )
@@ -173,6 +174,8 @@ def matmul_work(result: Result, config: ModelConfig) -> tuple[float, float | Non
     tokens = b.micro_batch * b.grad_acc_steps * b.seq_len
     flops = 2 * passes * sum(linear.values()) + _recomputed(result, config, attention=False)
     low = fp8_flops_per_token(result)
+    if low:
+        low += _recomputed(result, config, attention=False)  # the converted layers are what repeats
     if result.args["amp"] == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return tokens * flops, None
     seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)

@@ -27,7 +27,11 @@ def build_optimizer(
     if args.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
         sharded = isinstance(matrices[0], DTensor)
-        return torch.optim.SGD(groups, lr=args.lr, momentum=0.9, fused=not sharded)
+        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, fused=not sharded)
+        for p in [] if sharded else model.parameters():
+            # Where fp16 overflows in the first step the fused kernel leaves what it never filled.
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
     return adamw(groups, lr=args.lr, betas=(args.beta1, args.beta2))
 
 

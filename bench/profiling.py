@@ -126,6 +126,10 @@ class TorchCapture:
         flops, ideal_s = matmul_work(self.run.result, self.run.config)
         b = break_down(read_trace(path), flops)
         gaps = b.host_gaps
+        # Attention in plain matmuls is among them by time, but not by FLOPs.
+        apart = self.args.attention != "math" and not (
+            self.run.device.type == "cpu" and self.run.config.attention_dropout
+        )
         return Profile(
             first_step=self.steps.start,
             n_steps=b.n_steps,
@@ -142,8 +146,10 @@ class TorchCapture:
                 for c in b.costliest
             ],
             matmul_flops=b.matmul_flops,
-            matmul_tflops=b.matmul_tflops,
-            matmul_roof_fraction=ideal_s and b.matmul_s and ideal_s / b.matmul_s,
+            matmul_tflops=b.matmul_tflops if apart else None,
+            matmul_roof_fraction=(ideal_s and b.matmul_s and ideal_s / b.matmul_s)
+            if apart
+            else None,
         )
 
 

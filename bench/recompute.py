@@ -30,7 +30,7 @@ def apply_recompute(
     if checkpoint_fn is checkpoint:
         options = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
     if policy == "op":
-        ops = saved_ops()
+        ops = saved_ops(attention=not model.config.attention_dropout)
 
         def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE

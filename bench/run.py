@@ -59,6 +59,8 @@ class Run:
         self.scaler = LossScaler(device) if args.amp == "fp16" else None
         now = datetime.datetime.now(datetime.UTC)
         name = args.run_name or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
+        if args.run_name and (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
+            name += f"-restart{attempt}"  # the attempt before has a result, too
         name = dist.broadcast(ranks, name)
         self.directory = Path(args.output_dir) / name
         peaks = find_peaks(device_name(device), args.peak_tflops)

@@ -25,10 +25,22 @@ from model.layers import (
 from model.loss import LinearCrossEntropy
 
 
-def saved_ops() -> set:
-    """Operators whose outputs are dear to recompute: matmuls, attention, and collectives."""
+def saved_ops(attention: bool = True) -> set:
+    """Operators whose outputs are dear to recompute: matmuls, attention, and collectives.
+
+    Without `attention` for one with dropout: kept, it would not draw its random numbers again, and
+    what is recomputed after it would draw others than it did.
+    """
     aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-    return {
+    kernels = {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+        torch.ops.higher_order.flex_attention,
+    }
+    return (kernels if attention else set()) | {
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -36,12 +48,6 @@ def saved_ops() -> set:
         aten.linear.default,
         aten._scaled_mm.default,
         aten.max.default,  # a tensor's one scale to FP8, which costs a pass over it
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_attention_math.default,
-        torch.ops.higher_order.flex_attention,
         c10d.reduce_scatter_tensor.default,
         c10d.all_gather_into_tensor.default,
         c10d.all_reduce.default,
@@ -109,7 +115,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """(B, T) int64 token ids, and labels alike, to the mean loss; without labels to logits."""
         T, device = tokens.shape[1], tokens.device
-        x = self.embed(tokens)
+        x = self.look_up(tokens)
         if self.positions is not None:
             x = x + self.positions.weight[:T]
         if self.config.embedding_dropout:
@@ -124,6 +130,14 @@ class Transformer(nn.Module):
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids to embeddings (B, T, d)."""
+        weight = self.embed.weight
+        if weight.dtype == torch.float32 or weight.device.type != "cpu":
+            return self.embed(tokens)
+        # Gathered by FSDP in low precision: a CPU would sum up its gradient in that, row by row.
+        return F.embedding(tokens, weight.float(), self.embed.padding_idx).to(weight.dtype)
 
     @property
     def head_weight(self) -> Tensor:

@@ -93,6 +93,12 @@ def runs(tmp_path_factory):
             flags = ["--bsz", "8", "--n-steps", "2", "--warmup-steps", "1", "--export",
                      "--val-data", str(out / "val.bin"), "--amp", "bf16"]  # fmt: skip
             cases.append(("export", FSDP, BASE + RANKS + flags, False))
+            few = [*BASE, *RANKS, "--bsz", "8", "--n-steps", "3", "--warmup-steps", "1",
+                   "--pass-type", "forward"]  # fmt: skip
+            cases.append(("forward-ddp", DDP, few, False))
+            cases.append(("forward-fsdp", FSDP, few, False))
+            never = [*few, "--reshard-after-forward", "never"]
+            cases.append(("forward-never", FSDP, never, False))
         path = out / f"cases{world}.json"
         path.write_text(json.dumps(cases))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -194,6 +200,26 @@ def test_sharding_divides_parameters_and_optimizer_state(world, runs):
     total = 3 * 4 * 3_033_344
     assert len(held) == world and sum(held) == total
     assert max(held) == pytest.approx(total / world, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["forward-ddp", "forward-fsdp", "forward-never"])
+def test_traffic_of_forward_passes(name, runs):
+    moved = json.loads((runs / name / "traffic.json").read_text())
+    metrics = result_of(runs / name)["metrics"]
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 4, kind
+    assert bool(moved) == ("ddp" not in name)
+
+
+def test_the_window_is_that_of_the_slowest_rank(runs):
+    for name in ("ddp2", "fsdp4"):
+        r = result_of(runs / name)
+        slowest = max(rank["step_time_mean_s"] for rank in r["ranks"])
+        assert r["metrics"]["window_s"] == pytest.approx(slowest * 16)
+
+
+def test_embedding_gradients_are_summed_in_full_precision(runs):
+    assert json.loads((runs / "embedding2.json").read_text()) < 0.02
 
 
 def test_rotary_tables_stay_in_fp32(runs):

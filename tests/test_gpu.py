@@ -73,6 +73,20 @@ def test_toggles_compute_the_same(flags, tmp_path, plain_losses):
         assert r["memory"] is None
 
 
+@pytest.mark.parametrize("policy", ["block", "op"])
+def test_recomputed_dropout_draws_the_same(policy, tmp_path):
+    values = json.loads((ROOT / "configs/gpt2-125m.json").read_text())
+    values |= {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values))
+    found = []
+    for name, flags in (("plain", []), ("sac", ["--sac-freq", "1/1", "--sac-policy", policy])):
+        argv = [path, *SMALL[1:], *flags, "--lr", "3e-3", "--output-dir", tmp_path / name]
+        assert run_train(*argv) == 0
+        found.append([s["loss"] for s in read_steps(tmp_path / name)])
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+
+
 def test_window_by_flex_and_by_mask_train_alike(tmp_path):
     values = json.loads((ROOT / "configs/mistral-7b-v0.1.json").read_text())
     values |= {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024,

@@ -281,7 +281,7 @@ def test_ranks_end_with_their_agent(tmp_path):
 
 
 def test_max_restarts_starts_all_ranks_again(tmp_path):
-    argv = [*FOREVER, "--max-restarts", "1"]
+    argv = [*FOREVER, "--max-restarts", "1", "--run-name", "mine"]
     process = start("train_ddp.py", tmp_path, *argv)
     assert wait_until(lambda: training(tmp_path), 240)
     first = ranks_of(process)
@@ -294,6 +294,7 @@ def test_max_restarts_starts_all_ranks_again(tmp_path):
         60,
     )
     assert wait_until(lambda: len(list(tmp_path.glob("*/steps.jsonl"))) == 2, 240)
+    assert {p.name for p in tmp_path.iterdir()} == {"mine", "mine-restart1"}
     interrupt(process)
     assert finish(process)[0] == 1
 

@@ -11,7 +11,7 @@ from bench.command_line import parse_args
 from bench.compiling import compile_error
 from bench.fp8 import apply_fp8
 from bench.metrics import fill_flop_metrics
-from bench.optim import optimizer_step
+from bench.optim import build_optimizer, optimizer_step
 from bench.precision import LossScaler
 from bench.results import Fp8Info
 from bench.sizes import resolve_batch
@@ -70,6 +70,20 @@ def test_an_overflow_is_skipped_and_halves_the_scale():
     norm = optimizer_step(model, optimizer, 0.1, 1.0, scaler)
     assert not norm.isfinite() and torch.equal(model.weight, before)
     assert (scaler.scale.item(), scaler.skipped.item()) == (2.0**15, 1)
+
+
+def test_an_overflow_in_the_first_step_leaves_sgd_a_momentum_of_zero():
+    """The fused kernel makes its buffers in the first step and fills them only without overflow."""
+    args = parse_args([*TINY, "--optimizer", "sgd", "--weight-decay", "0"], "train.py")
+    model = nn.Linear(64, 64)
+    optimizer, scaler = build_optimizer(model, args), LossScaler(CPU)
+    before = model.weight.detach().clone()
+    for value in (float("inf"), 0.0):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, value)
+        optimizer_step(model, optimizer, 0.1, 1.0, scaler)
+    assert torch.equal(model.weight, before)
+    assert all((s["momentum_buffer"] == 0).all() for s in optimizer.state.values())
 
 
 def test_the_scale_doubles_after_2000_good_steps():
