@@ -96,6 +96,7 @@ def build_step(
     fp8 = run.fp8
     amp = forward_amp(args, model)
     train = args.pass_type != "forward"
+    sharded = sharded_modules(model)
     graphs = uses_cuda_graphs(args.pt_compile, args.compile_mode, device)
     if graphs and train:
         # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
@@ -119,7 +120,7 @@ def build_step(
                     with log.part("backward"):
                         (loss if scaler is None else loss * scaler.scale).backward()
                 else:
-                    reshard(model)
+                    reshard(sharded)
         rate, norm = 0.0, None
         with log.draw("optimizer"):
             if args.pass_type == "step":
@@ -159,15 +160,19 @@ def evaluate(
         with autocast(amp, device):
             total += model(inputs, labels)
     model.train()
-    reshard(model)
+    reshard(sharded_modules(model))
     return (total / len(data[1])).item()
 
 
-def reshard(model: nn.Module) -> None:
-    """After a forward pass without a backward: let go what FSDP gathered, which would else stay.
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The parts that FSDP gathers together; none without it."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reshard(modules: list[FSDPModule]) -> None:
+    """After a forward pass without a backward: let go what was gathered, which would else stay.
 
     What stays is in low precision, no export, and the next pass would find it there.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in modules:
+        module.reshard()
