@@ -53,7 +53,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     }
     row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
     if (result := _finished(run)) is None:
-        shutil.rmtree(run, ignore_errors=True)  # of a sweep that was killed in the middle of it
+        _remove(run)  # of a sweep that was killed in the middle of it
         log.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         ended = _run(cell, key, runs, log, timeout_s)
@@ -64,7 +64,11 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
             if ended == "timeout":
                 row["error"] = f"not done after {timeout_s:g} s"
             return row | {"command": _command(cell, key, runs)}
-    row |= {"status": result.status, "error": result.error, "result": str(run / "result.json")}
+    row |= {
+        "status": result.status,
+        "error": result.error,
+        "result": str(_attempts(run)[-1] / "result.json"),
+    }
     row |= {name: getattr(result.metrics, name) for name in METRICS}
     row["step_times_s"] = result.step_times_s
     row |= {
@@ -118,11 +122,22 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _finished(run: Path) -> Result | None:
-    try:
-        result = read_result(run / "result.json")
-    except (OSError, ValueError):
-        return None
-    return None if result.status in ("running", "interrupted") else result
+    for attempt in reversed(_attempts(run)):
+        with contextlib.suppress(OSError, ValueError):
+            result = read_result(attempt / "result.json")
+            return None if result.status in ("running", "interrupted") else result
+    return None
+
+
+def _attempts(run: Path) -> list[Path]:
+    """The directories of a run: its own, and with --max-restarts one more for each restart."""
+    again = run.parent.glob(f"{run.name}-restart*")
+    return [run, *sorted(again, key=lambda path: (len(path.name), path.name))]
+
+
+def _remove(run: Path) -> None:
+    for attempt in _attempts(run):
+        shutil.rmtree(attempt, ignore_errors=True)
 
 
 def _last_line(log: Path) -> str:
@@ -165,7 +180,7 @@ class Rows:
         for key, row in list(self.rows.items()):
             if row["status"] in statuses:
                 for runs in ("runs", "probes"):
-                    shutil.rmtree(self.path.parent / runs / key, ignore_errors=True)
+                    _remove(self.path.parent / runs / key)
                 del self.rows[key]
         self._rewrite()
 

@@ -150,7 +150,7 @@ def substitute(text: str, environ: dict[str, str], path: str | Path = "text") ->
 
     Lines that are comments go.
     """
-    text = re.sub(r"(?m)^\s*#.*$", "", text)
+    text = re.sub(r"(?m)^[ \t]*#.*$", "", text)
 
     def value(match: re.Match) -> str:
         name, default = match[1], match[3]
@@ -277,7 +277,8 @@ def differences(e: Experiment) -> list[str]:
 
     Under `identical_config` there should be none.
     """
-    platforms = [p for p in ("nvidia", "amd", "cpu") if p in e.hardware or p in e.platforms]
+    named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
+    platforms = [p for p in ("nvidia", "amd", "cpu") if p in named]
     resolved = {}
     for platform in platforms:
         cells = make_cells(e, platform)

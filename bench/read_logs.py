@@ -81,15 +81,21 @@ def parse_log(text: str) -> Log | None:
 def last_start(steps: list[Step]) -> int:
     """Where the last of several runs in one log begins: from there on the steps count anew.
 
-    A line that comes late, from another rank, goes back a little or is at once followed by later steps.
+    A line that comes late, from another rank, goes back a little or is at once followed by later steps,
+    and not to the very first of many.
     """
-    start, seen = 0, []
+    start, seen, lowest = 0, [], 0
     for i, step in enumerate(steps):
-        if seen and step.step < max(seen):
-            again = sum(number >= step.step for number in set(seen))
-            late = any(s.step > max(seen) for s in steps[i + 1 : i + 4])
-            if again > 3 and not late:
-                start, seen = i, []
+        if not seen:
+            lowest = step.step
+        elif step.step < max(seen):
+            distinct = set(seen)
+            later = [s.step > max(seen) for s in steps[i + 1 : i + 4]]
+            resumed = sum(n >= step.step for n in distinct) > 3 and not any(later)
+            anew = step.step <= lowest and (len(distinct) > 3 or not any(later[:1]))
+            if resumed or (anew and len(distinct) > 1):
+                start, seen, lowest = i, [], step.step
+        lowest = min(lowest, step.step)
         seen.append(step.step)
         del seen[:-64]
     return start

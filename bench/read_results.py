@@ -134,7 +134,7 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
     n = config.get("num_gpus") or gpu.get("device_count")
     batch, seq_len = config.get("global_batch_size"), config.get("sequence_length")
     times = steady(content.get("step_times") or content.get("raw_step_times") or [])
-    total = speed.get("tokens_per_second")
+    total = speed.get("tokens_per_second") or None  # 0: not measured
     notes = []
     if times and batch and seq_len:
         total = batch * seq_len * len(times) / sum(times)
@@ -164,7 +164,7 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
         tokens_per_sec=total,
         tokens_per_sec_per_gpu=total / n if total and n else speed.get("tokens_per_second_per_gpu"),
         step_times_s=times,
-        memory_gib=peak and peak * GB_TO_GIB,
+        memory_gib=peak * GB_TO_GIB if peak else None,
         memory_kind="allocated",
         losses=list(enumerate(content.get("loss_values") or [])),
         learning_rates=list(enumerate(content.get("learning_rates") or [])),
@@ -181,7 +181,7 @@ def read_csv(path: Path) -> list[Record]:
         raise UsageError(f"{path}: is no results.csv of sweep.py (key, status, model, ...)")
 
     def number(row: dict[str, str], name: str) -> float | None:
-        return float(row[name]) if row.get(name) else None
+        return (float(row[name]) or None) if row.get(name) else None
 
     def whole(row: dict[str, str], name: str) -> int | None:
         return int(row[name]) if row.get(name) else None

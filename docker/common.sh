@@ -85,7 +85,8 @@ parse() {
         image=llm-train-bench:cpu vendor=cpu
         build="docker build -t llm-train-bench:cpu -f docker/Dockerfile.cpu ."
     fi
-    image=${asked:-${BENCH_IMAGE:-$image}}
+    asked=${asked:-${BENCH_IMAGE:-}}
+    image=${asked:-$image}
     [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
     user_name=$(id -un 2>/dev/null || id -u) # a number where nobody knows the name
     container=${container:-llm-train-bench-${user_name//[^A-Za-z0-9_.-]/_}-$vendor}
@@ -127,6 +128,13 @@ find_engine() {
         [[ $security != *rootless* ]] || rootless=1
         [[ $security != *selinux* ]] || selinux=1
     fi
+}
+
+short_name() { # podman tells an image's name in full
+    local name=${1#localhost/}
+    name=${name#docker.io/}
+    name=${name#library/}
+    echo "${name%:latest}"
 }
 
 find_image() {
@@ -233,7 +241,7 @@ main() {
         '{{.State.Running}}|{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' "$container" 2>/dev/null || true) || true
     if [ -n "$state" ]; then
         [ -z "$fixed" ] || die "$fixed: container $container is there already, with its own; --name starts another"
-        [ -z "$asked" ] || [ "$asked" = "$its_image" ] ||
+        [ -z "$asked" ] || [ "$(short_name "$asked")" = "$(short_name "$its_image")" ] ||
             die "--image $asked: container $container is there already, of $its_image; --name starts another"
         [ "$its_tree" = "$repo" ] ||
             die "container $container is of another tree, ${its_tree:-unknown}; --name starts another"

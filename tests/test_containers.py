@@ -352,6 +352,13 @@ def test_what_a_running_container_cannot_follow_is_refused(argv, container, mess
     assert error.count("\n") == 1 and not ready.calls("run", "exec")
 
 
+@pytest.mark.parametrize("name", ["localhost/other:1", "docker.io/library/other:1"])
+def test_the_image_that_runs_may_be_named_in_full(name, ready):
+    (ready.state / "container").write_text(f"true|{name}|{ROOT}")
+    assert ready.launch("--image", "other:1", "true")[0] == 0
+    assert ready.launch("true", BENCH_IMAGE="another:1")[0] == 1
+
+
 def test_paths_of_the_host_stay_there(ready):
     assert (
         ready.launch("true", HIP_PATH="/opt/rocm", TORCH_HOME="/x", HIP_LAUNCH_BLOCKING="1")[0] == 0

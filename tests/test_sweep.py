@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 import sweep
 from bench.auto_batch import search_batch
-from bench.cells import Rows
+from bench.cells import Rows, cell_key, run_cell
 from bench.errors import UsageError
 from bench.experiment import (
     Experiment,
@@ -24,7 +25,7 @@ from bench.experiment import (
     read_experiment,
     substitute,
 )
-from tests.helpers import ROOT
+from tests.helpers import ROOT, run_train
 
 BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
 
@@ -32,6 +33,18 @@ BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
 @pytest.fixture(autouse=True)
 def in_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture(scope="module")
+def a_result(tmp_path_factory):
+    """The directory of a short run."""
+    os.chdir(ROOT)
+    out = tmp_path_factory.mktemp("run")
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in FAST.items() if value is not True
+    ]
+    assert run_train("configs/gpt2-tiny.json", *flags, "--no-tensorboard", "--output-dir", out) == 0
+    return next(out.iterdir())
 
 
 def experiment(**keys) -> Experiment:
@@ -266,6 +279,30 @@ def test_names_with_dashes_and_variables_in_comments(tmp_path):
     first, second = make_cells(read_experiment(path), "nvidia")
     assert first.argv()[1:] == ["--grad-clip", "0.5", "--pt-compile", "--seq-len", "32"]
     assert second.axes == ("pt_compile",)
+
+
+def test_a_platform_without_hardware_does_not_stop_the_others():
+    e = experiment(
+        script="train_fsdp.py", hardware={"nvidia": {"gpus": 8}}, parallel={"dp_replicate": 2},
+        platforms={"cpu": {"bsz": 1}},
+    )  # fmt: skip
+    assert differences(e) == [] and len(make_cells(e, "nvidia")) == 1
+
+
+def test_a_restarted_run_counts(tmp_path, a_result):
+    """Its first attempt failed, the second (--max-restarts) did not."""
+    (cell,) = make_cells(experiment(), "cpu")
+    key = cell_key(cell, 0)
+    for name, status in ((key, "failed"), (f"{key}-restart1", "ok")):
+        shutil.copytree(a_result, tmp_path / "runs" / name)
+        path = tmp_path / "runs" / name / "result.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"status": status}))
+    row = run_cell(cell, 0, tmp_path, 60)
+    assert row["status"] == "ok" and "restart1" in row["result"]
+    rows = Rows(tmp_path / "rows.jsonl")
+    rows.add(row | {"status": "failed"})
+    rows.forget("failed")
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_one_gpu_on_another_platform_says_nothing_of_this_one():
