@@ -56,13 +56,11 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         _remove(run)  # of a sweep that was killed in the middle of it
         log.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
-        ended = _run(cell, key, runs, log, timeout_s)
+        ended, why = _run(cell, key, runs, log, timeout_s)
         row["wall_s"] = round(time.monotonic() - start, 3)
         result = _finished(run)
         if ended == "timeout" or result is None:
-            row |= {"status": ended, "error": _last_line(log) if ended == "failed" else None}
-            if ended == "timeout":
-                row["error"] = f"not done after {timeout_s:g} s"
+            row |= {"status": ended, "error": why or _last_line(log)}
             return row | {"command": _command(cell, key, runs)}
     row |= {
         "status": result.status,
@@ -86,7 +84,8 @@ def _command(cell: Cell, key: str, runs: Path) -> list[str]:
     return [sys.executable, script, *cell.argv(), "--output-dir", str(runs), "--run-name", key]
 
 
-def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> str:
+def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
+    """How the process ended, unless its result says otherwise, and why where it cannot say itself."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
@@ -96,11 +95,15 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> str:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             _end(process)
-            return "timeout"
+            return "timeout", f"not done after {timeout_s:g} s"
         except BaseException:
             _end(process)
             raise
-    return "failed"  # unless its result says otherwise
+    if process.returncode == -signal.SIGKILL:
+        return "failed", "killed by SIGKILL, as the kernel does when memory is full"
+    if process.returncode < 0:
+        return "failed", f"killed by {signal.Signals(-process.returncode).name}"
+    return "failed", None
 
 
 def _die_with_parent() -> None:

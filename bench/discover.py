@@ -42,10 +42,12 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
 
 def _runs_of(row: Record, file: Path) -> set[str]:
     """Where the run of a sweep's row may lie: where it was, or beside a file that was moved since."""
-    if row.result is None:
+    if file.suffix != ".csv":
         return set()
-    beside = file.parent / "runs" / row.label / "result.json"
-    return {str(Path(row.result).resolve()), str(beside.resolve())}
+    places = [file.parent / "runs" / row.label / "result.json"]
+    if row.result is not None:
+        places.append(Path(row.result))
+    return {str(place.resolve()) for place in places}
 
 
 def discover(directory: Path) -> list[Path]:

@@ -16,6 +16,7 @@ import pytest
 import sweep
 from bench.auto_batch import search_batch
 from bench.cells import Rows, cell_key, run_cell
+from bench.discover import read_records
 from bench.errors import UsageError
 from bench.experiment import (
     Experiment,
@@ -25,6 +26,7 @@ from bench.experiment import (
     read_experiment,
     substitute,
 )
+from bench.records import LogFacts
 from tests.helpers import ROOT, run_train
 
 BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
@@ -152,6 +154,25 @@ def test_ctrl_c_in_a_tool_is_one_line():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (1, "-c: interrupted by SIGINT\n")
+
+
+def test_a_killed_run_says_so(tmp_path):
+    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6})
+    process = start(path, tmp_path)
+    found = ""
+    while not found:
+        assert process.poll() is None
+        time.sleep(0.1)
+        done = subprocess.run(
+            ["pgrep", "-f", f"train.py.*{tmp_path}/runs"], capture_output=True, text=True
+        )
+        found = done.stdout if list(tmp_path.glob("runs/*/result.json")) else ""
+    os.kill(int(found.split()[0]), signal.SIGKILL)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "failed: killed by SIGKILL" in text
+    # Its row and what it left count once.
+    (record,) = read_records([str(tmp_path)], print, LogFacts())
+    assert record.marks == ["status running"]
 
 
 def test_what_failed_is_run_again_on_request(tmp_path, capsys):
