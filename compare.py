@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bench.command_line import parse_dataclass, run_tool
+from bench.command_line import parse_dataclass
 from bench.comparison import compare
 from bench.discover import read_records
 from bench.errors import UsageError
@@ -25,6 +25,7 @@ from bench.gate import gate
 from bench.prices import check_prices, prices_of
 from bench.records import LogFacts
 from bench.report import show, sweep_remarks, write
+from bench.tool import run_tool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,12 +16,12 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.tool import run_tool
 from bench.vendor import detect_platform
 
 
@@ -274,11 +274,4 @@ def _output(*command: str) -> str | None:
 
 
 if __name__ == "__main__":
-    # As bench.command_line.run_tool, which needs a library.
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print("doctor.py: interrupted by SIGINT", file=sys.stderr)
-        sys.exit(1)
+    run_tool(main)

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.args import Args
 from bench.checks import check_args, check_combination, check_entrypoint, resolve_fp8
-from bench.command_line import parse_dataclass, run_tool
+from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
 from bench.hardware import Hardware, find_hardware
@@ -31,6 +31,7 @@ from bench.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.results import read_result
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.speed_model import estimate_speed
+from bench.tool import run_tool
 from model.config import ConfigError, ModelConfig, load_config
 
 GIB = 2**30

@@ -18,9 +18,10 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from bench.command_line import parse_dataclass, run_tool
+from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.tokens import write_tokens
+from bench.tool import run_tool
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

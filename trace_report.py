@@ -21,8 +21,9 @@ from rich.table import Table
 
 from bench.breakdown import break_down
 from bench.breakdown_parts import Breakdown
-from bench.command_line import parse_dataclass, run_tool
+from bench.command_line import parse_dataclass
 from bench.errors import UsageError
+from bench.tool import run_tool
 from bench.trace import Trace, read_trace
 
 

@@ -1,6 +1,87 @@
-"""The largest micro batch that runs, found by trying. Needs no torch."""
+"""--auto-bsz: the largest micro batch of a setting that runs, found by trying. Needs no torch."""
 
+import contextlib
+import dataclasses
+import math
 from collections.abc import Callable
+from pathlib import Path
+
+from bench.cells import Rows, cell_key, outcome, run_cell
+from bench.command_line import parse_args
+from bench.errors import UsageError
+from bench.experiment import Cell, Experiment
+from bench.hardware import find_hardware
+from bench.memory_model import estimate_memory, largest_batch
+from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from bench.vendor import detect_platform
+from model.config import load_config
+
+
+def check_auto_batch(e: Experiment) -> None:
+    """UsageError where a searched micro batch would change what the experiment fixes."""
+    if e.methodology == "identical_config":
+        raise UsageError("--auto-bsz: batches would differ, and methodology is identical_config")
+    flags = [e.training, e.grid, *e.cells, *e.platforms.values()]
+    if any("global_bsz" in given for given in flags):
+        raise UsageError("--auto-bsz chooses --bsz, which global_bsz would bind; leave one out")
+
+
+def with_largest_batch(
+    cell: Cell, rows: Rows, directory: Path, timeout_s: float, gpu: str | None
+) -> Cell:
+    """The setting with the largest micro batch that runs; every attempt is a row (`probe`)."""
+
+    def sized(bsz: int) -> Cell:
+        flags = dict(cell.flags) | {"bsz": bsz}
+        axes = tuple(dict.fromkeys([*cell.axes, "bsz"]))
+        return dataclasses.replace(cell, flags=tuple(sorted(flags.items())), axes=axes)
+
+    def runs(bsz: int) -> bool:
+        short = dict(sized(bsz).flags) | {"n_steps": 2, "warmup_steps": 3, "no_tensorboard": True}
+        probe = dataclasses.replace(sized(bsz), flags=tuple(sorted(short.items())))
+        key = cell_key(probe, "probe")
+        if bsz > most:
+            return False
+        if key not in rows.rows:
+            rows.add(run_cell(probe, "probe", directory, timeout_s))
+        row = rows.rows[key]
+        print(f"  --bsz {bsz}: {outcome(row)}  {cell.label()}", flush=True)
+        return row["status"] == "ok"
+
+    first, most = guess_batch(cell, gpu)
+    best = search_batch(runs, first)
+    if not best:
+        print(f"  not even --bsz 1 runs: {cell.label()}", flush=True)
+    return sized(max(1, best))  # which then is a row that says why
+
+
+def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
+    """Where to start, and what not to try: what estimate.py says fits the named GPU, and no bound.
+
+    Without a GPU the setting's own size, and what fits the memory this machine has free: a CPU that runs
+    out of it may take other processes down.
+    """
+    args = parse_args(cell.argv(), cell.script)
+    config = load_config(args.config, args.pad_vocab)
+    seq_len = resolve_seq_len(args.seq_len, config)
+    world = args.nproc or 1
+    shards = resolve_shards(args, world, "cuda") if cell.script == "train_fsdp.py" else None
+
+    def memory(bsz: int) -> float:
+        this = dataclasses.replace(args, bsz=bsz)
+        micro = resolve_batch(this, seq_len, world).grad_acc_steps
+        found = estimate_memory(config, this, seq_len, micro, shards, fused_norm=gpu is not None)
+        return found.peak
+
+    if gpu is not None:
+        return max(1, largest_batch(memory, 0.92 * find_hardware(gpu).memory_gib * 2**30)), math.inf
+    if detect_platform() != "cpu":
+        return args.bsz, math.inf
+    free = 2.0**40
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = 1024.0 * next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable:"))
+    return args.bsz, largest_batch(memory, 0.8 * free)
 
 
 def search_batch(runs: Callable[[int], bool], first: int, closeness: float = 0.03) -> int:

@@ -79,6 +79,13 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     return row
 
 
+def outcome(row: Row) -> str:
+    """A row's status, and its rate or what went wrong."""
+    if row["status"] == "ok":
+        return f"ok {row['tokens_per_sec']:,.0f} tokens/s"
+    return f"{row['status']}: {(row.get('error') or '')[:160]}"
+
+
 def _command(cell: Cell, key: str, runs: Path) -> list[str]:
     script = str(ROOT / cell.script)
     return [sys.executable, script, *cell.argv(), "--output-dir", str(runs), "--run-name", key]

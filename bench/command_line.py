@@ -4,11 +4,8 @@ import contextlib
 import io
 import os
 import re
-import signal
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NoReturn, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import tyro
 
@@ -41,17 +38,6 @@ def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parse
         if not stop.code:
             raise
         raise UsageError(f"{_first_message(messages.getvalue())}; see {prog} --help") from None
-
-
-def run_tool(main: Callable[[Sequence[str]], int]) -> NoReturn:
-    """A tool's whole process: its exit code, one line on Ctrl-C, none when its output is closed."""
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print(f"{Path(sys.argv[0]).name}: interrupted by SIGINT", file=sys.stderr)
-        sys.exit(1)
 
 
 @contextlib.contextmanager

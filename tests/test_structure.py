@@ -44,7 +44,8 @@ def test_only_entrypoints_import_the_loop():
      "bench.trace", "bench.kernels", "bench.breakdown", "trace_report",
      "bench.memory_model", "bench.speed_model", "estimate", "sweep", "compare", "doctor",
      "bench.experiment", "bench.cells", "bench.records", "bench.read_logs", "bench.read_results",
-     "bench.comparison", "bench.baselines", "bench.plots"],
+     "bench.comparison", "bench.baselines", "bench.plots",
+     "bench.log_formats", "bench.ranking", "bench.auto_batch", "bench.tool"],
 )  # fmt: skip
 def test_what_only_reads_files_starts_without_torch(name):
     code = f"import {name}, sys, json; print(json.dumps('torch' in sys.modules))"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import sweep
-from bench.auto_batch import search_batch
+from bench.auto_batch import guess_batch, search_batch
 from bench.cells import Rows, cell_key, run_cell
 from bench.discover import read_records
 from bench.errors import UsageError
@@ -26,6 +26,7 @@ from bench.experiment import (
     read_experiment,
     substitute,
 )
+from bench.ranking import rank
 from bench.records import LogFacts
 from tests.helpers import ROOT, run_train
 
@@ -144,7 +145,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
-    code = "from bench.command_line import run_tool; import time; print('up', flush=True); "
+    code = "from bench.tool import run_tool; import time; print('up', flush=True); "
     code += "run_tool(lambda argv: time.sleep(60))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -239,9 +240,9 @@ def test_quoted_numbers_are_numbers():
 def test_auto_batch_has_a_bound_without_a_gpu():
     """What the machine's memory cannot hold is not tried."""
     (cell,) = make_cells(experiment(training={"bsz": 3, "seq_len": 256}), "cpu")
-    first, most = sweep.guess_batch(cell, None)
+    first, most = guess_batch(cell, None)
     assert first == 3 and 10 < most < 10**6
-    first, most = sweep.guess_batch(cell, "h100")
+    first, most = guess_batch(cell, "h100")
     assert first > 1000 and most == float("inf")
 
 
@@ -462,7 +463,7 @@ def test_ranking_by_hand():
 
     rows = [row("a-0", 100), row("b-0", 200), row("a-1", 110), row("b-1", 220), row("a-2", 90),
             row("b-2", 210), row("c-0", None, "oom")]  # fmt: skip
-    ranked = sweep.rank(rows)
+    ranked = rank(rows)
     assert [r.status for r in ranked] == ["ok", "ok", "oom"]
     assert ranked[0].tokens_per_sec == pytest.approx(210) and ranked[1].tokens_per_sec == 100
     assert 200 <= ranked[0].low < 210 < ranked[0].high <= 220

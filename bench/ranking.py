@@ -1,0 +1,106 @@
+"""A sweep's rows as a CSV and as a ranked table. Needs no torch."""
+
+import csv
+import dataclasses
+import statistics
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from bench.cells import METRICS, Row
+from bench.statistics import bootstrap_mean
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    """All rows, without the lists; a column for each axis."""
+    rows = [{"key": row["key"]} | row["axes"] | row for row in rows]
+    names = list(
+        dict.fromkeys(name for row in rows for name in row if name not in ("step_times_s", "axes"))
+    )
+    last = [n for n in (*METRICS, "error", "result", "command") if n in names]
+    names = [n for n in names if n not in last] + last
+    with path.open("w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A setting over its repeats; rates in tokens/s."""
+
+    label: str
+    status: str
+    tokens_per_sec: float | None
+    low: float | None
+    high: float | None
+    cv: float | None
+    mfu: float | None
+    memory_gib: float | None
+
+
+def rank(rows: list[Row]) -> list[Ranked]:
+    """Settings by tokens/s, best first, with 95 % intervals; those that never ran last.
+
+    Over the repeats' own rates where there are three or more, else over the steps of the runs.
+    """
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row["key"].rsplit("-", 1)[0], []).append(row)
+    ranked = []
+    for members in groups.values():
+        ok = [row for row in members if row["status"] == "ok"]
+        label = _label(members[0])
+        if not ok:
+            ranked.append(Ranked(label, members[0]["status"], *[None] * 6))
+            continue
+        rates = [row["tokens_per_sec"] for row in ok]
+        if len(rates) >= 3:
+            low, high = bootstrap_mean(rates)
+            cv = statistics.stdev(rates) / statistics.fmean(rates)
+        else:
+            times = [t for row in ok for t in row["step_times_s"]]
+            slow, fast = bootstrap_mean(times)
+            mean = statistics.fmean(times)
+            tokens = statistics.fmean(rates) * mean
+            low, high = tokens / fast, tokens / slow
+            cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
+        memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
+        status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
+        ranked.append(
+            Ranked(label, status, statistics.fmean(rates), low, high, cv, ok[0]["mfu"], max(memory))
+        )
+    return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
+
+
+def _label(row: Row) -> str:
+    return " ".join([row["model"], *(f"{name}={value}" for name, value in row["axes"].items())])
+
+
+def show(ranked: list[Ranked], directory: Path) -> None:
+    """The ranked table on the screen and as Markdown in the sweep's directory."""
+    table = Table(box=box.MARKDOWN)
+    for i, name in enumerate(
+        ("setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB")
+    ):
+        table.add_column(name, justify="left" if i < 2 else "right")
+    best = ranked[0].tokens_per_sec if ranked else None
+    for r in ranked:
+        if r.tokens_per_sec is None:
+            table.add_row(escape(r.label), r.status, *[""] * 6)
+            continue
+        tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
+        share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
+        table.add_row(
+            escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{r.low:,.0f} - {r.high:,.0f}",
+            f"{r.cv:.1%}", share, "unknown" if r.mfu is None else f"{r.mfu:.1%}",
+            f"{r.memory_gib:.2f}",
+        )  # fmt: skip
+    Console(width=200, highlight=False).print(table)
+    with (directory / "ranked.md").open("w", encoding="utf-8") as f:
+        Console(width=200, highlight=False, file=f).print(table)
+    print("~: the interval overlaps that of the best")
+    print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")
