@@ -1,7 +1,6 @@
 """estimate.py: memory by two ways, speed against published figures, and the command line."""
 
 import json
-import math
 import statistics
 
 import pytest
@@ -12,7 +11,7 @@ from bench.hardware import find_hardware
 from bench.memory_model import CHUNK_ELEMENTS, estimate_memory, largest_batch
 from bench.memory_trace import traced_memory
 from bench.sizes import resolve_batch, resolve_shards
-from bench.speed_model import collective_time, estimate_speed, parameter_shapes
+from bench.speed_model import collective_time, estimate_speed
 from benchmarks.estimate_vs_published import errors
 from model import loss
 from model.config import load_config
@@ -115,11 +114,13 @@ def test_a_gather_costs_its_whole_latency():
     """At thousands of ranks: the exposed part is no more than all of it, and a block's gather is one."""
     small = speed("gpt2-tiny", 256, 512, "--bsz", "1")
     assert 0 < small.exposed_s <= small.communication_s
-    shapes = {n: s for n, s in parameter_shapes(load_config("configs/llama-3.1-8b.json")).items()
-              if n.startswith("blocks.0.")}  # fmt: skip
-    size = 2 * sum(math.prod(shape) for shape in shapes.values())
-    one = collective_time("all_gather", size, 4096, 8, H100)
-    assert speed("llama-3.1-8b", 2048, 4096, "--bsz", "1").communication_s > 2 * 32 * one
+    always, never, forward = (
+        speed("llama-3.1-8b", 2048, 4096, "--bsz", "1", *flags).communication_s
+        for flags in ([], ["--reshard-after-forward", "never"], ["--pass-type", "forward"])
+    )
+    # Rows are padded to a multiple of the shards: 128,256 of embedding and head to 131,072.
+    root = collective_time("all_gather", 2 * 2 * 131_072 * 4096, 4096, 8, H100)
+    assert always - never == pytest.approx(forward - root, rel=0.05)
 
 
 def test_scaling_loses_a_little_and_hsdp_wins_it_back_at_thousands():
