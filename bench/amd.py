@@ -5,12 +5,13 @@ import os
 
 import torch
 
+from bench.results import POWER_CAP
 from bench.sensors import Sample
 
 # Accumulators of the GPU's metrics that grow while a reason holds the clocks down, together with
 # `accumulation_counter`.
 COUNTERS = {
-    "power cap": "ppt_residency_acc",
+    POWER_CAP: "ppt_residency_acc",
     "thermal (socket)": "socket_thm_residency_acc",
     "thermal (voltage regulator)": "vr_thm_residency_acc",
     "thermal (memory)": "hbm_thm_residency_acc",
@@ -78,13 +79,16 @@ class AmdSensor:
         known = {name: metrics.get(field) for name, field in COUNTERS.items()}
         return ticks, {name: value for name, value in known.items() if value not in UNSET}
 
-    def other_processes(self) -> int | None:
-        """Processes on the GPU that are not this one; None if the driver does not say."""
+    def other_processes(self, ours: frozenset[int]) -> int | None:
+        """Processes on the GPU that are not ours; None if the driver does not say.
+
+        Each rank opens all GPUs it can see, so that the others of a run are found on its GPU as well.
+        """
         found = self._ask("amdsmi_get_gpu_process_list")
         if not found:
             return None
         pids = {process["pid"] for process in found if isinstance(process, dict)}
-        return len(pids - {os.getpid()}) if os.getpid() in pids else None
+        return len(pids - ours) if os.getpid() in pids else None
 
     def _ask(self, function: str, *args):
         """A query's answer, or None where this GPU or driver has none."""

@@ -165,6 +165,8 @@ class Args:
     # What the figures are held against
     peak_tflops: float | None = None
     """Dense BF16 peak of the device [TFLOP/s], where configs/hardware.json does not know it."""
+    peak_fp8_tflops: float | None = None
+    """Dense FP8 peak, likewise."""
     usd_per_hour: float | None = None
     """Price of one device [US$/h], for usd_per_million_tokens."""
 

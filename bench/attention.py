@@ -1,5 +1,6 @@
 """Which attention kernel PyTorch may use; set once, before anything is compiled."""
 
+import contextlib
 import warnings
 
 import torch
@@ -21,7 +22,7 @@ def select_attention(
     that cannot serve this model on this device is a UsageError.
     """
     name = args.attention
-    windowed = any(window is not None and window < seq_len for window in config.windows)
+    windowed = _windowed(config, seq_len)
     torch.backends.cuda.enable_flash_sdp(name in ("auto", "flex", "flash"))
     torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(name in ("auto", "flex", "efficient"))
@@ -38,7 +39,7 @@ def select_attention(
                 "or --pass-type forward"
             )
     dropout = config.attention_dropout
-    flex = windowed and (name == "flex" or (name == "auto" and device.type == "cuda"))
+    flex = uses_flex(args, config, seq_len, device)
     if flex and dropout:
         raise UsageError(
             f"{config.path}: attention_dropout {dropout} does not work with FlexAttention, which "
@@ -47,6 +48,38 @@ def select_attention(
     if name in KERNELS:
         _probe(name, config, windowed, device, dtype)
     return flex
+
+
+def uses_flex(args: Args, config: ModelConfig, seq_len: int, device: torch.device) -> bool:
+    """Whether sliding windows go through FlexAttention."""
+    wanted = args.attention == "flex" or (args.attention == "auto" and device.type == "cuda")
+    return wanted and _windowed(config, seq_len)
+
+
+def _windowed(config: ModelConfig, seq_len: int) -> bool:
+    return any(window is not None and window < seq_len for window in config.windows)
+
+
+def attention_kernel(
+    args: Args, config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """The kernel that PyTorch takes for this model's attention, or None where it does not tell."""
+    if uses_flex(args, config, seq_len, device):
+        return "flex"
+    T = min(seq_len, 512)
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    q, k, v = (
+        torch.empty(1, n, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
+        for n in sizes
+    )
+    masked = _windowed(config, seq_len)
+    mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
+    with contextlib.suppress(RuntimeError, AttributeError, KeyError):
+        number = torch._fused_sdp_choice(
+            q, k, v, mask, config.attention_dropout, not masked, enable_gqa=sizes[0] != sizes[1]
+        )
+        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
+    return None
 
 
 def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dtype: torch.dtype):

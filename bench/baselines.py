@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.args import Args
+from bench.comparison import unlike_limits
 from bench.errors import UsageError
 from bench.experiment import NOT_HYPERPARAMETERS
 from bench.results import Result
@@ -23,6 +24,7 @@ class Verdict:
 
     line: str
     bad: bool
+    unknown: bool = False  # there was nothing to judge by
 
 
 def baseline_key(r: Result) -> str:
@@ -47,18 +49,18 @@ def unfit(r: Result) -> str | None:
     if r.profile is not None or r.args.get("profile") or r.args.get("nsys_start") is not None:
         return "it was profiled"
     if r.metrics.clocks_held_down:
-        return "its clocks were held down"
+        return "its clocks were held down, not by its power cap alone"
     if r.metrics.device_shared:
         return "its GPU was shared"
     if r.fp8 and r.fp8.emulated:
         return "its FP8 was emulated"
     m = r.metrics
     if not (m.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
-        return "it has no rate with an interval"
+        return "it has too few steps for a rate with an interval"
     return None
 
 
-def entry_of(r: Result, path: Path) -> dict[str, Any]:
+def entry_of(r: Result) -> dict[str, Any]:
     """What is kept of a result: figures with their interval, and where they come from."""
     m, e = r.metrics, r.environment
     return {
@@ -67,17 +69,26 @@ def entry_of(r: Result, path: Path) -> dict[str, Any]:
         "high": _rate(r, m.step_time_ci95_low_s),
         "memory_gib": m.peak_allocated_gib or m.peak_rss_gib,
         "n_steps": m.n_measured_steps,
+        "power_limit_w": r.power_limit_w,
         "provenance": {
             "run": r.run_name,
             "command": r.command,
             "started_at": r.started_at,
             "git_sha": e.get("git_sha"),
             "git_dirty": e.get("git_dirty"),
-            "torch": (e.get("libraries") or {}).get("torch"),
-            "driver": e.get("driver"),
             "device": r.device.name,
+            "software": software(r),
         },
     }
+
+
+def software(r: Result) -> dict[str, str]:
+    """What a run's speed can depend on besides our own code: name to version, where known."""
+    e = r.environment
+    found = dict(e.get("libraries") or {})
+    found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
+    found["image"] = " ".join(filter(None, (e.get("image") or {}).values()))
+    return {name: str(version) for name, version in found.items() if version}
 
 
 def _rate(r: Result, step_s: float | None) -> float | None:
@@ -92,8 +103,13 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
         return Verdict(f"UNFIT {name}: {why}; run it again", True)
     baseline = baselines.get(baseline_key(r))
     if baseline is None:
-        return Verdict(f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one", False)
-    now = entry_of(r, Path())
+        line = f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one"
+        return Verdict(line, False, unknown=True)
+    now = entry_of(r)
+    limit, had = now["power_limit_w"], baseline.get("power_limit_w")
+    if unlike_limits(limit, had):
+        why = f"its power limit is {limit:.0f} W, the baseline's was {had:.0f} W"
+        return Verdict(f"UNFIT {name}: {why}", True)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
     change += f" ({rate / was - 1:+.1%})"
@@ -106,7 +122,15 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
         problems.append("MORE MEMORY")
         change += f"; {memory:.2f} GiB, was {held:.2f} ({memory / held - 1:+.1%})"
     if problems:
-        return Verdict(f"{' and '.join(problems)} {name}: {change}", True)
+        before = baseline.get("provenance", {}).get("software", {})
+        after = now["provenance"]["software"]
+        changed = [
+            f"{key} {before.get(key, 'none')} -> {after.get(key, 'none')}"
+            for key in sorted(before.keys() | after.keys())
+            if before.get(key) != after.get(key)
+        ]
+        since = f"; since then {', '.join(changed)}" if before and changed else ""
+        return Verdict(f"{' and '.join(problems)} {name}: {change}{since}", True)
     doubt = ", not certain: its interval reaches the tolerance" if rate < floor else ""
     return Verdict(f"ok {name}: {change}{doubt}", False)
 

@@ -20,7 +20,7 @@ def check_args(args: Args) -> None:
         _at_least(args, name, 0)
     for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip"):
         _at_least(args, name, 0.0)
-    for name in ("seq_len", "peak_tflops", "usd_per_hour"):
+    for name in ("seq_len", "peak_tflops", "peak_fp8_tflops", "usd_per_hour"):
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"--{_flag(name)} {value}: must be above 0 and finite")

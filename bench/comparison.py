@@ -1,14 +1,17 @@
 """Ratios between runs, what may be compared with what, cost and energy. Needs no torch."""
 
 import dataclasses
+import statistics
 from collections.abc import Collection, Mapping
 
 from bench.errors import UsageError
 from bench.experiment import hyperparameter_differences
 from bench.hardware import Hardware, find_hardware
 from bench.records import Record
+from bench.statistics import bootstrap_ratio
 
-RESAMPLES = 2000
+# Runs of one setting differ by as much, which the interval of two runs' steps knows nothing of.
+RUNS_DIFFER = 0.01
 
 
 @dataclasses.dataclass
@@ -38,7 +41,7 @@ class Row:
             return "unknown"
         if self.ratio_low is None:
             return "one number only"
-        if self.ratio_low <= 1 <= self.ratio_high:
+        if self.ratio_low <= 1 <= self.ratio_high or abs(self.ratio - 1) < RUNS_DIFFER:
             return "within noise"
         return "faster" if self.ratio > 1 else "slower"
 
@@ -94,6 +97,8 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     marks = []
     if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
         marks.append("another model under the same name")
+    if a.hardware == b.hardware and unlike_limits(a.power_limit_w, b.power_limit_w):
+        marks.append(f"power limit {a.power_limit_w:.0f} / {b.power_limit_w:.0f} W")
     left, right = a.hyperparameters or {}, b.hyperparameters or {}
     if identical and a.arguments and b.arguments:
         left, right = a.arguments, b.arguments
@@ -105,6 +110,11 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
         marks.append(f"settings {a.settings} / {b.settings}")
     return marks
+
+
+def unlike_limits(a: float | None, b: float | None) -> bool:
+    """Whether two power limits [W] of one kind of device differ, by more than their rounding."""
+    return bool(a and b) and abs(a / b - 1) > 0.01
 
 
 def _short(value) -> str:
@@ -121,29 +131,10 @@ def _fill_ratio(row: Row, reference: Record) -> None:
     if not ours or not theirs:
         return
     row.ratio = ours / theirs
-    spread = bootstrap_ratio(reference.step_times_s, row.record.step_times_s)
-    if spread is not None:
-        low, high, middle = spread
-        row.ratio_low, row.ratio_high = row.ratio * low / middle, row.ratio * high / middle
-
-
-def bootstrap_ratio(a: list[float], b: list[float]) -> tuple[float, float, float] | None:
-    """95 % interval of mean(a) / mean(b), and that ratio; None with fewer than three steps in either.
-
-    Percentile bootstrap of both samples (Efron 1979), fixed seed; takes steps as independent.
-    """
-    if min(len(a), len(b)) < 3:
-        return None
-    import numpy as np  # a tenth of a second, which --help need not wait for
-
-    rng = np.random.default_rng(0)
-    x, y = np.asarray(a), np.asarray(b)
-    ratios = [
-        x[rng.integers(0, len(x), len(x))].mean() / y[rng.integers(0, len(y), len(y))].mean()
-        for _ in range(RESAMPLES)
-    ]
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return float(low), float(high), float(x.mean() / y.mean())
+    times = reference.step_times_s, row.record.step_times_s
+    if spread := bootstrap_ratio(*times):
+        middle = statistics.fmean(times[0]) / statistics.fmean(times[1])
+        row.ratio_low, row.ratio_high = (row.ratio * end / middle for end in spread)
 
 
 def known_hardware(name: str | None) -> Hardware | None:

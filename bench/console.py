@@ -143,7 +143,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("tokens/s", _number(m.tokens_per_sec, ",.0f")),
         ("tokens/s per device", _number(m.tokens_per_sec_per_gpu, ",.0f")),
         (
-            "step time: median [95 % of mean]",
+            "step time: median, mean [95 %]",
             f"{_number(m.step_time_median_s, '.4f')} s "
             f"[{_number(m.step_time_ci95_low_s, '.4f')}, {_number(m.step_time_ci95_high_s, '.4f')}]",
         ),
@@ -173,6 +173,13 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ),
         ("warm-up", f"{_number(m.warmup_s, '.1f')} s"),
     ]  # fmt: skip
+    if m.slowest_rank is not None:
+        rows.append(
+            ("latest rank: before backward", f"{m.slowest_rank}, {m.rank_imbalance:+.1%} to the mean")
+        )
+    if m.slowest_device is not None:
+        behind = f"{m.slowest_device}, {m.device_imbalance:.1%} behind the mean"
+        rows.append(("slowest device by itself: rank", behind))
     if m.compile_s is not None:
         rows.append(("compilation", f"{m.compile_s:.1f} s"))
     if m.peak_allocated_gib is not None:

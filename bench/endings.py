@@ -12,7 +12,8 @@ from model.config import ConfigError
 
 OOM_ADVICE = (
     "what helps: a smaller --bsz with more --grad-acc-steps, a shorter --seq-len, --amp bf16, "
-    "--sac-freq 1/1, --pt-compile, train_fsdp.py on more devices"
+    "--sac-freq 1/1, --pt-compile, train_fsdp.py on more devices, and on a GPU "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
 )
 
 

@@ -36,6 +36,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "nccl": _nccl() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
@@ -67,6 +68,14 @@ def _version(library: str) -> str | None:
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str | None:
+    """Version of NCCL, or of RCCL on AMD."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (RuntimeError, AttributeError):  # a build without it
         return None
 
 

@@ -29,7 +29,8 @@ FLAGS = {f.name for f in dataclasses.fields(Args)} - {"config", "output_dir", "r
 NOT_HYPERPARAMETERS = {
     "device", "nproc", "n_workers", "dist_timeout", "max_restarts", "no_tensorboard", "export",
     "profile", "profile_start", "profile_steps", "profile_shapes", "profile_stacks", "nsys_start",
-    "nsys_end", "memory_snapshot", "peak_tflops", "usd_per_hour", "output_dir", "run_name",
+    "nsys_end", "memory_snapshot", "peak_tflops", "peak_fp8_tflops", "usd_per_hour",
+    "output_dir", "run_name",
 }  # fmt: skip
 
 

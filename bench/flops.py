@@ -76,12 +76,13 @@ def recomputed_flops_per_token(
     policy: str,
     stops_early: bool = True,
     attention: bool = True,
+    causal: bool = False,
 ) -> float:
-    """FLOPs per token (palm) that activation checkpointing computes a second time.
+    """FLOPs per token that activation checkpointing computes a second time.
 
     Of a checkpointed block everything up to the input of its last matmul, `mlp.down`, whose own
-    output nobody needs; it is computed where the checkpoint does not stop early (Transformer
-    Engine's) or a dropout comes after it. With the `op` policy no matmul at all, and attention only
+    output nobody needs; it is computed where the checkpoint does not stop early (eager FP8) or a
+    dropout comes after it. With the `op` policy no matmul at all, and attention only
     where it drops out (model.transformer.saved_ops).
     """
     if freq is None:
@@ -90,7 +91,7 @@ def recomputed_flops_per_token(
         width = config.num_attention_heads * config.head_dim
         again = width if attention and config.attention_dropout else 0
         return sum(
-            4 * again * attended_keys(seq_len, config.windows[i], causal=False)
+            4 * again * attended_keys(seq_len, config.windows[i], causal)
             for i in chosen_blocks(config.num_hidden_layers, freq)
         )
     per_layer = {k: v / config.num_hidden_layers for k, v in linear_parameters(config).items()}
@@ -98,7 +99,7 @@ def recomputed_flops_per_token(
     linear = 2 * (per_layer["qkv"] + per_layer["attention_out"] + per_layer["mlp"] - down)
     width = config.num_attention_heads * config.head_dim if attention else 0
     return sum(
-        linear + 4 * width * attended_keys(seq_len, config.windows[i], causal=False)
+        linear + 4 * width * attended_keys(seq_len, config.windows[i], causal)
         for i in chosen_blocks(config.num_hidden_layers, freq)
     )
 

@@ -31,18 +31,21 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
     results = own_results(paths)
     if update:
         code = 0
-        for file, result in one_each(results):
+        for _, result in one_each(results):
             if why := unfit(result):
                 print(f"UNFIT {result.run_name}: {why}; its baseline stays as it was")
                 code = 1
                 continue
-            stored[baseline_key(result)] = entry_of(result, file)
+            stored[baseline_key(result)] = entry_of(result)
             print(f"baseline {baseline_key(result)}: {result.metrics.tokens_per_sec_per_gpu:,.0f}")
         write_baselines(path, stored)
         return code
     verdicts = [judge(result, stored, tolerance) for _, result in results]
     for verdict in verdicts:
         print(verdict.line)
+    if all(verdict.unknown for verdict in verdicts):
+        print(f"NOTHING JUDGED: {path} has no baseline of any of these runs; that is no pass")
+        return 1
     return 1 if any(verdict.bad for verdict in verdicts) else 0
 
 

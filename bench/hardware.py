@@ -38,18 +38,29 @@ def find_roof(device_name: str) -> Roof:
     return Roof(**entry) if entry else Roof()
 
 
-def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:
+def find_peaks(
+    device_name: str, user_bf16: float | None = None, user_fp8: float | None = None
+) -> Peaks:
     """The peaks of the device of that name, as the driver gives it.
 
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
-    `user_bf16` (--peak-tflops) goes before the file.
+    `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) go before the file.
     """
-    if user_bf16 is not None:
-        return Peaks(device_name, user_bf16, None, "--peak-tflops")
+    found = Peaks(device_name, None, None, "unknown")
     for entry in json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]:
         if device_name in entry["driver_names"]:
-            return Peaks(entry["name"], entry["bf16_tflops"], entry["fp8_tflops"], entry["source"])
-    return Peaks(device_name, None, None, "unknown")
+            found = Peaks(entry["name"], entry["bf16_tflops"], entry["fp8_tflops"], entry["source"])
+    told = {"--peak-tflops": user_bf16, "--peak-fp8-tflops": user_fp8}
+    flags = [flag for flag, value in told.items() if value is not None]
+    if not flags:
+        return found
+    rest = [found.source] if len(flags) == 1 and found.bf16_tflops is not None else []
+    return Peaks(
+        found.name,
+        user_bf16 or found.bf16_tflops,
+        user_fp8 or found.fp8_tflops,
+        ", ".join(flags) + "".join(f"; else {source}" for source in rest),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

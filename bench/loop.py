@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from bench.args import Args, phase_of, total_steps, window_end
 from bench.compiling import compile_errors_named, uses_cuda_graphs
 from bench.data import Validation, batches
-from bench.device import reset_peak_memory, synchronize
+from bench.device import synchronize
 from bench.dist import meet
 from bench.memory import MemoryReport
 from bench.optim import learning_rate, optimizer_step
@@ -49,7 +49,6 @@ def measure(
                 synchronize(run.device)
                 run.log.drain()
                 gc.collect()
-                reset_peak_memory(run.device)
                 run.begin_window()
                 meet(run.ranks)  # or the first step of some has the preparations of others in it
                 synchronize(run.device)

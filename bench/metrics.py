@@ -1,7 +1,9 @@
 """From finished steps to the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
+import math
 import platform
+import statistics
 from typing import Self
 
 from bench.args import parse_sac_freq
@@ -11,10 +13,15 @@ from bench.flops import (
     linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.results import HELD_DOWN, DeviceUse, RankInfo, Result
+from bench.results import HELD_DOWN, POWER_CAP, DeviceUse, RankInfo, Result
 from bench.statistics import describe
 from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
+
+# Part by which energy and samples of power may differ, and by which steps may change over a window.
+POWER_AGREES, STEADY = 0.2, 0.02
+# Part by which a GPU is behind the others when it is worth a word.
+SLOW_DEVICE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +34,24 @@ class RankTimes:
     part_means_s: dict[str, float]
     device: DeviceUse
     memory: dict[str, float | int | None]
+    probe_tflops: float | None  # of its device by itself (bench/probe.py)
 
     @classmethod
-    def of(cls, rank: int, measured: list[Step], device: DeviceUse, memory: dict) -> Self:
+    def of(
+        cls,
+        rank: int,
+        measured: list[Step],
+        device: DeviceUse,
+        memory: dict[str, float | int | None],
+        probe_tflops: float | None,
+    ) -> Self:
         """From this rank's measured steps."""
         means = {
             part: sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
             for part in PARTS
         }
         times = [s.step_time_s for s in measured]
-        return cls(rank, platform.node(), times, means, device, memory)
+        return cls(rank, platform.node(), times, means, device, memory, probe_tflops)
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
@@ -46,6 +61,11 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     for key in ranks[0].memory:
         values = [r.memory[key] for r in ranks if r.memory[key] is not None]
         setattr(m, key, max(values) if values else None)
+    if m.allocator_retries:
+        result.notes.append(
+            f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
+            "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
     # Of one rank, the slowest: the largest of every step would add up to more than the window, since
     # ranks do not end a step at the same moment.
     result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
@@ -58,14 +78,26 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             step_time_mean_s=sum(r.step_times_s) / len(r.step_times_s),
             **{f"{part}_time_mean_s": r.part_means_s[part] for part in PARTS},
             peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
+            probe_tflops=r.probe_tflops,
         )
         for r in ranks
     ]
-    # Ranks wait for each other in backward, so that all have the same step time. Who is late shows
-    # in what it does before that.
-    own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
-    m.slowest_rank = own.index(max(own))
-    m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
+    if not m.all_gather_bytes:
+        # Ranks wait for each other in backward, so that all have the same step time. Who is late
+        # shows in what it does before that, unless it waits for weights there.
+        own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
+        m.slowest_rank = own.index(max(own))
+        m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
+    rates = [r.probe_tflops for r in ranks]
+    if None not in rates:
+        m.slowest_device = rates.index(min(rates))
+        m.device_imbalance = (sum(rates) / len(rates)) / min(rates) - 1
+        if m.device_imbalance > SLOW_DEVICE and result.device.type == "cuda":
+            late = ranks[m.slowest_device]
+            result.notes.append(
+                f"rank {late.rank} on {late.host}: its GPU multiplies {m.device_imbalance:.0%} slower "
+                "than the mean of all; every other one waits for it"
+            )
 
 
 def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
@@ -76,15 +108,23 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
     m.energy_j = None if None in joules or not sum(joules) else sum(joules)
     held = {d.rank: d.throttled for d in devices if d.throttled is not None}
     if held:
+        m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in held.values())
         worst = {
             rank: {why: part for why, part in parts.items() if part >= HELD_DOWN}
             for rank, parts in held.items()
         }
-        m.clocks_held_down = any(worst.values())
+        m.clocks_held_down = any(set(parts) - {POWER_CAP} for parts in worst.values())
         for rank, parts in worst.items():
             if parts:
                 reasons = ", ".join(f"{why} {part:.0%}" for why, part in parts.items())
                 result.notes.append(f"rank {rank}: clocks were held down in the window: {reasons}")
+    for d in devices:
+        sampled, counted = d.sampled_power_mean_w, d.average_power_w
+        if sampled and counted and d.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
+            result.notes.append(
+                f"rank {d.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples of "
+                "the power: one of them is wrong"
+            )
     company = {d.rank: d.other_processes for d in devices if d.other_processes is not None}
     if company:
         m.device_shared = any(company.values())
@@ -113,6 +153,15 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         return
     for key, value in describe(times).items():
         setattr(m, key, value)
+    third = len(times) // 3
+    if third >= 3 and abs(m.step_time_drift) > STEADY:
+        a, b = times[:third], times[-third:]
+        noise = math.sqrt((statistics.variance(a) + statistics.variance(b)) / third)
+        if abs(statistics.fmean(b) - statistics.fmean(a)) > 3 * noise:
+            result.notes.append(
+                f"the window's last third was {m.step_time_drift:+.1%} to its first in step time: the "
+                "device was not in a steady state; use more --warmup-steps and --n-steps"
+            )
     for part in PARTS:
         mean = sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
         setattr(m, f"{part}_time_mean_s", mean)
@@ -144,21 +193,26 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
         return
     m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
     m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
-    again = _recomputed(result, config)
+    again = recomputed(result, config)
     m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
+    again = recomputed(result, config, causal=True)
+    m.hfu_causal = m.mfu_causal * (1 + again / m.flops_per_token_causal)
     m.ideal_time_fraction, why = _time_fraction(result, d.peak_bf16_tflops, d.peak_fp8_tflops)
     if why is not None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
 
 
-def _recomputed(result: Result, config: ModelConfig, attention: bool = True) -> float:
-    """FLOPs per token that activation checkpointing repeats."""
+def recomputed(
+    result: Result, config: ModelConfig, attention: bool = True, causal: bool = False
+) -> float:
+    """FLOPs per token that a run's activation checkpointing repeats."""
     freq, policy = parse_sac_freq(result.args["sac_freq"]), result.args["sac_policy"]
-    early = result.fp8 is None or result.fp8.backend != "te"
-    # A compiler keeps a dropout's mask, or draws it again without what comes before.
-    early &= not config.residual_dropout or result.args["pt_compile"]
+    # A compiler repeats what is needed only. Else a checkpoint stops at the last tensor that backward
+    # asks for, which is the last matmul's input unless a dropout's mask or the outputs of an FP8
+    # library's own functions come later.
+    early = result.args["pt_compile"] or not (result.fp8 or config.residual_dropout)
     return recomputed_flops_per_token(
-        config, result.batch.seq_len, freq, policy, early, attention=attention
+        config, result.batch.seq_len, freq, policy, early, attention=attention, causal=causal
     )
 
 
@@ -172,10 +226,10 @@ def matmul_work(result: Result, config: ModelConfig) -> tuple[float, float | Non
     linear = linear_parameters(config)
     linear["head"] = config.padded_vocab_size * config.hidden_size
     tokens = b.micro_batch * b.grad_acc_steps * b.seq_len
-    flops = 2 * passes * sum(linear.values()) + _recomputed(result, config, attention=False)
+    flops = 2 * passes * sum(linear.values()) + recomputed(result, config, attention=False)
     low = fp8_flops_per_token(result)
     if low:
-        low += _recomputed(result, config, attention=False)  # the converted layers are what repeats
+        low += recomputed(result, config, attention=False)  # the converted layers are what repeats
     if result.args["amp"] == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return tokens * flops, None
     seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)

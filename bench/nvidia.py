@@ -6,11 +6,12 @@ import time
 
 import torch
 
+from bench.results import POWER_CAP
 from bench.sensors import Sample
 
 # Bits of the current clock event reasons (nvml.h); those left out do not mean a slower clock.
 REASONS = {
-    "power cap": 0x4,
+    POWER_CAP: 0x4,
     "hardware slowdown": 0x8,
     "sync boost": 0x10,
     "thermal (software)": 0x20,
@@ -19,7 +20,7 @@ REASONS = {
 }
 # Field values that add up [ns] since the driver was loaded, where the GPU keeps them.
 COUNTERS = {
-    "power cap": 74,
+    POWER_CAP: 74,
     "sync boost": 76,
     "thermal (software)": 269,
     "thermal (hardware)": 270,
@@ -74,18 +75,16 @@ class NvidiaSensor:
         values = self._fields(*COUNTERS.values())
         return time.perf_counter_ns(), {n: values[f] for n, f in COUNTERS.items() if f in values}
 
-    def other_processes(self) -> int | None:
-        """Processes on the GPU that are not this one; None if the driver does not say.
+    def other_processes(self, ours: frozenset[int]) -> int | None:
+        """Processes on the GPU that are not ours; None if the driver does not say.
 
-        In a container the driver tells process ids of the host, among which ours is one.
+        In a container the driver tells process ids of the host, among which this one's is one.
         """
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")
         if not found:
             return None
         pids = {process.pid for process in found}
-        return len(pids - {os.getpid()} if os.getpid() in pids else pids) - (
-            os.getpid() not in pids
-        )
+        return len(pids - ours) if os.getpid() in pids else len(pids) - 1
 
     def _ask(self, function: str, *args):
         """A query's answer, or None where this GPU or driver has none."""

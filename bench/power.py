@@ -4,16 +4,20 @@ Energy is from the hardware's own counter, never TDP x time.
 """
 
 import contextlib
+import os
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from bench.results import DeviceUse
 from bench.sensors import RaplSensor, Sample, Sensor
+
+# Part of the samples that show a reason of which a counter at rest knows nothing.
+OFTEN = 0.1
 
 
 class PowerMeter:
@@ -25,7 +29,9 @@ class PowerMeter:
 
     GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, family: Collection[int] = ()):
+        """`family`: ids of this run's processes on this machine, which are no strangers."""
+        self.family = frozenset({os.getpid(), *family})
         self.source = "none"
         self.sensor: Sensor | None = None
         self.interval = self.CPU_INTERVAL_S if device.type == "cpu" else self.GPU_INTERVAL_S
@@ -43,7 +49,7 @@ class PowerMeter:
         if self.sensor is None:
             return
         self.samples: list[Sample] = []
-        self.others = self._ask(self.sensor.other_processes)
+        self.others = self._ask(self._strangers)
         self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._take_samples, daemon=True)
@@ -55,6 +61,9 @@ class PowerMeter:
         while not self.stop.wait(self.interval):
             if (sample := self._ask(self.sensor.sample)) is not None:
                 self.samples.append(sample)
+
+    def _strangers(self) -> int | None:
+        return self.sensor.other_processes(self.family)
 
     @staticmethod
     def _ask(query: Callable):
@@ -74,7 +83,7 @@ class PowerMeter:
         self.close()
         used = now - self.joules if now is not None and self.joules is not None else 0.0
         joules = used if used > 0 else None  # a counter that did not move is none
-        others = [n for n in (self.others, self._ask(self.sensor.other_processes)) if n is not None]
+        others = [n for n in (self.others, self._ask(self._strangers)) if n is not None]
         power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
 
         def seen(field: str) -> list[float]:
@@ -82,11 +91,13 @@ class PowerMeter:
             return [value for value in values if value is not None]
 
         clocks, memory_clocks = seen("sm_clock_mhz"), seen("memory_clock_mhz")
+        watts = seen("power_w")
         return DeviceUse(
             rank=rank,
             energy_j=joules,
             average_power_w=joules and joules / seconds,
-            peak_power_w=max(seen("power_w"), default=None),
+            sampled_power_mean_w=statistics.fmean(watts) if watts else None,
+            peak_power_w=max(watts, default=None),
             power_limit_w=power_limit,
             sm_clock_mean_mhz=statistics.fmean(clocks) if clocks else None,
             sm_clock_min_mhz=min(clocks, default=None),
@@ -101,7 +112,7 @@ class PowerMeter:
     def _throttled(self) -> dict[str, float] | None:
         """The part of the window in which each reason held the clocks down; None if nothing tells.
 
-        By the device's own counters where it has them, which miss nothing, else by the samples.
+        By the device's own counters where they move, which miss nothing, else by the samples.
         """
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
@@ -111,7 +122,7 @@ class PowerMeter:
         usable = {r for r in before if r in after and end > begin}
         for reason in usable:
             part = (after[reason] - before[reason]) / (end - begin)
-            if 0 <= part <= 1.05:
+            if 0 < part <= 1.05 or (part == 0 and parts.get(reason, 0) < OFTEN):
                 parts[reason] = min(1.0, part)
         if not sampled and not usable:
             return None

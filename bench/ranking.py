@@ -59,14 +59,14 @@ def rank(rows: list[Row]) -> list[Ranked]:
             continue
         rates = [row["tokens_per_sec"] for row in ok]
         if len(rates) >= 3:
-            low, high = bootstrap_mean(rates)
+            low, high = bootstrap_mean(rates) or (None, None)
             cv = statistics.stdev(rates) / statistics.fmean(rates)
         else:
             times = [t for row in ok for t in row["step_times_s"]]
-            slow, fast = bootstrap_mean(times)
             mean = statistics.fmean(times)
             tokens = statistics.fmean(rates) * mean
-            low, high = tokens / fast, tokens / slow
+            fast, slow = bootstrap_mean(times) or (None, None)
+            low, high = slow and tokens / slow, fast and tokens / fast
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
         memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"

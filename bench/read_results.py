@@ -114,6 +114,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         memory_kind=memory[1],
         tokens_per_joule=m.tokens_per_joule,
         usd_per_hour=a.get("usd_per_hour"),
+        power_limit_w=r.power_limit_w,
         losses=[(i, x) for i, x in losses if x is not None],
         learning_rates=rates,
         hyperparameters={

@@ -45,6 +45,7 @@ class Record:
     tokens_per_joule: float | None = None
     usd_per_hour: float | None = None
     tdp_w: float | None = None
+    power_limit_w: float | None = None
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     learning_rates: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     hyperparameters: dict[str, Any] | None = None

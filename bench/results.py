@@ -18,6 +18,8 @@ RESERVED_BYTES = 2**20
 RESERVED_BYTES_PER_STEP = 48
 # Part of the window below which throttled clocks are a sample's chance.
 HELD_DOWN = 0.01
+# The one reason to hold clocks down that belongs to a GPU at work: under full load it is at its limit.
+POWER_CAP = "power cap"
 
 
 class Strict(BaseModel):
@@ -91,6 +93,7 @@ class RankInfo(Strict):
     backward_time_mean_s: float
     optimizer_time_mean_s: float
     peak_memory_gib: float | None
+    probe_tflops: float | None = None
 
 
 class DeviceUse(Strict):
@@ -99,6 +102,7 @@ class DeviceUse(Strict):
     rank: int
     energy_j: float | None = None
     average_power_w: float | None = None
+    sampled_power_mean_w: float | None = None
     peak_power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mean_mhz: float | None = None
@@ -167,6 +171,7 @@ class Metrics(Strict):
     step_time_p90_s: float | None = None
     step_time_ci95_low_s: float | None = None
     step_time_ci95_high_s: float | None = None
+    step_time_drift: float | None = None
     data_time_mean_s: float | None = None
     forward_time_mean_s: float | None = None
     backward_time_mean_s: float | None = None
@@ -188,6 +193,7 @@ class Metrics(Strict):
     mfu: float | None = None
     mfu_causal: float | None = None
     hfu: float | None = None
+    hfu_causal: float | None = None
     ideal_time_fraction: float | None = None
     roof_time_fraction: float | None = None
     peak_allocated_gib: float | None = None
@@ -196,6 +202,8 @@ class Metrics(Strict):
     peak_rss_gib: float | None = None
     slowest_rank: int | None = None
     rank_imbalance: float | None = None
+    slowest_device: int | None = None
+    device_imbalance: float | None = None
     all_gather_bytes: int | None = None
     reduce_scatter_bytes: int | None = None
     all_reduce_bytes: int | None = None
@@ -205,6 +213,7 @@ class Metrics(Strict):
     tokens_per_joule: float | None = None
     usd_per_million_tokens: float | None = None
     clocks_held_down: bool | None = None
+    power_cap_fraction: float | None = None
     device_shared: bool | None = None
     first_loss: float | None = None
     final_loss: float | None = None
@@ -230,6 +239,7 @@ class Result(Strict):
     device: Device
     batch: Batch
     fp8: Fp8Info | None = None
+    attention_kernel: str | None = None
     environment: dict[str, Any]
     metrics: Metrics = Metrics()
     memory: Memory | None = None
@@ -238,6 +248,11 @@ class Result(Strict):
     warmup_step_times_s: list[float] = []
     ranks: list[RankInfo] = []
     devices: list[DeviceUse] = []
+
+    @property
+    def power_limit_w(self) -> float | None:
+        """The lowest power limit of its devices [W]."""
+        return min((d.power_limit_w for d in self.devices if d.power_limit_w), default=None)
 
 
 class ResultFile:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ import torch
 
 from bench import dist
 from bench.args import Args, captured_steps, in_window, total_steps
+from bench.attention import attention_kernel
 from bench.combinations import GRAPH_MODES
 from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
@@ -29,7 +31,8 @@ from bench.hardware import find_peaks, find_roof
 from bench.memory import AllocatorRecord
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.power import PowerMeter
-from bench.precision import LossScaler
+from bench.precision import AMP_DTYPES, LossScaler
+from bench.probe import device_tflops
 from bench.results import Batch, Device, ModelInfo, Result, ResultFile
 from bench.stepfile import StepsFile
 from bench.steps import StepLog
@@ -63,7 +66,7 @@ class Run:
             name += f"-restart{attempt}"  # the attempt before has a result, too
         name = dist.broadcast(ranks, name)
         self.directory = Path(args.output_dir) / name
-        peaks = find_peaks(device_name(device), args.peak_tflops)
+        peaks = find_peaks(device_name(device), args.peak_tflops, args.peak_fp8_tflops)
         roof = find_roof(device_name(device))
         resolved = {"seq_len": batch.seq_len, "grad_acc_steps": batch.grad_acc_steps}
         self.result = Result(
@@ -97,6 +100,9 @@ class Run:
             ),
             batch=batch,
             fp8=self.fp8.info,
+            attention_kernel=attention_kernel(
+                args, config, batch.seq_len, device, AMP_DTYPES[args.amp]
+            ),
             environment=describe_environment(device),
         )
         if uses_cuda_graphs(args.pt_compile, args.compile_mode, device):
@@ -132,7 +138,10 @@ class Run:
             raise UsageError(problem)
         self.started = time.perf_counter()
         self.log = StepLog(self.device, total_steps(self.args), sinks)
-        self.power = PowerMeter(self.device)
+        here = platform.node()
+        others = dist.gather(self.ranks, (here, os.getpid()))
+        self.power = PowerMeter(self.device, {pid for host, pid in others if host == here})
+        self.probe_tflops = None
         self.allocator = None
         if self.device.type == "cuda":
             name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
@@ -186,6 +195,10 @@ class Run:
         self.compiled_before = compile_counts()
         if self.allocator:
             self.allocator.stop()
+        if self.ranks.world > 1:
+            self.probe_tflops = device_tflops(self.device)
+        reset_peak_memory(self.device)
+        dist.meet(self.ranks)  # or the energy has the waiting for others in it
         self.power.begin()
 
     def end_window(self) -> None:
@@ -211,7 +224,8 @@ class Run:
             # The counter is the whole machine's; its first rank speaks for all.
             device = device.model_copy(update={"energy_j": 0.0, "average_power_w": None})
         measured = self.log.of_phase("measure")
-        times = RankTimes.of(self.ranks.rank, measured, device, peak_memory(self.device))
+        memory = peak_memory(self.device)
+        times = RankTimes.of(self.ranks.rank, measured, device, memory, self.probe_tflops)
         fill_rank_metrics(self.result, dist.gather(self.ranks, times))
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:

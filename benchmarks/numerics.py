@@ -62,14 +62,14 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
     """
     distance = losses / reference - 1
     tail = distance[-max(1, len(distance) // 4) :]
-    low, high = bootstrap_mean(tail)
+    interval = bootstrap_mean(tail)
     early = float(np.abs(distance[:EARLY_STEPS]).max())
     final = float(tail.mean())
     limit = FP8_LIMIT if name.startswith("fp8") else BF16_LIMIT
     ok = bool(np.isfinite(losses).all()) and abs(final) <= limit
     if name.startswith("fp32"):
         limit, ok = EARLY_LIMIT, ok and early <= EARLY_LIMIT
-    return {"early": early, "final": final, "interval": [low, high], "limit": limit, "ok": ok}
+    return {"early": early, "final": final, "interval": list(interval), "limit": limit, "ok": ok}
 
 
 def plot(curves: dict[str, np.ndarray], path: Path) -> None:

@@ -70,8 +70,11 @@ class ModelConfig:
 
     @property
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the resolved shape; the file's name has no part in it."""
-        shape = {k: v for k, v in self.shape().items() if k != "name"}
+        """First 16 hex digits of the SHA-256 of the resolved shape.
+
+        Neither the file's name nor padding rows, which are no part of the model, change it.
+        """
+        shape = {k: v for k, v in self.shape().items() if k not in ("name", "vocab_multiple")}
         text = json.dumps(shape, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

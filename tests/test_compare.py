@@ -11,7 +11,7 @@ import pytest
 
 import compare
 from bench.baselines import baseline_key, judge, read_baselines
-from bench.comparison import Prices, bootstrap_ratio
+from bench.comparison import Prices
 from bench.comparison import compare as compare_records
 from bench.discover import read_records
 from bench.errors import UsageError
@@ -304,17 +304,15 @@ def test_ratio_and_its_interval(result, tmp_path):
     # Two means of 40 steps with 1 % noise each: +- 1.96 x 1 % x sqrt(2 / 40) = 0.44 %.
     assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.0044, rel=0.35)
     assert rows["c"].verdict == "within noise" and rows["d"].verdict == "slower"
-
-
-def test_bootstrap_covers_the_truth_as_often_as_it_says():
-    rng = np.random.default_rng(1)
-    hits = 0
-    for _ in range(60):
-        a, b = rng.normal(1.1, 0.1, 30), rng.normal(1.0, 0.1, 30)
-        low, high, _ = bootstrap_ratio(a.tolist(), b.tolist())
-        hits += low <= 1.1 <= high
-    assert 50 <= hits <= 60
-    assert bootstrap_ratio([1.0, 1.0], [1.0] * 9) is None
+    # Surely different steps, but two runs of one setting are no more alike.
+    rows = rows_of(
+        *(
+            variant(result, tmp_path / "sure", n, speed, noise=1e-4)
+            for n, speed in (("a", 1), ("b", 1.009), ("c", 1.02))
+        )
+    )
+    assert rows["b"].ratio_low > 1.008 and rows["b"].verdict == "within noise"
+    assert rows["c"].verdict == "faster"
 
 
 @pytest.mark.parametrize(
@@ -475,7 +473,7 @@ def test_baselines_say_where_they_come_from(baselines, result):
     assert entry["tokens_per_sec_per_gpu"] == pytest.approx(640)
     assert entry["low"] < 640 < entry["high"]
     origin = entry["provenance"]
-    assert origin["run"] == "old" and origin["torch"] and origin["git_sha"] and origin["command"]
+    assert origin["run"] == "old" and origin["software"]["torch"] and origin["git_sha"] and origin["command"]
 
 
 @pytest.mark.parametrize(
@@ -487,9 +485,7 @@ def test_baselines_say_where_they_come_from(baselines, result):
         ({"speed": 0.94, "noise": 0.2}, "not certain", 0),  # one number below, but who knows
         ({"metrics__peak_rss_gib": 1.2}, "MORE MEMORY", 1),
         ({"speed": 0.5, "metrics__peak_rss_gib": 2.0}, "SLOWER and MORE MEMORY", 1),
-        ({"args__bsz": 3}, "NO BASELINE", 0),
-        ({"device__count": 2}, "NO BASELINE", 0),
-        ({"model__hash": "y" * 16}, "NO BASELINE", 0),
+        ({"devices": [{"rank": 0, "power_limit_w": 700.0}]}, "ok", 0),  # the baseline's is unknown
         ({"args__profile": True}, "UNFIT", 1),
         ({"status": "oom"}, "UNFIT", 1),
         ({"metrics__tokens_per_sec_per_gpu": None}, "UNFIT", 1),
@@ -504,6 +500,53 @@ def test_gate(baselines, result, tmp_path, options, word, code, capsys):
     assert word in out and out.count("\n") == 1
     if word == "ok":
         assert "not certain" not in out
+
+
+@pytest.mark.parametrize(
+    "changes", [{"args__bsz": 3}, {"device__count": 2}, {"model__hash": "y" * 16}]
+)
+def test_what_has_no_baseline_is_named_and_alone_no_pass(
+    baselines, result, tmp_path, changes, capsys
+):
+    argv = ["--baseline", str(baselines), "--tolerance", "5%"]
+    new = str(variant(result, tmp_path / "new", "new", **changes))
+    known = str(variant(result, tmp_path / "known", "known"))
+    capsys.readouterr()
+    assert compare.main([new, known, *argv]) == 0
+    out = capsys.readouterr().out
+    assert "NO BASELINE new" in out and "ok known" in out
+    assert compare.main([new, *argv]) == 1
+    assert "NOTHING JUDGED" in capsys.readouterr().out
+
+
+def test_another_power_limit_is_another_machine(result, tmp_path, capsys):
+    def limited(name, watts):
+        devices = [{"rank": 0, "power_limit_w": watts}]
+        return str(variant(result, tmp_path / name, name, devices=devices))
+
+    argv = ["--baseline", str(tmp_path / "b.json")]
+    assert compare.main([limited("a", 700.0), *argv, "--update-baselines"]) == 0
+    assert compare.main([limited("b", 699.0), *argv]) == 0
+    capsys.readouterr()
+    assert compare.main([limited("c", 500.0), *argv]) == 1
+    assert "its power limit is 500 W, the baseline's was 700 W" in capsys.readouterr().out
+    rows = rows_of(tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert rows["b"].marks == [] and rows["c"].marks == ["power limit 700 / 500 W"]
+
+
+def test_what_got_slower_says_what_changed(result, tmp_path, capsys):
+    old = json.loads((result / "result.json").read_text())["environment"]
+    libraries = old["libraries"] | {"torch": "0.1"}
+    argv = ["--baseline", str(tmp_path / "b.json")]
+    before = variant(result, tmp_path, "before", environment=old | {"libraries": libraries})
+    assert compare.main([str(before), *argv, "--update-baselines"]) == 0
+    capsys.readouterr()
+    image = {"name": "new:1", "digest": None}
+    after = variant(result, tmp_path, "after", speed=0.8, environment=old | {"image": image})
+    assert compare.main([str(after), *argv]) == 1
+    out = capsys.readouterr().out
+    now = old["libraries"]["torch"]
+    assert f"; since then image none -> new:1, torch 0.1 -> {now}" in out
 
 
 def test_a_flag_that_came_later_leaves_baselines_alone(result, tmp_path):

@@ -186,7 +186,15 @@ def test_per_rank_times_and_memory(runs):
     r = result_of(runs / "fsdp4")
     assert [rank["rank"] for rank in r["ranks"]] == [0, 1, 2, 3]
     assert r["device"]["count"] == r["batch"]["data_parallel_size"] == 4
-    assert 0 <= r["metrics"]["slowest_rank"] < 4 and r["metrics"]["rank_imbalance"] >= 0
+    rates = [rank["probe_tflops"] for rank in r["ranks"]]
+    assert r["metrics"]["slowest_device"] == rates.index(min(rates)) and min(rates) > 0
+    assert r["metrics"]["device_imbalance"] == pytest.approx(sum(rates) / 4 / min(rates) - 1)
+    # Fast ranks wait for slow ones wherever weights are gathered: forward times say nothing.
+    assert r["metrics"]["slowest_rank"] is r["metrics"]["rank_imbalance"] is None
+    ddp = result_of(runs / "ddp2")
+    own = [rank["data_time_mean_s"] + rank["forward_time_mean_s"] for rank in ddp["ranks"]]
+    assert ddp["metrics"]["slowest_rank"] == own.index(max(own))
+    assert ddp["metrics"]["rank_imbalance"] == pytest.approx(max(own) / (sum(own) / 2) - 1)
     slowest = max(rank["step_time_mean_s"] for rank in r["ranks"])
     assert r["metrics"]["step_time_mean_s"] >= slowest * 0.999
     m = r["metrics"]

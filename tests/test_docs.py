@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import compare
 from bench.results import (
     Batch,
     CostlyKernel,
@@ -35,6 +36,14 @@ def test_metrics_page_defines_each_field_once():
              CostlyKernel, DeviceUse)  # fmt: skip
     fields = [f for m in parts for f in m.model_fields]
     assert sorted(documented) == sorted(fields)
+
+
+def test_no_table_is_cut_in_two():
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        lines = ["", *path.read_text().splitlines(), ""]
+        starts = [i for i, line in enumerate(lines) if line.startswith("|") and lines[i - 1][:1] != "|"]
+        for i in starts:
+            assert lines[i + 1].startswith("|-"), f"{path.name}: a table without a head: {lines[i]}"
 
 
 def test_steps_file_is_documented():
@@ -83,9 +92,11 @@ def a_run(tmp_path_factory):
 
     out = tmp_path_factory.mktemp("runs")
     os.chdir(ROOT)
-    argv = ["configs/gpt2-tiny.json", "--seq-len", "16", "--bsz", "1", "--n-steps", "4",
+    argv = ["configs/gpt2-tiny.json", "--seq-len", "16", "--bsz", "1", "--n-steps", "40",
             "--warmup-steps", "1", "--device", "cpu", "--output-dir", str(out)]  # fmt: skip
     assert run_train(*argv) == 0
+    baselines = str(out / "baselines.json")
+    assert compare.main([str(out), "--baseline", baselines, "--update-baselines"]) == 0
     return out
 
 
@@ -112,7 +123,8 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             small = {"sweep.py": ["--dry-run"]}.get(script, [])
             argv = [str(tmp_path / "comparison") if a == "comparison" else a for a in argv]
             if script == "compare.py":
-                argv = [str(a_run) if a == "runs/" else a for a in argv]
+                places = {"runs/": str(a_run), "baselines.json": str(a_run / "baselines.json")}
+                argv = [places.get(a, a) for a in argv]
             assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return
         assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script

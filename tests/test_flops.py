@@ -1,5 +1,9 @@
 """FLOPs by formula against torch's own counter, and by counting attended pairs."""
 
+import dataclasses
+import os
+import types
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -11,12 +15,15 @@ from bench.flops import (
     linear_parameters,
     recomputed_flops_per_token,
 )
+from bench.metrics import recomputed
 from bench.recompute import apply_recompute
 from model.config import load_config
 from model.layers import window_mask
 from model.transformer import Transformer
 from tests.helpers import FAMILIES, config
 from tests.test_config import SHIPPED
+
+os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 
 
 def counted(shape, seq_len: int, train: bool) -> float:
@@ -80,6 +87,48 @@ def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
     expected = recomputed_flops_per_token(shape, seq_len, freq, "block", stops_early=not dropout)
     assert total(freq, "block") - plain == pytest.approx(expected)
     assert total(freq, "op") == plain
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too(compiled):
+    """Counted with torchao's modules (emulated): an autograd function keeps its input at its end."""
+    shape, seq_len = config("llama"), 16
+
+    def total(freq):
+        with torch.device("meta"):
+            model = Transformer(shape, seq_len)
+            ids = torch.zeros(2, seq_len, dtype=torch.int64)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
+        convert_to_float8_training(model.blocks, config=dataclasses.replace(fp8, emulate=True))
+        apply_recompute(model, freq, "block")
+        with FlopCounterMode(display=False) as counter:
+            model(ids, ids).backward()
+        return counter.get_total_flops() / ids.numel()
+
+    result = types.SimpleNamespace(
+        args={"sac_freq": "1/1", "sac_policy": "block", "pt_compile": compiled},
+        batch=types.SimpleNamespace(seq_len=seq_len),
+        fp8=True,
+    )
+    expected = recomputed(result, shape)
+    if not compiled:
+        assert total((1, 1)) - total(None) == pytest.approx(expected)
+    # Compiled, Inductor repeats what is needed only.
+    down = 2 * shape.num_hidden_layers * shape.intermediate_size * shape.hidden_size
+    eager = recomputed_flops_per_token(shape, seq_len, (1, 1), "block", stops_early=False)
+    assert eager - expected == (down if compiled else 0)
+
+
+def test_attention_that_is_repeated_counts_by_the_convention():
+    shape, T = load_config("configs/llama-tiny.json"), 64
+    again = [
+        recomputed_flops_per_token(shape, T, (1, 1), "block", causal=causal)
+        for causal in (False, True)
+    ]
+    width = shape.num_attention_heads * shape.head_dim
+    assert again[0] - again[1] == shape.num_hidden_layers * 2 * width * T
 
 
 def test_a_window_counts_its_keys_only():

@@ -12,7 +12,7 @@ from bench.amd import AmdSensor
 from bench.metrics import fill_device_metrics
 from bench.nvidia import NvidiaSensor
 from bench.power import PowerMeter
-from bench.results import DeviceUse
+from bench.results import DeviceUse, Metrics
 from bench.sensors import RaplSensor
 
 GPU = torch.device("cuda", 0)
@@ -116,35 +116,68 @@ def test_the_drivers_own_counter_goes_before_samples(nvml):
     assert use.throttled == {"power cap": pytest.approx(0.25, abs=0.08)}
 
 
+def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
+    def cap():
+        nvml.bits = 0x4
+
+    use = measured(cap)
+    assert use.throttled == {"power cap": pytest.approx(0.5, abs=0.2)}
+
+
 def test_processes_of_a_container_are_told_by_host_ids(nvml):
+    ours = frozenset({os.getpid()})
     nvml.processes = [424242]  # that is ourselves
-    assert NvidiaSensor(GPU).other_processes() == 0
+    assert NvidiaSensor(GPU).other_processes(ours) == 0
     nvml.processes = [424242, 99999]
-    assert NvidiaSensor(GPU).other_processes() == 1
+    assert NvidiaSensor(GPU).other_processes(ours) == 1
     nvml.processes = []
-    assert NvidiaSensor(GPU).other_processes() is None
+    assert NvidiaSensor(GPU).other_processes(ours) is None
+
+
+def test_other_ranks_of_the_run_are_no_strangers(nvml):
+    nvml.processes = [os.getpid(), 5, 6]
+    meter = PowerMeter(GPU, {5})
+    meter.begin()
+    assert meter.end(rank=0).other_processes == 1
+
+
+def noted(*devices):
+    """Metrics and notes made of what ranks 0, 1 ... saw."""
+    result = types.SimpleNamespace(metrics=Metrics(), notes=[], devices=[])
+    fill_device_metrics(result, [DeviceUse(rank=i, **d) for i, d in enumerate(devices)])
+    return result.metrics, result.notes
 
 
 def test_flags_reach_result_and_notes():
-    result = types.SimpleNamespace(
-        metrics=types.SimpleNamespace(clocks_held_down=None, device_shared=None),
-        notes=[],
-        devices=[],
-    )
-    use = DeviceUse(rank=1, energy_j=100.0, throttled={"power cap": 0.3}, other_processes=2)
-    fill_device_metrics(
-        result, [DeviceUse(rank=0, energy_j=50.0, throttled={}, other_processes=0), use]
-    )
-    m = result.metrics
+    fine = {"energy_j": 50.0, "throttled": {}, "other_processes": 0}
+    hot = {"energy_j": 100.0, "throttled": {"thermal (memory)": 0.3}, "other_processes": 2}
+    m, notes = noted(fine, hot)
     assert m.energy_j == 150.0 and m.clocks_held_down is True and m.device_shared is True
-    assert result.notes == [
-        "rank 1: clocks were held down in the window: power cap 30%",
+    assert m.power_cap_fraction == 0
+    assert notes == [
+        "rank 1: clocks were held down in the window: thermal (memory) 30%",
         "rank 1: 2 other process(es) used its GPU",
     ]
-    fill_device_metrics(
-        result, [DeviceUse(rank=0, throttled={"power cap": 0.001}, other_processes=0)]
-    )
+    m, notes = noted({"throttled": {"thermal (memory)": 0.001}, "other_processes": 0})
     assert m.energy_j is None and m.clocks_held_down is False and m.device_shared is False
+    assert notes == []
+
+
+def test_a_power_cap_is_noted_and_spoils_nothing():
+    """Under full load a GPU is at its limit: that is how fast it is."""
+    m, notes = noted({"throttled": {"power cap": 0.9}}, {"throttled": {}})
+    assert m.power_cap_fraction == 0.9 and m.clocks_held_down is False
+    assert notes == ["rank 0: clocks were held down in the window: power cap 90%"]
+    m, _ = noted({"throttled": {"power cap": 0.9, "power brake": 0.02}})
+    assert m.clocks_held_down is True
+    assert noted({})[0].power_cap_fraction is None
+
+
+def test_an_energy_counter_that_contradicts_the_power_is_named():
+    seen = {"n_samples": 9, "sampled_power_mean_w": 500.0}
+    assert noted(seen | {"average_power_w": 450.0})[1] == []
+    (note,) = noted(seen | {"average_power_w": 50.0})[1]
+    assert "50 W by the energy counter, 500 W by samples" in note
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["7.x", "6.0"])
