@@ -110,7 +110,8 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
         return "failed", "killed by SIGKILL, as the kernel does when memory is full"
     if process.returncode < 0:
         return "failed", f"killed by {signal.Signals(-process.returncode).name}"
-    return "failed", None
+    # 3 is out of memory, also of a rank whose end left the one that writes the result no time.
+    return ("oom" if process.returncode == 3 else "failed"), None
 
 
 def _die_with_parent() -> None:

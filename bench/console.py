@@ -175,7 +175,10 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
     ]  # fmt: skip
     if m.slowest_rank is not None:
         rows.append(
-            ("latest rank: before backward", f"{m.slowest_rank}, {m.rank_imbalance:+.1%} to the mean")
+            (
+                "latest rank: before backward",
+                f"{m.slowest_rank}, {m.rank_imbalance:+.1%} to the mean",
+            )
         )
     if m.slowest_device is not None:
         behind = f"{m.slowest_device}, {m.device_imbalance:.1%} behind the mean"

@@ -10,6 +10,7 @@ from bench.device import is_out_of_memory
 from bench.errors import Interrupted, UsageError
 from model.config import ConfigError
 
+LOST = "lost another rank"
 OOM_ADVICE = (
     "what helps: a smaller --bsz with more --grad-acc-steps, a shorter --seq-len, --amp bf16, "
     "--sac-freq 1/1, --pt-compile, train_fsdp.py on more devices, and on a GPU "
@@ -32,7 +33,7 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     if full or "No space left on device" in text:
         return "failed", f"disk full: {text}"
     if lost_a_rank(error):
-        return "failed", f"lost another rank, whose own error says why: {text}"
+        return "failed", f"{LOST}, whose own error says why: {text}"
     return "failed", f"{type(error).__name__}: {text}"
 
 

@@ -8,6 +8,7 @@ import platform
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Self
@@ -22,11 +23,12 @@ from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
 from bench.device import device_memory_gib, device_name, peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
-from bench.endings import classify, full_traceback
+from bench.endings import LOST, classify, full_traceback
 from bench.environment import describe_environment
-from bench.errors import UsageError
+from bench.errors import Interrupted, UsageError
 from bench.flops import count_parameters, flops_per_token, linear_parameters
 from bench.fp8 import Fp8
+from bench.hang import HangWatch
 from bench.hardware import find_peaks, find_roof
 from bench.memory import AllocatorRecord
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
@@ -147,9 +149,12 @@ class Run:
             name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
             self.allocator = AllocatorRecord(self.directory / name, self.args.memory_snapshot)
         reset_peak_memory(self.device)
+        self.hang, self.ending = None, threading.Lock()
         if self.ranks.main:
             self.file.write(self.result)
             print_header(self.result)
+            if self.ranks.world > 1:
+                self.hang = HangWatch(self._end_hanging)
         return self
 
     def _open_files(self) -> list:
@@ -236,11 +241,34 @@ class Run:
             if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
                 self._write_rank_error(error)
             if self.ranks.main:
-                self._finish(error)
+                with self.ending:
+                    self._finish(error)
+            if self.hang:
+                self.hang.close()
+
+    def _end_hanging(self, number: signal.Signals) -> None:
+        """In another thread: the main one waits for a rank that will not come."""
+        if self.ending.acquire(blocking=False):
+            self._finish(Interrupted(number.name))
+            os._exit(1)
+
+    def _cause_elsewhere(self) -> tuple[str, str] | None:
+        """Status and error of the rank that failed first, by what the others left behind."""
+        found = []
+        for path in (self.directory / "errors").glob("rank*.txt"):
+            with contextlib.suppress(OSError, ValueError):
+                status, text = path.read_text(encoding="utf-8").splitlines()[0].split(": ", 1)
+                if status in ("oom", "failed") and not text.startswith(LOST):
+                    rank = path.stem.removeprefix("rank")
+                    found.append((path.stat().st_mtime_ns, status, f"rank {rank}: {text}"))
+        return min(found)[1:] if found else None
 
     def _finish(self, error: BaseException | None) -> None:
         r, m = self.result, self.result.metrics
         r.status, r.error = classify(error)
+        # A rank that lost another, or is ended by their agent, is not what went wrong.
+        if r.error and (r.error.startswith(LOST) or r.status == "interrupted"):
+            r.status, r.error = self._cause_elsewhere() or (r.status, r.error)
         with contextlib.suppress(Exception):  # a second failure must not hide the first
             self.log.drain()
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
@@ -252,7 +280,7 @@ class Run:
             m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, counts.recompilations
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
-        if self.scaler is not None:
+        if self.scaler is not None and (error is None or self.device.type == "cpu"):
             with contextlib.suppress(Exception):  # the device may be what failed
                 m.skipped_steps = int(self.scaler.skipped)
         if m.peak_allocated_gib is None and m.peak_rss_gib is None:
@@ -277,7 +305,8 @@ class Run:
             directory = self.directory / "errors"
             directory.mkdir(exist_ok=True)
             path = directory / f"rank{self.ranks.rank}.txt"
-            path.write_text(full_traceback(error), encoding="utf-8")
+            status, text = classify(error)
+            path.write_text(f"{status}: {text}\n\n{full_traceback(error)}", encoding="utf-8")
 
 
 @contextlib.contextmanager

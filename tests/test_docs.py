@@ -41,7 +41,9 @@ def test_metrics_page_defines_each_field_once():
 def test_no_table_is_cut_in_two():
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         lines = ["", *path.read_text().splitlines(), ""]
-        starts = [i for i, line in enumerate(lines) if line.startswith("|") and lines[i - 1][:1] != "|"]
+        starts = [
+            i for i, line in enumerate(lines) if line.startswith("|") and lines[i - 1][:1] != "|"
+        ]
         for i in starts:
             assert lines[i + 1].startswith("|-"), f"{path.name}: a table without a head: {lines[i]}"
 

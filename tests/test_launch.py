@@ -154,6 +154,57 @@ def test_a_failing_rank_is_named_with_its_error(tmp_path):
     assert err.splitlines()[-1].startswith("train_ddp.py: rank ")
 
 
+ONE_RANK_FAILS = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+import train_ddp
+from bench.launch import launch_ranks
+from model.transformer import Transformer
+
+def train(args, ranks):
+    steps, forward = [], Transformer.forward
+    def fail_late(self, *inputs):
+        steps.append(1)
+        if ranks.rank == 1 and len(steps) > 6:
+            raise torch.OutOfMemoryError("made up")
+        return forward(self, *inputs)
+    Transformer.forward = fail_late
+    train_ddp.train(args, ranks)
+
+sys.exit(launch_ranks(train, sys.argv[1:], __file__))
+"""
+
+
+def test_the_result_says_what_another_rank_failed_of(tmp_path):
+    """Rank 0 writes the result, and of itself only notices that the other is gone."""
+    script = tmp_path / "train_ddp.py"
+    script.write_text(ONE_RANK_FAILS)
+    code, _, err = finish(start(str(script), tmp_path / "runs", *FOREVER))
+    assert code == 3 and "rank 1: out of memory: made up" in err.splitlines()[-1]
+    r = only_result(tmp_path / "runs")
+    assert r["status"] == "oom" and r["error"].startswith("rank 1: out of memory: made up")
+    assert r["metrics"]["n_measured_steps"] > 0
+    (kept,) = tmp_path.glob("runs/*/errors/rank1.txt")
+    assert "Traceback" in kept.read_text()
+
+
+def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
+    """A stopped peer is not gone: nothing breaks, rank 0 waits and runs no signal handler."""
+    process = start("train_ddp.py", tmp_path, *FOREVER, "--dist-timeout", "600")
+    assert wait_until(lambda: training(tmp_path), 240), process.poll()
+    ranks = ranks_of(process)
+    os.kill(ranks[1], signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(ranks[0], signal.SIGTERM)
+    assert wait_until(lambda: only_result(tmp_path)["status"] != "running", 25)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert finish(process)[0] == 1
+    r = only_result(tmp_path)
+    assert r["status"] == "interrupted" and r["error"] == "interrupted by SIGTERM"
+    assert r["metrics"]["n_measured_steps"] > 0
+
+
 def test_ctrl_c_ends_all(tmp_path):
     process = start("train_ddp.py", tmp_path, *FOREVER)
     assert wait_until(lambda: training(tmp_path), 240), process.poll()

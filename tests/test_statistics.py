@@ -105,7 +105,9 @@ def rank_times(rank, own, probe):
 @pytest.mark.parametrize("gathered", [0, 100])
 def test_slow_ranks_and_devices_are_named(gathered):
     result = types.SimpleNamespace(
-        metrics=Metrics(all_gather_bytes=gathered), notes=[], device=types.SimpleNamespace(type="cuda")
+        metrics=Metrics(all_gather_bytes=gathered),
+        notes=[],
+        device=types.SimpleNamespace(type="cuda"),
     )
     fill_rank_metrics(result, [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)])
     m = result.metrics
