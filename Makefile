@@ -47,11 +47,12 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(PY) benchmarks/loss.py
 	$(PY) benchmarks/precision.py
 	$(PY) benchmarks/numerics.py
+	$(PY) benchmarks/peers.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/loss.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/peers_cpu.py
+	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/numerics.py
 	$(BIN)/python benchmarks/gemm.py
 

@@ -78,7 +78,7 @@ def _apply_torchao(
             precompute_float8_dynamic_scale_for_fsdp,
         )
     except ImportError as error:
-        raise UsageError(f"--fp8-backend torchao: {error}; pip install 'torchao>=0.18'") from None
+        raise UsageError(f"--fp8-backend torchao: {error}; pip install -e '.[fp8]'") from None
     recipe = args.fp8_recipe
     if not args.fp8_emulate:
         _check_device(device, recipe)

@@ -17,7 +17,7 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
         import matplotlib.pyplot as plt
     except ImportError:
         raise UsageError(
-            "compare.png needs matplotlib: pip install matplotlib, or --no-plot"
+            "compare.png needs matplotlib: pip install -e '.[report]', or --no-plot"
         ) from None
 
     shown = [r for r in rows if r.record.tokens_per_sec_per_gpu or r.record.losses]

@@ -94,8 +94,9 @@ def show(ranked: list[Ranked], directory: Path) -> None:
             continue
         tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
         share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
+        low, high = ("unknown" if end is None else f"{end:,.0f}" for end in (r.low, r.high))
         table.add_row(
-            escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{r.low:,.0f} - {r.high:,.0f}",
+            escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
             f"{r.cv:.1%}", share, "unknown" if r.mfu is None else f"{r.mfu:.1%}",
             f"{r.memory_gib:.2f}",
         )  # fmt: skip

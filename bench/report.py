@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from bench.comparison import Row
+from bench.errors import UsageError
 from bench.records import Record
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
@@ -109,8 +110,10 @@ def html(
     rows: list[Row], tokens: float | None, image: str | None, remarks: list[str], priced: bool
 ) -> str:
     """The report: one file that needs no other."""
-    import jinja2
-
+    try:
+        import jinja2
+    except ImportError:
+        raise UsageError("report.html needs jinja2: pip install -e '.[report]'") from None
     source = (Path(__file__).parent / "report.html.j2").read_text(encoding="utf-8")
     groups: dict[str, list[Row]] = {}
     for row in rows:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import functools
+import gc
 import json
 import statistics
 import subprocess
@@ -69,6 +70,9 @@ def serve(run: Callable[[], float]) -> None:
     for _ in sys.stdin:
         with contextlib.redirect_stdout(sys.stderr):
             seconds = run()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the others need room as well
         print(seconds, flush=True)
 
 

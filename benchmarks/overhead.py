@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench.device import pick_device
-from bench.loop import build_step
+from bench.loop import build_step, uncollected
 from benchmarks.common import interleave, report, run_train, time_steps, time_train
 from model.config import load_config
 from model.init import materialize
@@ -58,8 +58,9 @@ def bare_step(path: str, bsz: int, T: int, bf16: bool, device: torch.device) -> 
 def bare_loop(n: int, device: torch.device, *case) -> float:
     """Seconds per step of n bare steps, the model built anew."""
     step = bare_step(*case, device)
-    time_steps(step, WARMUP, device)
-    return time_steps(step, n, device)
+    with uncollected():  # as in train.py, whose other costs are looked for here
+        time_steps(step, WARMUP, device)
+        return time_steps(step, n, device)
 
 
 def step_by_step(

@@ -40,8 +40,8 @@ def import_te() -> types.ModuleType:
     except Exception as error:  # besides ImportError, whatever its search for cuDNN raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"--fp8-backend te: Transformer Engine cannot be imported: {reason}; install "
-            "transformer-engine[pytorch], or use --fp8-backend torchao"
+            f"--fp8-backend te: Transformer Engine cannot be imported: {reason}; "
+            "pip install -e '.[te]', or use --fp8-backend torchao"
         ) from None
     return te
 

@@ -26,6 +26,7 @@ ALL = list(all_combinations())
 SUPPORTED = [c for c in ALL if refusal(c) is None]
 REFUSED = [c for c in ALL if refusal(c) is not None]
 # Transformer Engine and CUDA graphs need a GPU: tests/test_gpu.py runs their cells.
+ONLY_ON_A_GPU = [c for c in SUPPORTED if c.fp8 == "te" or c.compile == "graphs"]
 ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te" and c.compile != "graphs"]
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ import torch
 from bench.breakdown import break_down
 from bench.trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train
+from tests.test_combinations import ONLY_ON_A_GPU
+from tests.test_combinations import flags as cell_flags
+from tests.test_combinations import name as cell_name
 
 pytestmark = pytest.mark.gpu
 SMALL = ["configs/gpt2-125m.json", "--bsz", 4, "--seq-len", 256, "--device", "cuda",
@@ -73,6 +78,25 @@ def test_toggles_compute_the_same(flags, tmp_path, plain_losses):
         assert r["memory"] is None
 
 
+def run_ranks(script, out, *argv):
+    """Losses of a run whose one rank is a process of its own, with NCCL."""
+    command = [sys.executable, script, *map(str, argv), "--nproc", "1", "--output-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [s["loss"] for s in read_steps(out)]
+
+
+@pytest.mark.parametrize("cell", ONLY_ON_A_GPU, ids=cell_name)
+def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain_losses):
+    """Transformer Engine's and CUDA graphs' in every entrypoint; the others run on a CPU."""
+    argv = [a for a in cell_flags(cell) if a != "--fp8-emulate"]
+    if cell.entrypoint == "train.py":
+        found = losses(tmp_path, "x", *argv)
+    else:
+        found = run_ranks(cell.entrypoint, tmp_path / "x", *SMALL, *argv)
+    assert found == pytest.approx(plain_losses, rel=1e-2 if cell.fp8 == "off" else 2e-2)
+
+
 @pytest.mark.parametrize("policy", ["block", "op"])
 def test_recomputed_dropout_draws_the_same(policy, tmp_path):
     values = json.loads((ROOT / "configs/gpt2-125m.json").read_text())
@@ -122,15 +146,9 @@ def test_energy_is_measured(tmp_path):
 @pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
 def test_one_rank_with_nccl_gives_the_losses_of_train(script, tmp_path):
     """World size 1 through the whole distributed path."""
-    import subprocess
-    import sys
-
     plain = losses(tmp_path, "plain", "--amp", "off")
-    argv = [*map(str, SMALL), "--amp", "off", "--nproc", "1", "--output-dir", str(tmp_path / "d")]
-    command = [sys.executable, f"{script}.py", *argv]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-4)
+    found = run_ranks(f"{script}.py", tmp_path / "d", *SMALL, "--amp", "off")
+    assert found == pytest.approx(plain, rel=1e-4)
 
 
 # A 16-layer shape of 1B parameters, as wide as llama-3.2-1b, with a byte vocabulary for real text.
@@ -237,52 +255,25 @@ def test_te_blocks_compute_what_plain_ones_do(family):
 @pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
 @pytest.mark.parametrize("backend", ["te", "torchao"])
 def test_fp8_with_one_rank_of_nccl(script, backend, tmp_path):
-    import subprocess
-    import sys
-
     flags = ["--use-fp8", "--fp8-backend", backend]
     plain = losses(tmp_path, "plain", *flags)
-    argv = [*map(str, SMALL), *flags, "--nproc", "1", "--output-dir", str(tmp_path / "d")]
-    done = subprocess.run(
-        [sys.executable, f"{script}.py", *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-2)
+    found = run_ranks(f"{script}.py", tmp_path / "d", *SMALL, *flags)
+    assert found == pytest.approx(plain, rel=1e-2)
 
 
 def test_cpu_offload_with_one_rank_of_nccl(tmp_path):
-    import subprocess
-    import sys
-
     plain = losses(tmp_path, "plain")
-    argv = [*map(str, SMALL), "--cpu-offload", "--nproc", "1", "--output-dir", str(tmp_path / "d")]
-    done = subprocess.run(
-        [sys.executable, "train_fsdp.py", *argv], cwd=ROOT, capture_output=True, text=True,
-        timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [s["loss"] for s in read_steps(tmp_path / "d")] == pytest.approx(plain, rel=1e-2)
+    found = run_ranks("train_fsdp.py", tmp_path / "d", *SMALL, "--cpu-offload")
+    assert found == pytest.approx(plain, rel=1e-2)
 
 
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_primary_weights(recipe, tmp_path):
     """The fp32 weights are in the optimizer: the losses are those of FP8 with fp32 parameters."""
-    import subprocess
-    import sys
-
     found = {}
     for name, flags in {"cast": [], "primary": ["--fp8-primary-weights"]}.items():
-        argv = [*map(str, SMALL), "--use-fp8", "--fp8-recipe", recipe, *flags, "--nproc", "1"]
-        done = subprocess.run(
-            [sys.executable, "train_fsdp.py", *argv, "--output-dir", str(tmp_path / name)],
-            cwd=ROOT, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        found[name] = [s["loss"] for s in read_steps(tmp_path / name)]
+        argv = [*SMALL, "--use-fp8", "--fp8-recipe", recipe, *flags]
+        found[name] = run_ranks("train_fsdp.py", tmp_path / name, *argv)
     assert found["primary"] == pytest.approx(found["cast"], rel=1e-2)
     r, cast = only_result(tmp_path / "primary"), only_result(tmp_path / "cast")
     assert r["fp8"]["primary_weights"] and r["fp8"]["all_gather"]

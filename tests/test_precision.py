@@ -13,7 +13,7 @@ from bench.fp8 import apply_fp8
 from bench.metrics import fill_flop_metrics
 from bench.optim import build_optimizer, optimizer_step
 from bench.precision import LossScaler
-from bench.results import Fp8Info
+from bench.results import DeviceUse, Fp8Info
 from bench.sizes import resolve_batch
 from bench.steps import StepLog
 from benchmarks import gemm, numerics
@@ -312,15 +312,70 @@ def test_gemm_shapes_are_the_models_matmuls():
     shape = config("qwen3")
     shapes = gemm.model_shapes(shape, 128)
     forward = {n: s for n, s in shapes.items() if "gradient" not in n and "head" not in n}
-    total = sum(m * n * k for m, n, k in forward.values()) * shape.num_hidden_layers
+    total = sum(m * n * k for m, n, k, _ in forward.values()) * shape.num_hidden_layers
     linear = linear_parameters(shape)
     assert total == 128 * (sum(linear.values()) - linear["head"])
-    for name, (m, n, k) in forward.items():
-        assert sorted(shapes[f"{name}, input gradient"]) == sorted((m, n, k))
-        assert sorted(shapes[f"{name}, weight gradient"]) == sorted((m, n, k))
+    for name, (*sizes, layout) in forward.items():
+        assert layout == "TN"
+        for gradient, expected in (("input gradient", "NN"), ("weight gradient", "NT")):
+            *others, layout = shapes[f"{name}, {gradient}"]
+            assert sorted(others) == sorted(sizes) and layout == expected
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_gemm_operands_lie_as_a_linear_layers_do(layout):
+    """Against the matmuls that autograd runs for a linear layer."""
+    tokens, inputs, outputs = 8, 4, 6
+    m, n, k = {"TN": (tokens, outputs, inputs), "NN": (tokens, inputs, outputs),
+               "NT": (outputs, inputs, tokens)}[layout]  # fmt: skip
+    seen = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.overloadpacket is torch.ops.aten.mm:
+                seen.append([(tuple(a.shape), a.is_contiguous()) for a in args[:2]])
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(tokens, inputs, requires_grad=True)
+    weight = torch.randn(outputs, inputs, requires_grad=True)
+    with Spy():
+        torch.nn.functional.linear(x, weight).backward(torch.randn(tokens, outputs))
+        theirs, seen = seen, []
+    run = gemm.bf16_matmul(m, n, k, layout, CPU)
+    with Spy():
+        assert run(0).shape == (m, n)
+    (ours,) = seen
+    # The weight's gradient comes out transposed where that saves a copy.
+    swapped = [(shape[::-1], not flat) for shape, flat in reversed(ours)]
+    assert ours in theirs or swapped in theirs
+
+
+def test_gemm_roof_of_fp8_is_that_of_a_training_step():
+    """One matmul of three with fast sums: 3 / (1/1500 + 2/1200) = 1286."""
+    rows = [
+        {"format": kind, "median_tflops": rate}
+        for kind, rate in (("bf16", 700), ("fp8", 1500), ("fp8 exact sums", 1200), ("bf16", 790))
+    ]
+    assert gemm.roof(rows) == pytest.approx({"bf16_tflops": 790, "fp8_tflops": 1285.71}, rel=1e-4)
+    assert gemm.roof(rows[:1]) == {"bf16_tflops": 700}
+
+
+@pytest.mark.parametrize(
+    ("use", "rate", "kept"),
+    [({}, 800.0, 800.0), ({}, 600.0, 700.0), ({"other_processes": 1}, 800.0, 700.0),
+     ({"throttled": {"thermal (hardware)": 0.5}}, 800.0, 700.0),
+     ({"throttled": {"power cap": 1.0}}, 800.0, 800.0)],
+)  # fmt: skip
+def test_a_spoilt_roof_is_not_kept(use, rate, kept, tmp_path, monkeypatch):
+    roofs = tmp_path / "roofs.json"
+    roofs.write_text(json.dumps({"GPU": {"bf16_tflops": 700.0, "source": "before"}}))
+    monkeypatch.setattr(gemm, "ROOFS_FILE", roofs)
+    content = {"device": "GPU", "date": "now", "environment": {"libraries": {"torch": "2"}}}
+    gemm.keep({"bf16_tflops": rate}, DeviceUse(rank=0, **use), content, replace=False)
+    assert json.loads(roofs.read_text())["GPU"]["bf16_tflops"] == kept
 
 
 def test_gemm_rate_is_a_rate():
     """Twice the FLOPs claimed for the same work is twice the rate."""
-    best, median = gemm.rate(gemm.bf16_matmul(64, 64, 64, CPU), 2 * 64**3, 0.2, CPU)
+    best, median = gemm.rate(gemm.bf16_matmul(64, 64, 64, "TN", CPU), 2 * 64**3, 0.2, CPU)
     assert 0 < median <= best < 10

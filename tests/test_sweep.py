@@ -466,5 +466,9 @@ def test_ranking_by_hand():
     ranked = rank(rows)
     assert [r.status for r in ranked] == ["ok", "ok", "oom"]
     assert ranked[0].tokens_per_sec == pytest.approx(210) and ranked[1].tokens_per_sec == 100
-    assert 200 <= ranked[0].low < 210 < ranked[0].high <= 220
+    # Student's interval of 200, 220 and 210: 4.303 x 10 / sqrt(3) = 24.8 to either side.
+    assert ranked[0].low == pytest.approx(210 - 24.8, abs=4)
+    assert ranked[0].high == pytest.approx(210 + 24.8, abs=4)
+    (once,) = rank([row("a-0", 100) | {"step_times_s": [1.0]}])
+    assert once.low is once.high is None
     assert ranked[1].cv == pytest.approx(0.1)
