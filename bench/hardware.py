@@ -10,6 +10,9 @@ from bench.errors import UsageError
 ROOFS_FILE = Path(__file__).parent.parent / "configs" / "roofs.json"
 HARDWARE_FILE = Path(__file__).parent.parent / "configs" / "hardware.json"
 
+# Part of the listed memory that a whole device has at least.
+WHOLE = 0.8
+
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
@@ -39,16 +42,22 @@ def find_roof(device_name: str) -> Roof:
 
 
 def find_peaks(
-    device_name: str, user_bf16: float | None = None, user_fp8: float | None = None
+    device_name: str,
+    memory_gib: float | None = None,
+    user_bf16: float | None = None,
+    user_fp8: float | None = None,
 ) -> Peaks:
     """The peaks of the device of that name, as the driver gives it.
 
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
+    So does a device with much less memory than that part has, since a partition of an AMD GPU keeps
+    the name of the whole.
     `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) go before the file.
     """
     found = Peaks(device_name, None, None, "unknown")
     for entry in json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]:
-        if device_name in entry["driver_names"]:
+        partition = memory_gib is not None and memory_gib < WHOLE * entry["memory_gib"]
+        if device_name in entry["driver_names"] and not partition:
             found = Peaks(entry["name"], entry["bf16_tflops"], entry["fp8_tflops"], entry["source"])
     told = {"--peak-tflops": user_bf16, "--peak-fp8-tflops": user_fp8}
     flags = [flag for flag, value in told.items() if value is not None]

@@ -68,8 +68,9 @@ class Run:
             name += f"-restart{attempt}"  # the attempt before has a result, too
         name = dist.broadcast(ranks, name)
         self.directory = Path(args.output_dir) / name
-        peaks = find_peaks(device_name(device), args.peak_tflops, args.peak_fp8_tflops)
-        roof = find_roof(device_name(device))
+        name_of_device, memory = device_name(device), device_memory_gib(device)
+        peaks = find_peaks(name_of_device, memory, args.peak_tflops, args.peak_fp8_tflops)
+        roof = find_roof(name_of_device)
         resolved = {"seq_len": batch.seq_len, "grad_acc_steps": batch.grad_acc_steps}
         self.result = Result(
             run_name=name,
@@ -89,8 +90,8 @@ class Run:
             ),
             device=Device(
                 type=device.type,
-                name=device_name(device),
-                memory_gib=device_memory_gib(device),
+                name=name_of_device,
+                memory_gib=memory,
                 count=ranks.world,
                 hardware=peaks.name,
                 peak_bf16_tflops=peaks.bf16_tflops,

@@ -78,6 +78,25 @@ def rows_of(*paths, tokens=None, prices=NONE, **options):
     return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
 
 
+def within(old, new) -> bool:
+    """Whether all that is in one JSON value is in the other."""
+    if isinstance(old, dict):
+        return all(key in new and within(value, new[key]) for key, value in old.items())
+    if isinstance(old, list):
+        return len(old) == len(new) and all(map(within, old, new))
+    return old == new
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests/results").glob("*.json")), ids=lambda p: p.stem
+)
+def test_results_of_earlier_versions_are_still_read(path):
+    """A result is kept for years: a field may come with a default, and none may go or change."""
+    assert within(json.loads(path.read_text()), read_result(path).model_dump(mode="json"))
+    (row,) = rows_of(path).values()
+    assert row.record.tokens_per_sec > 0 and row.record.status == "ok"
+
+
 # --- logs ------------------------------------------------------------------------------------------
 
 
