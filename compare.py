@@ -2,7 +2,7 @@
 
     python compare.py runs/A runs/B --tokens 1e12
     python compare.py results/ megatron.log --log-seq-len 4096 --output-dir comparison
-    python compare.py runs/ --baseline configs/baselines.json --tolerance 5%
+    python compare.py runs/ --baseline baselines.json --tolerance 5%
 
 Reads our result.json and results.csv, the benchmark JSON of another suite, and logs of Megatron-LM,
 Primus, NeMo, torchtitan and llm-foundry; directories are searched. docs/COMPARE.md has the details.

@@ -74,7 +74,7 @@ def attention_kernel(
     )
     masked = _windowed(config, seq_len)
     mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
-    with contextlib.suppress(RuntimeError, AttributeError, KeyError):
+    with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
         number = torch._fused_sdp_choice(
             q, k, v, mask, config.attention_dropout, not masked, enable_gqa=sizes[0] != sizes[1]
         )

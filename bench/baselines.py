@@ -48,15 +48,15 @@ def unfit(r: Result) -> str | None:
         return f"its status is {r.status}"
     if r.profile is not None or r.args.get("profile") or r.args.get("nsys_start") is not None:
         return "it was profiled"
-    if r.metrics.clocks_held_down:
-        return "its clocks were held down, not by its power cap alone"
+    if r.spoilt_by:
+        return f"its clocks were held down ({', '.join(r.spoilt_by)})"
     if r.metrics.device_shared:
         return "its GPU was shared"
     if r.fp8 and r.fp8.emulated:
         return "its FP8 was emulated"
     m = r.metrics
     if not (m.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
-        return "it has too few steps for a rate with an interval"
+        return "its steps are too few or too unlike for a rate with an interval"
     return None
 
 

@@ -143,7 +143,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("tokens/s", _number(m.tokens_per_sec, ",.0f")),
         ("tokens/s per device", _number(m.tokens_per_sec_per_gpu, ",.0f")),
         (
-            "step time: median, mean [95 %]",
+            "step time: median [95 % of mean]",
             f"{_number(m.step_time_median_s, '.4f')} s "
             f"[{_number(m.step_time_ci95_low_s, '.4f')}, {_number(m.step_time_ci95_high_s, '.4f')}]",
         ),

@@ -26,7 +26,7 @@ class Peaks:
 
 @dataclasses.dataclass(frozen=True)
 class Roof:
-    """The highest matmul rates measured on a device (benchmarks/gemm.py), in TFLOP/s."""
+    """The matmul rates of the best shapes, sustained on a device (benchmarks/gemm.py), in TFLOP/s."""
 
     bf16_tflops: float | None = None
     fp8_tflops: float | None = None
@@ -34,30 +34,36 @@ class Roof:
 
 
 def find_roof(device_name: str) -> Roof:
-    """The measured roof of the device of that name, from configs/roofs.json."""
+    """The measured roof of the device of that name (`name_of_part`), from configs/roofs.json."""
     if not ROOFS_FILE.exists():
         return Roof()
     entry = json.loads(ROOFS_FILE.read_text(encoding="utf-8")).get(device_name)
     return Roof(**entry) if entry else Roof()
 
 
+def name_of_part(device_name: str, memory_gib: float | None) -> str:
+    """A device's name as the driver gives it; of a partition with its memory.
+
+    A partition of an AMD GPU keeps the name of the whole, and has much less memory than that.
+    """
+    for entry in json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]:
+        much_less = memory_gib is not None and memory_gib < WHOLE * entry["memory_gib"]
+        if device_name in entry["driver_names"] and much_less:
+            return f"{device_name}, {memory_gib:.0f} GiB of it"
+    return device_name
+
+
 def find_peaks(
-    device_name: str,
-    memory_gib: float | None = None,
-    user_bf16: float | None = None,
-    user_fp8: float | None = None,
+    device_name: str, user_bf16: float | None = None, user_fp8: float | None = None
 ) -> Peaks:
-    """The peaks of the device of that name, as the driver gives it.
+    """The peaks of the device of that name (`name_of_part`).
 
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
-    So does a device with much less memory than that part has, since a partition of an AMD GPU keeps
-    the name of the whole.
     `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) go before the file.
     """
     found = Peaks(device_name, None, None, "unknown")
     for entry in json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]:
-        partition = memory_gib is not None and memory_gib < WHOLE * entry["memory_gib"]
-        if device_name in entry["driver_names"] and not partition:
+        if device_name in entry["driver_names"]:
             found = Peaks(entry["name"], entry["bf16_tflops"], entry["fp8_tflops"], entry["source"])
     told = {"--peak-tflops": user_bf16, "--peak-fp8-tflops": user_fp8}
     flags = [flag for flag, value in told.items() if value is not None]

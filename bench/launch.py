@@ -3,12 +3,10 @@
 import contextlib
 import ctypes
 import gc
-import json
 import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from bench.device import cpu_count
 from bench.dist import Ranks, find_ranks
 from bench.endings import classify, exit_code, full_traceback, is_our_fault
 from bench.errors import Interrupted
+from bench.rank_errors import tell_agent
 
 # Set for the ranks that a script starts itself: what they have to say about an error goes into their
 # error file, and the parent prints the first of them.
@@ -117,16 +116,7 @@ def _interruption(number: signal.Signals) -> BaseException:
 def _report(error: BaseException, prog: str, ranks: Ranks) -> None:
     """One line (with a traceback above it where the fault is ours), and the rank's error file."""
     _, text = classify(error)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # The form torchrun reads, in whole seconds; nanoseconds tell who failed first.
-        now = time.time_ns()
-        info = {
-            "timestamp": str(now // 10**9),
-            "time_ns": now,
-            "py_callstack": full_traceback(error),
-        }
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
+    tell_agent(error)
     quiet = ranks.world > 1 and QUIET in os.environ
     if quiet or (exit_code(error) == 2 and not ranks.main):
         return

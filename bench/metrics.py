@@ -1,9 +1,7 @@
 """From finished steps to the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
-import math
 import platform
-import statistics
 from typing import Self
 
 from bench.args import parse_sac_freq
@@ -14,12 +12,12 @@ from bench.flops import (
     recomputed_flops_per_token,
 )
 from bench.results import HELD_DOWN, POWER_CAP, DeviceUse, RankInfo, Result
-from bench.statistics import describe
+from bench.statistics import describe, drift
 from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
 
-# Part by which energy and samples of power may differ, and by which steps may change over a window.
-POWER_AGREES, STEADY = 0.2, 0.02
+# Part by which energy and samples of power may differ.
+POWER_AGREES = 0.2
 # Part by which a GPU is behind the others when it is worth a word.
 SLOW_DEVICE = 0.03
 
@@ -91,7 +89,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     rates = [r.probe_tflops for r in ranks]
     if None not in rates:
         m.slowest_device = rates.index(min(rates))
-        m.device_imbalance = (sum(rates) / len(rates)) / min(rates) - 1
+        m.device_imbalance = 1 - min(rates) / (sum(rates) / len(rates))
         if m.device_imbalance > SLOW_DEVICE and result.device.type == "cuda":
             late = ranks[m.slowest_device]
             result.notes.append(
@@ -113,7 +111,7 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
             rank: {why: part for why, part in parts.items() if part >= HELD_DOWN}
             for rank, parts in held.items()
         }
-        m.clocks_held_down = any(set(parts) - {POWER_CAP} for parts in worst.values())
+        m.clocks_held_down = bool(result.spoilt_by)
         for rank, parts in worst.items():
             if parts:
                 reasons = ", ".join(f"{why} {part:.0%}" for why, part in parts.items())
@@ -153,15 +151,11 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         return
     for key, value in describe(times).items():
         setattr(m, key, value)
-    third = len(times) // 3
-    if third >= 3 and abs(m.step_time_drift) > STEADY:
-        a, b = times[:third], times[-third:]
-        noise = math.sqrt((statistics.variance(a) + statistics.variance(b)) / third)
-        if abs(statistics.fmean(b) - statistics.fmean(a)) > 3 * noise:
-            result.notes.append(
-                f"the window's last third was {m.step_time_drift:+.1%} to its first in step time: the "
-                "device was not in a steady state; use more --warmup-steps and --n-steps"
-            )
+    if drift(times)[1]:
+        result.notes.append(
+            f"the window's last third was {m.step_time_drift:+.1%} to its first in step time: the device "
+            "may not have been in a steady state; use more --warmup-steps and --n-steps"
+        )
     for part in PARTS:
         mean = sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
         setattr(m, f"{part}_time_mean_s", mean)
@@ -210,7 +204,8 @@ def recomputed(
     # A compiler repeats what is needed only. Else a checkpoint stops at the last tensor that backward
     # asks for, which is the last matmul's input unless a dropout's mask or the outputs of an FP8
     # library's own functions come later.
-    early = result.args["pt_compile"] or not (result.fp8 or config.residual_dropout)
+    fp8_down = result.fp8 and not any(n.endswith("mlp.down") for n in result.fp8.high_precision)
+    early = result.args["pt_compile"] or not (fp8_down or config.residual_dropout)
     return recomputed_flops_per_token(
         config, result.batch.seq_len, freq, policy, early, attention=attention, causal=causal
     )

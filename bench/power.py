@@ -122,7 +122,7 @@ class PowerMeter:
         usable = {r for r in before if r in after and end > begin}
         for reason in usable:
             part = (after[reason] - before[reason]) / (end - begin)
-            if 0 < part <= 1.05 or (part == 0 and parts.get(reason, 0) < OFTEN):
+            if 0 < part <= 1.05 or (part == 0 and counted[reason] < max(2, OFTEN * len(sampled))):
                 parts[reason] = min(1.0, part)
         if not sampled and not usable:
             return None

@@ -66,7 +66,7 @@ def rank(rows: list[Row]) -> list[Ranked]:
             mean = statistics.fmean(times)
             tokens = statistics.fmean(rates) * mean
             fast, slow = bootstrap_mean(times) or (None, None)
-            low, high = slow and tokens / slow, fast and tokens / fast
+            low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
         memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"

@@ -57,8 +57,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         marks.append(f"status {r.status}")
     if r.profile or a.get("profile") or a.get("nsys_start") is not None:
         marks.append("profiled")
-    if m.clocks_held_down:
-        marks.append("clocks held down")
+    if r.spoilt_by:
+        marks.append(f"clocks held down ({', '.join(r.spoilt_by)})")
     if m.device_shared:
         marks.append("shared GPU")
     if r.fp8 and r.fp8.emulated:

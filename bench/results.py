@@ -250,6 +250,12 @@ class Result(Strict):
     devices: list[DeviceUse] = []
 
     @property
+    def spoilt_by(self) -> list[str]:
+        """What held clocks down in more than a moment of the window, but for power caps."""
+        parts = [item for d in self.devices for item in (d.throttled or {}).items()]
+        return sorted({why for why, part in parts if part >= HELD_DOWN and why != POWER_CAP})
+
+    @property
     def power_limit_w(self) -> float | None:
         """The lowest power limit of its devices [W]."""
         return min((d.power_limit_w for d in self.devices if d.power_limit_w), default=None)

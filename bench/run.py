@@ -23,18 +23,19 @@ from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
 from bench.device import device_memory_gib, device_name, peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
-from bench.endings import LOST, classify, full_traceback
+from bench.endings import LOST, classify
 from bench.environment import describe_environment
 from bench.errors import Interrupted, UsageError
 from bench.flops import count_parameters, flops_per_token, linear_parameters
 from bench.fp8 import Fp8
 from bench.hang import HangWatch
-from bench.hardware import find_peaks, find_roof
+from bench.hardware import find_peaks, find_roof, name_of_part
 from bench.memory import AllocatorRecord
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.power import PowerMeter
 from bench.precision import AMP_DTYPES, LossScaler
 from bench.probe import device_tflops
+from bench.rank_errors import first_error, keep_error, tell_agent
 from bench.results import Batch, Device, ModelInfo, Result, ResultFile
 from bench.stepfile import StepsFile
 from bench.steps import StepLog
@@ -68,9 +69,10 @@ class Run:
             name += f"-restart{attempt}"  # the attempt before has a result, too
         name = dist.broadcast(ranks, name)
         self.directory = Path(args.output_dir) / name
-        name_of_device, memory = device_name(device), device_memory_gib(device)
-        peaks = find_peaks(name_of_device, memory, args.peak_tflops, args.peak_fp8_tflops)
-        roof = find_roof(name_of_device)
+        memory = device_memory_gib(device)
+        part = name_of_part(device_name(device), memory)
+        peaks = find_peaks(part, args.peak_tflops, args.peak_fp8_tflops)
+        roof = find_roof(part)
         resolved = {"seq_len": batch.seq_len, "grad_acc_steps": batch.grad_acc_steps}
         self.result = Result(
             run_name=name,
@@ -90,7 +92,7 @@ class Run:
             ),
             device=Device(
                 type=device.type,
-                name=name_of_device,
+                name=device_name(device),
                 memory_gib=memory,
                 count=ranks.world,
                 hardware=peaks.name,
@@ -235,41 +237,36 @@ class Run:
         fill_rank_metrics(self.result, dist.gather(self.ranks, times))
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        when = time.time()
+        if self.hang:
+            self.hang.close()
         with _signals_ignored():
             self.power.close()
             if self.allocator:
                 self.allocator.close()
             if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
-                self._write_rank_error(error)
+                keep_error(self.directory, self.ranks.rank, error)
             if self.ranks.main:
                 with self.ending:
-                    self._finish(error)
-            if self.hang:
-                self.hang.close()
+                    self._finish(error, when)
 
-    def _end_hanging(self, number: signal.Signals) -> None:
+    def _end_hanging(self, number: signal.Signals, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""
         if self.ending.acquire(blocking=False):
-            self._finish(Interrupted(number.name))
-            os._exit(1)
+            error = Interrupted(number.name)
+            try:
+                tell_agent(error)
+                self._finish(error, when)
+            finally:
+                os._exit(1)
 
-    def _cause_elsewhere(self) -> tuple[str, str] | None:
-        """Status and error of the rank that failed first, by what the others left behind."""
-        found = []
-        for path in (self.directory / "errors").glob("rank*.txt"):
-            with contextlib.suppress(OSError, ValueError):
-                status, text = path.read_text(encoding="utf-8").splitlines()[0].split(": ", 1)
-                if status in ("oom", "failed") and not text.startswith(LOST):
-                    rank = path.stem.removeprefix("rank")
-                    found.append((path.stat().st_mtime_ns, status, f"rank {rank}: {text}"))
-        return min(found)[1:] if found else None
-
-    def _finish(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None, when: float) -> None:
+        """`when` the run ended (`time.time()`); what failed after that is no cause."""
         r, m = self.result, self.result.metrics
         r.status, r.error = classify(error)
         # A rank that lost another, or is ended by their agent, is not what went wrong.
         if r.error and (r.error.startswith(LOST) or r.status == "interrupted"):
-            r.status, r.error = self._cause_elsewhere() or (r.status, r.error)
+            r.status, r.error = first_error(self.directory, when) or (r.status, r.error)
         with contextlib.suppress(Exception):  # a second failure must not hide the first
             self.log.drain()
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
@@ -299,15 +296,6 @@ class Run:
         if error is None:
             print_result(r)
         print(f"{r.status}: {self.file.path}", file=sys.stderr, flush=True)
-
-    def _write_rank_error(self, error: BaseException) -> None:
-        """Every rank keeps its own: the first to fail explains what the others only noticed."""
-        with contextlib.suppress(OSError):
-            directory = self.directory / "errors"
-            directory.mkdir(exist_ok=True)
-            path = directory / f"rank{self.ranks.rank}.txt"
-            status, text = classify(error)
-            path.write_text(f"{status}: {text}\n\n{full_traceback(error)}", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Statistics of step times. Needs no torch."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 BOOTSTRAP_SAMPLES = 2000
@@ -8,6 +9,8 @@ PARTS = 10
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom, and the normal one.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.960
+# Part by which steps may change over a window.
+STEADY = 0.02
 
 
 def describe(times: list[float]) -> dict[str, float | None]:
@@ -22,7 +25,6 @@ def describe(times: list[float]) -> dict[str, float | None]:
     mean = float(x.mean())
     std = float(x.std(ddof=1)) if len(x) > 1 else 0.0
     low, high = bootstrap_mean(x) or (None, None)
-    third = len(x) // 3
     return {
         "step_time_median_s": float(np.median(x)),
         "step_time_mean_s": mean,
@@ -34,8 +36,23 @@ def describe(times: list[float]) -> dict[str, float | None]:
         "step_time_p90_s": float(np.percentile(x, 90)),
         "step_time_ci95_low_s": low,
         "step_time_ci95_high_s": high,
-        "step_time_drift": float(x[-third:].mean() / x[:third].mean() - 1) if third >= 3 else None,
+        "step_time_drift": drift(times)[0],
     }
+
+
+def drift(times: Sequence[float]) -> tuple[float | None, bool]:
+    """Mean of the last third over that of the first, minus 1, and whether that is beyond chance.
+
+    None below nine values. Beyond chance is 2 % and four standard errors of the difference.
+    """
+    n = len(times) // 3
+    if n < 3:
+        return None, False
+    first, last = times[:n], times[-n:]
+    change = statistics.fmean(last) / statistics.fmean(first) - 1
+    error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / n)
+    sure = abs(statistics.fmean(last) - statistics.fmean(first)) > 4 * error
+    return change, sure and abs(change) > STEADY
 
 
 def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:

@@ -6,6 +6,7 @@ The end of one step is the start of the next, so that the step times of a window
 import contextlib
 import dataclasses
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -80,7 +81,9 @@ class StepLog:
     def drain(self) -> None:
         """Hand on the steps that the device has finished."""
         self.last_drain = time.perf_counter()
-        with _signals_held():
+        # Python's signal handlers run in the main thread alone.
+        main = threading.current_thread() is threading.main_thread()
+        with _signals_held() if main else contextlib.nullcontext():
             finished = []
             while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
                 finished.append(self._read(self.pending.popleft()))

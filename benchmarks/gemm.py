@@ -4,7 +4,7 @@
 
 Measures the matmuls of the models' own linear layers, forward and both gradients in their layouts, and
 large squares, one after the other on a warm device, on normally distributed data (zeros draw less power
-and run faster). On a GPU the best rates go into configs/roofs.json, where every run finds them.
+and run faster). On a GPU the rates of the best shapes go into configs/roofs.json, where runs find them.
 """
 
 import argparse
@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from bench.device import pick_device, synchronize
-from bench.hardware import ROOFS_FILE
+from bench.device import device_memory_gib, device_name, pick_device, synchronize
+from bench.hardware import ROOFS_FILE, name_of_part
 from bench.power import PowerMeter
 from bench.results import HELD_DOWN, POWER_CAP, DeviceUse
 from benchmarks.common import save
@@ -36,8 +36,9 @@ COPIES = 4  # operands taken in turn, so that they do not stay in the cache
 def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, int, str]]:
     """(M, N, K, layout) of the matmuls of a block's linear layers and of the head, by name.
 
-    The layout says which operands lie transposed in memory, as training has them: TN forward (the
-    weight is stored out x in), NN for the gradient of the input, NT for that of the weight.
+    The layout says which operands lie transposed in memory, as training has them, in cuBLAS' letters,
+    which name the second operand first: TN forward (x w^T, the weight is stored out x in), NN for the
+    gradient of the input (g w), NT for that of the weight (g^T x).
     """
     d, f = config.hidden_size, config.intermediate_size
     heads = config.num_attention_heads * config.head_dim
@@ -165,7 +166,8 @@ def main() -> None:
     content = {"roof": found, "tokens": tokens, "device_use": use.model_dump(), "rows": rows}
     path = save("gemm", content, device)
     if cuda:
-        keep(found, use, json.loads(path.read_text()), args.replace)
+        part = name_of_part(device_name(device), device_memory_gib(device))
+        keep(part, found, use, json.loads(path.read_text()), args.replace)
 
 
 def roof(rows: list[dict]) -> dict[str, float]:
@@ -183,10 +185,10 @@ def roof(rows: list[dict]) -> dict[str, float]:
     return found
 
 
-def keep(found: dict[str, float], use: DeviceUse, content: dict, replace: bool) -> None:
+def keep(part: str, found: dict[str, float], use: DeviceUse, content: dict, replace: bool) -> None:
     """Write the roof of this GPU into configs/roofs.json, unless something spoilt it."""
     roofs = json.loads(ROOFS_FILE.read_text()) if ROOFS_FILE.exists() else {}
-    before = roofs.get(content["device"], {})
+    before = roofs.get(part, {})
     hot = {why: part for why, part in (use.throttled or {}).items() if why != POWER_CAP}
     why = None
     if use.other_processes:
@@ -199,7 +201,7 @@ def keep(found: dict[str, float], use: DeviceUse, content: dict, replace: bool) 
         print(f"{ROOFS_FILE.name} stays as it was: {why}", file=sys.stderr)
         return
     about = f"benchmarks/gemm.py, {content['date']}, torch {content['environment']['libraries']['torch']}"
-    roofs[content["device"]] = {"fp8_tflops": None} | found | {"source": about}
+    roofs[part] = {"fp8_tflops": None} | found | {"source": about}
     ROOFS_FILE.write_text(json.dumps(roofs, indent=1) + "\n")
 
 

@@ -69,7 +69,13 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray) -> dict:
     ok = bool(np.isfinite(losses).all()) and abs(final) <= limit
     if name.startswith("fp32"):
         limit, ok = EARLY_LIMIT, ok and early <= EARLY_LIMIT
-    return {"early": early, "final": final, "interval": list(interval), "limit": limit, "ok": ok}
+    return {
+        "early": early,
+        "final": final,
+        "interval": interval and list(interval),
+        "limit": limit,
+        "ok": ok,
+    }
 
 
 def plot(curves: dict[str, np.ndarray], path: Path) -> None:
@@ -136,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
     print("\n| setting | final loss | largest distance, first 20 | last quarter [95 %] | limit | |")
     print("|---|---:|---:|---:|---:|---|")
     for name, v in verdicts.items():
-        low, high = v["interval"]
+        interval = ", ".join(f"{end:+.2%}" for end in v["interval"] or ())
         print(
             f"| {name} | {curves[name][-1]:.4f} | {v['early']:.1e} | {v['final']:+.2%} "
-            f"[{low:+.2%}, {high:+.2%}] | {v['limit']:g} | {'ok' if v['ok'] else 'BEYOND'} |"
+            f"[{interval}] | {v['limit']:g} | {'ok' if v['ok'] else 'BEYOND'} |"
         )
     content = {
         "config": args.config,

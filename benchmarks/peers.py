@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import transformers
 
-from bench.device import pick_device
 from benchmarks.common import interleave, processes, report, serve, time_steps, time_train
 
-DEVICE = pick_device("auto")
+# Not by pick_device, which tunes the process for our own runs.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
 NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 if GPU:

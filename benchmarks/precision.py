@@ -2,13 +2,14 @@
 
     python benchmarks/precision.py [--rounds N] [--cases NAME,...] [--formats NAME,...]
 
-Prints and keeps tokens/s, TFLOP/s (causal), MFU, peak memory and joules a step. Every round begins
-with another format, so that none has always the same one before it; each warms the device up itself. A
+Prints and keeps tokens/s, TFLOP/s (causal), MFU, peak memory and joules a step. Every round has
+another order, so that no format has always the same one before it; each warms the device up itself. A
 format that the device or an absent library refuses is reported as such and left out.
 """
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -58,10 +59,9 @@ def main() -> None:
     refused: dict[str, dict[str, str]] = {case: {} for case in wanted}
     for case in wanted:
         for i in range(args.rounds):
-            # One step forth and half the table on, so that each has another predecessor every round.
-            start = i * (len(formats) // 2 + 1) % len(formats)
-            order = [*formats[start:], *formats[:start]]
-            for name in [f for f in order[:: -1 if i % 2 else 1] if f not in refused[case]]:
+            order = [f for f in formats if f not in refused[case]]
+            random.Random(i).shuffle(order)
+            for name in order:
                 config, *flags = cases[case]
                 flags += [*FORMATS[name], "--n-steps", args.steps, "--pad-vocab", 128,
                           "--warmup-steps", args.warmup_steps, "--no-tensorboard"]  # fmt: skip
@@ -78,7 +78,7 @@ def main() -> None:
         slug = "".join(c if c.isalnum() else "-" for c in case)
         content = {"case": case, "measured": measured[case], "refused": refused[case]}
         save(f"precision-{slug}", content, device)
-        print_case(case, measured[case])
+        print_case(case, measured[case], args.rounds)
 
 
 def shape(config: str, layers: int | None, directory: Path) -> Path:
@@ -101,7 +101,7 @@ def figures(result) -> dict[str, float | None]:
     return {name: getattr(m, name) for name in names} | {"step_times_s": result.step_times_s}
 
 
-def print_case(case: str, rows: dict[str, list[dict]]) -> None:
+def print_case(case: str, rows: dict[str, list[dict]], rounds: int) -> None:
     """A table of one case: median round of each format, and the median of its ratios to bf16 compiled,
     round by round."""
     print(f"\n{case}\n\n| format | tokens/s: median (range) | / bf16 compile (range) | TFLOP/s causal | "
@@ -112,8 +112,9 @@ def print_case(case: str, rows: dict[str, list[dict]]) -> None:
         middle = runs[speeds.index(statistics.median_low(speeds))]
         ratios = [a / b for a, b in zip(speeds, base, strict=False)]
         memory = middle["peak_allocated_gib"] or middle["peak_rss_gib"]
+        some = f" ({len(runs)} rounds)" if len(runs) < rounds else ""
         cells = [
-            name, _range(speeds, ",.0f"), _range(ratios, ".3f"),
+            name + some, _range(speeds, ",.0f"), _range(ratios, ".3f"),
             _number(middle["model_tflops_per_gpu_causal"], ".4g"), _number(middle["mfu"], ".1%"),
             f"{memory:.2f}", _number(middle["tokens_per_joule"], ".2f"),
             _number(middle["final_loss"], ".4f"),

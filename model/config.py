@@ -74,7 +74,7 @@ class ModelConfig:
 
         Neither the file's name nor padding rows, which are no part of the model, change it.
         """
-        shape = {k: v for k, v in self.shape().items() if k not in ("name", "vocab_multiple")}
+        shape = {k: v for k, v in self.shape().items() if k != "name"} | {"vocab_multiple": 1}
         text = json.dumps(shape, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -339,7 +339,10 @@ def test_ratio_and_its_interval(result, tmp_path):
     [
         ({"status": "oom"}, "status oom"),
         ({"args__profile": True}, "profiled"),
-        ({"metrics__clocks_held_down": True}, "clocks held down"),
+        (
+            {"devices": [{"rank": 0, "throttled": {"power cap": 0.9, "thermal (memory)": 0.02}}]},
+            "clocks held down (thermal (memory))",
+        ),
         ({"metrics__device_shared": True}, "shared GPU"),
         ({"args__lr": 0.5}, "lr 0.0006 / 0.5"),
         ({"model__hash": "x" * 16}, "another model under the same name"),

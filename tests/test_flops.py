@@ -89,17 +89,16 @@ def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
     assert total(freq, "op") == plain
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too(compiled):
+def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
     """Counted with torchao's modules (emulated): an autograd function keeps its input at its end."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
     shape, seq_len = config("llama"), 16
 
     def total(freq):
         with torch.device("meta"):
             model = Transformer(shape, seq_len)
             ids = torch.zeros(2, seq_len, dtype=torch.int64)
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
         fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
         convert_to_float8_training(model.blocks, config=dataclasses.replace(fp8, emulate=True))
         apply_recompute(model, freq, "block")
@@ -107,18 +106,19 @@ def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too(compiled):
             model(ids, ids).backward()
         return counter.get_total_flops() / ids.numel()
 
-    result = types.SimpleNamespace(
-        args={"sac_freq": "1/1", "sac_policy": "block", "pt_compile": compiled},
-        batch=types.SimpleNamespace(seq_len=seq_len),
-        fp8=True,
-    )
-    expected = recomputed(result, shape)
-    if not compiled:
-        assert total((1, 1)) - total(None) == pytest.approx(expected)
-    # Compiled, Inductor repeats what is needed only.
+    def formula(compiled, kept):
+        result = types.SimpleNamespace(
+            args={"sac_freq": "1/1", "sac_policy": "block", "pt_compile": compiled},
+            batch=types.SimpleNamespace(seq_len=seq_len),
+            fp8=types.SimpleNamespace(high_precision={"head": "always"} | kept),
+        )
+        return recomputed(result, shape)
+
+    eager = formula(False, {})
+    assert total((1, 1)) - total(None) == pytest.approx(eager)
     down = 2 * shape.num_hidden_layers * shape.intermediate_size * shape.hidden_size
-    eager = recomputed_flops_per_token(shape, seq_len, (1, 1), "block", stops_early=False)
-    assert eager - expected == (down if compiled else 0)
+    assert formula(True, {}) == eager - down
+    assert formula(False, {"blocks.*.mlp.down": "of odd sizes"}) == eager - down
 
 
 def test_attention_that_is_repeated_counts_by_the_convention():

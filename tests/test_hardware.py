@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.hardware import HARDWARE_FILE, find_peaks
+from bench.hardware import HARDWARE_FILE, find_peaks, name_of_part
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -32,19 +32,22 @@ def test_unknown_is_none_never_a_neighbour(name):
 
 
 def test_a_partition_is_not_the_whole():
-    assert find_peaks("AMD Instinct MI300X VF", 191.5).bf16_tflops == 1307
-    assert find_peaks("AMD Instinct MI300X", 24.0).bf16_tflops is None
-    assert find_peaks("AMD Instinct MI300X", 24.0, 163.4).source == "--peak-tflops"
+    whole = name_of_part("AMD Instinct MI300X VF", 191.5)
+    part = name_of_part("AMD Instinct MI300X", 24.0)
+    assert find_peaks(whole).bf16_tflops == 1307
+    assert find_peaks(part).bf16_tflops is None and find_peaks(part).name == part
+    assert part == "AMD Instinct MI300X, 24 GiB of it"
+    assert name_of_part("Box", 1.0) == name_of_part("Box", None) == "Box"
 
 
 def test_the_user_knows_better():
-    h200 = find_peaks("NVIDIA H200", None, 800.0)
+    h200 = find_peaks("NVIDIA H200", 800.0)
     assert (h200.name, h200.bf16_tflops, h200.fp8_tflops) == ("H200 SXM", 800.0, 1978.9)
     assert h200.source.startswith("--peak-tflops; else vendor datasheet")
-    assert find_peaks("NVIDIA H200", 139.7, None, 1500.0).bf16_tflops == 989.4
-    box = find_peaks("Box", 8.0, 12.5)
+    assert find_peaks("NVIDIA H200", None, 1500.0).bf16_tflops == 989.4
+    box = find_peaks("Box", 12.5)
     assert (box.name, box.fp8_tflops, box.source) == ("Box", None, "--peak-tflops")
-    assert find_peaks("Box", None, 12.5, 25.0).source == "--peak-tflops, --peak-fp8-tflops"
+    assert find_peaks("Box", 12.5, 25.0).source == "--peak-tflops, --peak-fp8-tflops"
 
 
 def test_every_figure_has_a_source_and_fp8_is_dense():

@@ -202,7 +202,10 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
     assert finish(process)[0] == 1
     r = only_result(tmp_path)
     assert r["status"] == "interrupted" and r["error"] == "interrupted by SIGTERM"
-    assert r["metrics"]["n_measured_steps"] > 0
+    # All that was finished is there, also what came after the last handing on.
+    steps = read_steps(tmp_path)
+    assert r["metrics"]["n_measured_steps"] == len(steps) - 1
+    assert r["metrics"]["final_loss"] == steps[-1]["loss"]
 
 
 def test_ctrl_c_ends_all(tmp_path):

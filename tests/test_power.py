@@ -12,8 +12,8 @@ from bench.amd import AmdSensor
 from bench.metrics import fill_device_metrics
 from bench.nvidia import NvidiaSensor
 from bench.power import PowerMeter
-from bench.results import DeviceUse, Metrics
-from bench.sensors import RaplSensor
+from bench.results import DeviceUse, Metrics, Result
+from bench.sensors import RaplSensor, Sample
 
 GPU = torch.device("cuda", 0)
 
@@ -122,6 +122,14 @@ def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
 
     use = measured(cap)
     assert use.throttled == {"power cap": pytest.approx(0.5, abs=0.2)}
+    # But a single sample is less than a counter says.
+    meter = PowerMeter(GPU)
+    nvml.bits = 0
+    meter.begin()
+    meter.stop.set()
+    meter.thread.join()
+    meter.samples = [Sample(reasons=set())] * 4 + [Sample(reasons={"power cap"})]
+    assert meter.end(rank=0).throttled == {}
 
 
 def test_processes_of_a_container_are_told_by_host_ids(nvml):
@@ -143,7 +151,7 @@ def test_other_ranks_of_the_run_are_no_strangers(nvml):
 
 def noted(*devices):
     """Metrics and notes made of what ranks 0, 1 ... saw."""
-    result = types.SimpleNamespace(metrics=Metrics(), notes=[], devices=[])
+    result = Result.model_construct(metrics=Metrics(), notes=[], devices=[])
     fill_device_metrics(result, [DeviceUse(rank=i, **d) for i, d in enumerate(devices)])
     return result.metrics, result.notes
 

@@ -370,8 +370,8 @@ def test_a_spoilt_roof_is_not_kept(use, rate, kept, tmp_path, monkeypatch):
     roofs = tmp_path / "roofs.json"
     roofs.write_text(json.dumps({"GPU": {"bf16_tflops": 700.0, "source": "before"}}))
     monkeypatch.setattr(gemm, "ROOFS_FILE", roofs)
-    content = {"device": "GPU", "date": "now", "environment": {"libraries": {"torch": "2"}}}
-    gemm.keep({"bf16_tflops": rate}, DeviceUse(rank=0, **use), content, replace=False)
+    content = {"date": "now", "environment": {"libraries": {"torch": "2"}}}
+    gemm.keep("GPU", {"bf16_tflops": rate}, DeviceUse(rank=0, **use), content, replace=False)
     assert json.loads(roofs.read_text())["GPU"]["bf16_tflops"] == kept
 
 

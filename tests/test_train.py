@@ -151,6 +151,8 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
             other = losses(tmp_path, name, *argv, *flags)
         assert other == pytest.approx(plain, rel=tolerance), name
     assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.5
+    kernels = {n: only_result(tmp_path / n)["attention_kernel"] for n in ("plain", "math", "flash")}
+    assert kernels == {"plain": "flash", "math": "math", "flash": "flash"}
 
 
 def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
