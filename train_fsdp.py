@@ -62,8 +62,8 @@ def train(args: Args, ranks: Ranks) -> None:
         materialize_shards(model, config, device, args.seed, weights, args.cpu_offload, fp8)
         optimizer = build_optimizer(model, args, fp8.adamw) if args.pass_type == "step" else None
         if optimizer is not None and fp8.set_exact:
-            for parameter, rows in shard_values(model, config, device, args.seed, weights):
-                fp8.set_exact(optimizer, parameter, rows)
+            for parameter, rows, full in shard_values(model, config, device, args.seed, weights):
+                fp8.set_exact(optimizer, parameter, rows, full.abs().max())
 
         run.result.metrics.val_loss_before = evaluate(model, val_data, args, device)
         measure(run, args, model, optimizer, batches(data, plan, device, args.n_workers))

@@ -146,6 +146,8 @@ def _check_primary_weights(args: Args) -> None:
         "--cpu-offload": args.cpu_offload,
         "--dp-replicate": args.dp_replicate > 1,
         "--export": args.export,
+        # Its LayerNormMLP without FP8 dequantizes weights of the other recipes only.
+        "--val-data and --fp8-recipe mxfp8": args.val_data and args.fp8_recipe == "mxfp8",
     }
     if wrong := [flag for flag, given in against.items() if given]:
         raise UsageError(f"--fp8-primary-weights does not work with {wrong[0]}; leave one out")

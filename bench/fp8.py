@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import types
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench.args import Args
 from bench.errors import UsageError
 from bench.optim import FUSED_ADAMW
 from bench.results import Batch, Fp8Info
+from model import te
 from model.config import ModelConfig
 from model.transformer import Transformer
 
@@ -40,8 +42,10 @@ class Fp8:
     )
     # Builds AdamW from parameter groups and options.
     adamw: Callable[..., torch.optim.Optimizer] = FUSED_ADAMW
-    # Where the optimizer holds the weights: sets one's rows there, exactly.
-    set_exact: Callable[[torch.optim.Optimizer, Any, torch.Tensor], None] | None = None
+    # Where the optimizer holds the weights: sets one's rows there, exactly, given the whole's amax.
+    set_exact: Callable[[torch.optim.Optimizer, Any, torch.Tensor, torch.Tensor], None] | None = (
+        None
+    )
 
 
 def apply_fp8(
@@ -61,7 +65,8 @@ def apply_fp8(
         return Fp8()
     tokens = batch.micro_batch * batch.seq_len
     if args.fp8_backend == "te":
-        return _apply_te(model, args, config, tokens, batch.grad_acc_steps > 1, shards)
+        library = te.import_te(device)
+        return _apply_te(library, model, args, config, tokens, batch.grad_acc_steps > 1, shards)
     return _apply_torchao(model, args, device, tokens, shards)
 
 
@@ -159,11 +164,14 @@ def _check_device(device: torch.device, recipe: str) -> None:
 
 
 def _apply_te(
-    model: Transformer, args: Args, config: ModelConfig, tokens: int, accumulate: bool, shards: int
+    library: types.ModuleType,
+    model: Transformer,
+    args: Args,
+    config: ModelConfig,
+    tokens: int,
+    accumulate: bool,
+    shards: int,
 ) -> Fp8:
-    from model import te
-
-    library = te.import_te()
     te.reset()
     recipe = te.make_recipe(args.fp8_recipe)
     te.check_sizes(config, tokens, args.fp8_recipe)
@@ -199,7 +207,7 @@ def _apply_te(
     if primary:
         matrices = {n for n, p in model.named_parameters() if p.ndim == 2}
         fp8.gathered = {name for name in matrices if name.startswith("blocks.")}
-        fp8.allocate = functools.partial(te.allocate, library)
+        fp8.allocate = functools.partial(te.allocate, library, args.fp8_recipe == "mxfp8")
         fp8.adamw = functools.partial(te.fused_adam, library)
         fp8.set_exact = functools.partial(te.set_exact, library)
     return fp8

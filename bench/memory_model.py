@@ -51,8 +51,9 @@ def estimate_memory(
     per_rank = (sizes.blocks + sizes.root) / (shards or 1)
     train, step = args.pass_type != "forward", args.pass_type == "step"
     parameters = 4 * per_rank
-    if args.fp8_primary_weights:  # in both orientations; the fp32 weights are the optimizer's
-        parameters -= 2 * sizes.blocks / (shards or 1)
+    if args.fp8_primary_weights:  # the fp32 weights are the optimizer's
+        orientations = 2 if args.fp8_recipe == "mxfp8" else 1
+        parameters -= (4 - orientations) * sizes.blocks / (shards or 1)
     state = {"adamw": 8, "sgd": 4}[args.optimizer] if step else 0
     optimizer = state * per_rank
     if args.fp8_primary_weights and step:

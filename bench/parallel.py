@@ -96,7 +96,7 @@ def materialize_shards(
 ) -> None:
     """Give a sharded meta-device model storage and the same values as an unsharded one, in place."""
     (fp8 or Fp8()).allocate(model, torch.device("cpu") if offload else device)
-    for parameter, rows in shard_values(model, config, device, seed, weights):
+    for parameter, rows, _ in shard_values(model, config, device, seed, weights):
         parameter.to_local().copy_(rows)
 
 
@@ -107,8 +107,9 @@ def shard_values(
     device: torch.device,
     seed: int,
     weights: dict | None = None,
-) -> Iterator[tuple[DTensor, torch.Tensor]]:
-    """Each parameter of a sharded model, and the first values [fp32] of the rows this rank holds.
+) -> Iterator[tuple[DTensor, torch.Tensor, torch.Tensor]]:
+    """Each parameter of a sharded model, the first values [fp32] of the rows this rank holds, and of
+    the whole.
 
     They are those of an unsharded model. One parameter at a time is made whole (or read, with
     `weights` from check_pretrained): the model never exists whole anywhere.
@@ -119,7 +120,7 @@ def shard_values(
             read_pretrained(full, name, config, weights)
         else:
             fill(full, name, config, seed)
-        yield parameter, own_rows(full, parameter)
+        yield parameter, own_rows(full, parameter), full
 
 
 def own_rows(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:

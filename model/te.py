@@ -28,9 +28,9 @@ RECIPES = {
 SUPPORT = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
 
 
-def import_te() -> types.ModuleType:
+def import_te(device: torch.device) -> types.ModuleType:
     """`transformer_engine.pytorch`; ConfigError in one line where it or its GPU is missing."""
-    if not torch.cuda.is_available():
+    if device.type != "cuda":
         raise ConfigError(
             "--fp8-backend te: Transformer Engine needs a GPU; --fp8-backend torchao --fp8-emulate "
             "computes FP8 on a CPU"
@@ -186,15 +186,17 @@ def check_primary_weights(te: types.ModuleType) -> None:
         )
 
 
-def allocate(te: types.ModuleType, model: Transformer, device: torch.device) -> None:
+def allocate(te: types.ModuleType, both: bool, model: Transformer, device: torch.device) -> None:
     """Give a sharded meta-device model storage, in place: weights made under a recipe in FP8.
 
-    One module at a time, since its rows are in fp32 for a moment; values are set afterwards.
+    One module at a time, since its rows are in fp32 for a moment; values are set afterwards. With
+    `both` a shard holds both orientations of its rows, which MXFP8 gathers; of the others' FP8 the
+    transpose is made of what was gathered.
     """
     ours = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
     for module in model.modules():
         if isinstance(module, ours):
-            with torch.enable_grad():  # it looks whether a backward will need the weights
+            with torch.set_grad_enabled(both):  # by this it decides on the orientations
                 module.reset_parameters()
             for parameter in module.parameters(recurse=False):
                 local = parameter.to_local()
@@ -212,12 +214,27 @@ def fused_adam(te: types.ModuleType, groups: list[dict], **options) -> torch.opt
 
 @torch.no_grad()
 def set_exact(
-    te: types.ModuleType, optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor
+    te: types.ModuleType,
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    rows: Tensor,
+    amax: Tensor,
 ) -> None:
-    """Make a shard's fp32 rows what the optimizer starts from, rather than their FP8 rounding."""
+    """Make a shard's fp32 rows what the optimizer starts from, rather than their FP8 rounding.
+
+    `amax` is the largest magnitude in the whole parameter. Delayed scaling would round the first
+    weights with scale 1, by which small ones lose a tenth and more of their norm.
+    """
     optimizer.initialize_state(parameter, store_param_remainders=False)
-    if isinstance(parameter.to_local(), te.QuantizedTensor):
+    local = parameter.to_local()
+    if isinstance(local, te.QuantizedTensor):
         optimizer.set_scaled_state(parameter, "master_param", rows.float())
+        if isinstance(local._quantizer, te.Float8Quantizer) and amax > 0:
+            # Of the two E4M3 formats AMD's has half the range; for the other a bit is lost.
+            e4m3 = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
+            local._quantizer.amax.copy_(amax)
+            local._quantizer.scale.copy_(torch.finfo(e4m3).max / amax)
+            local.quantize_(rows)
     else:  # it is in fp32 itself, and a copy of an embedding is no small thing
         del optimizer.state[parameter]["master_param"]
 

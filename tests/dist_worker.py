@@ -124,7 +124,7 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
             model = Transformer(config, 16)
         if name == "converted":
             te.convert(model, config, te_standin, cache_weights=True, primary_recipe="any")
-            fp8.allocate = functools.partial(te.allocate, te_standin)
+            fp8.allocate = functools.partial(te.allocate, te_standin, False)
         apply_fsdp(model, device, ranks.world, args)
         materialize_shards(model, config, device, seed=0, fp8=fp8)
         optimizer = build_optimizer(model, args)

@@ -191,6 +191,7 @@ def test_fp8_flags_that_cannot_be_are_one_line(argv, message, tmp_path, capsys, 
         (["--cpu-offload"], "does not work with --cpu-offload"),
         (["--dp-replicate", "2"], "does not work with --dp-replicate"),
         (["--export"], "does not work with --export"),
+        (["--val-data", "x.bin", "--fp8-recipe", "mxfp8"], "does not work with --val-data and"),
     ],
 )
 def test_what_fp8_primary_weights_do_not_go_with(argv, message):

@@ -144,7 +144,11 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
     if flag == "--fp8-primary-weights":
         change = after.parameters + after.optimizer - before.parameters - before.optimizer
         blocks = 32 * 218_103_808  # parameters of a block's matrices
-        assert change * 8 == pytest.approx((4 - 2) * blocks, rel=1e-6)
+        assert change * 8 == pytest.approx((4 - 3) * blocks, rel=1e-6)
+        both = memory(
+            "llama-3.1-8b", 4096, 8, 1, "--bsz", "1", "--use-fp8", "--fp8-recipe", "mxfp8", flag
+        )
+        assert (both.parameters - after.parameters) * 8 == pytest.approx(blocks, rel=1e-6)
 
 
 def test_accumulation_gathers_again_under_fsdp_and_reduces_once_under_ddp():
