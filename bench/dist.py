@@ -67,7 +67,8 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         # The same on every rank of a job, and another for another job on the same hosts.
         os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
     cuda = device.type == "cuda"
-    timeout = datetime.timedelta(seconds=timeout_s)
+    # NCCL ends a process without a word; bench/hang.py comes before it.
+    timeout = datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
     dist.init_process_group(
         "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
         timeout=timeout,

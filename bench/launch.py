@@ -17,13 +17,9 @@ from bench.args import Args
 from bench.command_line import parse_args
 from bench.device import cpu_count
 from bench.dist import Ranks, find_ranks
-from bench.endings import classify, exit_code, full_traceback, is_our_fault
+from bench.endings import exit_code
 from bench.errors import Interrupted
-from bench.rank_errors import tell_agent
-
-# Set for the ranks that a script starts itself: what they have to say about an error goes into their
-# error file, and the parent prints the first of them.
-QUIET = "LLM_TRAIN_BENCH_PARENT"
+from bench.rank_errors import QUIET, report
 
 
 def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int:
@@ -77,7 +73,7 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
         try:
             return body() or 0
         except (Exception, KeyboardInterrupt, Interrupted) as error:
-            _report(error, prog, ranks)
+            report(error, prog, ranks)
             if ranks.world > 1:
                 # Taking the process group apart could wait for ranks that are gone.
                 sys.stdout.flush()
@@ -111,19 +107,6 @@ def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
 
 def _interruption(number: signal.Signals) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else Interrupted(number.name)
-
-
-def _report(error: BaseException, prog: str, ranks: Ranks) -> None:
-    """One line (with a traceback above it where the fault is ours), and the rank's error file."""
-    _, text = classify(error)
-    tell_agent(error)
-    quiet = ranks.world > 1 and QUIET in os.environ
-    if quiet or (exit_code(error) == 2 and not ranks.main):
-        return
-    if is_our_fault(error) and ranks.world == 1:
-        print(full_traceback(error), file=sys.stderr, end="")
-    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 and exit_code(error) != 2 else prog
-    print(f"{who}: {text}", file=sys.stderr, flush=True)
 
 
 def _failure_time(failure) -> float:

@@ -45,6 +45,7 @@ def measure(
     with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(total_steps(args)):
+            run.begin_step(step)
             if step == args.warmup_steps:
                 synchronize(run.device)
                 run.log.drain()
@@ -66,6 +67,7 @@ def measure(
                 watcher.write(step)
             if step % 1000 == 999:
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
+        run.end_steps()
 
 
 @contextlib.contextmanager

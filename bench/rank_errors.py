@@ -1,12 +1,18 @@
-"""What each rank of several leaves behind when it fails, and which of them failed first."""
+"""What a rank says and leaves behind when it fails, and which of several failed first."""
 
 import contextlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
-from bench.endings import LOST, classify, full_traceback
+from bench.dist import Ranks
+from bench.endings import LOST, classify, exit_code, full_traceback, is_our_fault
+
+# Set for the ranks that a script starts itself: what they have to say about an error goes into their
+# error file, and the parent prints the first of them.
+QUIET = "LLM_TRAIN_BENCH_PARENT"
 
 
 def keep_error(directory: Path, rank: int, error: BaseException) -> None:
@@ -36,7 +42,20 @@ def first_error(directory: Path, before_s: float) -> tuple[str, str] | None:
     return min(found)[1:] if found else None
 
 
-def tell_agent(error: BaseException) -> None:
+def report(error: BaseException, prog: str, ranks: Ranks) -> None:
+    """One line (with a traceback above it where the fault is ours), and the rank's error file."""
+    _, text = classify(error)
+    _tell_agent(error, text)
+    quiet = ranks.world > 1 and QUIET in os.environ
+    if quiet or (exit_code(error) == 2 and not ranks.main):
+        return
+    if is_our_fault(error) and ranks.world == 1:
+        print(full_traceback(error), file=sys.stderr, end="")
+    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 and exit_code(error) != 2 else prog
+    print(f"{who}: {text}", file=sys.stderr, flush=True)
+
+
+def _tell_agent(error: BaseException, text: str) -> None:
     """Write the error where torchrun's agent looks for it, if there is one."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The form torchrun reads, in whole seconds; nanoseconds tell who failed first.
@@ -46,6 +65,6 @@ def tell_agent(error: BaseException) -> None:
             "time_ns": now,
             "py_callstack": full_traceback(error),
         }
-        message = {"message": classify(error)[1], "extraInfo": info}
+        message = {"message": text, "extraInfo": info}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))

@@ -25,7 +25,7 @@ from bench.device import device_memory_gib, device_name, peak_memory, reset_peak
 from bench.dist import ALONE, Ranks
 from bench.endings import LOST, classify
 from bench.environment import describe_environment
-from bench.errors import Interrupted, UsageError
+from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token, linear_parameters
 from bench.fp8 import Fp8
 from bench.hang import HangWatch
@@ -35,7 +35,7 @@ from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_
 from bench.power import PowerMeter
 from bench.precision import AMP_DTYPES, LossScaler
 from bench.probe import device_tflops
-from bench.rank_errors import first_error, keep_error, tell_agent
+from bench.rank_errors import first_error, keep_error, report
 from bench.results import Batch, Device, ModelInfo, Result, ResultFile
 from bench.stepfile import StepsFile
 from bench.steps import StepLog
@@ -153,11 +153,13 @@ class Run:
             self.allocator = AllocatorRecord(self.directory / name, self.args.memory_snapshot)
         reset_peak_memory(self.device)
         self.hang, self.ending = None, threading.Lock()
+        if self.ranks.world > 1:
+            # Without a GPU the collectives themselves notice, and raise.
+            patience = self.args.dist_timeout if self.device.type == "cuda" else None
+            self.hang = HangWatch(self._end_hanging, patience)
         if self.ranks.main:
             self.file.write(self.result)
             print_header(self.result)
-            if self.ranks.world > 1:
-                self.hang = HangWatch(self._end_hanging)
         return self
 
     def _open_files(self) -> list:
@@ -195,6 +197,16 @@ class Run:
         """Bytes that a step hands to collectives, by kind."""
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             setattr(self.result.metrics, f"{kind}_bytes", moved.get(kind, 0))
+
+    def begin_step(self, step: int) -> None:
+        """The host begins a step; the first two may compile for as long as it takes."""
+        if self.hang and step >= 2:
+            self.hang.step()
+
+    def end_steps(self) -> None:
+        """All steps are done."""
+        if self.hang:
+            self.hang.rest()
 
     def begin_window(self) -> None:
         """The measured window starts; the device is idle."""
@@ -250,13 +262,14 @@ class Run:
                 with self.ending:
                     self._finish(error, when)
 
-    def _end_hanging(self, number: signal.Signals, when: float) -> None:
+    def _end_hanging(self, error: BaseException, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""
         if self.ending.acquire(blocking=False):
-            error = Interrupted(number.name)
             try:
-                tell_agent(error)
-                self._finish(error, when)
+                keep_error(self.directory, self.ranks.rank, error)
+                report(error, self.result.entrypoint, self.ranks)
+                if self.ranks.main:
+                    self._finish(error, when)
             finally:
                 os._exit(1)
 

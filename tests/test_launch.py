@@ -208,6 +208,38 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
     assert r["metrics"]["final_loss"] == steps[-1]["loss"]
 
 
+NO_STEP = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import bench.run
+import train_ddp
+from bench.hang import HangWatch
+from bench.launch import launch_ranks
+
+# As on a GPU, where a collective with a lost peer never returns.
+bench.run.HangWatch = lambda end, timeout_s: HangWatch(end, 4.0)
+sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
+"""
+
+
+def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
+    """A lost host sends no signal, and on a GPU no error comes of a collective that waits for it."""
+    script = tmp_path / "train_ddp.py"
+    script.write_text(NO_STEP)
+    process = start(str(script), tmp_path / "runs", *FOREVER, "--dist-timeout", "600")
+    assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
+    time.sleep(5)  # steps that do follow each other end nothing
+    ranks = ranks_of(process)
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert wait_until(lambda: 0 not in ranks_of(process), 15)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert finish(process)[0] == 1
+    r = only_result(tmp_path / "runs")
+    assert r["status"] == "failed" and r["error"].startswith("lost another rank")
+    assert "no step in 4 s" in r["error"]
+    assert r["metrics"]["n_measured_steps"] > 5
+
+
 def test_ctrl_c_ends_all(tmp_path):
     process = start("train_ddp.py", tmp_path, *FOREVER)
     assert wait_until(lambda: training(tmp_path), 240), process.poll()
