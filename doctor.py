@@ -18,7 +18,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from bench.tool import run_tool
@@ -36,7 +36,7 @@ class Finding:
 
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
-# Feature: distribution, what it is for, how to get it.
+# Distribution, what it is for, how to get it, and whether nothing runs without it.
 LIBRARIES = (
     ("torch", "training", "pip install -e .", True),
     ("tyro", "the command lines", "pip install -e .", True),
@@ -45,8 +45,11 @@ LIBRARIES = (
     ("rich", "tables and progress", "pip install -e .", True),
     ("PyYAML", "experiment files", "pip install -e .", True),
     ("tensorboard", "TensorBoard files", "pip install -e .", True),
+    ("safetensors", "Hugging Face weights", "pip install -e .", True),
+    ("tokenizers", "prepare_data.py --tokenizer", "pip install -e .", False),
     ("torchao", "--use-fp8 --fp8-backend torchao", "pip install -e '.[fp8]'", False),
-    ("transformer-engine", "--use-fp8 --fp8-backend te", "pip install -e '.[te]', or NGC's image", False),
+    ("transformer-engine", "--use-fp8 --fp8-backend te",
+     "NGC's image, or pip install --no-build-isolation -e '.[te]'", False),
     ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
     ("amdsmi", "energy and clocks on AMD", "pip install /opt/rocm/share/amd_smi", False),
     ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
@@ -88,12 +91,15 @@ def show(findings: list[Finding]) -> None:
 
 def machine() -> list[Finding]:
     """Python, cores, memory, disk and shared memory."""
-    found = [_python(), Finding("CPU cores", "ok", str(len(os.sched_getaffinity(0))))]
-    with open("/proc/meminfo", encoding="ascii") as f:  # noqa: PTH123
-        sizes = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in f}
-    found.append(
-        Finding("memory", "ok", f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free")
-    )
+    linux = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
+    found = [_python(), Finding("CPU cores", "ok", str(cores))]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # not on macOS
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        sizes = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines}
+        free = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free"
+        found.append(Finding("memory", "ok", free))
     free = shutil.disk_usage(Path()).free / 2**30
     advice = "give --output-dir a place with more" if free < 1 else ""
     found.append(
@@ -245,19 +251,16 @@ def torch_sees(kind: str) -> list[Finding]:
 def settings() -> list[Finding]:
     """Variables that hide GPUs or slow a run down, and AMD's NUMA balancing."""
     found = []
-    for name, bad in (
-        ("CUDA_LAUNCH_BLOCKING", lambda v: v == "1"),
-        ("NCCL_P2P_DISABLE", lambda v: v == "1"),
-        ("NCCL_IB_DISABLE", lambda v: v == "1"),
-        ("TORCHDYNAMO_DISABLE", lambda v: v == "1"),
-        ("CUDA_VISIBLE_DEVICES", lambda v: v == ""),
-    ):
-        check: Callable[[str], bool] = bad
-        if name in os.environ and check(os.environ[name]):
-            value = os.environ[name] or "empty"
-            found.append(
-                Finding(name, "missing", f"is {value}", f"unset {name}, unless you mean it")
-            )
+    for name, bad in {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_IB_DISABLE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }.items():
+        if os.environ.get(name) == bad:
+            advice = f"unset {name}, unless you mean it"
+            found.append(Finding(name, "missing", f"is {bad or 'empty'}", advice))
     balancing = Path("/proc/sys/kernel/numa_balancing")
     if detect_platform() == "amd" and balancing.exists() and balancing.read_text().strip() != "0":
         advice = "sudo sysctl kernel.numa_balancing=0"

@@ -159,7 +159,7 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
     if args.trace:
         from bench.memory_trace import traced_memory
 
-        traced = traced_memory(args, config, seq_len, script, args.gpus)["total"]
+        traced = traced_memory(args, config, seq_len, script, args.gpus)
     return Estimate(
         gpu=gpu.name,
         gpus=args.gpus,

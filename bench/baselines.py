@@ -44,19 +44,11 @@ def baseline_key(r: Result) -> str:
 
 def unfit(r: Result) -> str | None:
     """Why a result can be no baseline, and cannot be held against one."""
-    if r.status != "ok":
-        return f"its status is {r.status}"
-    if r.profile is not None or r.args.get("profile") or r.args.get("nsys_start") is not None:
-        return "it was profiled"
-    if r.spoilt_by:
-        return f"its clocks were held down ({', '.join(r.spoilt_by)})"
-    if r.metrics.device_shared:
-        return "its GPU was shared"
-    if r.fp8 and r.fp8.emulated:
-        return "its FP8 was emulated"
+    if r.unfit:
+        return ", ".join(r.unfit)
     m = r.metrics
     if not (m.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
-        return "its steps are too few or too unlike for a rate with an interval"
+        return "too few or too unlike steps for a rate with an interval"
     return None
 
 
@@ -108,7 +100,7 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
     now = entry_of(r)
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
     if unlike_limits(limit, had):
-        why = f"its power limit is {limit:.0f} W, the baseline's was {had:.0f} W"
+        why = f"power limit {limit:.0f} W, the baseline's was {had:.0f} W"
         return Verdict(f"UNFIT {name}: {why}", True)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"

@@ -125,14 +125,18 @@ def _cell(amp: str, fp8: str, compiled: str) -> str:
     }
     if not any(works.values()):
         return "✗"
-    names = {("off", "block", "op"): "✓", ("off", "block"): "✓ but SAC op", ("off",): "✓ but SAC"}
+    names = {
+        ("off", "block", "op"): "✓",
+        ("off", "block"): "✓ without SAC op",
+        ("off",): "✓ without SAC",
+    }
     parts = {}
     for entrypoint, sacs in works.items():
         parts.setdefault(names.get(sacs, "✗"), []).append(entrypoint)
     if len(parts) == 1:
         return next(iter(parts))
     return "; ".join(
-        f"{what}: {', '.join(f'`{e}`' for e in where)}" for what, where in parts.items()
+        f"{what} in {', '.join(f'`{e}`' for e in where)}" for what, where in parts.items()
     )
 
 

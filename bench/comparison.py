@@ -158,7 +158,7 @@ def _fill_cost(row: Row, prices: Prices, tokens: float | None) -> None:
         row.usd_per_trillion = price / 3600 / rate * 1e12
     row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
     watts = next((prices.tdp_w[n] for n in names if n in prices.tdp_w), None)
-    watts = watts or r.tdp_w or (entry and entry.tdp_w)
+    watts = watts or (entry and entry.tdp_w)
     if row.tokens_per_joule is None and rate and watts:
         row.tokens_per_joule = rate / watts
     if tokens and r.tokens_per_sec:

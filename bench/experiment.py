@@ -173,7 +173,11 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     ]
     machine = e.hardware.get(platform)
     if machine and machine.gpu:
-        find_hardware(machine.gpu)
+        try:
+            find_hardware(machine.gpu)
+        except UsageError as error:
+            reason = str(error).removeprefix("--gpu ")
+            raise UsageError(f"{where}: hardware: {platform}: gpu: {reason}") from None
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed

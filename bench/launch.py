@@ -16,7 +16,7 @@ from bench import dist
 from bench.args import Args
 from bench.command_line import parse_args
 from bench.device import cpu_count
-from bench.dist import Ranks, find_ranks
+from bench.dist import ALONE, Ranks, find_ranks
 from bench.endings import exit_code
 from bench.errors import Interrupted
 from bench.rank_errors import QUIET, report
@@ -33,7 +33,7 @@ def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int
         args = parse_args(argv, prog)
         train(args)
 
-    return _guarded(body, prog, Ranks())
+    return _guarded(body, prog, ALONE)
 
 
 def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], script: str) -> int:
@@ -41,7 +41,7 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
     prog = Path(script).name
     ranks = find_ranks(os.environ)
     if ranks is None:
-        return _guarded(lambda: _start_ranks(argv, script, prog), prog, Ranks())
+        return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
     def body() -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -39,9 +39,9 @@ def measure(
     no synchronisation, no evaluation; files and screen are served about once a second.
     """
     step_fn = build_step(run, args, model, optimizer, micro_batches, no_sync)
-    # Forward passes name their block themselves.
     captures = build_capture(run, args, model)
     watchers = [MemoryReport(run.result, run.log, args, model, optimizer), *captures]
+    # Forward passes name their block themselves.
     with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(total_steps(args)):

@@ -70,12 +70,11 @@ def estimate_memory(
         kept = width * sizes.tokens * config.hidden_size
     norm_out = 2 if train else 1
     tail = norm_out * width * sizes.tokens * config.hidden_size
-    copies = sizes.copies if train or sizes.copies else 0.0
-    activations = kept + tail + copies
+    activations = kept + tail + sizes.copies
     logits, head_gradient = _loss(sizes, train)
     in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
     if not train:
-        in_block = lasting + sizes.root_gathered + copies + sizes.gathered_blocks + block
+        in_block = lasting + sizes.root_gathered + sizes.copies + sizes.gathered_blocks + block
         return MemoryEstimate(
             parameters, 0.0, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
             max(in_loss, in_block),
@@ -86,7 +85,7 @@ def estimate_memory(
         lasting
         + sizes.root_gathered
         + kept
-        + copies
+        + sizes.copies
         + (sizes.vocabulary * width if shards else head_gradient)
         + sizes.gathered_blocks
         # Weight gradients are there when most of the block's activations are gone.

@@ -29,13 +29,8 @@ from model.transformer import Transformer
 CPU = torch.device("cpu")
 
 
-def traced_memory(
-    args: Args, config: ModelConfig, seq_len: int, script: str, world: int
-) -> dict[str, int]:
-    """Bytes by kind on one rank at the peak of forward and backward, optimizer state included.
-
-    Keys: parameters, gradients, optimizer, activations (all else that lives), peak.
-    """
+def traced_memory(args: Args, config: ModelConfig, seq_len: int, script: str, world: int) -> int:
+    """Bytes on one rank at the peak of forward and backward, optimizer state included."""
     if args.pt_compile or args.use_fp8:
         raise UsageError(
             "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
@@ -55,7 +50,7 @@ def traced_memory(
             return _track(model, args, resolve_batch(args, seq_len, world).grad_acc_steps, fsdp)
 
 
-def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> dict[str, int]:
+def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> int:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -83,13 +78,12 @@ def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> dict
             optimizer.step()
         model.zero_grad()
     (kinds,) = tracker.get_tracker_snapshot("peak").values()
-    found = {getattr(kind, "value", kind).lower(): size for kind, size in kinds.items()}
+    total = next(n for kind, n in kinds.items() if getattr(kind, "value", kind).lower() == "total")
     if optimizer and not fsdp:
         # This tracker does not see the state that came to be between its two passes.
         states = (t for state in optimizer.state.values() for t in state.values())
-        found["optimizer"] = sum(t.numel() * t.element_size() for t in states)
-        found["total"] += found["optimizer"]
-    return found
+        total += sum(t.numel() * t.element_size() for t in states)
+    return total
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -52,17 +52,6 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         where = ".".join(map(str, first["loc"]))
         raise UsageError(f"{path}: not a result of this version: {where}: {first['msg']}") from None
     m, a = r.metrics, r.args
-    marks = []
-    if r.status != "ok":
-        marks.append(f"status {r.status}")
-    if r.profile or a.get("profile") or a.get("nsys_start") is not None:
-        marks.append("profiled")
-    if r.spoilt_by:
-        marks.append(f"clocks held down ({', '.join(r.spoilt_by)})")
-    if m.device_shared:
-        marks.append("shared GPU")
-    if r.fp8 and r.fp8.emulated:
-        marks.append("FP8 emulated")
     settings = [a["amp"]]
     if r.fp8:
         settings.append(f"fp8 {r.fp8.backend} {r.fp8.recipe}")
@@ -121,7 +110,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
             k: v for k, v in a.items() if k not in NOT_HYPERPARAMETERS | SPEED_SETTINGS
         }
         | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
-        marks=marks,
+        marks=r.unfit,
         notes=list(r.notes),
         arguments={k: v for k, v in a.items() if k not in NOT_HYPERPARAMETERS | LENGTH}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},

@@ -44,7 +44,6 @@ class Record:
     memory_kind: str | None = None
     tokens_per_joule: float | None = None
     usd_per_hour: float | None = None
-    tdp_w: float | None = None
     power_limit_w: float | None = None
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     learning_rates: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -57,7 +56,7 @@ class Record:
 
 POSITIVE = (
     "tokens_per_sec", "tokens_per_sec_per_gpu", "n_gpus", "seq_len", "global_batch", "mfu",
-    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour", "tdp_w",
+    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour",
 )  # fmt: skip
 
 

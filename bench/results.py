@@ -250,6 +250,20 @@ class Result(Strict):
     devices: list[DeviceUse] = []
 
     @property
+    def unfit(self) -> list[str]:
+        """Why its figures are not those of an undisturbed run; empty if they are."""
+        marks = [] if self.status == "ok" else [f"status {self.status}"]
+        if self.profile or self.args.get("profile") or self.args.get("nsys_start") is not None:
+            marks.append("profiled")
+        if self.spoilt_by:
+            marks.append(f"clocks held down ({', '.join(self.spoilt_by)})")
+        if self.metrics.device_shared:
+            marks.append("shared GPU")
+        if self.fp8 and self.fp8.emulated:
+            marks.append("FP8 emulated")
+        return marks
+
+    @property
     def spoilt_by(self) -> list[str]:
         """What held clocks down in more than a moment of the window, but for power caps."""
         parts = [item for d in self.devices for item in (d.throttled or {}).items()]

@@ -16,20 +16,20 @@ STEADY = 0.02
 def describe(times: list[float]) -> dict[str, float | None]:
     """Median, mean, standard deviation, CV, 10th and 90th percentile, 95 % interval, drift [s].
 
-    The standard deviation is that of a sample (n - 1), 0 for one step; a single step has no interval.
+    The standard deviation is that of a sample (n - 1). Of a single step spread and interval are None.
     The drift is the mean of the last third over that of the first, minus 1; None below nine steps.
     """
     import numpy as np  # a tenth of a second, which --help of the tools need not wait for
 
     x = np.asarray(times, dtype=np.float64)
     mean = float(x.mean())
-    std = float(x.std(ddof=1)) if len(x) > 1 else 0.0
+    std = float(x.std(ddof=1)) if len(x) > 1 else None
     low, high = bootstrap_mean(x) or (None, None)
     return {
         "step_time_median_s": float(np.median(x)),
         "step_time_mean_s": mean,
         "step_time_std_s": std,
-        "step_time_cv": std / mean,
+        "step_time_cv": None if std is None else std / mean,
         "step_time_min_s": float(x.min()),
         "step_time_max_s": float(x.max()),
         "step_time_p10_s": float(np.percentile(x, 10)),

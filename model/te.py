@@ -41,7 +41,7 @@ def import_te(device: torch.device) -> types.ModuleType:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"--fp8-backend te: Transformer Engine cannot be imported: {reason}; "
-            "pip install -e '.[te]', or use --fp8-backend torchao"
+            "pip install --no-build-isolation -e '.[te]', or use --fp8-backend torchao"
         ) from None
     return te
 

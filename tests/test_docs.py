@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -74,6 +75,14 @@ def test_readme_command_runs(command, tmp_path, monkeypatch, tiny_world):
         return
     if words[0] == "docker":  # tests/test_containers.py looks at images and launch scripts
         assert (ROOT / words[words.index("-f") + 1]).exists()
+        return
+    if words[0] == "pip":
+        wanted = words[-1].removeprefix(".[").removesuffix("]").split(",")
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set(wanted) <= set(extras["optional-dependencies"])
+        return
+    if words[0] == ".":
+        assert words[1] == ".venv/bin/activate"  # what `make` makes
         return
     if words[0].startswith("docker/"):  # the same commands stand in the README without a container
         assert (ROOT / words[0]).exists() and shlex.join(words[1:]) in commands()

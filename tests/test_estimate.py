@@ -48,7 +48,7 @@ def test_formula_and_trace_agree(setting):
     micro = resolve_batch(args, seq_len, world).grad_acc_steps
     shards = resolve_shards(args, world, "cuda") if script == "train_fsdp.py" else None
     formula = estimate_memory(config, args, seq_len, micro, shards).peak
-    traced = traced_memory(args, config, seq_len, script, world)["total"]
+    traced = traced_memory(args, config, seq_len, script, world)
     print(f"{text}: formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB")
     assert formula == pytest.approx(traced, rel=0.10)
 
