@@ -126,7 +126,7 @@ class Args:
     nproc: int | None = None
     """Processes to start when no launcher did; by default one per GPU, two on a CPU."""
     dist_timeout: float = 600.0
-    """Seconds after which a rank that waits for another gives up."""
+    """Seconds after which a rank that waits for another gives up; NCCL a quarter later."""
     max_restarts: int = 0
     """How often all ranks are started anew after one failed (from the beginning)."""
     bucket_cap_mb: float = 25.0

@@ -67,8 +67,10 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         # The same on every rank of a job, and another for another job on the same hosts.
         os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
     cuda = device.type == "cuda"
-    # NCCL ends a process without a word; bench/hang.py comes before it.
-    timeout = datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
+    timeout = collective_timeout(device, timeout_s)
+    if cuda:  # its other watchdog, which waits for the first
+        patience = str(int(max(480, 2 * timeout_s)))
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
     dist.init_process_group(
         "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
         timeout=timeout,
@@ -77,6 +79,12 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         rank=ranks.rank,
         world_size=ranks.world,
     )
+
+
+def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timedelta:
+    """How long a collective may take. NCCL ends a process without a word: bench/hang.py comes before."""
+    cuda = device.type == "cuda"
+    return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
 
 
 def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:

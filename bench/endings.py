@@ -7,10 +7,12 @@ import torch
 
 from bench.compiling import CompileError
 from bench.device import is_out_of_memory
-from bench.errors import Interrupted, UsageError
+from bench.errors import Interrupted, NoStep, UsageError
 from model.config import ConfigError
 
 LOST = "lost another rank"
+# How messages begin that tell of a consequence: somewhere else something went wrong first.
+NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
     "what helps: a smaller --bsz with more --grad-acc-steps, a shorter --seq-len, --amp bf16, "
     "--sac-freq 1/1, --pt-compile, train_fsdp.py on more devices, and on a GPU "
@@ -25,7 +27,7 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
-    if isinstance(error, UsageError | ConfigError | CompileError):
+    if isinstance(error, UsageError | ConfigError | CompileError | NoStep):
         return "failed", text
     if is_out_of_memory(error):
         return "oom", f"out of memory: {text}; {OOM_ADVICE}"
@@ -60,9 +62,8 @@ def exit_code(error: BaseException) -> int:
 def is_our_fault(error: BaseException) -> bool:
     """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
     status, text = classify(error)
-    expected = isinstance(error, UsageError | ConfigError | CompileError) or text.startswith(
-        "disk full"
-    )
+    expected = isinstance(error, UsageError | ConfigError | CompileError | NoStep)
+    expected |= text.startswith("disk full")
     return status == "failed" and not expected
 
 

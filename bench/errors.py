@@ -8,3 +8,7 @@ class UsageError(Exception):
 class Interrupted(BaseException):
     """A signal asked the run to end; the message is its name. Like KeyboardInterrupt no Exception:
     what catches those must not swallow it."""
+
+
+class NoStep(Exception):
+    """This rank waits for another, or is stuck itself: which of the two it cannot tell."""

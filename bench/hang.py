@@ -4,14 +4,17 @@ A rank that waits on a GPU for a peer that is gone would else be killed by its a
 SIGTERM, or aborted by NCCL's own watchdog, without a word in its result.
 """
 
+import faulthandler
 import select
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
-from bench.errors import Interrupted
+from bench.errors import Interrupted, NoStep
 
 
 class HangWatch:
@@ -19,7 +22,8 @@ class HangWatch:
     thread does not react to a signal, or has begun no step for `timeout_s`.
 
     Python's own C handler tells of a signal at once through a socket (signal.set_wakeup_fd), whatever
-    the main thread does. Must be made in the main thread.
+    the main thread does. Must be made in the main thread. Should the main thread hang where it lets no
+    other run, the process ends a tenth of `timeout_s` and ten seconds later with a traceback.
     """
 
     PATIENCE_S = 5.0  # torchrun's agent kills after 30
@@ -27,6 +31,7 @@ class HangWatch:
     def __init__(self, end: Callable[[BaseException, float], None], timeout_s: float | None):
         self.end, self.timeout_s = end, timeout_s
         self.last_step: float | None = None
+        self.armed = -1.0  # when the last resort was last put off
         self.reacted = threading.Event()
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -34,11 +39,11 @@ class HangWatch:
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
-        while not self._over():
-            left = 1.0
-            if self.timeout_s and self.last_step is not None:
-                left = self.last_step + self.timeout_s - time.monotonic()
-            if select.select([self.receiver], [], [], max(0.0, left))[0]:
+        while True:
+            last, left = self.last_step, 1.0 if self.timeout_s else None
+            if last is not None:
+                left = max(0.0, last + self.timeout_s - time.monotonic())
+            if select.select([self.receiver], [], [], left)[0]:
                 received = self.receiver.recv(1)
                 number = received[0] if received else None
                 if number in (signal.SIGINT, signal.SIGTERM):
@@ -47,25 +52,34 @@ class HangWatch:
                         self.end(Interrupted(signal.Signals(number).name), when)
                 if number in (None, signal.SIGINT, signal.SIGTERM):
                     break
+            elif last is not None and last == self.last_step and left == 0.0:
+                self.end(self._no_step(), time.time())
+                break
         self.receiver.close()
 
-    def _over(self) -> bool:
-        """Whether the time for a step is over; then the run ends here."""
-        if not self.timeout_s or self.last_step is None:
-            return False
-        if time.monotonic() < self.last_step + self.timeout_s:
-            return False
-        why = f"Timed out waiting for other ranks: no step in {self.timeout_s:g} s"
-        self.end(RuntimeError(why), time.time())
-        return True
+    def _no_step(self) -> NoStep:
+        """The error of a rank that waits, with where its main thread does so."""
+        error = NoStep(
+            f"no step in {self.timeout_s:g} s: waits for a rank that is gone, or is stuck itself"
+        )
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
+        return error
 
     def step(self) -> None:
-        """A step begins: from now on the next must follow in time."""
-        self.last_step = time.monotonic()
+        """A step, or a part of it, begins: from now on the next must follow in time."""
+        if not self.timeout_s:
+            return
+        self.last_step = now = time.monotonic()
+        if now > self.armed + 1.0:  # not for every one: it starts a thread, outside of Python
+            self.armed = now
+            faulthandler.dump_traceback_later(1.1 * self.timeout_s + 10.0, exit=True)
 
     def rest(self) -> None:
-        """The steps are over: what follows may take as long as it does."""
-        self.last_step = None
+        """What follows may take as long as it does."""
+        if self.last_step is not None:
+            self.last_step, self.armed = None, -1.0
+            faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""

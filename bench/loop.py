@@ -45,7 +45,6 @@ def measure(
     with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(total_steps(args)):
-            run.begin_step(step)
             if step == args.warmup_steps:
                 synchronize(run.device)
                 run.log.drain()
@@ -57,6 +56,8 @@ def measure(
             for watcher in watchers:
                 watcher.before(step)
             step_fn(step, phase_of(step, args))
+            if captures:
+                run.end_steps()  # writing a trace takes as long as it does
             for watcher in watchers:
                 watcher.after(step)
             if step == window_end(args) - 1:
@@ -108,6 +109,7 @@ def build_step(
     def step_fn(step: int, phase: str) -> None:
         total = torch.zeros((), device=device)
         for micro in range(n_micro):
+            run.begin_micro_step(step)
             with log.part("data"):
                 inputs, labels = next(micro_batches)
             if graphs:

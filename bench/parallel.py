@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.args import Args
+from bench.dist import collective_timeout
 from bench.fp8 import Fp8
 from bench.precision import AMP_DTYPES
 from model.config import ModelConfig
@@ -61,6 +63,10 @@ def apply_fsdp(model: Transformer, device: torch.device, world: int, args: Args)
     else:
         names, sizes = ("dp_shard",), (world,)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    if replicas > 1:  # groups of their own, which do not inherit it
+        for name in names:
+            timeout = collective_timeout(device, args.dist_timeout)
+            distributed_c10d._set_pg_timeout(timeout, mesh.get_group(name))
     low = AMP_DTYPES[args.amp]
     reduce = torch.bfloat16 if args.reduce_dtype == "bf16" else torch.float32
     options = {

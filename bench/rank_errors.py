@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from bench.dist import Ranks
-from bench.endings import LOST, classify, exit_code, full_traceback, is_our_fault
+from bench.endings import NO_CAUSE, classify, exit_code, full_traceback, is_our_fault
 
 # Set for the ranks that a script starts itself: what they have to say about an error goes into their
 # error file, and the parent prints the first of them.
@@ -27,19 +27,24 @@ def keep_error(directory: Path, rank: int, error: BaseException) -> None:
         spare.replace(path)
 
 
-def first_error(directory: Path, before_s: float) -> tuple[str, str] | None:
+def first_error(
+    directory: Path, before_s: float, consequences: bool = False
+) -> tuple[str, str] | None:
     """Status and message of the rank that failed first, and before a time (`time.time()`) [s].
 
-    None if no rank failed of its own: those that lost another or were interrupted do not count.
+    Of its own; with `consequences`, if there is none, of one that lost another. Interrupted ones do
+    not count.
     """
     found = []
     for path in (directory / "errors").glob("rank*.txt"):
         with contextlib.suppress(OSError, ValueError, LookupError):
             status, text = path.read_text(encoding="utf-8").splitlines()[0].split(": ", 1)
             when = path.stat().st_mtime
-            if status in ("oom", "failed") and not text.startswith(LOST) and when <= before_s:
-                found.append((when, status, f"rank {path.stem.removeprefix('rank')}: {text}"))
-    return min(found)[1:] if found else None
+            lost = text.startswith(NO_CAUSE)
+            if status in ("oom", "failed") and when <= before_s and (consequences or not lost):
+                who = f"rank {path.stem.removeprefix('rank')}"
+                found.append((lost, when, status, f"{who}: {text}"))
+    return min(found)[2:] if found else None
 
 
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:

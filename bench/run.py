@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import os
 import platform
 import shutil
@@ -23,7 +24,7 @@ from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
 from bench.device import device_memory_gib, device_name, peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
-from bench.endings import LOST, classify
+from bench.endings import NO_CAUSE, classify
 from bench.environment import describe_environment
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token, linear_parameters
@@ -198,13 +199,13 @@ class Run:
         for kind in ("all_gather", "reduce_scatter", "all_reduce"):
             setattr(self.result.metrics, f"{kind}_bytes", moved.get(kind, 0))
 
-    def begin_step(self, step: int) -> None:
-        """The host begins a step; the first two may compile for as long as it takes."""
+    def begin_micro_step(self, step: int) -> None:
+        """The host begins a micro batch; those of the first two steps may compile for long."""
         if self.hang and step >= 2:
             self.hang.step()
 
     def end_steps(self) -> None:
-        """All steps are done."""
+        """What follows is no step, and may take long."""
         if self.hang:
             self.hang.rest()
 
@@ -264,22 +265,34 @@ class Run:
 
     def _end_hanging(self, error: BaseException, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""
-        if self.ending.acquire(blocking=False):
-            try:
-                keep_error(self.directory, self.ranks.rank, error)
+        if not self.ending.acquire(blocking=False):
+            return
+        # Whatever the driver is asked may hang as well; that much later this is over anyhow.
+        faulthandler.dump_traceback_later(30, exit=True)
+        try:
+            keep_error(self.directory, self.ranks.rank, error)
+            if self.ranks.main:
+                self.result.status, self.result.error = self._ending(error, when)
+                self.file.write(self.result)
+            with contextlib.suppress(OSError):  # a terminal that is gone
                 report(error, self.result.entrypoint, self.ranks)
-                if self.ranks.main:
-                    self._finish(error, when)
-            finally:
-                os._exit(1)
+            if self.ranks.main:
+                self._finish(error, when)
+        finally:
+            os._exit(1)
+
+    def _ending(self, error: BaseException | None, when: float) -> tuple[str, str | None]:
+        """Status and error of the run; `when` it ended, since what failed after that is no cause."""
+        status, text = classify(error)
+        # A rank that lost another, or is ended by their agent, is not what went wrong.
+        interrupted = status == "interrupted"
+        if text and (text.startswith(NO_CAUSE) or interrupted):
+            status, text = first_error(self.directory, when, interrupted) or (status, text)
+        return status, text
 
     def _finish(self, error: BaseException | None, when: float) -> None:
-        """`when` the run ended (`time.time()`); what failed after that is no cause."""
         r, m = self.result, self.result.metrics
-        r.status, r.error = classify(error)
-        # A rank that lost another, or is ended by their agent, is not what went wrong.
-        if r.error and (r.error.startswith(LOST) or r.status == "interrupted"):
-            r.status, r.error = first_error(self.directory, when) or (r.status, r.error)
+        r.status, r.error = self._ending(error, when)
         with contextlib.suppress(Exception):  # a second failure must not hide the first
             self.log.drain()
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from bench.dist import Ranks, find_ranks
+from bench.errors import Interrupted, NoStep
+from bench.hang import HangWatch
+from bench.rank_errors import first_error, keep_error
 from tests.helpers import ROOT, only_result, read_steps
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
@@ -217,7 +220,7 @@ from bench.hang import HangWatch
 from bench.launch import launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns.
-bench.run.HangWatch = lambda end, timeout_s: HangWatch(end, 4.0)
+bench.run.HangWatch = lambda end, timeout_s: HangWatch(end, 3.0)
 sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
 """
 
@@ -228,16 +231,51 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
     script.write_text(NO_STEP)
     process = start(str(script), tmp_path / "runs", *FOREVER, "--dist-timeout", "600")
     assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
-    time.sleep(5)  # steps that do follow each other end nothing
+    time.sleep(3.5)  # steps that do follow each other end nothing
     ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGSTOP)
     assert wait_until(lambda: 0 not in ranks_of(process), 15)
     os.kill(ranks[1], signal.SIGKILL)
     assert finish(process)[0] == 1
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and r["error"].startswith("lost another rank")
-    assert "no step in 4 s" in r["error"]
+    assert r["status"] == "failed" and r["error"].startswith("no step in 3 s: waits for a rank")
+    (kept,) = tmp_path.glob("runs/*/errors/rank0.txt")
+    assert "the main thread is in" in kept.read_text() and "bench/loop.py" in kept.read_text()
     assert r["metrics"]["n_measured_steps"] > 5
+
+
+def test_the_watch_counts_from_step_to_step_only(monkeypatch):
+    """Not before the first, not while there are others, and not when all are done."""
+    ended, last_resorts = [], []
+    later = lambda seconds, exit: last_resorts.append((seconds, exit))  # noqa: E731
+    monkeypatch.setattr("faulthandler.dump_traceback_later", later)
+    watch = HangWatch(lambda error, when: ended.append(str(error)), 1.0)
+    try:
+        time.sleep(1.1)
+        for _ in range(25):
+            watch.step()
+            time.sleep(0.05)
+        watch.rest()
+        time.sleep(1.1)
+        assert ended == [] and last_resorts[0] == (pytest.approx(11.1), True)
+        assert len(last_resorts) <= 2  # once a second, not once a step
+        watch.step()
+        assert wait_until(lambda: ended, 10)
+    finally:
+        watch.close()
+    assert ended[0].startswith("no step in 1 s")
+
+
+def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
+    for rank, error in enumerate((NoStep("no step in 5 s"), MemoryError("full"), Interrupted("X"))):
+        keep_error(tmp_path, rank, error)
+    now = time.time() + 1
+    status, text = first_error(tmp_path, now)
+    assert status == "oom" and text.startswith("rank 1: out of memory: full")
+    assert first_error(tmp_path, now - 10) is None
+    (tmp_path / "errors/rank1.txt").write_text("")  # as while it is written
+    assert first_error(tmp_path, now) is None
+    assert first_error(tmp_path, now, consequences=True) == ("failed", "rank 0: no step in 5 s")
 
 
 def test_ctrl_c_ends_all(tmp_path):
