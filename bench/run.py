@@ -1,7 +1,6 @@
 """One run's directory and its result, whatever ends it."""
 
 import contextlib
-import dataclasses
 import datetime
 import faulthandler
 import os
@@ -17,27 +16,24 @@ from typing import Self
 import torch
 
 from bench import dist
-from bench.args import Args, captured_steps, in_window, total_steps
-from bench.attention import attention_kernel
-from bench.combinations import GRAPH_MODES
-from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
+from bench.args import Args, total_steps
+from bench.compiling import CompileError, compile_counts
 from bench.console import ProgressDisplay, print_header, print_result
-from bench.device import device_memory_gib, device_name, peak_memory, reset_peak_memory
+from bench.device import peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
 from bench.endings import NO_CAUSE, classify
-from bench.environment import describe_environment
 from bench.errors import UsageError
-from bench.flops import count_parameters, flops_per_token, linear_parameters
+from bench.flops import flops_per_token
 from bench.fp8 import Fp8
 from bench.hang import HangWatch
-from bench.hardware import find_peaks, find_roof, name_of_part
 from bench.memory import AllocatorRecord
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
+from bench.opening import open_result
 from bench.power import PowerMeter
-from bench.precision import AMP_DTYPES, LossScaler
+from bench.precision import LossScaler
 from bench.probe import device_tflops
 from bench.rank_errors import first_error, keep_error, report
-from bench.results import Batch, Device, ModelInfo, Result, ResultFile
+from bench.results import Batch, ResultFile
 from bench.stepfile import StepsFile
 from bench.steps import StepLog
 from bench.tensorboard import TensorBoardFile
@@ -64,73 +60,11 @@ class Run:
         self.args, self.config, self.device, self.ranks = args, config, device, ranks
         self.fp8 = fp8 or Fp8()
         self.scaler = LossScaler(device) if args.amp == "fp16" else None
-        now = datetime.datetime.now(datetime.UTC)
-        name = args.run_name or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
-        if args.run_name and (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
-            name += f"-restart{attempt}"  # the attempt before has a result, too
-        name = dist.broadcast(ranks, name)
-        self.directory = Path(args.output_dir) / name
-        memory = device_memory_gib(device)
-        part = name_of_part(device_name(device), memory)
-        peaks = find_peaks(part, args.peak_tflops, args.peak_fp8_tflops)
-        roof = find_roof(part)
-        resolved = {"seq_len": batch.seq_len, "grad_acc_steps": batch.grad_acc_steps}
-        self.result = Result(
-            run_name=name,
-            entrypoint=entrypoint,
-            command=[entrypoint, *sys.argv[1:]],
-            started_at=now.isoformat(timespec="seconds"),
-            args=dataclasses.asdict(args) | resolved,
-            model=ModelInfo(
-                name=config.name,
-                path=config.path,
-                hash=config.hash,
-                n_parameters=count_parameters(config),
-                n_matmul_parameters=sum(linear_parameters(config).values()),
-                shape=config.shape(),
-                config=config.raw,
-                ignored_keys=list(config.unknown_keys),
-            ),
-            device=Device(
-                type=device.type,
-                name=device_name(device),
-                memory_gib=memory,
-                count=ranks.world,
-                hardware=peaks.name,
-                peak_bf16_tflops=peaks.bf16_tflops,
-                peak_fp8_tflops=peaks.fp8_tflops,
-                peak_source=peaks.source,
-                roof_bf16_tflops=roof.bf16_tflops,
-                roof_fp8_tflops=roof.fp8_tflops,
-                roof_source=roof.source,
-            ),
-            batch=batch,
-            fp8=self.fp8.info,
-            attention_kernel=attention_kernel(
-                args, config, batch.seq_len, device, AMP_DTYPES[args.amp]
-            ),
-            environment=describe_environment(device),
+        self.result = open_result(
+            entrypoint, args, config, device, batch, ranks.world, self.fp8.info
         )
-        if uses_cuda_graphs(args.pt_compile, args.compile_mode, device):
-            self.result.notes.append(
-                "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
-            )
-        elif args.pt_compile and args.compile_mode in GRAPH_MODES:
-            self.result.notes.append(
-                f"--compile-mode {args.compile_mode}: a CPU has no CUDA graphs"
-            )
-        if self.fp8.info and self.fp8.info.emulated:
-            self.result.notes.append("FP8 was emulated: the figures say nothing of FP8's speed")
-        if args.memory_snapshot and device.type == "cpu":
-            self.result.notes.append(
-                "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
-            )
-        if captured_steps(args):
-            where = "inside" if in_window(args) else "after"
-            self.result.notes.append(f"a profiler looked at steps {where} the measured window")
-        if config.unknown_keys:
-            keys = ", ".join(config.unknown_keys)
-            self.result.notes.append(f"{config.path}: keys nobody here knows are ignored: {keys}")
+        self.result.run_name = dist.broadcast(ranks, self.result.run_name)
+        self.directory = Path(args.output_dir) / self.result.run_name
 
     def __enter__(self) -> Self:
         problem = None
