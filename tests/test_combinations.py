@@ -68,17 +68,8 @@ def traced_only(c: Combination) -> bool:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """All cells that a CPU can run: those of train.py here, the others in one torchrun start."""
+    """All cells that a CPU can run: those of train.py here, beside one torchrun start with the others."""
     out = tmp_path_factory.mktemp("cells")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        # First, so that the ranks find compiled blocks in the cache.
-        for c in ON_A_CPU:
-            if c.entrypoint == "train.py":
-                argv = [*TINY, "--bsz", "4", *flags(c), "--output-dir", out, "--run-name", name(c)]
-                torch._dynamo.reset()
-                with without_inductor() if traced_only(c) else contextlib.nullcontext():
-                    assert run_train(*argv) == 0, name(c)
     cases = [
         (
             name(c),
@@ -93,8 +84,30 @@ def finished(tmp_path_factory):
     path.write_text(json.dumps(cases))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "tests/dist_worker.py", str(path)]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-9000:]
+    log = out / "ranks.log"
+    with log.open("w") as f:
+        ranks = subprocess.Popen(command, cwd=ROOT, stdout=f, stderr=f)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            for c in ON_A_CPU:
+                if c.entrypoint == "train.py":
+                    argv = [
+                        *TINY,
+                        "--bsz",
+                        "4",
+                        *flags(c),
+                        "--output-dir",
+                        out,
+                        "--run-name",
+                        name(c),
+                    ]
+                    torch._dynamo.reset()
+                    with without_inductor() if traced_only(c) else contextlib.nullcontext():
+                        assert run_train(*argv) == 0, name(c)
+        assert ranks.wait(900) == 0, log.read_text()[-9000:]
+    finally:
+        ranks.terminate()
     return out
 
 
