@@ -24,16 +24,9 @@ from bench.auto_batch import check_auto_batch, with_largest_batch
 from bench.cells import Rows, cell_key, outcome, run_cell
 from bench.command_line import parse_dataclass
 from bench.errors import UsageError
-from bench.experiment import (
-    Cell,
-    Experiment,
-    Platform,
-    differences,
-    from_command_line,
-    make_cells,
-    read_experiment,
-)
+from bench.experiment import Experiment, Platform, from_command_line, read_experiment
 from bench.ranking import rank, show, write_csv
+from bench.settings import Cell, differences, make_cells
 from bench.tool import run_tool
 from bench.vendor import detect_platform
 from model.config import ConfigError

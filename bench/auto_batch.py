@@ -9,9 +9,10 @@ from pathlib import Path
 from bench.cells import Rows, cell_key, outcome, run_cell
 from bench.command_line import parse_args
 from bench.errors import UsageError
-from bench.experiment import Cell, Experiment
+from bench.experiment import Experiment
 from bench.hardware import find_hardware
 from bench.memory_model import estimate_memory, largest_batch
+from bench.settings import Cell
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.vendor import detect_platform
 from model.config import load_config

@@ -14,7 +14,7 @@ from typing import Any
 from bench.args import Args
 from bench.comparison import unlike_limits
 from bench.errors import UsageError
-from bench.experiment import NOT_HYPERPARAMETERS
+from bench.hyperparameters import NOT_HYPERPARAMETERS
 from bench.results import Result
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import UsageError
-from bench.experiment import Cell
 from bench.results import Result, read_result
+from bench.settings import Cell
 
 ROOT = Path(__file__).parent.parent
 METRICS = (

@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Collection, Mapping
 
 from bench.errors import UsageError
-from bench.experiment import hyperparameter_differences
 from bench.hardware import Hardware, find_hardware
+from bench.hyperparameters import hyperparameter_differences
 from bench.records import Record
 from bench.statistics import bootstrap_ratio
 

@@ -12,23 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from bench.errors import UsageError
-from bench.experiment import FLAGS, NOT_HYPERPARAMETERS
+from bench.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
 from bench.records import Record, steady
 from bench.results import Result
 
 GB_TO_GIB = 1e9 / 2**30
-# Arguments of ours that say how fast a training is computed, and not what is trained.
-SPEED_SETTINGS = {
-    "config", "bsz", "grad_acc_steps", "global_bsz", "amp", "tf32", "use_fp8", "fp8_backend",
-    "fp8_recipe", "fp8_emulate", "fp8_all_gather", "fp8_primary_weights", "attention",
-    "pt_compile", "compile_mode", "sac_freq", "sac_policy", "pad_vocab", "bucket_cap_mb",
-    "grad_compression", "reshard_after_forward", "reduce_dtype", "prefetch", "dp_replicate",
-    "cpu_offload", "n_steps", "warmup_steps", "val_data", "val_batches",
-}  # fmt: skip
-
-
-# How long a run was, and what it was checked on.
-LENGTH = {"config", "n_steps", "warmup_steps", "val_data", "val_batches", "global_bsz"}
 
 
 def read_json(path: Path) -> list[Record]:

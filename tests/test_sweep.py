@@ -18,16 +18,10 @@ from bench.auto_batch import guess_batch, search_batch
 from bench.cells import Rows, cell_key, run_cell
 from bench.discover import read_records
 from bench.errors import UsageError
-from bench.experiment import (
-    Experiment,
-    differences,
-    from_command_line,
-    make_cells,
-    read_experiment,
-    substitute,
-)
+from bench.experiment import Experiment, from_command_line, read_experiment, substitute
 from bench.ranking import rank
 from bench.records import LogFacts
+from bench.settings import differences, make_cells
 from tests.helpers import ROOT, run_train
 
 BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])

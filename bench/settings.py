@@ -1,0 +1,203 @@
+"""An experiment resolved to cells, each a command line that a script takes. Needs no torch."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from bench.args import Args
+from bench.command_line import parse_args
+from bench.errors import UsageError
+from bench.experiment import Experiment, Flags, Machine, Platform, Value
+from bench.hardware import find_hardware
+from bench.hyperparameters import FLAGS, hyperparameter_differences
+from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from model.config import ConfigError, load_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One setting: the script, its model and its flags; `axes` is what tells it from other cells."""
+
+    script: str
+    config: str
+    flags: tuple[tuple[str, Value], ...]
+    axes: tuple[str, ...]
+
+    def argv(self) -> list[str]:
+        """Model and flags as a command line."""
+        return [self.config, *to_argv(dict(self.flags))]
+
+    def label(self) -> str:
+        """The model and the values on the axes."""
+        flags = dict(self.flags)
+        parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
+        return " ".join([Path(self.config).stem, *parts])
+
+
+def to_argv(flags: Flags) -> list[str]:
+    """Flags as a command line: true is the bare flag, false and null leave it out."""
+    words = []
+    for name, value in flags.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, _plain(value)]
+    return words
+
+
+def _plain(value: Value) -> str:
+    """A value as it stands on a command line or in a table."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
+    """All settings of an experiment on one platform; UsageError if one of them could not run."""
+    axes = list(e.grid)
+    combinations = [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
+    ]
+    machine = e.hardware.get(platform)
+    if machine and machine.gpu:
+        try:
+            find_hardware(machine.gpu)
+        except UsageError as error:
+            reason = str(error).removeprefix("--gpu ")
+            raise UsageError(f"{where}: hardware: {platform}: gpu: {reason}") from None
+    cells = []
+    for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
+        flags = e.training | e.platforms.get(platform, {}) | chosen | listed
+        unknown = sorted(set(flags) - FLAGS)
+        if unknown:
+            raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
+        flags = {name: _meant(name, value, where) for name, value in flags.items()}
+        flags = _resolve_sizes(flags, e, platform, where)
+        names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
+        cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
+        try:
+            args = parse_args(cell.argv(), e.script)
+            seq_len = resolve_seq_len(args.seq_len, load_config(args.config, args.pad_vocab))
+            if world := _world(flags, e, machine):
+                resolve_batch(args, seq_len, world)
+                if e.script == "train_fsdp.py":
+                    resolve_shards(args, world, "cuda")
+        except (UsageError, ConfigError) as error:
+            raise UsageError(f"{where}: {cell.label()}: {error}") from None
+        if cell not in cells:
+            cells.append(cell)
+    return cells
+
+
+def _meant(name: str, value: Value, where: str) -> Value:
+    """A value as the flag's type has it: `off`, which YAML reads as false, and quoted numbers."""
+    kind = get_type_hints(Args)[name]
+    kinds = get_args(kind) or (kind,)
+    if value is False and "off" in kinds:
+        return "off"
+    if not isinstance(value, str) or str in kinds or value in kinds:
+        return value
+    try:
+        if bool in kinds:
+            return {"true": True, "false": False}[value.lower()]
+        return int(value) if int in kinds else float(value)
+    except (KeyError, ValueError):
+        raise UsageError(
+            f"{where}: {name}: {value!r} is no value of --{name.replace('_', '-')}"
+        ) from None
+
+
+def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
+    """Ranks of a run; None where that is left to the machine it runs on."""
+    if e.script == "train.py":
+        return 1
+    return flags.get("nproc") or (machine.gpus if machine else None)
+
+
+def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
+    """Check that replicas x shards are the GPUs, and global = micro x data parallel x accumulation."""
+    flags = dict(flags)
+    machine = e.hardware.get(platform)
+    if e.script == "train.py" and machine and machine.gpus > 1:
+        raise UsageError(
+            f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
+        )
+    p = e.parallel
+    if machine is None and "parallel" in e.model_fields_set:
+        raise UsageError(
+            f"{where}: hardware has no {platform}, so how many GPUs `parallel` is to share out is not "
+            "known; add it, or choose another --platform"
+        )
+    if "dp_replicate" in flags and "parallel" in e.model_fields_set:
+        raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")
+    if machine and p.dp_shard is not None and p.dp_replicate * p.dp_shard != machine.gpus:
+        right = machine.gpus / p.dp_replicate
+        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
+        raise UsageError(
+            f"{where}: parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, "
+            f"but there are {machine.gpus} GPUs; {advice}"
+        )
+    if p.dp_replicate > 1:
+        flags["dp_replicate"] = p.dp_replicate
+    if e.script != "train.py" and machine:
+        if flags.get("nproc", machine.gpus) != machine.gpus:
+            raise UsageError(
+                f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
+            )
+        flags["nproc"] = machine.gpus
+    if machine and machine.usd_per_hour:
+        flags.setdefault("usd_per_hour", machine.usd_per_hour)
+    size, steps = flags.get("global_bsz"), flags.get("grad_acc_steps")
+    if size is not None and steps is not None:
+        world = _world(flags, e, machine)
+        if world is None:
+            raise UsageError(
+                f"{where}: global_bsz and grad_acc_steps: hardware must say how many GPUs"
+            )
+        right = (flags.get("bsz") or Args.bsz) * world * steps
+        if size != right:
+            raise UsageError(
+                f"{where}: global_bsz {size}, but {flags.get('bsz') or Args.bsz} (bsz) x "
+                f"{world} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
+            )
+        del flags["global_bsz"]
+    return flags
+
+
+def differences(e: Experiment) -> list[str]:
+    """Hyperparameters in which the platforms of an experiment differ, each as a line for the report.
+
+    Under `identical_config` there should be none.
+    """
+    named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
+    platforms = [p for p in ("nvidia", "amd", "cpu") if p in named]
+    resolved = {}
+    for platform in platforms:
+        cells = make_cells(e, platform)
+        resolved[platform] = [
+            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform))) for cell in cells
+        ]
+    lines = []
+    for a, b in itertools.pairwise(platforms):
+        for left, right in zip(resolved[a], resolved[b], strict=False):
+            lines += [
+                f"{Path(left['config']).stem}: {name}: {a} {_plain(left[name])}, "
+                f"{b} {_plain(right[name])}"
+                for name in hyperparameter_differences(left, right)
+            ]
+        if len(resolved[a]) != len(resolved[b]):
+            lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")
+    return list(dict.fromkeys(lines))
+
+
+def _resolved(cell: Cell, world: int | None) -> dict[str, Any]:
+    """All arguments of a cell, and its global batch where the number of ranks is known."""
+    args = parse_args(cell.argv(), cell.script)
+    content = dataclasses.asdict(args) | {"config": cell.config}
+    if world:
+        config = load_config(args.config, args.pad_vocab)
+        batch = resolve_batch(args, resolve_seq_len(args.seq_len, config), world)
+        content["global_batch"] = batch.global_batch
+    return content
