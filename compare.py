@@ -74,14 +74,15 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError("nothing to compare: give results, logs or directories")
         for name in ("tokens", "log_seq_len", "log_gpus"):
             value = getattr(args, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0")
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
         if args.baseline:
             if args.output_dir:
                 raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
             return gate(args.results, Path(args.baseline), args.tolerance, args.update_baselines)
-        if args.update_baselines:
-            raise UsageError("--update-baselines needs --baseline FILE")
+        if args.update_baselines or args.tolerance != CompareArgs.tolerance:
+            flag = "--update-baselines" if args.update_baselines else "--tolerance"
+            raise UsageError(f"{flag} needs --baseline FILE")
         facts = LogFacts(args.log_seq_len, args.log_gpus, args.log_hardware)
         records = read_records(args.results, say, facts)
         for record in records:
@@ -105,7 +106,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"compare.py: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = error.filename or args.output_dir or args.baseline
+        print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
 

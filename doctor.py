@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,7 +72,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"doctor.py: {unknown[0]}: no such option; see doctor.py --help", file=sys.stderr)
         return 2
     kind = detect_platform()
-    findings = [*machine(), *drivers(kind), *libraries(kind), *torch_sees(kind), *settings()]
+    findings = [
+        *machine(),
+        *drivers(kind),
+        *libraries(kind),
+        *compiler(),
+        *torch_sees(kind),
+        *settings(),
+    ]
     if args.json:
         print(json.dumps([dataclasses.asdict(f) for f in findings], indent=1))
     else:
@@ -220,6 +228,19 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(
         int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]
     )
+
+
+def compiler() -> list[Finding]:
+    """What --pt-compile needs: on a CPU a C++ compiler, on a GPU one of C and Python's headers."""
+    name = next((n for n in ("g++", "c++", "clang++") if shutil.which(n)), None)
+    plain = next((n for n in ("gcc", "cc", "clang") if shutil.which(n)), None)
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    lacking = [] if name and plain else ["a C and C++ compiler"]
+    lacking += [] if headers.exists() else [f"Python's headers ({headers})"]
+    if not lacking:
+        return [Finding("compiler", "ok", f"{name}, {plain}, Python's headers")]
+    text = f"no {' and no '.join(lacking)}; needed for --pt-compile"
+    return [Finding("compiler", "missing", text, "apt install build-essential python3-dev")]
 
 
 def torch_sees(kind: str) -> list[Finding]:

@@ -27,17 +27,19 @@ from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
 from bench.hardware import Hardware, find_hardware
-from bench.memory_model import MemoryEstimate, estimate_memory, largest_batch
+from bench.memory_model import (
+    MemoryEstimate,
+    estimate_memory,
+    largest_batch,
+    with_what_is_outside,
+)
 from bench.results import read_result
-from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from bench.speed_model import estimate_speed
 from bench.tool import run_tool
 from model.config import ConfigError, ModelConfig, load_config
 
 GIB = 2**30
-# What is on a GPU besides PyTorch's tensors, by experience and not measured here: CUDA context and
-# libraries, communication buffers, and gaps in the allocator's memory.
-CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.03
 # Power of a busy GPU against its limit.
 BUSY = 0.9
 
@@ -101,6 +103,8 @@ def main(argv: Sequence[str]) -> int:
         for name in ("gpus", "per_node"):
             if getattr(args, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+        if args.nproc:
+            raise UsageError("--nproc: give the number of devices by --gpus")
         for name in ("tokens", "gpu_memory_gib"):
             value = getattr(args, name)
             if value is not None and not 0 < value < float("inf"):
@@ -114,7 +118,11 @@ def main(argv: Sequence[str]) -> int:
             return fit(args, config, list(argv))
         if args.gpu is None:
             raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
-        estimate = make_estimate(args, config, find_hardware(args.gpu), script)
+        try:
+            gpu = find_hardware(args.gpu)
+        except UsageError as error:
+            raise UsageError(f"--gpu {error}") from None
+        estimate = make_estimate(args, config, gpu, script)
     except (UsageError, ConfigError) as error:
         print(f"estimate.py: {error}", file=sys.stderr)
         return 2
@@ -129,9 +137,12 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
     """Everything about one setting on one kind of GPU."""
     seq_len = resolve_seq_len(args.seq_len, config)
     batch = resolve_batch(args, seq_len, args.gpus)
+    resolve_recompute(args, config)
     shards = resolve_shards(args, args.gpus, "cuda") if script == "train_fsdp.py" else None
     if args.use_fp8 and gpu.fp8_tflops is None:
         raise UsageError(f"--use-fp8: {gpu.name} has no FP8")
+    if args.use_fp8 and args.fp8_recipe == "mxfp8" and not gpu.mxfp8:
+        raise UsageError(f"--fp8-recipe mxfp8: {gpu.name} has none; use another recipe")
 
     def memory(bsz: int) -> MemoryEstimate:
         this = dataclasses.replace(args, bsz=bsz)
@@ -141,11 +152,10 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
         )  # fmt: skip
 
     found = memory(args.bsz)
-    outside = (CONTEXT_GIB + COMMUNICATION_GIB * (args.gpus > 1)) * GIB
     limit = (args.gpu_memory_gib or gpu.memory_gib) * GIB
 
     def whole(bsz: int) -> float:
-        return memory(bsz).peak * (1 + GAPS) + outside
+        return with_what_is_outside(memory(bsz).peak, args.gpus)
 
     s = estimate_speed(
         config, args, seq_len, batch.grad_acc_steps, gpu, args.gpus, args.per_node, shards
@@ -168,7 +178,7 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
         flops_per_token=flops,
         global_batch=batch.global_batch,
         memory=found,
-        memory_outside=outside + GAPS * found.peak,
+        memory_outside=whole(args.bsz) - found.peak,
         memory_limit=limit,
         fits=whole(args.bsz) <= limit,
         largest_bsz=largest_batch(whole, limit),

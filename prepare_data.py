@@ -76,12 +76,15 @@ def prepare(args: PrepareArgs) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {out}: cannot be made: {error.strerror}") from None
-    chosen = [path for path in paths if in_validation(path, args.val_fraction)]
-    split = {"train": [path for path in paths if path not in set(chosen)], "val": chosen}
-    texts = {name: read_texts(documents) for name, documents in split.items()}
+    split: dict[str, list[Path]] = {"train": [], "val": []}
+    for path in paths:
+        split["val" if in_validation(path, args.val_fraction) else "train"].append(path)
+    texts = {name: read_texts(documents, inputs) for name, documents in split.items()}
     if args.val_fraction and not all(split.values()):
         # Too few documents to hold whole ones out: the end of the text is.
-        everything = "\n".join(read_texts(paths))
+        everything = "\n".join(read_texts(paths, inputs))
+        if not everything.strip():
+            raise UsageError(f"no text in {', '.join(map(str, paths[:3]))}; nothing was written")
         cut = round(len(everything) * (1 - args.val_fraction))
         texts = {"train": [everything[:cut]], "val": [everything[cut:]]}
     for name, parts in texts.items():
@@ -115,13 +118,16 @@ def in_validation(path: Path, fraction: float) -> bool:
     return int.from_bytes(digest[:4], "little") < fraction * 2**32
 
 
-def read_texts(paths: list[Path]) -> Iterator[str]:
-    """Contents one after the other; a file that is no UTF-8 text is a UsageError naming it."""
+def read_texts(paths: list[Path], named: list[Path]) -> Iterator[str]:
+    """Contents one after the other; a file that is no UTF-8 text is a UsageError naming it.
+
+    But for sources found in a directory, which may declare another encoding; a few do.
+    """
     for path in paths:
         try:
             yield path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            if path.suffix != ".py":  # sources may declare another encoding; a few do
+            if path.suffix != ".py" or path in named:
                 raise UsageError(f"{path}: not UTF-8 text ({error.reason})") from None
 
 

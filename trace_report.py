@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import tyro
 from rich import box
@@ -25,6 +25,8 @@ from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.tool import run_tool
 from bench.trace import Trace, read_trace
+
+Key = TypeVar("Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         args = parse_dataclass(ReportArgs, argv, "trace_report.py")
         if len(args.traces) not in (1, 2):
             raise UsageError(f"{len(args.traces)} traces: give one, or two to compare")
-        read = [read_trace(path) for path in args.traces]
-        found = [break_down(trace, flops_of_run(trace.path)) for trace in read]
+        read, found = zip(*(understand(path) for path in args.traces), strict=True)
     except UsageError as error:
         print(f"trace_report.py: {error}", file=sys.stderr)
         return 2
@@ -58,6 +59,18 @@ def main(argv: Sequence[str]) -> int:
     else:
         print_change(console, read, found)
     return 0
+
+
+def understand(path: str) -> tuple[Trace, Breakdown]:
+    """A trace and its breakdown; UsageError for what is none, or has events of no known form."""
+    try:
+        trace = read_trace(path)
+        return trace, break_down(trace, flops_of_run(trace.path))
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        what = " ".join(str(error).split())[:100]
+        raise UsageError(
+            f"{path}: has an event of a form that torch.profiler does not write: {what}"
+        ) from None
 
 
 def flops_of_run(path: str) -> float | None:
@@ -121,7 +134,7 @@ def remarks(b: Breakdown) -> list[str]:
     return lines
 
 
-def print_change(console: Console, traces: list[Trace], found: list[Breakdown]) -> None:
+def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Breakdown]) -> None:
     """What two traces differ in, by class and by kernel, the largest loss first."""
     before, after = found
     for which, trace in zip(("before", "after"), traces, strict=True):
@@ -133,16 +146,17 @@ def print_change(console: Console, traces: list[Trace], found: list[Breakdown]) 
             name, _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}", f"{b / a - 1:+.1%}" if a else "new"
         )
     console.print(table)
+    # One kernel can have time in several classes: an addition in the loss, and one in a norm.
     kernels = changes(
-        {c.name: c.time_s for c in before.kernels}, {c.name: c.time_s for c in after.kernels}
+        *({(c.name, c.kind): c.time_s for c in each.kernels} for each in (before, after))
     )
-    table = _table("kernel", "before, ms", "after, ms", "change, ms")
-    for name, a, b in kernels[:10]:
-        table.add_row(_short(name), _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}")
+    table = _table("kernel", "class", "before, ms", "after, ms", "change, ms")
+    for (name, kind), a, b in kernels[:10]:
+        table.add_row(_short(name), kind, _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}")
     console.print(table)
 
 
-def changes(before: dict[str, float], after: dict[str, float]) -> list[tuple[str, float, float]]:
+def changes(before: dict[Key, float], after: dict[Key, float]) -> list[tuple[Key, float, float]]:
     """Name, value before and after, by how much it grew."""
     names = [*before, *(name for name in after if name not in before)]
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]

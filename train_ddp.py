@@ -8,7 +8,7 @@ import sys
 import torch
 
 from bench import dist
-from bench.args import Args, parse_sac_freq, total_steps
+from bench.args import Args, total_steps
 from bench.attention import select_attention
 from bench.comm import ddp_bytes
 from bench.compiling import apply_compile
@@ -24,7 +24,7 @@ from bench.precision import AMP_DTYPES, set_tf32
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
-from bench.sizes import resolve_batch, resolve_seq_len
+from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len
 from model.config import load_config
 from model.hf import check_pretrained, load_pretrained, save_pretrained
 from model.init import materialize
@@ -37,6 +37,7 @@ def train(args: Args, ranks: Ranks) -> None:
     config = load_config(args.config, args.pad_vocab)
     seq_len = resolve_seq_len(args.seq_len, config)
     batch = resolve_batch(args, seq_len, ranks.world)
+    recompute = resolve_recompute(args, config)
     set_tf32(args.tf32, device)
     check_capture(args, device)
     torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
@@ -50,9 +51,9 @@ def train(args: Args, ranks: Ranks) -> None:
     dist.join(ranks, device, args.dist_timeout)
 
     with Run("train_ddp.py", args, config, device, batch, ranks, fp8) as run:
-        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy, fp8.checkpoint)
+        apply_recompute(model, recompute, args.sac_policy, fp8.checkpoint)
         if args.pt_compile:
-            apply_compile(model, args.compile_mode)
+            apply_compile(model, args)
         materialize(model, config, device, args.seed)
         if weights:
             load_pretrained(model, config, weights)

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from bench import dist
-from bench.args import Args, parse_sac_freq, total_steps
+from bench.args import Args, total_steps
 from bench.attention import select_attention
 from bench.comm import fsdp_bytes
 from bench.compiling import apply_compile
@@ -24,7 +24,7 @@ from bench.precision import AMP_DTYPES, set_tf32
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
-from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from model.config import load_config
 from model.hf import check_pretrained, save_pretrained
 from model.transformer import Transformer
@@ -36,6 +36,7 @@ def train(args: Args, ranks: Ranks) -> None:
     config = load_config(args.config, args.pad_vocab)
     seq_len = resolve_seq_len(args.seq_len, config)
     batch = resolve_batch(args, seq_len, ranks.world)
+    recompute = resolve_recompute(args, config)
     shards = resolve_shards(args, ranks.world, device.type)
     set_tf32(args.tf32, device)
     check_capture(args, device)
@@ -55,9 +56,9 @@ def train(args: Args, ranks: Ranks) -> None:
         run.set_traffic(
             fsdp_bytes(shapes, shards, replicas, batch.grad_acc_steps, args, fp8.gathered)
         )
-        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy, fp8.checkpoint)
+        apply_recompute(model, recompute, args.sac_policy, fp8.checkpoint)
         if args.pt_compile:
-            apply_compile(model, args.compile_mode)
+            apply_compile(model, args)
         apply_fsdp(model, device, ranks.world, args)
         materialize_shards(model, config, device, args.seed, weights, args.cpu_offload, fp8)
         optimizer = build_optimizer(model, args, fp8.adamw) if args.pass_type == "step" else None

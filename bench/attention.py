@@ -67,7 +67,7 @@ def attention_kernel(
     if uses_flex(args, config, seq_len, device):
         return "flex"
     T = min(seq_len, 512)
-    sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    sizes = _heads(config, device, dtype)
     q, k, v = (
         torch.empty(1, n, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
         for n in sizes
@@ -82,10 +82,18 @@ def attention_kernel(
     return None
 
 
+def _heads(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Heads of queries, keys and values as the kernel gets them (model/layers.py's `attend`)."""
+    n, groups = config.num_attention_heads, config.num_key_value_heads
+    if device.type == "cuda" and dtype == torch.float32:
+        groups = n
+    return n, groups, groups
+
+
 def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dtype: torch.dtype):
     """Run the one allowed kernel on a small case of the model's heads."""
     T = 16
-    sizes = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    sizes = _heads(config, device, dtype)
     q, k, v = (
         torch.zeros(1, n, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
         for n in sizes

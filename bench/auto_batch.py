@@ -11,7 +11,7 @@ from bench.command_line import parse_args
 from bench.errors import UsageError
 from bench.experiment import Experiment
 from bench.hardware import find_hardware
-from bench.memory_model import estimate_memory, largest_batch
+from bench.memory_model import estimate_memory, largest_batch, with_what_is_outside
 from bench.settings import Cell
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.vendor import detect_platform
@@ -71,11 +71,13 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
     def memory(bsz: int) -> float:
         this = dataclasses.replace(args, bsz=bsz)
         micro = resolve_batch(this, seq_len, world).grad_acc_steps
-        found = estimate_memory(config, this, seq_len, micro, shards, fused_norm=gpu is not None)
-        return found.peak
+        found = estimate_memory(
+            config, this, seq_len, micro, shards, gpu is not None, cell.script == "train_ddp.py"
+        )
+        return with_what_is_outside(found.peak, world) if gpu else found.peak
 
     if gpu is not None:
-        return max(1, largest_batch(memory, 0.92 * find_hardware(gpu).memory_gib * 2**30)), math.inf
+        return max(1, largest_batch(memory, find_hardware(gpu).memory_gib * 2**30)), math.inf
     if detect_platform() != "cpu":
         return args.bsz, math.inf
     free = 2.0**40

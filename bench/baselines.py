@@ -49,6 +49,9 @@ def unfit(r: Result) -> str | None:
     m = r.metrics
     if not (m.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
         return "too few or too unlike steps for a rate with an interval"
+    times = 0, m.step_time_ci95_low_s, m.step_time_ci95_high_s, math.inf
+    if not 0 < m.tokens_per_sec_per_gpu < math.inf or list(times) != sorted(set(times)):
+        return "a rate or an interval that cannot be: was the file edited?"
     return None
 
 
@@ -138,6 +141,8 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
                 raise ValueError(f"{key}: tokens_per_sec_per_gpu is {rate!r}")
             if memory is not None and not isinstance(memory, int | float):
                 raise ValueError(f"{key}: memory_gib is {memory!r}")
+            if not isinstance(entry.setdefault("provenance", {}), dict):
+                raise ValueError(f"{key}: provenance is {entry['provenance']!r}")
         return baselines
     except FileNotFoundError:
         if must_exist:

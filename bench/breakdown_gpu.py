@@ -56,7 +56,7 @@ def break_down_gpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
         communication_overlapped_s=max(0.0, overlapped) / n / 1e6,
         host_gaps=_host_gaps(trace, gaps, n),
         kernels=by_time(calls, time, n),
-        matmul_s=sum(s.length for s in matmuls) / n / 1e6,
+        matmul_s=sum(b - a for a, b, label, _ in activities if label.startswith(MATMUL)) / n / 1e6,
         matmul_flops=matmul_flops,
     )
 

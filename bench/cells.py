@@ -189,7 +189,7 @@ class Rows:
     def forget(self, *statuses: str) -> None:
         """Drop the rows that ended so, and what their runs wrote."""
         for key, row in list(self.rows.items()):
-            if row["status"] in statuses:
+            if row.get("status") in statuses:
                 for runs in ("runs", "probes"):
                     _remove(self.path.parent / runs / key)
                 del self.rows[key]

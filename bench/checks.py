@@ -24,8 +24,6 @@ def check_args(args: Args) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"--{_flag(name)} {value}: must be above 0 and finite")
-    if args.seed >= 2**63:
-        raise UsageError(f"--seed {args.seed}: must be below 2^63")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be from 0 to below 1")
@@ -216,10 +214,17 @@ def _changed(args: Args, names: Sequence[str]) -> str | None:
     return next((name for name in names if getattr(args, name) != defaults[name]), None)
 
 
+# A result keeps the time of every step.
+MOST = {"n_steps": 10**7, "warmup_steps": 10**7, "profile_steps": 10**5, "seed": 2**63 - 1}
+
+
 def _at_least(args: Args, name: str, minimum: float) -> None:
     value = getattr(args, name)
     if not minimum <= value < float("inf"):
         raise UsageError(f"--{_flag(name)} {value}: must be at least {minimum:g}")
+    most = MOST.get(name, 2**31)
+    if isinstance(value, int) and value > most:
+        raise UsageError(f"--{_flag(name)} {value}: must be at most {most}")
 
 
 def _flag(name: str) -> str:

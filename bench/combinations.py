@@ -61,11 +61,6 @@ RULES = (
         "--sac-policy block, or --fp8-backend torchao",
     ),
     Rule(
-        {"compile": ("graphs",), "sac": ("block", "op")},
-        "CUDA graphs do not work with recomputed blocks",
-        "--compile-mode default or max-autotune-no-cudagraphs",
-    ),
-    Rule(
         {"compile": ("graphs",), "entrypoint": ("train_fsdp.py",)},
         "CUDA graphs need parameters at fixed addresses, and FSDP gathers them anew",
         "--compile-mode default or max-autotune-no-cudagraphs",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from bench.args import Args
 from bench.combinations import GRAPH_MODES
 from model.transformer import Transformer
 
@@ -30,7 +31,7 @@ class CompileCounts:
     graphs_recorded_again: int = 0
 
 
-def apply_compile(model: Transformer, mode: str) -> None:
+def apply_compile(model: Transformer, args: Args) -> None:
     """Compile every block's forward, and the loss of one chunk of rows.
 
     Block by block, since identical blocks share one compiled graph: compile time does not grow with
@@ -39,6 +40,11 @@ def apply_compile(model: Transformer, mode: str) -> None:
     """
     # Under DDP it would cut every block's graph at the buckets' ends, as if blocks were not apart.
     torch._dynamo.config.optimize_ddp = False
+    if torch.__version__ < "2.13":
+        # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
+        exact = args.use_fp8 and args.fp8_recipe.startswith("rowwise")
+        torch._inductor.config.emulate_precision_casts = exact
+    mode = args.compile_mode
     for i, block in enumerate(model.blocks):
         compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
         block.forward = _named(compiled, f"blocks.{i}")
@@ -93,9 +99,11 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     text = " ".join(lines[:2] if lines and lines[0].endswith("raised:") else lines[:1])
     if type(error).__name__ == "FailOnRecompileLimitHit":
         text = "more different graphs than torch._dynamo.config.recompile_limit allows"
+    advice = "leave out --pt-compile, or try another --compile-mode"
+    if "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
+        advice = "install one (g++; doctor.py says what is missing), or leave out --pt-compile"
     return CompileError(
-        f"torch.compile failed in {where}: {text or type(error).__name__}; "
-        "leave out --pt-compile, or try another --compile-mode"
+        f"torch.compile failed in {where}: {text or type(error).__name__}; {advice}"
     )
 
 

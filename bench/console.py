@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.args import parse_sac_freq
+from bench.flops import chosen_blocks
 from bench.results import HELD_DOWN, DeviceUse, Profile, Result
 from bench.stepfile import Step
 
@@ -72,7 +74,7 @@ def print_header(result: Result) -> None:
         f"batch: {b.micro_batch} x {b.grad_acc_steps} x {b.data_parallel_size} = {b.global_batch} "
         f"samples of {b.seq_len} tokens = {b.tokens_per_step:,} tokens a step",
         f"{d.name}, amp {args['amp']}, {compiled}, attention {args['attention']}, "
-        f"{args['pass_type']}, data {args['data']}",
+        f"{recomputed(result)}{args['pass_type']}, data {args['data']}",
     ]
     if result.fp8 is not None:
         f = result.fp8
@@ -83,6 +85,13 @@ def print_header(result: Result) -> None:
             f"{f.n_parameters / 1e6:,.1f} M parameters; in higher precision: {kept}"
         )
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def recomputed(result: Result) -> str:
+    """How many blocks --sac-freq chose, and by which policy they recompute."""
+    n, args = result.model.shape["num_hidden_layers"], result.args
+    chosen = len(chosen_blocks(n, parse_sac_freq(args["sac_freq"])))
+    return f"{chosen} of {n} blocks recompute ({args['sac_policy']}), " if chosen else ""
 
 
 def print_result(result: Result) -> None:

@@ -26,7 +26,10 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     n = torch.cuda.device_count()
     if local_rank >= n:
-        raise UsageError(f"rank {local_rank} of this machine has no GPU, of which there are {n}")
+        raise UsageError(
+            f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
+            "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task)"
+        )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device

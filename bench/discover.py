@@ -1,5 +1,6 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -88,6 +89,11 @@ def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> lis
         say(str(error))
     except OSError as error:
         text = f"{path}: cannot be read: {error.strerror}"
+        if say is None:
+            raise UsageError(text) from None
+        say(text)
+    except json.JSONDecodeError as error:
+        text = f"{path}: is no JSON ({error}); was it cut off?"
         if say is None:
             raise UsageError(text) from None
         say(text)

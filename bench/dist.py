@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.errors import UsageError
+from bench.errors import NotJoined, UsageError
 
 # Where launchers say rank, world size and rank on the node: torchrun, SLURM's srun, Open MPI, MPICH.
+# SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
@@ -55,7 +56,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
     """Make the process group of all ranks: NCCL (RCCL on AMD) for GPUs, gloo for CPUs.
 
     With `offload` gradients are on the CPU, where their norm is summed up too. A process that belongs
-    to a group already keeps it.
+    to a group already keeps it. NotJoined where the ranks do not find each other.
     """
     if dist.is_initialized():
         return
@@ -71,14 +72,22 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
     if cuda:  # its other watchdog, which waits for the first
         patience = str(int(max(480, 2 * timeout_s)))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
-    dist.init_process_group(
-        "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
-        timeout=timeout,
-        device_id=device if cuda else None,
-        store=_agent_store(ranks, timeout),
-        rank=ranks.rank,
-        world_size=ranks.world,
-    )
+    try:
+        dist.init_process_group(
+            "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
+            timeout=timeout,
+            device_id=device if cuda else None,
+            store=_agent_store(ranks, timeout),
+            rank=ranks.rank,
+            world_size=ranks.world,
+        )
+    except dist.DistError as error:
+        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise NotJoined(
+            f"could not join the {ranks.world} ranks that meet at {at}: {error}; check that all were "
+            "started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of it, and "
+            "what the other ranks say"
+        ) from error
 
 
 def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timedelta:

@@ -3,14 +3,14 @@
 import errno
 import traceback
 
-import torch
-
 from bench.compiling import CompileError
 from bench.device import is_out_of_memory
-from bench.errors import Interrupted, NoStep, UsageError
+from bench.errors import Interrupted, NoStep, NotJoined, UsageError
 from model.config import ConfigError
 
 LOST = "lost another rank"
+# Their messages say all there is to say.
+EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep)
 # How messages begin that tell of a consequence: somewhere else something went wrong first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
@@ -27,7 +27,7 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
-    if isinstance(error, UsageError | ConfigError | CompileError | NoStep):
+    if isinstance(error, EXPECTED):
         return "failed", text
     if is_out_of_memory(error):
         return "oom", f"out of memory: {text}; {OOM_ADVICE}"
@@ -41,15 +41,24 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
 
 def lost_a_rank(error: BaseException) -> bool:
     """Whether a collective failed because its other end is gone or silent."""
+    # Of gloo, of the store, and of NCCL and RCCL. All else that they raise is this rank's own trouble.
     signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "Timed out waiting",
+        "closed by peer",
+        "reset by peer",
+        "broken pipe",
+        "timed out waiting",
+        "caused pair closure",
+        "connection was likely closed",
+        "failed to recv",
+        "wait timeout",
+        "socket timeout",
+        "client socket has timed out",
+        "remote process exited",
+        "collective operation timeout",
+        "communicator was aborted",
     )
-    return isinstance(error, torch.distributed.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    )
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def exit_code(error: BaseException) -> int:
@@ -62,8 +71,7 @@ def exit_code(error: BaseException) -> int:
 def is_our_fault(error: BaseException) -> bool:
     """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
     status, text = classify(error)
-    expected = isinstance(error, UsageError | ConfigError | CompileError | NoStep)
-    expected |= text.startswith("disk full")
+    expected = isinstance(error, EXPECTED) or text.startswith("disk full")
     return status == "failed" and not expected
 
 

@@ -10,5 +10,9 @@ class Interrupted(BaseException):
     what catches those must not swallow it."""
 
 
+class NotJoined(Exception):
+    """This rank and the others did not find each other; the message says where it looked."""
+
+
 class NoStep(Exception):
     """This rank waits for another, or is stuck itself: which of the two it cannot tell."""

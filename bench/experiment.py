@@ -81,7 +81,7 @@ def read_experiment(path: str | Path) -> Experiment:
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     try:
         content = yaml.safe_load(substitute(text, os.environ, path))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")

@@ -86,7 +86,8 @@ class Hardware:
     driver_names: tuple[str, ...]
     bf16_tflops: float
     fp8_tflops: float | None
-    fp4_tflops: float | None
+    fp32_tflops: float
+    mxfp8: bool
     memory_gib: float
     memory_tb_per_s: float
     tdp_w: float
@@ -100,12 +101,15 @@ class Hardware:
 
 
 def find_hardware(name: str) -> Hardware:
-    """A device by its name or the start of it, in any case: `h100`; UsageError with those there are."""
+    """A device by its name or the start of it, in any case: `h100`; UsageError with those there are.
+
+    The message begins with the name, before which the caller may say where it stood.
+    """
     entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
     low = name.lower()
     exact = [e for e in entries if low in (e["name"].lower(), *map(str.lower, e["driver_names"]))]
     found = exact or [e for e in entries if e["name"].lower().startswith(low)]
     if len({e["name"].split()[0] for e in found}) != 1 or not re.search(r"\d", name):
         known = ", ".join(e["name"] for e in entries)
-        raise UsageError(f"--gpu {name}: no such device; configs/hardware.json has: {known}")
+        raise UsageError(f"{name}: no such device; configs/hardware.json has: {known}")
     return Hardware(**{**found[0], "driver_names": tuple(found[0]["driver_names"])})

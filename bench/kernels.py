@@ -18,19 +18,23 @@ _COPIES = re.compile(
     r"^mem(cpy|set)|split_with_sizes_copy|chunk_cat|__amd_rocclr_(copy|fill)", re.IGNORECASE
 )
 _ATTENTION = re.compile(
-    r"flash|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|bwd_kernel_dk_dv|cudnn_generated_fort"
+    r"flash|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|cudnn_generated_fort"
+    r"|bwd_kernel_(dk_dv|dq|fuse)|bwd_preprocess"  # AOTriton's
     r"|compute_dot_do_o|convert_dq_to",
     re.IGNORECASE,
 )
 _MATMUL = re.compile(
-    r"gemm|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_(tem|mm)|scaled_mm",
+    r"gemm|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_mm|scaled_mm"
+    r"|^_?matmul_kernel|grouped_mm",
     re.IGNORECASE,
 )
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_entropy|xentropy", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"adam|lamb_|fusedsgd|fused_sgd|optimizer", re.IGNORECASE)
 # Inductor's fused kernels carry the names of all operators they stand for, those of matmuls they only
 # prepare and of losses whose gradient passes through them too.
-_FUSED = re.compile(r"^triton_(poi|red|per|for)_")
+_FUSED = re.compile(r"^triton_(poi|red|per|for|unk|spl|coo)_")
+# Its templates are matmuls, which carry the names of what they fuse too, but for FlexAttention's.
+_TEMPLATE = re.compile(r"^triton_tem_(?!.*flex_(attention|decoding))")
 _FUSED_LOSS = re.compile(r"log_softmax|cross_entropy")
 
 
@@ -42,6 +46,8 @@ def kernel_class(name: str) -> str:
         return COPIES
     if _FUSED.match(name):
         return LOSS if _FUSED_LOSS.search(name) else ELEMENTWISE
+    if _TEMPLATE.match(name):
+        return MATMUL
     if _ATTENTION.search(name):
         return ATTENTION
     if _MATMUL.search(name):

@@ -18,7 +18,7 @@ from bench.command_line import parse_args
 from bench.device import cpu_count
 from bench.dist import ALONE, Ranks, find_ranks
 from bench.endings import exit_code
-from bench.errors import Interrupted
+from bench.errors import Interrupted, UsageError
 from bench.rank_errors import QUIET, report
 
 
@@ -43,16 +43,34 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
     if ranks is None:
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
-    def body() -> None:
+    def body() -> int | None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
-        args = parse_args(argv, prog)
+        try:
+            args = parse_args(argv, prog)
+            if QUIET not in os.environ:
+                _check_joining(args)
+        except UsageError:
+            if ranks.main:
+                raise
+            return 2  # every rank has these arguments, and one says what is wrong with them
         train(args, ranks)
         # Only now: DDP must be gone before its process group, or the two can wait for each other.
         gc.collect()
         dist.leave()
+        return None
 
     return _guarded(body, prog, ranks)
+
+
+def _check_joining(args: Args) -> None:
+    """UsageError for what only a script that starts its own ranks can do."""
+    for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
+        if getattr(args, flag):
+            raise UsageError(
+                f"--{flag.replace('_', '-')}: this script was started by a launcher, which decides "
+                f"that; leave it out and use {instead}"
+            )
 
 
 def end_with_parent() -> None:
@@ -162,6 +180,8 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
             else f"exit code {first.exitcode}"
         )
         who = prog if code == 2 else f"{prog}: rank {rank}"
+        if isinstance(data, dict) and data.get("extraInfo", {}).get("shown"):
+            print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
         print(f"{who}: {text}", file=sys.stderr, flush=True)
         return code
     except SignalException as stop:

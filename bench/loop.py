@@ -130,8 +130,10 @@ def build_step(
                 rate = learning_rate(step, args)
                 norm = optimizer_step(model, optimizer, rate, args.grad_clip, scaler)
                 fp8.after_step(model)
-            if train:
-                model.zero_grad(set_to_none=not graphs)
+            if graphs and train:  # zero_grad would start a kernel for each
+                torch._foreach_zero_([parameter.grad for parameter in model.parameters()])
+            elif train:
+                model.zero_grad()
         average_over_ranks(total)
         log.finish(step, phase, rate, tokens, total, norm)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bench.args import Args, profiled_steps
 from bench.compiling import uses_cuda_graphs
@@ -76,9 +77,13 @@ class MemoryReport:
             tensors = (t for state in self.optimizer.state.values() for t in state.values())
             tensors = (t for t in tensors if isinstance(t, Tensor))
             states = n_bytes(tensors, self.log.device)
-        lasting = parameters + states
-        peak = lasting + rise if self.meter.start is None else self.meter.start + rise
-        workspace = peak - lasting - max(activations, self.gradients)
+        # DDP's buckets hold the gradients from the first step to the last.
+        buckets = self.gradients if isinstance(self.model, DistributedDataParallel) else 0
+        start = parameters + states + buckets if self.meter.start is None else self.meter.start
+        peak = start + rise
+        together = buckets or self.result.batch.grad_acc_steps > 1
+        either = sum if together else max
+        workspace = peak - parameters - states - either((activations, self.gradients))
         self.result.memory = Memory(
             step=step,
             parameters_gib=parameters / GIB,
@@ -183,7 +188,8 @@ class AllocatorRecord:
     def __init__(self, path: Path, history: bool):
         self.path, self.history = path, history
         if history:
-            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+            # Symbols of C++ frames would be looked up for half a minute.
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
         self.looking = True  # an observer cannot be taken off
         torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
 

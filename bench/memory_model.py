@@ -11,10 +11,17 @@ import math
 
 from bench.args import Args, parse_sac_freq
 from bench.flops import chosen_blocks, linear_parameters
+from model.chunks import chunk_rows
 from model.config import ModelConfig
 
-# As in model/loss.py, which needs torch; a test holds the two together.
-CHUNK_ELEMENTS = 2**27
+# What is on a GPU besides PyTorch's tensors, by experience and not measured here: CUDA context and
+# libraries, communication buffers, and gaps in the allocator's memory.
+CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.03
+
+
+def with_what_is_outside(peak: float, world: int) -> float:
+    """Bytes taken on each of `world` GPUs, where PyTorch's tensors take `peak`."""
+    return peak * (1 + GAPS) + (CONTEXT_GIB + COMMUNICATION_GIB * (world > 1)) * 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +80,8 @@ def estimate_memory(
     activations = kept + tail + sizes.copies
     logits, head_gradient = _loss(sizes, train)
     in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
+    if args.reshard_after_forward == "never":
+        in_loss += sizes.gathered_blocks
     if not train:
         in_block = lasting + sizes.root_gathered + sizes.copies + sizes.gathered_blocks + block
         return MemoryEstimate(
@@ -136,13 +145,9 @@ class _Sizes:
         elif args.amp != "off":
             # Autocast keeps low-precision copies of all weights until the forward pass is over.
             self.copies = 2.0 * (self.blocks + self.vocabulary)
-        self.rows = min(self.tokens, _chunk_rows(config.padded_vocab_size))
+        self.rows = chunk_rows(self.tokens, config.padded_vocab_size)
         self.n_vocabulary = config.padded_vocab_size
         self.hidden = d
-
-
-def _chunk_rows(vocab_size: int) -> int:
-    return max(16, 2 ** (max(1, CHUNK_ELEMENTS // vocab_size).bit_length() - 1))
 
 
 def _loss(sizes: _Sizes, train: bool) -> tuple[float, float]:

@@ -16,13 +16,13 @@ import torch.distributed
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.args import Args, parse_sac_freq
+from bench.args import Args
 from bench.errors import UsageError
 from bench.optim import build_optimizer
 from bench.parallel import apply_fsdp
 from bench.precision import autocast
 from bench.recompute import apply_recompute
-from bench.sizes import resolve_batch
+from bench.sizes import resolve_batch, resolve_recompute
 from model.config import ModelConfig
 from model.transformer import Transformer
 
@@ -40,7 +40,7 @@ def traced_memory(args: Args, config: ModelConfig, seq_len: int, script: str, wo
         fsdp = script == "train_fsdp.py"
         with torch.device("meta"):
             model = Transformer(config, seq_len)
-        apply_recompute(model, parse_sac_freq(args.sac_freq), args.sac_policy)
+        apply_recompute(model, resolve_recompute(args, config), args.sac_policy)
         if fsdp:
             apply_fsdp(model, CPU, world, args)
         with (
@@ -79,8 +79,8 @@ def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> int:
         model.zero_grad()
     (kinds,) = tracker.get_tracker_snapshot("peak").values()
     total = next(n for kind, n in kinds.items() if getattr(kind, "value", kind).lower() == "total")
-    if optimizer and not fsdp:
-        # This tracker does not see the state that came to be between its two passes.
+    if optimizer and not fsdp and args.optimizer == "adamw":
+        # This tracker does not see the state that came to be between its two passes (SGD's is older).
         states = (t for state in optimizer.state.values() for t in state.values())
         total += sum(t.numel() * t.element_size() for t in states)
     return total

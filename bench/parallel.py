@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.args import Args
 from bench.dist import collective_timeout
-from bench.fp8 import Fp8
+from bench.fp8_hooks import Fp8
 from bench.precision import AMP_DTYPES
 from model.config import ModelConfig
 from model.hf import read_pretrained

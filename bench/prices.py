@@ -1,6 +1,7 @@
 """Prices and power limits for a comparison, from an experiment file and from flags. Needs no torch."""
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 from bench.comparison import Prices, known_hardware
@@ -18,7 +19,10 @@ def prices_of(experiment: str | None, usd_per_hour: Sequence[str], tdp_w: Sequen
         for machine in read_experiment(experiment).hardware.values():
             if machine.gpu is None:
                 continue
-            name = find_hardware(machine.gpu).name
+            try:
+                name = find_hardware(machine.gpu).name
+            except UsageError as error:
+                raise UsageError(f"{experiment}: gpu {error}") from None
             from_file.add(name)
             if machine.usd_per_hour:
                 usd[name] = machine.usd_per_hour
@@ -34,7 +38,7 @@ def prices_of(experiment: str | None, usd_per_hour: Sequence[str], tdp_w: Sequen
                 number = float(value)
             except ValueError:
                 number = 0.0
-            if not equals or number <= 0:
+            if not equals or not 0 < number < math.inf:
                 raise UsageError(f"--{flag} {text}: must be HARDWARE=NUMBER above 0")
             with contextlib.suppress(UsageError):  # else a machine of one's own
                 name = find_hardware(name).name

@@ -127,8 +127,9 @@ class TorchCapture:
         b = break_down(read_trace(path), flops)
         gaps = b.host_gaps
         # Attention in plain matmuls is among them by time, but not by FLOPs.
-        apart = self.args.attention != "math" and not (
-            self.run.device.type == "cpu" and self.run.config.attention_dropout
+        kernel, on_cpu = self.run.result.attention_kernel, self.run.device.type == "cpu"
+        apart = "math" not in (kernel, self.args.attention) and not (
+            on_cpu and (self.run.config.attention_dropout or kernel == "flex")
         )
         return Profile(
             first_step=self.steps.start,

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from bench.dist import Ranks
-from bench.endings import NO_CAUSE, classify, exit_code, full_traceback, is_our_fault
+from bench.endings import NO_CAUSE, classify, full_traceback, is_our_fault
 
 # Set for the ranks that a script starts itself: what they have to say about an error goes into their
 # error file, and the parent prints the first of them.
@@ -16,15 +16,19 @@ QUIET = "LLM_TRAIN_BENCH_PARENT"
 
 
 def keep_error(directory: Path, rank: int, error: BaseException) -> None:
-    """Write a rank's error into its run's directory: status and message, then the traceback."""
+    """Write a rank's error into its run's directory: status and message, then the traceback.
+
+    On a machine that shares no disk with rank 0 the directory is made first.
+    """
     status, text = classify(error)
     with contextlib.suppress(OSError):
         directory = directory / "errors"
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"rank{rank}.txt"
         spare = path.with_suffix(".new")  # so that nobody reads half of it
         spare.write_text(f"{status}: {text}\n\n{full_traceback(error)}", encoding="utf-8")
         spare.replace(path)
+        error.kept = True
 
 
 def first_error(
@@ -48,19 +52,22 @@ def first_error(
 
 
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:
-    """One line (with a traceback above it where the fault is ours), and the rank's error file."""
+    """One line, and for torchrun's agent a file.
+
+    Above the line a traceback where the fault is ours and no error file has it.
+    """
     _, text = classify(error)
-    _tell_agent(error, text)
-    quiet = ranks.world > 1 and QUIET in os.environ
-    if quiet or (exit_code(error) == 2 and not ranks.main):
+    shown = is_our_fault(error) and not getattr(error, "kept", False)
+    _tell_agent(error, text, shown)
+    if ranks.world > 1 and QUIET in os.environ:
         return
-    if is_our_fault(error) and ranks.world == 1:
+    if shown:
         print(full_traceback(error), file=sys.stderr, end="")
-    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 and exit_code(error) != 2 else prog
+    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 else prog
     print(f"{who}: {text}", file=sys.stderr, flush=True)
 
 
-def _tell_agent(error: BaseException, text: str) -> None:
+def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
     """Write the error where torchrun's agent looks for it, if there is one."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # The form torchrun reads, in whole seconds; nanoseconds tell who failed first.
@@ -69,6 +76,7 @@ def _tell_agent(error: BaseException, text: str) -> None:
             "timestamp": str(now // 10**9),
             "time_ns": now,
             "py_callstack": full_traceback(error),
+            "shown": shown,
         }
         message = {"message": text, "extraInfo": info}
         with contextlib.suppress(OSError):

@@ -68,10 +68,12 @@ def rank(rows: list[Row]) -> list[Ranked]:
             fast, slow = bootstrap_mean(times) or (None, None)
             low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
+        mfu = [row["mfu"] for row in ok]
         memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
+        mean_mfu = None if None in mfu else statistics.fmean(mfu)
         ranked.append(
-            Ranked(label, status, statistics.fmean(rates), low, high, cv, ok[0]["mfu"], max(memory))
+            Ranked(label, status, statistics.fmean(rates), low, high, cv, mean_mfu, max(memory))
         )
     return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
 

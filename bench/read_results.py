@@ -61,14 +61,14 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     losses, rates = [], []
     steps = path.parent / "steps.jsonl"
     if steps.exists():
-        for line in steps.read_text(encoding="utf-8").splitlines():
+        for line in steps.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 step = json.loads(line)
-            except ValueError:
+                if step["phase"] != "profile":
+                    losses.append((step["step"], step["loss"]))
+                    rates.append((step["step"], step["lr"]))
+            except (ValueError, LookupError, TypeError):
                 break  # cut off: the run was killed while writing
-            if step.get("phase") != "profile":
-                losses.append((step["step"], step["loss"]))
-                rates.append((step["step"], step["lr"]))
     return Record(
         path=str(path),
         suite="llm-train-bench",
@@ -110,6 +110,8 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
     gpu, config = content["gpu_info"], content.get("training_config") or {}
     speed, memory = content["performance_metrics"], content.get("memory_metrics") or {}
     n = config.get("num_gpus") or gpu.get("device_count")
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        raise UsageError(f"{path}: num_gpus is {n!r}, which is no number of GPUs")
     batch, seq_len = config.get("global_batch_size"), config.get("sequence_length")
     times = steady(content.get("step_times") or content.get("raw_step_times") or [])
     total = speed.get("tokens_per_second") or None  # 0: not measured

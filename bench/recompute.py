@@ -10,17 +10,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from bench.flops import chosen_blocks
 from model.transformer import Transformer, saved_ops
 
 
 def apply_recompute(
     model: Transformer,
-    freq: tuple[int, int] | None,
+    blocks: list[int],
     policy: str,
     checkpoint_fn: Callable[..., Tensor] = checkpoint,
 ) -> None:
-    """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
+    """Let these blocks drop activations in forward and recompute them in backward, in place.
 
     `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest. The block's
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
@@ -36,8 +35,7 @@ def apply_recompute(
             return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
-    for index in chosen_blocks(len(model.blocks), freq):
-        block = model.blocks[index]
+    for block in (model.blocks[index] for index in blocks):
         block.forward = checkpointed(block.forward, checkpoint_fn, options)
 
 

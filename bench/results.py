@@ -184,6 +184,7 @@ class Metrics(Strict):
     n_graph_breaks: int | None = None
     n_recompilations: int | None = None
     window_compile_s: float | None = None
+    window_graphs_recorded: int | None = None
     tokens_per_sec: float | None = None
     tokens_per_sec_per_gpu: float | None = None
     flops_per_token_palm: float | None = None
@@ -259,6 +260,12 @@ class Result(Strict):
             marks.append(f"clocks held down ({', '.join(self.spoilt_by)})")
         if self.metrics.device_shared:
             marks.append("shared GPU")
+        if self.metrics.window_compile_s:
+            marks.append("compiled in the window")
+        if self.metrics.window_graphs_recorded:
+            marks.append("CUDA graphs recorded in the window")
+        if self.status == "ok" and self.metrics.final_loss is None and self.step_times_s:
+            marks.append("loss not finite")
         if self.fp8 and self.fp8.emulated:
             marks.append("FP8 emulated")
         return marks

@@ -17,14 +17,14 @@ import torch
 
 from bench import dist
 from bench.args import Args, total_steps
-from bench.compiling import CompileError, compile_counts
+from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
 from bench.device import peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
 from bench.endings import NO_CAUSE, classify
 from bench.errors import UsageError
 from bench.flops import flops_per_token
-from bench.fp8 import Fp8
+from bench.fp8_hooks import Fp8
 from bench.hang import HangWatch
 from bench.memory import AllocatorRecord
 from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
@@ -170,7 +170,10 @@ class Run:
                 f"torch.compile worked for {m.window_compile_s:.1f} s ({again} recompilations) inside "
                 "the window: the figures are not those of a steady run; use more --warmup-steps"
             )
-        if recorded := after.graphs_recorded_again - before.graphs_recorded_again:
+        recorded = after.graphs_recorded_again - before.graphs_recorded_again
+        if uses_cuda_graphs(self.args.pt_compile, self.args.compile_mode, self.device):
+            m.window_graphs_recorded = recorded
+        if recorded:
             self.result.notes.append(
                 f"CUDA graphs were recorded again {recorded} times inside the window: the figures are "
                 "not those of a steady run; use another --compile-mode"

@@ -1,7 +1,8 @@
 """Sizes that follow from arguments, model and ranks together. Needs no torch."""
 
-from bench.args import Args
+from bench.args import Args, parse_sac_freq
 from bench.errors import UsageError
+from bench.flops import chosen_blocks
 from bench.results import Batch
 from model.config import ModelConfig
 
@@ -42,6 +43,18 @@ def resolve_batch(args: Args, seq_len: int, world: int = 1) -> Batch:
         seq_len=seq_len,
         tokens_per_step=micro * accumulation * seq_len,
     )
+
+
+def resolve_recompute(args: Args, config: ModelConfig) -> list[int]:
+    """Blocks that --sac-freq chooses of this model; UsageError where it would choose none."""
+    n = config.num_hidden_layers
+    blocks = chosen_blocks(n, parse_sac_freq(args.sac_freq))
+    if args.sac_freq and not blocks:
+        raise UsageError(
+            f"--sac-freq {args.sac_freq} recomputes no block: {config.path} has only {n} of them; "
+            f"1/{n} recomputes one"
+        )
+    return blocks
 
 
 def resolve_shards(args: Args, world: int, device_type: str) -> int:

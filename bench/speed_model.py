@@ -6,8 +6,8 @@
     network      latency + bytes over bus bandwidth, a block's behind the computation of a block
     host         kernels x the time to launch one; a step is no shorter than that
 
-All constants are in configs/hardware.json; benchmarks/estimate_vs_published.py
-holds the outcome against what others have published.
+What is fitted, or a device's, is in configs/hardware.json; bytes and kernels that are counted off the
+code stand here. benchmarks/estimate_vs_published.py holds the outcome against what others have published.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ class Constants:
     # Where a device's own highest rate was never measured, that part of its datasheet peak.
     bf16_of_peak: float
     fp8_of_peak: float
+    fp32_of_peak: float
     # Attention kernels, of the BF16 peak.
     attention_forward: float
     attention_backward: float
@@ -102,7 +103,7 @@ def estimate_speed(
         tokens, config.padded_vocab_size, config.hidden_size, False, args, gpu, c
     )
     matmuls = layers * passes * matmul + whole_again * matmul + head
-    forward, backward = _attention(config, tokens, seq_len, gpu, c)
+    forward, backward = _attention(config, args, tokens, seq_len, gpu, c)
     attention = forward + (backward if train else 0.0) + forward * whole_again / layers
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     block_bytes = _block_bytes(config, args, tokens)
@@ -112,7 +113,8 @@ def estimate_speed(
     if shards is None and args.amp != "off":
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
     if train:
-        memory += 6 * n / (shards or 1) / rate  # gradients are written, and cast to fp32
+        # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
+        memory += 6 * n / rate
     compute = matmuls + attention + memory
     optimizer = 0.0
     if args.pass_type == "step":
@@ -149,7 +151,7 @@ def matmul_time(
     if fp8:
         rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
     elif args.amp == "off" and not args.tf32:
-        rate = gpu.bf16_tflops / 15  # fp32 without tensor cores: about 67 of an H100's 989
+        rate = gpu.fp32_tflops * c.fp32_of_peak
     else:
         rate = gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak
         rate /= 2 if args.amp == "off" else 1  # TF32 has half the rate
@@ -177,14 +179,21 @@ def _block_matmuls(
 
 
 def _attention(
-    config: ModelConfig, tokens: int, seq_len: int, gpu: Hardware, c: Constants
+    config: ModelConfig, args: Args, tokens: int, seq_len: int, gpu: Hardware, c: Constants
 ) -> tuple[float, float]:
     """Seconds of all layers' attention, forward and backward."""
     width = config.num_attention_heads * config.head_dim
     keys = sum(attended_keys(seq_len, window, causal=True) for window in config.windows)
     flops = tokens * 4 * width * keys
     peak = gpu.bf16_tflops * 1e12
-    return flops / (peak * c.attention_forward), 2 * flops / (peak * c.attention_backward)
+    forward, backward = (
+        flops / (peak * c.attention_forward),
+        2 * flops / (peak * c.attention_backward),
+    )
+    if args.amp == "off":  # kernels without tensor cores, unless TF32 is allowed
+        slower = gpu.bf16_tflops / (gpu.bf16_tflops / 2 if args.tf32 else gpu.fp32_tflops)
+        forward, backward = slower * forward, slower * backward
+    return forward, backward
 
 
 def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:

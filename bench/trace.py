@@ -7,6 +7,7 @@ import bisect
 import dataclasses
 import gzip
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ def read_trace(path: str | Path) -> Trace:
         try:
             start, length = float(event["ts"]), float(event.get("dur", 0))
         except (KeyError, TypeError, ValueError):
-            raise UsageError(f"{path}: has an event without times: {str(event)[:80]}") from None
+            length = 0.0
+            start = math.nan
+        if not math.isfinite(start + length):
+            raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
         span = Span(
             str(event.get("name", "")),
             str(category).lower(),
@@ -120,7 +124,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, EOFError, gzip.zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{path}: cannot be read: {reason}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: is not JSON ({error}); was the trace cut off?") from None
     if isinstance(content, list):  # the format's other form: the events alone
         content = {"traceEvents": content}

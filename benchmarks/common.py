@@ -18,7 +18,7 @@ import torch
 from bench.command_line import parse_args
 from bench.device import device_name, pick_device, synchronize
 from bench.environment import describe_environment
-from bench.results import Result, read_result
+from bench.results import Result, read_result, without_nan
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -150,8 +150,27 @@ def report(
     save(name, {"about": about, "times": rows, "ratios": compared}, device)
 
 
-def save(name: str, content: dict, device: torch.device, directory: Path = RESULTS) -> Path:
-    """Write a result file that says where and when it was measured; returns its path."""
+def run_record(result: Result) -> dict:
+    """What is kept of a run: its figures, and all that tells whether they are to be trusted."""
+    kept = result.model_dump(mode="json", include={
+        "args", "batch", "fp8", "attention_kernel", "metrics", "memory", "devices", "notes",
+        "step_times_s", "warmup_step_times_s", "started_at",
+    })  # fmt: skip
+    kept["model"] = {"name": result.model.name, "n_parameters": result.model.n_parameters}
+    return without_nan(kept | {"unfit": result.unfit})
+
+
+def save(
+    name: str,
+    content: dict,
+    device: torch.device,
+    directory: Path = RESULTS,
+    replaces: Path | None = None,
+) -> Path:
+    """Write a result file that says where and when it was measured; returns its path.
+
+    With `replaces` it is written in the place of an earlier one, of which it has all there was.
+    """
     now = datetime.datetime.now(datetime.UTC)
     environment = describe_environment(device)
     environment.pop("hostname")  # of no use to a reader, and private
@@ -159,7 +178,9 @@ def save(name: str, content: dict, device: torch.device, directory: Path = RESUL
                "environment": environment, **content}  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
-    path = directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\nwrote {path.name}")
+    path = replaces or directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"
+    spare = path.with_suffix(".new")  # whatever ends this now, a whole file stays
+    spare.write_text(json.dumps(content, indent=1) + "\n")
+    spare.replace(path)
+    print(f"\nwrote {path.name}", flush=True)
     return path

@@ -1,10 +1,11 @@
 """Speed, memory and energy of every number format, with and without compilation, interleaved.
 
-    python benchmarks/precision.py [--rounds N] [--cases NAME,...] [--formats NAME,...]
+    python benchmarks/precision.py [--rounds N] [--cases NAME,...] [--formats NAME,...] [--output-dir DIR]
 
-Prints and keeps tokens/s, TFLOP/s (causal), MFU, peak memory and joules a step. Every round has
-another order, so that no format has always the same one before it; each warms the device up itself. A
-format that the device or an absent library refuses is reported as such and left out.
+Prints tokens/s, TFLOP/s (causal), MFU, peak memory and tokens per joule, and keeps each run's figures
+whole, after every round. Every round has another order, so that no format has always the same one
+before it; each warms the device up itself. A format that the device or an absent library refuses is
+reported as such and left out; a run that was disturbed (throttled, compiling) is marked.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.device import pick_device
-from benchmarks.common import run_train_apart, save
+from benchmarks.common import RESULTS, run_record, run_train_apart, save
 
 FORMATS = {
     "bf16": [],
@@ -27,6 +28,7 @@ FORMATS = {
     "fp8 te current": ["--use-fp8", "--fp8-recipe", "current"],
     "fp8 te delayed": ["--use-fp8", "--fp8-recipe", "delayed"],
     "fp8 te blockwise": ["--use-fp8", "--fp8-recipe", "blockwise"],
+    "fp8 te mxfp8": ["--use-fp8", "--fp8-recipe", "mxfp8"],
     "fp8 torchao tensorwise": ["--use-fp8", "--pt-compile", "--fp8-recipe", "tensorwise"],
     "fp8 torchao rowwise": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise"],
     "fp8 torchao gw_hp": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise_with_gw_hp"],
@@ -50,35 +52,44 @@ def main() -> None:
     parser.add_argument("--warmup-steps", type=int, default=20)
     parser.add_argument("--cases", help="only these, separated by commas")
     parser.add_argument("--formats", help="only these, separated by commas")
+    parser.add_argument("--output-dir", type=Path, default=RESULTS)
     args = parser.parse_args()
     device = pick_device("auto")
     cases = GPU_CASES if device.type == "cuda" else CPU_CASES
     wanted = args.cases.split(",") if args.cases else list(cases)
     formats = args.formats.split(",") if args.formats else list(FORMATS)
-    measured: dict[str, dict[str, list[dict]]] = {case: {} for case in wanted}
-    refused: dict[str, dict[str, str]] = {case: {} for case in wanted}
+    for given, known in ((wanted, cases), (formats, FORMATS)):
+        if unknown := [name for name in given if name not in known]:
+            parser.error(f"no {unknown[0]!r}; there are {', '.join(known)}")
     for case in wanted:
-        for i in range(args.rounds):
-            order = [f for f in formats if f not in refused[case]]
-            random.Random(i).shuffle(order)
-            for name in order:
-                config, *flags = cases[case]
-                flags += [*FORMATS[name], "--n-steps", args.steps, "--pad-vocab", 128,
-                          "--warmup-steps", args.warmup_steps, "--no-tensorboard"]  # fmt: skip
-                try:
-                    with tempfile.TemporaryDirectory() as out:
-                        config = shape(config, LAYERS.get(case), Path(out))
-                        result = run_train_apart(config, *flags, "--output-dir", out)
-                except RuntimeError as error:  # the other formats are still worth having
-                    refused[case][name] = str(error)
-                    print(f"{case}, {name}: {error}", file=sys.stderr, flush=True)
-                    continue
-                measured[case].setdefault(name, []).append(figures(result))
-        # A file a case, so that a session cut short has what was measured.
+        measure(case, cases[case], formats, args, device)
+
+
+def measure(case: str, flags: list, formats: list[str], args: argparse.Namespace, device) -> None:
+    """One case in every format, round after round; a file that every round replaces."""
+    measured: dict[str, list[dict]] = {}
+    refused: dict[str, str] = {}
+    path = None
+    for i in range(args.rounds):
+        order = [f for f in formats if f not in refused]
+        random.Random(i).shuffle(order)
+        for name in order:
+            config, *more = flags
+            more += [*FORMATS[name], "--n-steps", args.steps, "--pad-vocab", 128,
+                     "--warmup-steps", args.warmup_steps, "--no-tensorboard"]  # fmt: skip
+            try:
+                with tempfile.TemporaryDirectory() as out:
+                    config = shape(config, LAYERS.get(case), Path(out))
+                    result = run_train_apart(config, *more, "--output-dir", out)
+            except RuntimeError as error:  # the other formats are still worth having
+                refused[name] = str(error)
+                print(f"{case}, {name}: {error}", file=sys.stderr, flush=True)
+                continue
+            measured.setdefault(name, []).append(run_record(result))
         slug = "".join(c if c.isalnum() else "-" for c in case)
-        content = {"case": case, "measured": measured[case], "refused": refused[case]}
-        save(f"precision-{slug}", content, device)
-        print_case(case, measured[case], args.rounds)
+        content = {"case": case, "rounds": i + 1, "measured": measured, "refused": refused}
+        path = save(f"precision-{slug}", content, device, args.output_dir, path)
+    print_case(case, measured, args.rounds)
 
 
 def shape(config: str, layers: int | None, directory: Path) -> Path:
@@ -91,33 +102,24 @@ def shape(config: str, layers: int | None, directory: Path) -> Path:
     return path
 
 
-def figures(result) -> dict[str, float | None]:
-    """What the table shows of one run, and all its step times."""
-    m = result.metrics
-    names = ("tokens_per_sec", "model_tflops_per_gpu_causal", "mfu", "ideal_time_fraction",
-             "roof_time_fraction", "step_time_drift", "peak_allocated_gib", "peak_reserved_gib",
-             "peak_rss_gib", "average_power_w", "tokens_per_joule", "final_loss",
-             "compile_s")  # fmt: skip
-    return {name: getattr(m, name) for name in names} | {"step_times_s": result.step_times_s}
-
-
 def print_case(case: str, rows: dict[str, list[dict]], rounds: int) -> None:
     """A table of one case: median round of each format, and the median of its ratios to bf16 compiled,
     round by round."""
     print(f"\n{case}\n\n| format | tokens/s: median (range) | / bf16 compile (range) | TFLOP/s causal | "
           "MFU | memory [GiB] | tokens/J | loss |\n|---|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
-    base = [r["tokens_per_sec"] for r in rows.get("bf16 compile", [])]
+    base = [r["metrics"]["tokens_per_sec"] for r in rows.get("bf16 compile", [])]
     for name, runs in rows.items():
-        speeds = [r["tokens_per_sec"] for r in runs]
-        middle = runs[speeds.index(statistics.median_low(speeds))]
+        speeds = [r["metrics"]["tokens_per_sec"] for r in runs]
+        m = runs[speeds.index(statistics.median_low(speeds))]["metrics"]
         ratios = [a / b for a, b in zip(speeds, base, strict=False)]
-        memory = middle["peak_allocated_gib"] or middle["peak_rss_gib"]
         some = f" ({len(runs)} rounds)" if len(runs) < rounds else ""
+        marks = sorted({mark for r in runs for mark in r["unfit"]})
         cells = [
-            name + some, _range(speeds, ",.0f"), _range(ratios, ".3f"),
-            _number(middle["model_tflops_per_gpu_causal"], ".4g"), _number(middle["mfu"], ".1%"),
-            f"{memory:.2f}", _number(middle["tokens_per_joule"], ".2f"),
-            _number(middle["final_loss"], ".4f"),
+            name + some + (f" ({'; '.join(marks)})" if marks else ""),
+            _range(speeds, ",.0f"), _range(ratios, ".3f"),
+            _number(m["model_tflops_per_gpu_causal"], ".4g"), _number(m["mfu"], ".1%"),
+            _number(m["peak_allocated_gib"] or m["peak_rss_gib"], ".2f"),
+            _number(m["tokens_per_joule"], ".2f"), _number(m["final_loss"], ".4f"),
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)
 

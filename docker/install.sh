@@ -44,4 +44,13 @@ if [ -n "$changed" ]; then
     echo "install.sh: pip replaced what belongs to the image: $(echo "$changed" | tr '\n' ' ')" >&2
     exit 1
 fi
-"$python" -c 'import importlib.metadata as m; print(m.version("torch"))' >"$directory/torch.version"
+# The image's torch stays what it is, but may be too old for us.
+"$python" - "$pyproject" "$directory/torch.version" <<'PY'
+import importlib.metadata, re, sys, tomllib
+have = importlib.metadata.version("torch")
+wanted = tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]
+(least,) = [r.removeprefix("torch>=") for r in wanted if r.startswith("torch>=")]
+if [int(n) for n in re.findall(r"\d+", have)[:2]] < [int(n) for n in least.split(".")]:
+    sys.exit(f"install.sh: the image has torch {have}, and {least} is needed: choose a newer BASE_IMAGE")
+open(sys.argv[2], "w").write(have + "\n")
+PY

@@ -9,7 +9,17 @@ find_gpus() {
     [ -e "$root/dev/kfd" ] || die "no /dev/kfd: load AMD's driver (sudo modprobe amdgpu), or --cpu to go without"
     [ -r "$root/dev/kfd" ] && [ -w "$root/dev/kfd" ] ||
         die "/dev/kfd is not yours to use: sudo usermod -aG render,video $user_name, then log in again"
-    mapfile -t nodes < <(compgen -G "$root/dev/dri/renderD*" | sort -V)
+    # Not each render node is a GPU: an MI300X outside a virtual machine has eight. CPUs have no SIMD units.
+    local properties
+    nodes=()
+    for properties in $(compgen -G "$root/sys/class/kfd/kfd/topology/nodes/*/properties" | sort -V); do
+        if grep -qs '^simd_count [1-9]' "$properties"; then
+            nodes+=("$root/dev/dri/renderD$(sed -n 's/^drm_render_minor //p' "$properties")")
+        fi
+    done
+    if [ ${#nodes[@]} = 0 ]; then
+        mapfile -t nodes < <(compgen -G "$root/dev/dri/renderD*" | sort -V)
+    fi
     n_gpus=${#nodes[@]}
     [ "$n_gpus" -gt 0 ] || die "no GPU in /dev/dri: see rocm-smi, or --cpu to go without"
     if [ "$(cat "$root/proc/sys/kernel/numa_balancing" 2>/dev/null || echo 0)" != 0 ]; then

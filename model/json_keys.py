@@ -46,7 +46,7 @@ class Keys:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be a whole number, found {kind_of(value)}")
-        if not minimum <= value < 2**40:
+        if not minimum <= value < (2**31 if "layer" not in key else 10**5):
             limit = f"must be at least {minimum}" if value < minimum else "is absurdly large"
             raise self.error(key, limit)
         return value

@@ -10,17 +10,8 @@ many as the plain way, none repeated.
 import torch
 from torch import Tensor, nn
 
+from model.chunks import CHUNK_ELEMENTS, chunk_rows
 from model.layers import autocast_dtype, no_autocast
-
-# Elements of one chunk's logits: 512 MiB in fp32, and at every vocabulary still matmuls of at least
-# a thousand rows, which keeps them as fast as the whole.
-CHUNK_ELEMENTS = 2**27
-
-
-def chunk_rows(n_rows: int, vocab_size: int, elements: int = CHUNK_ELEMENTS) -> int:
-    """Rows per chunk: a power of two, at least 16, so that chunks stay aligned for tensor cores."""
-    rows = max(16, 2 ** (max(1, elements // vocab_size).bit_length() - 1))
-    return min(rows, n_rows)
 
 
 def logits_loss(
@@ -30,7 +21,11 @@ def logits_loss(
 
     Rows of `weight` from `vocab_size` on are padding and get no probability.
     """
-    logits = (hidden @ weight.t()).float()
+    low = aligned_rows(hidden, weight.shape[0])
+    if torch.compiler.is_compiling():
+        logits = (hidden @ weight.t()).float()
+    else:
+        logits = torch.mm(hidden, weight.t(), out=low).float()
     if weight.shape[0] > vocab_size:
         logits[:, vocab_size:] = float("-inf")
     target = labels[:, None]
@@ -39,7 +34,7 @@ def logits_loss(
         log_z = logits.logsumexp(dim=-1, keepdim=True)
         loss = (log_z - logits.gather(1, target)).sum()
         hit = torch.arange(logits.shape[1], device=logits.device) == target
-        return loss, ((logits - log_z).exp() - hit.float()).to(hidden.dtype)
+        return loss, low.copy_((logits - log_z).exp() - hit.float())
     # All in the memory of the logits: logsumexp would take as much again.
     highest = logits.amax(dim=-1, keepdim=True)
     at_target = logits.gather(1, target)
@@ -47,7 +42,17 @@ def logits_loss(
     z = grad.sum(dim=-1, keepdim=True)
     loss = (z.log() + highest - at_target).sum()
     grad.div_(z).scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
-    return loss, grad.to(hidden.dtype)
+    return loss, low.copy_(grad)
+
+
+def aligned_rows(hidden: Tensor, n_columns: int) -> Tensor:
+    """An empty (n, n_columns) of which every row begins at a multiple of 16 bytes.
+
+    A matmul with other rows (a vocabulary of 50257) cannot load them by tensor cores' wide
+    instructions: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
+    """
+    whole = -(-n_columns // 8) * 8
+    return hidden.new_empty(hidden.shape[0], whole)[:, :n_columns]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -68,7 +73,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Each product is rounded to `dtype` once; the sum of several is kept in fp32.
             if dtype == torch.float16:
                 # A frequent label sums up beyond fp16's range, where no loss scale can reach.
-                product = grad.t().float() @ low_h[part].float()
+                if grad.is_cuda and not torch.version.hip:
+                    product = torch.mm(grad.t(), low_h[part], out_dtype=torch.float32)
+                else:
+                    product = grad.t().float() @ low_h[part].float()
                 grad_weight = product if grad_weight is None else grad_weight.add_(product)
             elif grad_weight is None:
                 sum_dtype = torch.float32 if n > rows else weight.dtype

@@ -12,6 +12,13 @@ def pytest_configure(config):
         config.option.benchmark_disable = True
 
 
+def pytest_collection_modifyitems(items):
+    """The files that take longest first, so that no worker is left alone with one at the end."""
+    longest = ("launch", "distributed", "combinations", "train", "sweep", "profile", "containers")
+    ranks = {f"test_{name}.py": i for i, name in enumerate(longest)}
+    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect():
     """A run collects garbage before it measures, which takes longest for what pytest and imports hold."""

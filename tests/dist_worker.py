@@ -2,8 +2,11 @@
 
     torchrun --nproc-per-node N tests/dist_worker.py CASES.json
 
-CASES.json lists [name, script, flags, traced only]. Next to each result it leaves traffic.json: the
-bytes that the collectives of rank 0 were really handed, by kind.
+CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, of rank 0,
+
+- traffic.json: the bytes that collectives were really handed, by kind,
+- attention.json: the calls of attention, by format,
+- built.json, of train_fsdp.py: the most bytes that tensors held until the model was built.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import gc
 import json
 import os
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -20,20 +24,21 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch._inductor.compile_fx  # as a first compilation would
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import train_ddp
 import train_fsdp
-from bench import dist
+from bench import dist, fp8_te
 from bench.command_line import parse_args
 from bench.dist import find_ranks
-from bench.fp8 import Fp8
+from bench.fp8_hooks import Fp8
 from bench.optim import build_optimizer, optimizer_step
 from bench.parallel import apply_fsdp, materialize_shards, whole
 from model import te
 from model.config import load_config
 from model.transformer import Transformer
 from tests import te_standin
-from tests.helpers import without_inductor
+from tests.helpers import attention_calls, without_inductor
 
 KINDS = {
     "_allgather_base_": ("all_gather", 0),
@@ -43,11 +48,30 @@ KINDS = {
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up the tensors handed to collectives; single numbers (loss, norm) are left out."""
+    """Adds up the tensors handed to collectives; single numbers (loss, norm) are left out.
+
+    And what tensors hold, until `looking` ends.
+    """
 
     def __init__(self):
         super().__init__()
         self.bytes = Counter()
+        self.held = {}
+        self.most_held, self.looking = 0, True
+
+    def built(self, *args):
+        """In place of build_optimizer: the model is there."""
+        self.looking = False
+        return build_optimizer(*args)
+
+    def _look_at(self, tensor) -> None:
+        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor what this rank has
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.held:
+                self.held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.held.pop, storage._cdata)
+                self.most_held = max(self.most_held, sum(self.held.values()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, name = func._schema.name.split("::")
@@ -58,7 +82,11 @@ class Traffic(TorchDispatchMode):
                 # Bytes: a gather of several formats at once.
                 if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if self.looking:
+            for leaf in tree_leaves(made):
+                self._look_at(leaf)
+        return made
 
 
 def held_bytes(ranks, device) -> int:
@@ -124,7 +152,7 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
             model = Transformer(config, 16)
         if name == "converted":
             te.convert(model, config, te_standin, cache_weights=True, primary_recipe="any")
-            fp8.allocate = functools.partial(te.allocate, te_standin, False)
+            fp8.allocate = functools.partial(fp8_te.allocate, te_standin, False)
         apply_fsdp(model, device, ranks.world, args)
         materialize_shards(model, config, device, seed=0, fp8=fp8)
         optimizer = build_optimizer(model, args)
@@ -152,10 +180,18 @@ def main() -> None:
         # Dynamo compiles nothing while a dispatch mode looks on.
         traffic = Traffic()
         looking = contextlib.nullcontext() if args.pt_compile else traffic
-        with looking, without_inductor() if traced_only else contextlib.nullcontext():
+        train_fsdp.build_optimizer = traffic.built
+        with (
+            looking,
+            without_inductor() if traced_only else contextlib.nullcontext(),
+            contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
+        ):
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
         if ranks.main:
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
+            (out / name / "attention.json").write_text(json.dumps(calls))
+            if script == "train_fsdp.py":
+                (out / name / "built.json").write_text(json.dumps(traffic.most_held))
     held = dist.gather(ranks, held_bytes(ranks, torch.device("cpu")))
     dtypes = dtypes_in_a_block(ranks, torch.device("cpu"))
     error = embedding_gradient_error(ranks, torch.device("cpu"))

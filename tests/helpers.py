@@ -3,10 +3,12 @@
 import contextlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 
 from model.config import ModelConfig, parse_config
 
@@ -85,6 +87,19 @@ def without_inductor():
 
     with mock.patch("torch.compile", traced):
         yield
+
+
+@contextlib.contextmanager
+def attention_calls():
+    """Counts eager calls of attention by the format of their queries: {"torch.bfloat16": 10}."""
+    attend, calls = F.scaled_dot_product_attention, Counter()
+
+    def counted(query, *args, **kwargs):
+        calls[str(query.dtype)] += 1
+        return attend(query, *args, **kwargs)
+
+    with mock.patch.object(F, "scaled_dot_product_attention", counted):
+        yield calls
 
 
 def only_result(output_dir: Path) -> dict:

@@ -20,7 +20,7 @@ from bench.combinations import (
 )
 from bench.command_line import parse_args
 from bench.errors import UsageError
-from tests.helpers import ROOT, run_train, without_inductor
+from tests.helpers import ROOT, attention_calls, run_train, without_inductor
 
 ALL = list(all_combinations())
 SUPPORTED = [c for c in ALL if refusal(c) is None]
@@ -103,8 +103,14 @@ def finished(tmp_path_factory):
                         name(c),
                     ]
                     torch._dynamo.reset()
-                    with without_inductor() if traced_only(c) else contextlib.nullcontext():
+                    with (
+                        without_inductor() if traced_only(c) else contextlib.nullcontext(),
+                        contextlib.nullcontext()
+                        if c.compile == "on"
+                        else attention_calls() as calls,
+                    ):
                         assert run_train(*argv) == 0, name(c)
+                    (out / name(c) / "attention.json").write_text(json.dumps(calls))
         assert ranks.wait(900) == 0, log.read_text()[-9000:]
     finally:
         ranks.terminate()
@@ -113,13 +119,20 @@ def finished(tmp_path_factory):
 
 @pytest.mark.parametrize("c", ON_A_CPU, ids=name)
 def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
-    """The same losses as eager, unrecomputed train.py in that format, and the toggles were on."""
+    """The same losses as eager, unrecomputed train.py in that format, and the toggles were on.
+
+    Attention tells: it gets what the matmul before it made, and is called again where its block (one
+    of two) recomputes.
+    """
     result = json.loads((finished / name(c) / "result.json").read_text())
     plain = Combination("train.py", c.amp, c.fp8, "off", "off")
-    m, args = result["metrics"], result["args"]
+    m = result["metrics"]
     assert result["status"] == "ok" and m["n_measured_steps"] == 2
     assert losses(finished, c) == pytest.approx(losses(finished, plain), rel=2e-3)
-    assert (args["amp"], bool(args["sac_freq"])) == (c.amp, c.sac != "off")
+    if c.compile == "off":
+        calls = json.loads((finished / name(c) / "attention.json").read_text())
+        dtype = {"off": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[c.amp]
+        assert calls == {dtype: 5 * (2 if c.sac == "off" else 3)}
     assert (m["n_compiled_graphs"] or 0) > 0 or c.compile == "off"
     assert m["n_graph_breaks"] in (None, 0) and not m["window_compile_s"]
     if c.fp8 == "torchao":
@@ -157,7 +170,7 @@ def test_arguments_find_their_cell(c):
 
 
 def test_the_table_is_whole():
-    assert len(ALL) == 243 and len(SUPPORTED) == 86
+    assert len(ALL) == 243 and len(SUPPORTED) == 102
     for rule in RULES:
         assert set(rule.when) <= set(AXES) and any(refusal(c) is rule for c in ALL), rule.reason
 

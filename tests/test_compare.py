@@ -468,6 +468,10 @@ def test_all_files_are_written(result, tmp_path, capsys):
         (["tests/logs/primus.log", "--reference", "x"], "--reference x: no run of that name"),
         (["tests/logs/primus.log", "--usd-per-hour", "H100"], "must be HARDWARE=NUMBER"),
         (["tests/logs/primus.log", "--update-baselines"], "needs --baseline"),
+        (["tests/logs/primus.log", "--tolerance", "banana"], "--tolerance needs --baseline"),
+        (["tests/logs/primus.log", "--usd-per-hour", "H100=nan"], "must be HARDWARE=NUMBER"),
+        (["tests/logs/primus.log", "--tdp-w", "H100=inf"], "must be HARDWARE=NUMBER"),
+        (["tests/logs/primus.log", "--tokens", "inf"], "--tokens inf: must be above 0 and finite"),
         (["tests/logs/primus.log", "--baseline", "b.json"], "b.json: no such file"),
     ],
 )
@@ -584,7 +588,8 @@ def test_a_flag_that_came_later_leaves_baselines_alone(result, tmp_path):
 @pytest.mark.parametrize(
     "entry",
     [{"tokens_per_sec_per_gpu": 0}, {"tokens_per_sec_per_gpu": "643"}, {"memory_gib": 1}, 5,
-     {"tokens_per_sec_per_gpu": 1.0, "memory_gib": "much"}],
+     {"tokens_per_sec_per_gpu": 1.0, "memory_gib": "much"},
+     {"tokens_per_sec_per_gpu": 1.0, "provenance": None}],
 )  # fmt: skip
 def test_broken_baselines_are_one_line(entry, result, tmp_path, capsys):
     path = tmp_path / "b.json"
@@ -594,12 +599,38 @@ def test_broken_baselines_are_one_line(entry, result, tmp_path, capsys):
     assert err.count("\n") == 1 and f"--baseline {path}: is no file of baselines" in err
 
 
-def test_unfit_runs_become_no_baseline(baselines, result, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"args__profile": True}, "profiled"),
+        ({"metrics__window_compile_s": 0.5}, "compiled in the window"),
+        ({"metrics__window_graphs_recorded": 1}, "CUDA graphs recorded in the window"),
+        ({"metrics__final_loss": None}, "loss not finite"),
+        ({"metrics__tokens_per_sec_per_gpu": -5.0}, "a rate or an interval that cannot be"),
+        ({"metrics__step_time_ci95_low_s": 9.0}, "a rate or an interval that cannot be"),
+    ],
+)
+def test_unfit_runs_become_no_baseline(change, why, baselines, result, tmp_path, capsys):
     before = baselines.read_text()
-    run = variant(result, tmp_path / "new", "new", speed=3, args__profile=True)
-    argv = [str(run), "--baseline", str(baselines), "--update-baselines"]
-    assert compare.main(argv) == 1 and ": profiled;" in capsys.readouterr().out
+    run = variant(result, tmp_path / "new", "new", speed=3, **change)
+    argv = [str(run), "--baseline", str(baselines)]
+    assert compare.main([*argv, "--update-baselines"]) == 1
+    assert f"UNFIT new: {why}" in capsys.readouterr().out
     assert json.loads(baselines.read_text()) == json.loads(before)
+    assert compare.main(argv) == 1 and f"UNFIT new: {why}" in capsys.readouterr().out
+
+
+def test_a_broken_file_is_named_for_what_it_is(result, tmp_path, capsys):
+    run = variant(result, tmp_path, "run")
+    (run / "steps.jsonl").write_text("[1, 2]\n")  # the loss curve is lost, the run is not
+    assert compare.main([str(run)]) == 0
+    (tmp_path / "empty.json").write_text("")
+    other = {"gpu_info": {"device_name": "x"}, "training_config": {"num_gpus": "eight"},
+             "performance_metrics": {}}  # fmt: skip
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    for name, message in (("empty", "is no JSON"), ("other", "num_gpus is 'eight'")):
+        assert compare.main([str(tmp_path / f"{name}.json")]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_length_of_a_run_is_no_part_of_its_key(result, tmp_path):

@@ -74,6 +74,8 @@ REFUSED = [
     (LLAMA | {"num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple"),
     (LLAMA | {"head_dim": 7}, "head_dim 7 is odd"),
     (LLAMA | {"num_hidden_layers": 0}, "num_hidden_layers 0: must be at least 1"),
+    (LLAMA | {"num_hidden_layers": 10**11}, "num_hidden_layers 1.*: is absurdly large"),
+    (LLAMA | {"hidden_size": 10**12}, "hidden_size 1.*: is absurdly large"),
     (LLAMA | {"vocab_size": -3}, "vocab_size -3: must be at least 1"),
     (LLAMA | {"vocab_size": "97"}, 'vocab_size "97": must be a whole number, found text'),
     (LLAMA | {"intermediate_size": 80.5}, "intermediate_size 80.5: must be a whole number"),

@@ -220,6 +220,19 @@ def test_each_images_extras_install(path, image):
     assert done.returncode == 0, done.stderr
 
 
+def test_build_fails_where_the_images_torch_is_too_old(image):
+    directory, *_ = image
+    (info,) = (directory / "venv/lib").glob("python*/site-packages/torch-*.dist-info/METADATA")
+    text = info.read_text()
+    info.write_text(text.replace("2.14.0a0+b2c75dd062.nv26.09", "2.10.0+rocm7"))
+    try:
+        done = install(image)
+    finally:
+        info.write_text(text)
+    assert done.returncode != 0
+    assert "install.sh: the image has torch 2.10.0+rocm7, and 2.11 is needed" in done.stderr
+
+
 def test_build_fails_where_something_would_replace_torch(image):
     """A requirement that the vendor's version does not meet ends the build; nothing is changed."""
     done = install(image, REQUIRE="torch>=2.99")
@@ -558,6 +571,25 @@ def test_amd_start(machine):
     assert "NCCL_MIN_NCHANNELS=112" in values(call, "-e") and "NCCL_IB_HCA" in values(call, "-e")
     if os.getuid() == 0:
         assert values(call, "--group-add") == [str(group)]
+
+
+def test_an_amd_gpu_is_not_each_render_node(machine):
+    """Eight MI300X outside virtual machines have 64; the driver's topology knows which is whose."""
+    machine.engine()
+    machine.amd(64)
+    for node in range(10):  # two CPUs come first
+        gpu = node - 2
+        simd, minor = (1216, 128 + 8 * gpu) if gpu >= 0 else (0, 0)
+        path = f"/sys/class/kfd/kfd/topology/nodes/{node}/properties"
+        machine.file(path, f"cpu_cores_count 0\nsimd_count {simd}\ndrm_render_minor {minor}\n")
+    assert machine.launch("true", script="launch_amd.sh")[0] == 0
+    assert "NCCL_MIN_NCHANNELS=112" in values(machine.started(), "-e")
+    (machine.state / "calls.jsonl").unlink()
+    assert machine.launch("--gpus", "0,7", "true", script="launch_amd.sh")[0] == 0
+    devices = ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD184"]
+    assert values(machine.started(), "--device") == devices
+    code, _, error = machine.launch("--gpus", "8", "true", script="launch_amd.sh")
+    assert code == 2 and "there are 8, numbered from 0" in error
 
 
 def test_some_amd_gpus(machine):

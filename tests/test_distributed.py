@@ -210,6 +210,14 @@ def test_sharding_divides_parameters_and_optimizer_state(world, runs):
     assert max(held) == pytest.approx(total / world, rel=0.01)
 
 
+@pytest.mark.parametrize(("name", "shards"), [("fsdp2", 2), ("fsdp4", 4), ("hsdp2x2", 2)])
+def test_the_model_exists_whole_nowhere(name, shards, runs):
+    """While it is made, a rank holds its shard and no more than two parameters (an MLP's are largest)."""
+    most = json.loads((runs / name / "built.json").read_text())
+    shard, largest = 4 * 803_968 / shards, 4 * 2 * 352 * 128
+    assert shard <= most < shard + 2.1 * largest
+
+
 @pytest.mark.parametrize("name", ["forward-ddp", "forward-fsdp", "forward-never"])
 def test_traffic_of_forward_passes(name, runs):
     moved = json.loads((runs / name / "traffic.json").read_text())
@@ -262,7 +270,7 @@ def test_memory_falls_as_more_blocks_recompute():
     for freq in (None, (1, 4), (1, 2), (1, 1)):
         model = Transformer(shape, 64)
         materialize(model, shape, torch.device("cpu"), seed=0)
-        apply_recompute(model, freq, "block")
+        apply_recompute(model, chosen_blocks(len(model.blocks), freq), "block")
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept = {}
 

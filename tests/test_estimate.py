@@ -8,12 +8,11 @@ import pytest
 import estimate
 from bench.command_line import parse_args
 from bench.hardware import find_hardware
-from bench.memory_model import CHUNK_ELEMENTS, estimate_memory, largest_batch
+from bench.memory_model import estimate_memory, largest_batch
 from bench.memory_trace import traced_memory
 from bench.sizes import resolve_batch, resolve_shards
 from bench.speed_model import collective_time, estimate_speed
 from benchmarks.estimate_vs_published import errors
-from model import loss
 from model.config import load_config
 from tests.helpers import ROOT
 
@@ -35,6 +34,8 @@ SETTINGS = [
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 4 --sac-freq 1/1"),
     ("train_fsdp.py", 16, 4096, "llama-3.1-8b-proxy --bsz 2 --dp-replicate 2 --grad-acc-steps 2"),
     ("train_fsdp.py", 256, 4096, "llama-70b-proxy --bsz 2 --sac-freq 1/4"),
+    ("train_fsdp.py", 8, 2048, "llama-3.2-1b --bsz 1 --sac-freq 1/1 --reshard-after-forward never"),
+    ("train.py", 1, 512, "gpt2-125m --bsz 1 --optimizer sgd"),
 ]
 
 
@@ -51,10 +52,6 @@ def test_formula_and_trace_agree(setting):
     traced = traced_memory(args, config, seq_len, script, world)
     print(f"{text}: formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB")
     assert formula == pytest.approx(traced, rel=0.10)
-
-
-def test_the_chunk_is_the_losses_own():
-    assert CHUNK_ELEMENTS == loss.CHUNK_ELEMENTS
 
 
 def memory(model="llama-3.1-8b", T=4096, shards=8, micro=1, *flags):
@@ -222,6 +219,12 @@ def test_measured_here_against_the_formula(capsys):
     [
         ([], "--gpu is missing"),
         (["--gpu", "h300"], "no such device; configs/hardware.json has: A100"),
+        (
+            ["--gpu", "h100", "--gpus", "8", "--nproc", "4"],
+            "--nproc: give the number of devices by",
+        ),
+        (["--gpu", "mi300x", "--use-fp8", "--fp8-recipe", "mxfp8"], "mxfp8: MI300X has none"),
+        (["--gpu", "h100", "--sac-freq", "1/20"], "--sac-freq 1/20 recomputes no block"),
         (["--gpu", "h100", "--gpus", "0"], "--gpus 0: at least 1"),
         (["--gpu", "a100", "--use-fp8"], "A100 SXM 80GB has no FP8"),
         (["--gpu", "h100", "--gpus", "6", "--dp-replicate", "4"], "does not divide 6 ranks"),

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench.flops import (
     attended_keys,
     attention_flops,
+    chosen_blocks,
     flops_per_token,
     linear_parameters,
     recomputed_flops_per_token,
@@ -78,7 +79,7 @@ def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
         with torch.device("meta"):
             model = Transformer(shape, seq_len)
             ids = torch.zeros(2, seq_len, dtype=torch.int64)
-        apply_recompute(model, chosen, policy)
+        apply_recompute(model, chosen_blocks(len(model.blocks), chosen), policy)
         with FlopCounterMode(display=False) as counter:
             model(ids, ids).backward()
         return counter.get_total_flops() / ids.numel()
@@ -101,7 +102,7 @@ def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
             ids = torch.zeros(2, seq_len, dtype=torch.int64)
         fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
         convert_to_float8_training(model.blocks, config=dataclasses.replace(fp8, emulate=True))
-        apply_recompute(model, freq, "block")
+        apply_recompute(model, chosen_blocks(len(model.blocks), freq), "block")
         with FlopCounterMode(display=False) as counter:
             model(ids, ids).backward()
         return counter.get_total_flops() / ids.numel()

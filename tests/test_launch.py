@@ -12,10 +12,15 @@ import uuid
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import DistBackendError, DistStoreError
 
-from bench.dist import Ranks, find_ranks
-from bench.errors import Interrupted, NoStep
+import train_fsdp
+from bench.dist import Ranks, find_ranks, join
+from bench.endings import classify, is_our_fault
+from bench.errors import Interrupted, NoStep, NotJoined
 from bench.hang import HangWatch
+from bench.launch import launch_ranks
 from bench.rank_errors import first_error, keep_error
 from tests.helpers import ROOT, only_result, read_steps
 
@@ -267,15 +272,76 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
 
 
 def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
+    directory = tmp_path / "run"  # which only rank 0 makes, on its own machine
     for rank, error in enumerate((NoStep("no step in 5 s"), MemoryError("full"), Interrupted("X"))):
-        keep_error(tmp_path, rank, error)
+        keep_error(directory, rank, error)
     now = time.time() + 1
-    status, text = first_error(tmp_path, now)
+    status, text = first_error(directory, now)
     assert status == "oom" and text.startswith("rank 1: out of memory: full")
-    assert first_error(tmp_path, now - 10) is None
-    (tmp_path / "errors/rank1.txt").write_text("")  # as while it is written
-    assert first_error(tmp_path, now) is None
-    assert first_error(tmp_path, now, consequences=True) == ("failed", "rank 0: no step in 5 s")
+    assert first_error(directory, now - 10) is None
+    (directory / "errors/rank1.txt").write_text("")  # as while it is written
+    assert first_error(directory, now) is None
+    assert first_error(directory, now, consequences=True) == ("failed", "rank 0: no step in 5 s")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[../pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
+        (DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (DistBackendError("Watchdog caught collective operation timeout: ALLREDUCE"), True),
+        (DistStoreError("wait timeout after 5000ms, keys: /0/1"), True),
+        (DistBackendError("NCCL error: unhandled cuda error, Last error: Cuda failure 2"), False),
+        (DistBackendError("Duplicate GPU detected : rank 1 and rank 0 on CUDA device 1000"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+    ],
+)
+def test_whose_error_it_is(error, lost):
+    """What a collective raises is another rank's doing, or this one's own."""
+    assert classify(error)[1].startswith("lost another rank") is lost
+
+
+def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(NotJoined) as stop:
+            join(Ranks(0, 2, 0), torch.device("cpu"), 5.0)
+    text = classify(stop.value)[1]
+    assert f"the 2 ranks that meet at 127.0.0.1:{port}" in text and "address already in use" in text
+    assert not is_our_fault(stop.value)
+
+
+def test_a_rank_with_trouble_of_its_own_says_so(monkeypatch, capsys):
+    """A file that only its machine lacks; what is wrong with the arguments, which all have, one says."""
+
+    class Left(BaseException):
+        pass
+
+    def run(rank, *argv) -> str:
+        def leave(code):
+            raise Left(code)
+
+        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        for name, value in zip(names, (rank, 2, rank), strict=True):
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(os, "_exit", leave)
+        try:
+            code = launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py")
+        except Left as left:
+            (code,) = left.args
+        assert code == 2
+        return capsys.readouterr().err
+
+    assert run(1, "--data", "none.bin").startswith("train_fsdp.py: rank 1: none.bin: no such file")
+    assert run(1, "--n-steps", "0") == ""
+    assert run(0, "--n-steps", "0").startswith("train_fsdp.py: rank 0: --n-steps 0")
+    assert "--nproc: this script was started by a launcher" in run(0, "--nproc", "2")
+    assert "--max-restarts: this script was started by a" in run(0, "--max-restarts", "2")
 
 
 def test_ctrl_c_ends_all(tmp_path):
@@ -427,10 +493,13 @@ def test_launchers_are_recognised():
     assert find_ranks({}) is None
     assert find_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Ranks(3, 8, 1)
     assert find_ranks({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Ranks(0, 1, 0)
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_LOCALID": "5"}
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16",
+             "SLURM_LOCALID": "5"}  # fmt: skip
     assert find_ranks(slurm) == Ranks(5, 16, 5)
-    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) is None
+    assert find_ranks(slurm | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
     assert find_ranks({"SLURM_NTASKS": "8"}) is None  # inside salloc, outside srun
+    # A batch script itself, which is one process however many tasks it asked for.
+    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
     mpi = {
         "OMPI_COMM_WORLD_RANK": "1",
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -446,7 +515,7 @@ def test_ranks_by_slurm_environment(tmp_path):
     port = free_port()
     agents = []
     for rank in (0, 1):
-        env = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_LOCALID": str(rank),
+        env = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank),
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
         agents.append(start("train_fsdp.py", tmp_path, *SHORT, env=env))
     ends = [finish(agent) for agent in agents]

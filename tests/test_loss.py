@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.loss import LinearCrossEntropy, chunk_rows
+from model.loss import LinearCrossEntropy, chunk_rows, logits_loss
 from tests.helpers import ROOT
 
 N, D, V = 75, 32, 211
@@ -32,6 +32,18 @@ def test_equals_plain_cross_entropy(elements):
     torch.testing.assert_close(loss, plain, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(hidden.grad, plain_h.grad, atol=1e-7, rtol=1e-5)
     torch.testing.assert_close(weight.grad, plain_w.grad, atol=1e-7, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_logits_have_aligned_rows(compiled):
+    """A vocabulary like 50257 would keep the matmuls they go into off tensor cores' wide loads."""
+    hidden, weight, labels = (t.detach() for t in tensors())
+    fn = torch.compile(logits_loss, backend="aot_eager") if compiled else logits_loss
+    _, grad = fn(hidden, weight, labels, V)
+    assert grad.shape == (N, V) and grad.stride() == (216, 1)
+    exact = (hidden @ weight.t()).softmax(-1)
+    exact[torch.arange(N), labels] -= 1
+    torch.testing.assert_close(grad, exact, atol=1e-6, rtol=1e-5)
 
 
 def test_under_bf16_autocast_it_is_no_less_exact_than_the_plain_way():

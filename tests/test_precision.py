@@ -13,7 +13,7 @@ from bench.fp8 import apply_fp8
 from bench.metrics import fill_flop_metrics
 from bench.optim import build_optimizer, optimizer_step
 from bench.precision import LossScaler
-from bench.results import DeviceUse, Fp8Info
+from bench.results import DeviceUse, Fp8Info, Result
 from bench.sizes import resolve_batch
 from bench.steps import StepLog
 from benchmarks import gemm, numerics
@@ -280,6 +280,7 @@ def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
     r = only_result(tmp_path)
     assert r["metrics"]["window_compile_s"] > 0 and r["metrics"]["n_recompilations"] > 0
     assert any("recompilations) inside the window" in note for note in r["notes"])
+    assert Result.model_validate(r).unfit == ["compiled in the window"]
 
 
 def test_numerics_gate_in_small(tmp_path, capsys):
@@ -292,6 +293,15 @@ def test_numerics_gate_in_small(tmp_path, capsys):
     assert content["verdicts"]["fp8 tensorwise"]["early"] > content["verdicts"]["bf16"]["early"] > 0
     assert content["losses"]["fp32"][-1] < content["losses"]["fp32"][0] - 0.5
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_numerics_gate_fails_for_what_is_beyond_a_limit_or_could_not_be_judged():
+    ok, beyond = {"ok": True}, {"ok": False}
+    assert numerics.exit_code({"fp32": ok, "bf16": ok}, {}, ["bf16"]) == 0
+    assert numerics.exit_code({"fp32": ok, "bf16": beyond}, {}, ["bf16"]) == 1
+    assert numerics.exit_code({"fp32": ok}, {"fp8 current": "refused"}, ["fp8 current"]) == 1
+    assert numerics.exit_code({"fp32": ok}, {"fp8 current": "refused"}, ["fp32"]) == 0
+    assert numerics.exit_code({}, {"fp32": "out of memory"}, ["fp32"]) == 1
 
 
 def test_numerics_gate_catches_what_learns_otherwise():

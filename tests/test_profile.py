@@ -200,6 +200,10 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
     assert r.memory.parameters_gib == pytest.approx(
         4 * r.model.n_parameters / GIB / shards, rel=0.01
     )
+    # DDP's buckets hold the gradients all the time, beside the activations.
+    m, either = r.memory, sum if shards == 1 else max
+    kinds = m.parameters_gib + m.optimizer_gib + either((m.activations_gib, m.gradients_gib))
+    assert 0 <= m.workspace_gib == pytest.approx(m.peak_gib - kinds)
     if p.in_window:
         assert len(r.step_times_s) == 4 and any("inside the measured window" in n for n in r.notes)
 

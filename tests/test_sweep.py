@@ -186,6 +186,7 @@ def test_rows_survive_a_torn_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"key": "a", "x": 1}\n{"key": "b"}\n{"key": "c", "x"')
     rows = Rows(path)
+    rows.forget("failed")  # of a row without a status nothing is known
     assert list(rows.rows) == ["a", "b"]
     rows.add({"key": "d"})
     del rows
@@ -406,6 +407,7 @@ def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
     [
         ("- a\n- b", "must be a mapping"),
         ("experiment: x\nmodels: [", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
         ("experiment: x", "models: Field required"),
         ("experiment: x\nmodels: []", "models: List should have at least 1 item"),
         ("experiment: x\nmodels: [a]\nlr: 1", "lr: Extra inputs are not permitted"),
@@ -459,6 +461,8 @@ def test_ranking_by_hand():
             row("b-2", 210), row("c-0", None, "oom")]  # fmt: skip
     ranked = rank(rows)
     assert [r.status for r in ranked] == ["ok", "ok", "oom"]
+    (with_mfu,) = rank([row(f"a-{i}", 100 + i) | {"mfu": 0.3 + i / 100} for i in range(3)])
+    assert with_mfu.mfu == pytest.approx(0.31) and ranked[0].mfu is None
     assert ranked[0].tokens_per_sec == pytest.approx(210) and ranked[1].tokens_per_sec == 100
     # Student's interval of 200, 220 and 210: 4.303 x 10 / sqrt(3) = 24.8 to either side.
     assert ranked[0].low == pytest.approx(210 - 24.8, abs=4)

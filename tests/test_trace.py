@@ -50,6 +50,16 @@ NAMES = [
     ("void cudnn::fusion::convert_dq_to_16bits<__nv_bfloat16>", "attention"),
     ("_ZN5aiter30fmha_bwd_hd128_bf16_causal_a32E", "attention"),
     ("triton_tem_fused_flex_attention_0", "attention"),
+    ("triton_tem_fused_flex_attention_backward_zeros_6", "attention"),
+    # A matmul that carries the name of the attention before it.
+    ("triton_tem_fused__scaled_dot_product_flash_attention_mm_t_transpose_view_3", "matmul", None),
+    ("matmul_kernel", "matmul", None),
+    ("_grouped_mm_kernel", "matmul", None),
+    ("triton_unk_fused__scaled_mm_abs_amax_0", "elementwise"),
+    ("bwd_kernel_dk_dv", "attention"),
+    ("bwd_kernel_dq", "attention"),
+    ("bwd_kernel_fuse", "attention"),
+    ("bwd_preprocess", "attention"),
     ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
     ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "communication"),
     ("ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long)", "communication"),
@@ -263,6 +273,14 @@ def test_report_and_comparison(capsys, tmp_path):
     assert rows[1].split("|")[1].strip() == "idle"  # what grew most comes first
     before, after = (break_down(read_trace(p)).classes["idle"] for p in (one, two))
     assert f"{1e3 * (after - before):+.3f}" in rows[1]
+    # One kernel's name can stand in several classes, each of which has a row of its own.
+    before, after = ({(c.name, c.kind): c.time_s for c in break_down(read_trace(p)).kernels}
+                     for p in (one, two))  # fmt: skip
+    assert len({name for name, _ in before}) < len(before)
+    lost = max((*before, *after), key=lambda k: after.get(k, 0.0) - before.get(k, 0.0))
+    cells = [cell.strip() for cell in rows[-10].split("|")]
+    assert lost[0].startswith(cells[1].removesuffix("...")) and lost[1] == cells[2]
+    assert cells[3:5] == [f"{1e3 * each.get(lost, 0.0):.3f}" for each in (before, after)]
 
 
 @pytest.mark.parametrize(
@@ -276,6 +294,9 @@ def test_report_and_comparison(capsys, tmp_path):
         (b'{"traceEvents": [1, 2]}', "holds no operators"),
         (b'{"traceEvents": []}', "holds no operators and no GPU kernels"),
         (gzip.compress(b'{"traceEvents": []}')[:20], "cannot be read"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"traceEvents": [{"ph": "X", "ts": NaN}]}', "has an event without times"),
+        (b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1e999}]}', "has an event without times"),
     ],
 )
 def test_what_is_no_trace_is_one_line(content, message, tmp_path, capsys):
@@ -287,3 +308,29 @@ def test_what_is_no_trace_is_one_line(content, message, tmp_path, capsys):
     assert trace_report.main([str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert trace_report.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("event", "rest"),
+    [
+        ({}, {"deviceProperties": {"name": "H100"}}),
+        ({"cat": "kernel", "args": {"device": {}}}, {}),
+        ({"tid": [1]}, {}),
+        ({"args": {"Input type": 3}}, {}),
+        ({"args": "text"}, {}),
+    ],
+)
+def test_an_event_of_no_known_form_is_one_line(event, rest, tmp_path, capsys):
+    event = {
+        "ph": "X",
+        "ts": 1.0,
+        "dur": 2.0,
+        "cat": "cpu_op",
+        "name": "aten::mm",
+        "pid": 1,
+    } | event
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [event]} | rest))
+    assert trace_report.main([str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"trace_report.py: {path}: has an event") and error.count("\n") == 1
