@@ -19,26 +19,18 @@ PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
 
 def linear_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters that multiply, by kind of layer, over the whole model."""
-    d, f = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
     layers = config.num_hidden_layers
-    return {
-        "qkv": layers * d * (heads + 2 * kv),
-        "attention_out": layers * heads * d,
-        "mlp": layers * d * f * (3 if config.gated_mlp else 2),
-        "head": config.vocab_size * d,
-    }
+    found = {name: layers * n * k for name, (n, k) in config.block_shapes().items()}
+    return found | {"head": config.vocab_size * config.hidden_size}
 
 
 def count_parameters(config: ModelConfig) -> int:
     """All trainable parameters of the unpadded model, a tied head counted once."""
     d, f, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
-    heads = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
     norm = d if config.rms_norm else 2 * d
     per_layer = 2 * norm + (2 * config.head_dim if config.qk_norm else 0)
-    per_layer += (heads + 2 * kv) * config.qkv_bias + d * config.attention_out_bias
+    per_layer += (config.query_size + 2 * config.kv_size) * config.qkv_bias
+    per_layer += d * config.attention_out_bias
     if config.mlp_bias:
         per_layer += (2 if config.gated_mlp else 1) * f + d
     linear = sum(linear_parameters(config).values())
@@ -56,7 +48,7 @@ def attended_keys(seq_len: int, window: int | None, causal: bool) -> float:
 
 def attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
     """Forward FLOPs per token of the two attention matmuls over all layers."""
-    width = config.num_attention_heads * config.head_dim
+    width = config.query_size
     return sum(4 * width * attended_keys(seq_len, w, causal) for w in config.windows)
 
 
@@ -88,16 +80,17 @@ def recomputed_flops_per_token(
     if freq is None:
         return 0.0
     if policy == "op":
-        width = config.num_attention_heads * config.head_dim
+        width = config.query_size
         again = width if attention and config.attention_dropout else 0
         return sum(
             4 * again * attended_keys(seq_len, config.windows[i], causal)
             for i in chosen_blocks(config.num_hidden_layers, freq)
         )
-    per_layer = {k: v / config.num_hidden_layers for k, v in linear_parameters(config).items()}
-    down = config.intermediate_size * config.hidden_size if stops_early else 0
-    linear = 2 * (per_layer["qkv"] + per_layer["attention_out"] + per_layer["mlp"] - down)
-    width = config.num_attention_heads * config.head_dim if attention else 0
+    shapes = config.block_shapes()
+    if stops_early:
+        del shapes["down"]
+    linear = 2 * sum(n * k for n, k in shapes.values())
+    width = config.query_size if attention else 0
     return sum(
         linear + 4 * width * attended_keys(seq_len, config.windows[i], causal)
         for i in chosen_blocks(config.num_hidden_layers, freq)

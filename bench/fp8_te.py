@@ -99,13 +99,12 @@ LAYERS = {"attn.qkv", "attn.out", "mlp"}
 
 def layers_to_keep(config: ModelConfig, multiple: int) -> dict[str, str]:
     """Layers of a block whose matmuls cannot run in FP8, and why; UsageError where all cannot."""
-    d, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    rows = heads + 2 * config.num_key_value_heads * config.head_dim
-    sizes = {"attn.qkv": (d, rows), "attn.out": (heads, d), "mlp": (d, config.intermediate_size)}
+    shapes = config.block_shapes()
+    layers = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
     kept = {
-        name: f"{m} x {n} is not in multiples of {multiple}"
-        for name, (m, n) in sizes.items()
-        if m % multiple or n % multiple
+        name: f"{k} x {n} is not in multiples of {multiple}"
+        for name, (n, k) in layers.items()
+        if n % multiple or k % multiple
     }
     if config.activation not in te_blocks.activations(config):
         kept["mlp"] = f"Transformer Engine has no {config.activation}"

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from bench.args import Args, parse_sac_freq
-from bench.flops import chosen_blocks, linear_parameters
+from bench.flops import chosen_blocks
 from model.chunks import chunk_rows
 from model.config import ModelConfig
 
@@ -122,14 +122,12 @@ class _Sizes:
     """Numbers of parameters, and bytes that follow from them and the flags."""
 
     def __init__(self, config: ModelConfig, args: Args, seq_len: int, shards: int | None):
-        d, linear = config.hidden_size, linear_parameters(config)
+        d = config.hidden_size
         self.tokens = args.bsz * seq_len
         self.width = 4 if args.amp == "off" else 2
         self.reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
         self.vocabulary = config.padded_vocab_size * d
-        self.block = (linear["qkv"] + linear["attention_out"] + linear["mlp"]) / (
-            config.num_hidden_layers
-        )
+        self.block = sum(n * k for n, k in config.block_shapes().values())
         self.blocks = self.block * config.num_hidden_layers
         untied = 1 if config.tie_word_embeddings else 2
         positions = config.max_position_embeddings * d if config.learned_positions else 0
@@ -177,8 +175,8 @@ def block_activations(
     computed again from what the matmuls gave (Inductor's partitioner prefers that).
     """
     d, f = config.hidden_size, config.intermediate_size
-    a = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
+    a = config.query_size
+    kv = config.kv_size
     w = 4 if args.amp == "off" else 2
     norms, statistics = 2 * d, 2 * (1 if config.rms_norm else 2)
     heads = config.num_attention_heads
@@ -204,8 +202,8 @@ def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
     w = 4 if args.amp == "off" else 2
     small = w * tokens * d
     if args.sac_policy == "op":
-        a = config.num_attention_heads * config.head_dim
-        kv = config.num_key_value_heads * config.head_dim
+        a = config.query_size
+        kv = config.kv_size
         elements = d + (a + 2 * kv) + a + 2 * d + (2 * f if config.gated_mlp else f)
         small = tokens * (w * elements + 4 * config.num_attention_heads)
     return (n - chosen) * block + chosen * small

@@ -219,12 +219,14 @@ def matmul_work(result: Result, config: ModelConfig) -> tuple[float, float | Non
     """
     passes, d, b = PASS_FORWARDS[result.args["pass_type"]], result.device, result.batch
     linear = linear_parameters(config)
+    blocks = sum(linear.values()) - linear["head"]
     linear["head"] = config.padded_vocab_size * config.hidden_size
     tokens = b.micro_batch * b.grad_acc_steps * b.seq_len
     flops = 2 * passes * sum(linear.values()) + recomputed(result, config, attention=False)
     low = fp8_flops_per_token(result)
-    if low:
-        low += recomputed(result, config, attention=False)  # the converted layers are what repeats
+    if low:  # of what repeats, the converted layers
+        part = result.fp8.n_parameters / blocks
+        low += part * recomputed(result, config, attention=False)
     if result.args["amp"] == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return tokens * flops, None
     seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)

@@ -171,10 +171,7 @@ def _block_matmuls(
     config: ModelConfig, args: Args, tokens: int, gpu: Hardware, c: Constants
 ) -> float:
     """Forward seconds of a block's matmuls; each backward matmul takes as long again."""
-    d, f = config.hidden_size, config.intermediate_size
-    a = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    shapes = [(a + 2 * kv, d), (d, a), (2 * f if config.gated_mlp else f, d), (d, f)]
+    shapes = config.block_shapes().values()
     return sum(matmul_time(tokens, n, k, args.use_fp8, args, gpu, c) for n, k in shapes)
 
 
@@ -182,7 +179,7 @@ def _attention(
     config: ModelConfig, args: Args, tokens: int, seq_len: int, gpu: Hardware, c: Constants
 ) -> tuple[float, float]:
     """Seconds of all layers' attention, forward and backward."""
-    width = config.num_attention_heads * config.head_dim
+    width = config.query_size
     keys = sum(attended_keys(seq_len, window, causal=True) for window in config.windows)
     flops = tokens * 4 * width * keys
     peak = gpu.bf16_tflops * 1e12
@@ -199,8 +196,8 @@ def _attention(
 def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     d, f = config.hidden_size, config.intermediate_size
-    a = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
+    a = config.query_size
+    kv = config.kv_size
     w = 4 if args.amp == "off" else 2
     if args.pt_compile:  # norm with the residual before it, rotary embedding, activation: once each
         elements = 2 * 4 * d + (0 if config.learned_positions else 2 * (a + kv))
@@ -222,21 +219,14 @@ def _parameters(config: ModelConfig) -> float:
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """The large parameters by name, as (rows, columns); vectors are left out."""
-    d, f = config.hidden_size, config.intermediate_size
-    a = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
+    d = config.hidden_size
     shapes = {"embed": (config.padded_vocab_size, d)}
     if not config.tie_word_embeddings:
         shapes["lm_head"] = (config.padded_vocab_size, d)
     if config.learned_positions:
         shapes["positions"] = (config.max_position_embeddings, d)
     for i in range(config.num_hidden_layers):
-        shapes |= {
-            f"blocks.{i}.qkv": (a + 2 * kv, d),
-            f"blocks.{i}.out": (d, a),
-            f"blocks.{i}.up": (2 * f if config.gated_mlp else f, d),
-            f"blocks.{i}.down": (d, f),
-        }
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in config.block_shapes().items()}
     return shapes
 
 

@@ -40,16 +40,8 @@ def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, 
     which name the second operand first: TN forward (x w^T, the weight is stored out x in), NN for the
     gradient of the input (g w), NT for that of the weight (g^T x).
     """
-    d, f = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    sizes = {  # out, in
-        "qkv": (heads + 2 * kv, d),
-        "attention out": (d, heads),
-        "mlp up": (f * (2 if config.gated_mlp else 1), d),
-        "mlp down": (d, f),
-        "head": (-(-config.vocab_size // 128) * 128, d),
-    }
+    head = (-(-config.vocab_size // 128) * 128, config.hidden_size)
+    sizes = config.block_shapes() | {"head": head}  # out, in
     shapes = {}
     for name, (n, k) in sizes.items():
         shapes[f"{config.name} {name}"] = (tokens, n, k, "TN")

@@ -65,6 +65,26 @@ class ModelConfig:
     unknown_keys: tuple[str, ...] = ()
 
     @property
+    def query_size(self) -> int:
+        """Numbers of all query heads of a position."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers of all key heads of a position, and as many of values."""
+        return self.num_key_value_heads * self.head_dim
+
+    def block_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of a block's linear layers; `up` is gate and up together in a gated MLP."""
+        d, f = self.hidden_size, self.intermediate_size
+        return {
+            "qkv": (self.query_size + 2 * self.kv_size, d),
+            "out": (d, self.query_size),
+            "up": (2 * f if self.gated_mlp else f, d),
+            "down": (d, f),
+        }
+
+    @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 

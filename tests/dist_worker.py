@@ -34,6 +34,7 @@ from bench.dist import find_ranks
 from bench.fp8_hooks import Fp8
 from bench.optim import build_optimizer, optimizer_step
 from bench.parallel import apply_fsdp, materialize_shards, whole
+from bench.precision import LossScaler
 from model import te
 from model.config import load_config
 from model.transformer import Transformer
@@ -167,6 +168,25 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
     return losses
 
 
+def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
+    """Whether this rank's fp16 step leaves the weights alone when a shard of the last one overflows."""
+    args = parse_args(["configs/llama-tiny.json", "--amp", "fp16"], "train_fsdp.py")
+    config = load_config(args.config)
+    with torch.device("meta"):
+        model = Transformer(config, 8)
+    apply_fsdp(model, device, ranks.world, args)
+    materialize_shards(model, config, device, seed=0)
+    optimizer, scaler = build_optimizer(model, args), LossScaler(device)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if ranks.rank == ranks.world - 1:
+        model.embed.weight.grad.to_local()[0, 0] = float("inf")
+    before = [p.to_local().clone() for p in model.parameters()]
+    optimizer_step(model, optimizer, 1e-3, 1.0, scaler)
+    after = [p.to_local() for p in model.parameters()]
+    return scaler.skipped.item() == 1 and all(map(torch.equal, before, after))
+
+
 def main() -> None:
     ranks = find_ranks(os.environ)
     gc.freeze()  # every run collects garbage: spare it what the imports left
@@ -195,10 +215,12 @@ def main() -> None:
     held = dist.gather(ranks, held_bytes(ranks, torch.device("cpu")))
     dtypes = dtypes_in_a_block(ranks, torch.device("cpu"))
     error = embedding_gradient_error(ranks, torch.device("cpu"))
+    skipped = dist.gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
     if ranks.main:
         (out / f"held{ranks.world}.json").write_text(json.dumps(held))
         (out / f"dtypes{ranks.world}.json").write_text(json.dumps(dtypes))
         (out / f"embedding{ranks.world}.json").write_text(json.dumps(error))
+        (out / f"skipped{ranks.world}.json").write_text(json.dumps(skipped))
     for path in ("configs/gpt2-tiny.json", "configs/llama-tiny.json"):
         losses = converted_losses(ranks, torch.device("cpu"), path)
         if ranks.main:

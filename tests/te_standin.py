@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint  # noqa: F401
 
+__version__ = "stand-in"
 quantizing = False
 
 
@@ -35,6 +37,17 @@ class Module(nn.Module):
         super().__init__()
         assert device == "meta" and params_dtype == torch.float32
         self.quantized = quantizing
+        self.kept, self.n_reused = {}, 0
+
+    def cast(self, name, first):
+        """A weight as it was at a step's first micro batch, when FP8 would be made of it."""
+        weight = getattr(self, name)
+        if first is None:
+            return weight
+        if first:
+            self.kept[name] = weight.detach().clone()
+        self.n_reused += not first
+        return weight + (self.kept[name] - weight).detach()
 
     def add(self, name, *shape):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))
@@ -63,7 +76,8 @@ class Linear(Module):
             self.add("bias", outputs)
 
     def forward(self, x, is_first_microbatch=None):
-        return F.linear(x, self.weight, getattr(self, "bias", None))
+        weight = self.cast("weight", is_first_microbatch)
+        return F.linear(x, weight, getattr(self, "bias", None))
 
 
 class Normed(Module):
@@ -88,7 +102,8 @@ class LayerNormLinear(Normed):
             self.add("bias", outputs)
 
     def forward(self, x, is_first_microbatch=None):
-        return F.linear(self.norm(x), self.weight, getattr(self, "bias", None))
+        weight = self.cast("weight", is_first_microbatch)
+        return F.linear(self.norm(x), weight, getattr(self, "bias", None))
 
 
 class LayerNormMLP(Normed):
@@ -102,10 +117,11 @@ class LayerNormMLP(Normed):
             self.add("fc2_bias", size)
 
     def forward(self, x, is_first_microbatch=None):
-        x = F.linear(self.norm(x), self.fc1_weight, getattr(self, "fc1_bias", None))
+        first, second = (self.cast(f"fc{i}_weight", is_first_microbatch) for i in (1, 2))
+        x = F.linear(self.norm(x), first, getattr(self, "fc1_bias", None))
         if self.activation == "swiglu":
             gate, up = x.chunk(2, -1)
             x = F.silu(gate) * up
         else:
             x = F.gelu(x, approximate="tanh")
-        return F.linear(x, self.fc2_weight, getattr(self, "fc2_bias", None))
+        return F.linear(x, second, getattr(self, "fc2_bias", None))

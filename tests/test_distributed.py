@@ -238,6 +238,11 @@ def test_embedding_gradients_are_summed_in_full_precision(runs):
     assert json.loads((runs / "embedding2.json").read_text()) < 0.02
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_rank_skips_an_fp16_step_that_overflows_on_one(world, runs):
+    assert json.loads((runs / f"skipped{world}.json").read_text()) == [True] * world
+
+
 def test_rotary_tables_stay_in_fp32(runs):
     bf16, fp32 = "torch.bfloat16", "torch.float32"
     assert json.loads((runs / "dtypes2.json").read_text()) == [bf16, fp32, fp32]

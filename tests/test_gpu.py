@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench import fp8_te
 from bench.breakdown import break_down
+from bench.errors import UsageError
 from bench.trace import read_trace
+from model.layers import attend, window_mask
 from tests.helpers import ROOT, only_result, read_steps, run_train
 from tests.test_combinations import ONLY_ON_A_GPU
 from tests.test_combinations import flags as cell_flags
@@ -86,6 +91,7 @@ def test_event_times_agree_with_the_wall_clock(tmp_path):
     [
         ["--pt-compile"],
         ["--pt-compile", "--compile-mode", "reduce-overhead"],
+        ["--pt-compile", "--compile-mode", "max-autotune"],
         ["--pt-compile", "--compile-mode", "max-autotune-no-cudagraphs"],
         ["--attention", "flash"],
         ["--attention", "cudnn"],
@@ -94,7 +100,7 @@ def test_event_times_agree_with_the_wall_clock(tmp_path):
         ["--sac-freq", "1/2"],
         ["--sac-freq", "1/1", "--sac-policy", "op"],
         ["--pt-compile", "--sac-freq", "1/2"],
-        ["--pad-vocab", "128"],
+        ["--pad-vocab", "384"],
         ["--bsz", 2, "--grad-acc-steps", 2],
         ["--bsz", 2, "--grad-acc-steps", 2, "--pt-compile", "--compile-mode", "reduce-overhead"],
         ["--amp", "fp16"],
@@ -103,7 +109,7 @@ def test_event_times_agree_with_the_wall_clock(tmp_path):
 )
 def test_toggles_compute_the_same(flags, tmp_path, plain):
     assert_alike(steps(tmp_path / "other", *flags), plain)
-    if "reduce-overhead" in flags:
+    if {"reduce-overhead", "max-autotune"} & set(flags):
         r = only_result(tmp_path / "other")
         assert not any("recorded again" in note for note in r["notes"]), r["notes"]
         assert r["memory"] is None
@@ -152,7 +158,7 @@ def test_window_by_flex_and_by_mask_train_alike(tmp_path):
                "sliding_window": 96}  # fmt: skip
     path = tmp_path / "config.json"
     path.write_text(json.dumps(values))
-    found = {}
+    found = {}  # the norm of the gradients too, though a wrong window hardly shows in it
     for name, flags in {
         "mask": ["--attention", "math"],
         "flex": ["--attention", "flex"],
@@ -163,6 +169,72 @@ def test_window_by_flex_and_by_mask_train_alike(tmp_path):
         found[name] = [s["loss"] for s in read_steps(tmp_path / name)]
     assert found["flex"] == pytest.approx(found["mask"], rel=1e-2)
     assert found["compiled"] == pytest.approx(found["mask"], rel=1e-2)
+
+
+def test_flex_attention_sees_the_window_and_no_more():
+    """Against the dense mask in plain matmuls: outputs and gradients, forward and backward alike."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = {"q": (2, 8, 256, 64), "k": (2, 2, 256, 64), "v": (2, 2, 256, 64)}
+    qkv = [torch.randn(s, device="cuda", generator=generator) for s in shape.values()]
+    above = torch.randn(shape["q"], device="cuda", generator=generator)
+    found = []
+    for flex in (False, True):
+        mask = window_mask(256, 96, torch.device("cuda"), flex)
+        inputs = [t.clone().bfloat16().requires_grad_() for t in qkv]
+        with sdpa_kernel(SDPBackend.MATH):
+            out = attend(*inputs, mask, 0.0)
+        out.backward(above.bfloat16())
+        found.append([out.detach(), *(t.grad for t in inputs)])
+    for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        assert ((a - b).norm() / a.norm()).item() < 2e-2, name
+
+
+def test_groups_in_fp32_run_in_a_fused_kernel():
+    """And give what the plain kernel gives."""
+    q, k, v = (torch.randn(2, n, 256, 64, device="cuda") for n in (8, 2, 2))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        fused = attend(q, k, v, None, 0.0)
+    plain = F.scaled_dot_product_attention(
+        q.cpu(), k.cpu(), v.cpu(), is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(fused.cpu(), plain, atol=1e-3, rtol=1e-3)
+
+
+def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):
+    if torch.version.hip:
+        pytest.skip("only NVIDIA GPUs have TF32")
+    found = {}
+    for name, flags in {"fp32": [], "tf32": ["--tf32"]}.items():
+        found[name] = losses(tmp_path, name, "--amp", "off", *flags)
+        assert only_result(tmp_path / name)["environment"]["tf32"] is (name == "tf32")
+    assert found["tf32"] != found["fp32"]
+    assert found["tf32"] == pytest.approx(found["fp32"], rel=1e-2)
+
+
+def test_memory_falls_as_more_blocks_recompute(tmp_path):
+    """Of the 1B shape: activations by about the part that is recomputed, and the peak with them."""
+    short = ["--n-steps", 2, "--warmup-steps", 2, "--lr-warmup-steps", 0, "--bsz", 16]
+    held, peaks = [], []
+    for freq in (None, "1/4", "1/2", "1/1"):
+        out = tmp_path / str(freq).replace("/", "of")
+        flags = ["--sac-freq", freq] if freq else []
+        assert run_train(*ONE_B, *short, *flags, "--output-dir", out) == 0
+        r = only_result(out)
+        held.append(r["memory"]["activations_gib"])
+        peaks.append(r["metrics"]["peak_allocated_gib"])
+    print(f"activations {held} GiB, peak {peaks} GiB")
+    assert held == sorted(held, reverse=True) and peaks == sorted(peaks, reverse=True)
+    assert held[3] < 0.2 * held[0] and peaks[3] < peaks[0] - 0.8 * (held[0] - held[3])
+
+
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_profile_of_ranks_with_stacks(script, tmp_path):
+    flags = ["--profile", "--profile-stacks", "--profile-steps", 2]
+    run_ranks(script, tmp_path, *SMALL, *flags)
+    p = only_result(tmp_path)["profile"]
+    assert sum(p["classes_s"].values()) == pytest.approx(p["step_time_s"], rel=0.02)
+    (stacks,) = tmp_path.glob("*/trace/rank0.stacks")
+    assert "model/transformer.py" in stacks.read_text()
 
 
 def test_out_of_memory_is_exit_code_3(tmp_path):
@@ -191,7 +263,7 @@ ONE_B = [TEXT / "one_b.json", "--data", TEXT / "train.bin",
          "--bsz", 4, "--seq-len", 1024, "--device", "cuda", "--n-steps", 45, "--warmup-steps", 5,
          "--lr", 3e-4, "--lr-warmup-steps", 10]  # fmt: skip
 FP8 = {
-    "te": ["current", "delayed", "blockwise"],
+    "te": ["current", "delayed", "blockwise", "mxfp8"],
     "torchao": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
 }
 
@@ -220,6 +292,12 @@ def bf16_losses(one_b):
     ("backend", "recipe"), [(b, r) for b, recipes in FP8.items() for r in recipes]
 )
 def test_fp8_learns_as_bf16_does(backend, recipe, one_b, bf16_losses):
+    if backend == "te":
+        fp8_te.import_te(torch.device("cuda"))  # where it is not installed this fails, by design
+        try:
+            fp8_te.make_recipe(recipe)
+        except UsageError as error:
+            pytest.skip(f"this GPU cannot: {error}")
     flags = ["--use-fp8", "--fp8-backend", backend, "--fp8-recipe", recipe]
     losses = one_b(*flags, *(["--pt-compile"] if backend == "torchao" else []))
     assert losses != bf16_losses
@@ -256,7 +334,8 @@ def test_te_blocks_compute_what_plain_ones_do(family):
 
     device, T = torch.device("cuda"), 256
     path = {"gpt2": "configs/gpt2-125m.json", "llama": "configs/llama-3.2-1b.json"}[family]
-    args = parse_args([path, "--use-fp8", "--fp8-backend", "te", "--bsz", "2"], "train.py")
+    flags = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--grad-acc-steps", "2"]
+    args = parse_args([path, *flags], "train.py")
     shape = dataclasses.replace(load_config(path), num_hidden_layers=2, windows=(None, None))
     models = []
     for fp8_on in (False, True):
@@ -276,6 +355,17 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     with torch.autocast("cuda", torch.bfloat16):
         plain(ids, ids).backward()
         te(ids, ids).backward()
+    # What a step's first micro batch cast serves the others, whatever the weights are by then.
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        outputs = []
+        for micro in (0, 1, 0):
+            with fp8.forward(micro):
+                outputs.append(te(ids))
+            if micro == 0:
+                for name, parameter in te.weights():
+                    if name.endswith("qkv.weight"):
+                        parameter.mul_(2.0)
+        assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
     theirs = dict(te.weights())
     for name, parameter in plain.weights():
         difference = (theirs[name].grad - parameter.grad).norm() / parameter.grad.norm()
@@ -316,7 +406,8 @@ def test_fp8_primary_weights(recipe, tmp_path):
 def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
     graphs = one_b("--pt-compile", "--compile-mode", "reduce-overhead")
     assert graphs == pytest.approx(bf16_losses, rel=2e-2)
-    assert graphs[:5] == pytest.approx(bf16_losses[:5], rel=2e-3)
+    assert graphs[0] == pytest.approx(bf16_losses[0], rel=1e-3)
+    assert graphs[:5] == pytest.approx(bf16_losses[:5], rel=5e-3)
 
 
 def test_profile_breaks_a_step_down(tmp_path):
@@ -354,7 +445,7 @@ def test_profile_of_compiled_steps(flags, tmp_path):
 def test_nsys_range_runs_without_nsys(tmp_path):
     # cuDNN's attention adds up its gradients in no fixed order.
     other = losses(tmp_path, "x", "--nsys-start", 6, "--nsys-end", 8)
-    assert other == pytest.approx(losses(tmp_path, "y"), rel=1e-4)
+    assert other == pytest.approx(losses(tmp_path, "y"), rel=1e-3)
 
 
 def test_memory_history_opens_and_kinds_add_up(tmp_path):

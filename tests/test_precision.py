@@ -1,12 +1,15 @@
 """Loss scaling, FP8 conversion, compile counts and errors, and the numerics gate that watches them."""
 
+import contextlib
 import json
+import types
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from bench import fp8_te
 from bench.command_line import parse_args
 from bench.compiling import compile_error
 from bench.fp8 import apply_fp8
@@ -21,6 +24,7 @@ from model.config import parse_config
 from model.init import materialize
 from model.te import native_name
 from model.transformer import Block, Transformer
+from tests import te_standin
 from tests.helpers import (
     FAMILIES,
     ROOT,
@@ -145,6 +149,70 @@ def test_layers_that_do_not_fit_stay_and_are_named():
     assert fp8.info.high_precision["blocks.*.mlp.down"] == "88 x 48 is not in multiples of 16"
     assert "blocks.*.mlp.gate_up" not in fp8.info.high_precision
     assert fp8.info.n_linear_layers == 3 and fp8.info.n_parameters == 3 * 176 * 48
+
+
+@pytest.fixture
+def te_in_place(monkeypatch):
+    """Transformer Engine's modules by tests/te_standin.py, which computes in high precision."""
+    monkeypatch.setattr(fp8_te, "import_te", lambda device: te_standin)
+    monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
+    monkeypatch.setattr(fp8_te, "autocast", lambda te, recipe: contextlib.nullcontext())
+    nothing = types.SimpleNamespace(reset=lambda: None)
+    monkeypatch.setattr(fp8_te, "_quantization_state", lambda: nothing)
+    modules = []
+    init = te_standin.Module.__init__
+
+    def remembered(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        modules.append(self)
+
+    monkeypatch.setattr(te_standin.Module, "__init__", remembered)
+    return modules
+
+
+TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-warmup-steps", "0"]
+
+
+@pytest.mark.parametrize("more", [[], ["--sac-freq", "1/2"]], ids=" ".join)
+def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_place, tmp_path):
+    """And cast them anew in the next step: with old ones the losses would be others."""
+    flags = [*TINY, "--grad-acc-steps", "2", *more]
+    for name, these in (("plain", TE[3:]), ("te", TE)):
+        assert run_train(*flags, *these, "--output-dir", tmp_path / name) == 0
+    plain, found = ([s["loss"] for s in read_steps(tmp_path / n)] for n in ("plain", "te"))
+    assert found == pytest.approx(plain, rel=2e-3) and abs(plain[-1] - plain[0]) > 0.02
+    assert all(module.n_reused >= 7 for module in te_in_place) and len(te_in_place) == 6
+    assert only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        (dict(intermediate_size=88), {"blocks.*.mlp": "48 x 88 is not in multiples of 16"}),
+        (dict(hidden_act="gelu"), {"blocks.*.mlp": "Transformer Engine has no gelu"}),
+        (dict(head_dim=12), {"blocks.*.attn.qkv": "48 x 120 is not in multiples of 16",
+                             "blocks.*.attn.out": "72 x 48 is not in multiples of 16"}),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_fit_te_stay_and_are_named(changes, kept, te_in_place, tmp_path):
+    path = write_config(tmp_path, FAMILIES["qwen3"] | changes)
+    for name, these in (("plain", TE[3:]), ("te", TE)):
+        assert run_train(path, *TINY[1:], *these, "--output-dir", tmp_path / name) == 0
+    plain, found = ([s["loss"] for s in read_steps(tmp_path / n)] for n in ("plain", "te"))
+    assert found == pytest.approx(plain, rel=2e-3)
+    fp8 = only_result(tmp_path / "te")["fp8"]
+    assert {k: v for k, v in fp8["high_precision"].items() if k.startswith("blocks")} == kept
+    assert len(te_in_place) == 3 * (3 - len(kept))
+    assert fp8["n_linear_layers"] == 6
+
+
+def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, capsys):
+    path = write_config(tmp_path, FAMILIES["qwen3"] | dict(head_dim=12, intermediate_size=88))
+    assert run_train(path, *TINY[1:], *TE, "--output-dir", tmp_path / "runs") == 2
+    err = capsys.readouterr().err
+    assert "no layer of" in err and "attn.out: 72 x 48" in err and err.count("\n") == 1
+    assert run_train(*TINY, *TE, "--seq-len", "20", "--output-dir", tmp_path / "runs") == 2
+    assert "--bsz x --seq-len = 40 tokens is not a multiple of 16" in capsys.readouterr().err
 
 
 def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
