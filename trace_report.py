@@ -65,7 +65,11 @@ def understand(path: str) -> tuple[Trace, Breakdown]:
     """A trace and its breakdown; UsageError for what is none, or has events of no known form."""
     try:
         trace = read_trace(path)
-        return trace, break_down(trace, flops_of_run(trace.path))
+        run = profile_of_run(trace.path)
+        # Where that has no rate, attention's matmuls are among them, and the run's FLOPs not all.
+        flops = run.get("matmul_flops") if run.get("matmul_tflops") else None
+        b = break_down(trace, flops)
+        return trace, dataclasses.replace(b, matmul_roof_fraction=run.get("matmul_roof_fraction"))
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         what = " ".join(str(error).split())[:100]
         raise UsageError(
@@ -73,14 +77,13 @@ def understand(path: str) -> tuple[Trace, Breakdown]:
         ) from None
 
 
-def flops_of_run(path: str) -> float | None:
-    """FLOPs of a step's matmuls, where the trace lies in the directory of a run of ours."""
+def profile_of_run(path: str) -> dict:
+    """What a run of ours says of its profile, where the trace lies in its directory; else empty."""
     file = Path(path).resolve().parent.parent / "result.json"
     try:
-        profile = json.loads(file.read_text(encoding="utf-8"))["profile"]
-        return profile["matmul_flops"]
+        return dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 def as_json(trace: Trace, b: Breakdown) -> dict:
@@ -130,7 +133,9 @@ def remarks(b: Breakdown) -> list[str]:
             f"{_ms(g.longest_s)} ms the longest ({where})"
         )
     if b.matmul_tflops:
-        lines.append(f"matmuls: {b.matmul_tflops:.4g} TFLOP/s while they run")
+        roof = b.matmul_roof_fraction
+        of_roof = f", {roof:.1%} of the measured roof" if roof else ""
+        lines.append(f"matmuls: {b.matmul_tflops:.4g} TFLOP/s while they run{of_roof}")
     return lines
 
 

@@ -44,6 +44,8 @@ class Breakdown:
     kernels: list[Costly]
     matmul_s: float
     matmul_flops: float | None
+    # Known of runs of ours alone, which know the device's measured rate.
+    matmul_roof_fraction: float | None = None
 
     @property
     def costliest(self) -> list[Costly]:

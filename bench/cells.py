@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -96,7 +97,7 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
     with log.open("wb") as output:
         process = subprocess.Popen(
             _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_die_with_parent,
+            start_new_session=True, preexec_fn=functools.partial(_die_with_parent, os.getpid()),
         )  # fmt: skip
         try:
             process.wait(timeout_s)
@@ -114,10 +115,12 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
     return ("oom" if process.returncode == 3 else "failed"), None
 
 
-def _die_with_parent() -> None:
+def _die_with_parent(parent: int) -> None:
     """In the new process: SIGTERM when the sweep is gone, even by SIGKILL (on Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
+    if os.getppid() != parent:  # it is gone already
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end(process: subprocess.Popen) -> None:

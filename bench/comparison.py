@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from bench.errors import UsageError
 from bench.hardware import Hardware, find_hardware
-from bench.hyperparameters import hyperparameter_differences
+from bench.hyperparameters import differing
 from bench.records import Record
 from bench.statistics import bootstrap_ratio
 
@@ -102,7 +102,7 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
     left, right = a.hyperparameters or {}, b.hyperparameters or {}
     if identical and a.arguments and b.arguments:
         left, right = a.arguments, b.arguments
-    names = hyperparameter_differences(left, right)
+    names = differing(left, right)
     if not identical:
         # What suits each machine best is allowed to differ; what is learnt is not.
         names = [n for n in names if n not in ("global_batch", "seed", "data")]

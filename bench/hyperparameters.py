@@ -13,7 +13,7 @@ NOT_HYPERPARAMETERS = {
     "nsys_end", "memory_snapshot", "peak_tflops", "peak_fp8_tflops", "usd_per_hour",
     "output_dir", "run_name",
 }  # fmt: skip
-# Arguments of ours that say how fast a training is computed, and not what is trained.
+# Arguments of ours that say how fast and for how long a training is computed, and not what is trained.
 SPEED_SETTINGS = {
     "config", "bsz", "grad_acc_steps", "global_bsz", "amp", "tf32", "use_fp8", "fp8_backend",
     "fp8_recipe", "fp8_emulate", "fp8_all_gather", "fp8_primary_weights", "attention",
@@ -25,7 +25,7 @@ SPEED_SETTINGS = {
 LENGTH = {"config", "n_steps", "warmup_steps", "val_data", "val_batches", "global_bsz"}
 
 
-def hyperparameter_differences(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
-    """Names of the arguments that make two runs different trainings."""
+def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Names of arguments that both sides have with different values, but for NOT_HYPERPARAMETERS."""
     names = [n for n in left if n in right and n not in NOT_HYPERPARAMETERS]
     return [n for n in names if left[n] != right[n]]

@@ -50,7 +50,7 @@ class Record:
     hyperparameters: dict[str, Any] | None = None
     marks: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] | None = None  # all of them, where it is a run of ours
+    arguments: dict[str, Any] | None = None  # of a run of ours: what is trained, and how fast
     result: str | None = None  # the result.json that a row of a CSV was made from
 
 

@@ -10,7 +10,7 @@ from bench.command_line import parse_args
 from bench.errors import UsageError
 from bench.experiment import Experiment, Flags, Machine, Platform, Value
 from bench.hardware import find_hardware
-from bench.hyperparameters import FLAGS, hyperparameter_differences
+from bench.hyperparameters import FLAGS, differing
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from model.config import ConfigError, load_config
 
@@ -185,7 +185,7 @@ def differences(e: Experiment) -> list[str]:
             lines += [
                 f"{Path(left['config']).stem}: {name}: {a} {_plain(left[name])}, "
                 f"{b} {_plain(right[name])}"
-                for name in hyperparameter_differences(left, right)
+                for name in differing(left, right)
             ]
         if len(resolved[a]) != len(resolved[b]):
             lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")

@@ -121,8 +121,10 @@ def time_train(*argv: object) -> float:
 
 def report(
     name: str, times: dict[str, list[float]], ratios: dict[str, tuple[str, str]], about: str
-):
+) -> dict[str, float]:
     """Print minimum and median of each contestant and of the ratios, and keep all of it as JSON.
+
+    Returns the median of each ratio.
 
     A ratio "a over b" is b's time over a's, round by round: above 1, a is faster.
     """
@@ -148,6 +150,7 @@ def report(
             f"| {label} | {r['median']:.3f} | {r['of_minima']:.3f} | {r['min']:.3f}-{r['max']:.3f} |"
         )
     save(name, {"about": about, "times": rows, "ratios": compared}, device)
+    return {label: r["median"] for label, r in compared.items()}
 
 
 def run_record(result: Result) -> dict:

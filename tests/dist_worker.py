@@ -187,6 +187,18 @@ def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
     return scaler.skipped.item() == 1 and all(map(torch.equal, before, after))
 
 
+def hsdp_timeouts(ranks, device) -> list[float]:
+    """Seconds that the groups of a 2 x n mesh wait for a collective, with --dist-timeout 7."""
+    argv = ["configs/llama-tiny.json", "--dp-replicate", "2", "--dist-timeout", "7"]
+    args = parse_args(argv, "train_fsdp.py")
+    with torch.device("meta"):
+        model = Transformer(load_config(args.config), 8)
+    apply_fsdp(model, device, ranks.world, args)
+    mesh = next(model.parameters()).device_mesh
+    backends = [mesh.get_group(i)._get_backend(device) for i in range(mesh.ndim)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
 def main() -> None:
     ranks = find_ranks(os.environ)
     gc.freeze()  # every run collects garbage: spare it what the imports left
@@ -216,11 +228,13 @@ def main() -> None:
     dtypes = dtypes_in_a_block(ranks, torch.device("cpu"))
     error = embedding_gradient_error(ranks, torch.device("cpu"))
     skipped = dist.gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
+    timeouts = hsdp_timeouts(ranks, torch.device("cpu"))
     if ranks.main:
         (out / f"held{ranks.world}.json").write_text(json.dumps(held))
         (out / f"dtypes{ranks.world}.json").write_text(json.dumps(dtypes))
         (out / f"embedding{ranks.world}.json").write_text(json.dumps(error))
         (out / f"skipped{ranks.world}.json").write_text(json.dumps(skipped))
+        (out / f"timeouts{ranks.world}.json").write_text(json.dumps(timeouts))
     for path in ("configs/gpt2-tiny.json", "configs/llama-tiny.json"):
         losses = converted_losses(ranks, torch.device("cpu"), path)
         if ranks.main:

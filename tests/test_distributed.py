@@ -131,14 +131,14 @@ def result_of(directory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_are_those_of_one_device(name, runs, single, tmp_path):
+def test_losses_are_those_of_one_device(name, runs, single, tmp_path, record_property):
     steps = steps_of(runs / safe(name))
     if "sgd" in name:
         single = run_single(tmp_path, *SGD)
     assert len(steps) == len(single) == 20
     limit = TOLERANCE.get(name, 1e-5)
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, single, strict=True))
-    print(f"{name}: largest loss difference over 20 steps {worst:.1e}")
+    record_property("figure", f"parity  {name}: largest loss difference over 20 steps {worst:.1e}")
     assert worst <= limit
     assert all(s["tokens"] == 512 for s in steps)
     # Clipping was active, on the norm of the whole gradient.
@@ -243,6 +243,11 @@ def test_every_rank_skips_an_fp16_step_that_overflows_on_one(world, runs):
     assert json.loads((runs / f"skipped{world}.json").read_text()) == [True] * world
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_groups_of_hsdp_wait_no_longer_than_they_are_told(world, runs):
+    assert json.loads((runs / f"timeouts{world}.json").read_text()) == [7.0, 7.0]
+
+
 def test_rotary_tables_stay_in_fp32(runs):
     bf16, fp32 = "torch.bfloat16", "torch.float32"
     assert json.loads((runs / "dtypes2.json").read_text()) == [bf16, fp32, fp32]
@@ -267,7 +272,7 @@ def test_parameters_that_are_replaced_after_sharding_train_as_plain_ones(name, w
     assert losses["plain"][-1] < losses["plain"][0]
 
 
-def test_memory_falls_as_more_blocks_recompute():
+def test_memory_falls_as_more_blocks_recompute(record_property):
     """Bytes that autograd holds between forward and backward, parameters apart."""
     shape = load_config(ROOT / "configs/llama-tiny.json")
     ids = torch.zeros(2, 64, dtype=torch.int64)
@@ -289,7 +294,8 @@ def test_memory_falls_as_more_blocks_recompute():
             loss = model(ids, ids)
         held[freq] = sum(nbytes for nbytes, _ in kept.values())
         loss.backward()
-    print(f"activation bytes by --sac-freq: {held}")
+    shown = ", ".join(f"{'/'.join(map(str, f or ['none']))} {n}" for f, n in held.items())
+    record_property("figure", f"activation bytes by --sac-freq: {shown}")
     everything = held[None] - held[1, 1]
     assert held[1, 1] < 0.3 * held[None]
     # Each of the four blocks gives up the same.

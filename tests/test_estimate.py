@@ -40,7 +40,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s[0]} {s[1]} {s[3]}")
-def test_formula_and_trace_agree(setting):
+def test_formula_and_trace_agree(setting, record_property):
     """Two independent counts of the peak, within 10 %."""
     script, world, seq_len, text = setting
     model, *flags = text.split()
@@ -50,7 +50,8 @@ def test_formula_and_trace_agree(setting):
     shards = resolve_shards(args, world, "cuda") if script == "train_fsdp.py" else None
     formula = estimate_memory(config, args, seq_len, micro, shards).peak
     traced = traced_memory(args, config, seq_len, script, world)
-    print(f"{text}: formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB")
+    sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
+    record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
     assert formula == pytest.approx(traced, rel=0.10)
 
 

@@ -418,7 +418,8 @@ def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_host
     check_lost_node(agents, tmp_path, cut)
 
 
-def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
+@pytest.mark.parametrize("rank", [1, 0])
+def test_a_lost_node_ends_the_job_within_the_timeout(rank, tmp_path):
     port = free_port()
     agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
 
@@ -426,11 +427,11 @@ def test_a_lost_node_ends_the_job_within_the_timeout(tmp_path):
         for pid in members(lost):
             os.kill(pid, signal.SIGKILL)
 
-    check_lost_node(agents, tmp_path, kill)
+    check_lost_node(agents, tmp_path, kill, rank)
 
 
-def check_lost_node(agents, out, lose):
-    """Two agents train; the one without rank 0 is lost; the job ends in time and says why."""
+def check_lost_node(agents, out, lose, rank=1):
+    """Two agents train; the one with that rank is lost; the job ends in time and says why."""
     try:
         assert wait_until(
             lambda: training(out) or agents[0].poll() is not None or agents[1].poll() is not None,
@@ -438,15 +439,18 @@ def check_lost_node(agents, out, lose):
         )
         assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
         # Which agent got rank 0 is theirs to decide.
-        lost = next(a for a in agents if 1 in ranks_of(a))
+        lost = next(a for a in agents if rank in ranks_of(a))
         kept = next(a for a in agents if a is not lost)
         lose(lost)
         when = time.monotonic()
         code, _, err = finish(kept)
         assert code != 0 and time.monotonic() - when < 20 + 60
-        assert "rank 0: lost another rank" in err
-        assert "Traceback" not in err.split("rank 0: lost")[0]
-        assert only_result(out)["status"] == "failed"
+        assert f"rank {1 - rank}: lost another rank" in err
+        assert "Traceback" not in err.split(f"rank {1 - rank}: lost")[0]
+        (kept,) = out.glob(f"*/errors/rank{1 - rank}.txt")
+        assert kept.read_text().startswith("failed: lost another rank")
+        # Only rank 0 writes the result: where it is lost, all there is of the run says that it runs.
+        assert only_result(out)["status"] == ("failed" if rank else "running")
         assert only_result(out)["batch"]["data_parallel_size"] == 2
         # The other side of a cut ends too; its agent waits longer for its store than ranks do.
         assert wait_until(lambda: not ranks_of(lost), 40), "ranks are left behind"

@@ -2,7 +2,9 @@
 
 import gzip
 import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import trace_report
 from bench.breakdown import break_down
 from bench.results import Result
 from bench.trace import read_trace
@@ -103,6 +106,28 @@ def test_formula_and_recorded_shapes_agree_on_the_matmuls(run, trace):
     stopped = 2 * 256 * 688 * 256
     by_shapes = break_down(trace).matmul_flops
     assert by_shapes - stopped == pytest.approx(by_formula, rel=1e-9)
+
+
+def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, capsys):
+    """The fraction of the measured roof too, which no trace knows; and no rate where the run has none."""
+    shutil.copytree(next(run.iterdir()), tmp_path / "run")
+    path, result = tmp_path / "run/trace/rank0.pt.trace.json.gz", tmp_path / "run/result.json"
+    content = json.loads(result.read_text())
+    p = content["profile"]
+    p["matmul_roof_fraction"] = 0.61
+    result.write_text(json.dumps(content))
+    assert trace_report.main([str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["matmul_tflops"] == pytest.approx(p["matmul_tflops"])
+    assert found["classes"] == pytest.approx(p["classes_s"])
+    assert found["matmul_roof_fraction"] == 0.61
+    assert trace_report.main([str(path)]) == 0
+    assert "while they run, 61.0% of the measured roof" in capsys.readouterr().out
+    p["matmul_tflops"], p["matmul_flops"] = None, 1.0  # as with --attention math
+    result.write_text(json.dumps(content))
+    assert trace_report.main([str(path), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["matmul_flops"] != 1.0
 
 
 def test_stacks_name_modules_and_lines(run):
