@@ -28,6 +28,7 @@ class PowerMeter:
     """
 
     GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
+    SAMPLES_A_LOOK = 5  # around for other processes
 
     def __init__(self, device: torch.device, family: Collection[int] = ()):
         """`family`: ids of this run's processes on this machine, which are no strangers."""
@@ -50,7 +51,7 @@ class PowerMeter:
         if self.sensor is None:
             return
         self.samples: list[Sample] = []
-        self.others = self._ask(self._strangers)
+        self.others = [self._ask(self._strangers)]
         self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._take_samples, daemon=True)
@@ -62,6 +63,8 @@ class PowerMeter:
         while not self.stop.wait(self.interval):
             if (sample := self._ask(self.sensor.sample)) is not None:
                 self.samples.append(sample)
+                if len(self.samples) % self.SAMPLES_A_LOOK == 0:
+                    self.others.append(self._ask(self._strangers))
 
     def _strangers(self) -> int | None:
         return self.sensor.other_processes(self.family)
@@ -84,7 +87,7 @@ class PowerMeter:
         self.close()
         used = now - self.joules if now is not None and self.joules is not None else 0.0
         joules = used if used > 0 else None  # a counter that did not move is none
-        others = [n for n in (self.others, self._ask(self._strangers)) if n is not None]
+        others = [n for n in (*self.others, self._ask(self._strangers)) if n is not None]
         power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
 
         def seen(field: str) -> list[float]:

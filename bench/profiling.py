@@ -70,7 +70,8 @@ class TorchCapture:
         self.profiler = torch.profiler.profile(
             activities=activities,
             schedule=self._action,
-            record_shapes=self.args.profile_shapes,
+            # On a CPU a matmul's name says nothing of its format.
+            record_shapes=self.args.profile_shapes or self.run.device.type == "cpu",
             with_stack=self.args.profile_stacks,
             # Without it the stacks are in the trace but not in what export_stacks reads.
             experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)

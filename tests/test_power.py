@@ -108,6 +108,15 @@ def test_a_throttled_and_shared_window_says_so(nvml):
     assert use.other_processes == 1
 
 
+def test_a_visitor_within_the_window_is_seen(nvml):
+    meter = PowerMeter(GPU)
+    meter.begin()
+    nvml.processes.append(99999)
+    time.sleep(0.3)
+    nvml.processes.pop()
+    assert meter.end(rank=0).other_processes == 1
+
+
 def test_the_drivers_own_counter_goes_before_samples(nvml):
     def cap():
         nvml.capped_ns += 100_000_000  # a quarter of the window, between two samples

@@ -219,7 +219,8 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
         assert len(trace.steps) == p.n_steps == (2 if p.in_window else 3)
         names = {s.name for spans in trace.host.values() for s in spans}
         assert {"blocks.0", "blocks.3 backward", "loss", "optimizer"} <= names
-    assert p.classes_s["communication"] > 0
+    assert p.classes_s["communication"] > 0 and p.classes_s["matmul fp32"] > 0
+    assert "matmul" not in p.classes_s
     assert sum(p.classes_s.values()) == pytest.approx(p.step_time_s)
     shards = 2 if script == "train_fsdp.py" else 1
     assert r.memory.parameters_gib == pytest.approx(
