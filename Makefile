@@ -34,8 +34,11 @@ test: lint
 test-cells: $(READY)
 	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
 
+# One benchmark that fails (a limit, an absent library) keeps no other from running.
+each = @failed=; for name in $(2); do echo "== $$name"; $(1) benchmarks/$$name.py || failed="$$failed $$name"; \
+	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
 # On a machine whose own Python has torch with CUDA or ROCm: make gpu-check PY=python3
-# What fails (an absent library, a limit) keeps nothing else from being measured; make fails at the end.
 PY ?= $(BIN)/python
 gpu-check:
 	@failed=0; $(MAKE) gpu-test || failed=1; $(MAKE) gpu-bench || failed=1; exit $$failed
@@ -45,17 +48,10 @@ gpu-test: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(PY) -m pytest -m gpu
 
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
-	@failed=; for name in gemm numerics overhead loss recompute precision peers; do \
-	    echo "== $$name"; $(PY) benchmarks/$$name.py || failed="$$failed $$name"; done; \
-	test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+	$(call each,$(PY),gemm numerics overhead loss recompute precision peers)
 
 bench: $(READY)
-	$(BIN)/python benchmarks/loss.py
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/peers.py
-	$(BIN)/python benchmarks/numerics.py
-	$(BIN)/python benchmarks/gemm.py
-	$(BIN)/python benchmarks/recompute.py
+	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute)
 
 clean:
 	rm -rf $(VENV) data runs *.egg-info

@@ -232,8 +232,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def compiler() -> list[Finding]:
     """What --pt-compile needs: on a CPU a C++ compiler, on a GPU one of C and Python's headers."""
-    name = next((n for n in ("g++", "c++", "clang++") if shutil.which(n)), None)
-    plain = next((n for n in ("gcc", "cc", "clang") if shutil.which(n)), None)
+    # Inductor takes g++ and no other on Linux, Triton gcc or clang, unless told.
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    name = next((n for n in (os.environ.get("CXX", default),) if shutil.which(n)), None)
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    plain = next((n for n in names if shutil.which(n)), None)
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     lacking = [] if name and plain else ["a C and C++ compiler"]
     lacking += [] if headers.exists() else [f"Python's headers ({headers})"]

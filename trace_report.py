@@ -62,19 +62,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def understand(path: str) -> tuple[Trace, Breakdown]:
-    """A trace and its breakdown; UsageError for what is none, or has events of no known form."""
-    try:
-        trace = read_trace(path)
-        run = profile_of_run(trace.path)
-        # Where that has no rate, attention's matmuls are among them, and the run's FLOPs not all.
-        flops = run.get("matmul_flops") if run.get("matmul_tflops") else None
-        b = break_down(trace, flops)
-        return trace, dataclasses.replace(b, matmul_roof_fraction=run.get("matmul_roof_fraction"))
-    except (TypeError, AttributeError, LookupError, ValueError) as error:
-        what = " ".join(str(error).split())[:100]
-        raise UsageError(
-            f"{path}: has an event of a form that torch.profiler does not write: {what}"
-        ) from None
+    """A trace and its breakdown; UsageError for what is none."""
+    trace = read_trace(path)
+    run = profile_of_run(trace.path)
+    # Where that has no rate, attention's matmuls are among them, and the run's FLOPs not all.
+    flops = run.get("matmul_flops") if run.get("matmul_tflops") else None
+    b = break_down(trace, flops)
+    return trace, dataclasses.replace(b, matmul_roof_fraction=run.get("matmul_roof_fraction"))
 
 
 def profile_of_run(path: str) -> dict:

@@ -5,6 +5,7 @@ The compiler is imported where it is used: that takes two seconds, which bad inp
 
 import contextlib
 import dataclasses
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -43,7 +44,8 @@ def apply_compile(model: Transformer, args: Args) -> None:
     if torch.__version__ < "2.13":
         # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
         exact = args.use_fp8 and args.fp8_recipe.startswith("rowwise")
-        torch._inductor.config.emulate_precision_casts = exact
+        asked = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"
+        torch._inductor.config.emulate_precision_casts = exact or asked
     mode = args.compile_mode
     for i, block in enumerate(model.blocks):
         compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)

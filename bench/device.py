@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from bench.errors import UsageError
+from bench.errors import OwnError, UsageError
 
 GIB = 2**30
 
@@ -26,7 +26,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     n = torch.cuda.device_count()
     if local_rank >= n:
-        raise UsageError(
+        raise OwnError(
             f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
             "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task)"
         )

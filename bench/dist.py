@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from bench.errors import NotJoined, UsageError
 
-# Where launchers say rank, world size and rank on the node: torchrun, SLURM's srun, Open MPI, MPICH.
+# Where launchers say rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun (which may
+# have started Open MPI's daemons), MPICH.
 # SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 

@@ -53,7 +53,10 @@ def lost_a_rank(error: BaseException) -> bool:
         "wait timeout",
         "socket timeout",
         "client socket has timed out",
-        "remote process exited",
+        "remote process exit",  # -ed, -ing
+        "unexpected exit of a remote peer",
+        "socket closed",
+        "connection timed out",
         "collective operation timeout",
         "communicator was aborted",
     )

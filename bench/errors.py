@@ -5,6 +5,10 @@ class UsageError(Exception):
     """The user's input cannot be used; the message is one line: what, where, what to do."""
 
 
+class OwnError(UsageError):
+    """One that the other ranks of this machine do not have."""
+
+
 class Interrupted(BaseException):
     """A signal asked the run to end; the message is its name. Like KeyboardInterrupt no Exception:
     what catches those must not swallow it."""

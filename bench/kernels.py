@@ -19,7 +19,7 @@ _COPIES = re.compile(
 )
 _ATTENTION = re.compile(
     r"flash|fmha|attn_(fwd|bwd)|_attn_|sdpa|attention|cudnn_generated_fort"
-    r"|bwd_kernel_(dk_dv|dq|fuse)|bwd_preprocess"  # AOTriton's
+    r"|^_?bwd_(kernel_(dk_dv|dq|fuse)|preprocess)"  # AOTriton's
     r"|compute_dot_do_o|convert_dq_to",
     re.IGNORECASE,
 )
@@ -33,8 +33,8 @@ _OPTIMIZER = re.compile(r"adam|lamb_|fusedsgd|fused_sgd|optimizer", re.IGNORECAS
 # Inductor's fused kernels carry the names of all operators they stand for, those of matmuls they only
 # prepare and of losses whose gradient passes through them too.
 _FUSED = re.compile(r"^triton_(poi|red|per|for|unk|spl|coo)_")
-# Its templates are matmuls, which carry the names of what they fuse too, but for FlexAttention's.
-_TEMPLATE = re.compile(r"^triton_tem_(?!.*flex_(attention|decoding))")
+# Its templates are matmuls, which carry the names of what they fuse too, but for FlexAttention's own.
+_TEMPLATE = re.compile(r"^triton_tem_(?!.*flex_(attention|decoding))|^triton_tem_.*_(add|b)?mm_")
 _FUSED_LOSS = re.compile(r"log_softmax|cross_entropy")
 
 

@@ -19,7 +19,7 @@ from bench.device import cpu_count
 from bench.dist import ALONE, Ranks, find_ranks
 from bench.endings import exit_code
 from bench.errors import Interrupted, UsageError
-from bench.rank_errors import QUIET, report
+from bench.rank_errors import PARENT, has_parent, report
 
 
 def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int:
@@ -43,22 +43,16 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
     if ranks is None:
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
-    def body() -> int | None:
+    def body() -> None:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with_parent()
-        try:
-            args = parse_args(argv, prog)
-            if QUIET not in os.environ:
-                _check_joining(args)
-        except UsageError:
-            if ranks.main:
-                raise
-            return 2  # every rank has these arguments, and one says what is wrong with them
+        args = parse_args(argv, prog)
+        if not has_parent():
+            _check_joining(args)
         train(args, ranks)
         # Only now: DDP must be gone before its process group, or the two can wait for each other.
         gc.collect()
         dist.leave()
-        return None
 
     return _guarded(body, prog, ranks)
 
@@ -145,7 +139,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ[QUIET] = "1"
+    os.environ[PARENT] = str(os.getpid())
     if not cuda:
         # Ranks on one CPU share its cores; more threads than cores slow every one of them down.
         cores = cpu_count()

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 from bench.dist import Ranks
-from bench.endings import NO_CAUSE, classify, full_traceback, is_our_fault
+from bench.endings import NO_CAUSE, classify, exit_code, full_traceback, is_our_fault
+from bench.errors import OwnError
 
-# Set for the ranks that a script starts itself: what they have to say about an error goes into their
-# error file, and the parent prints the first of them.
-QUIET = "LLM_TRAIN_BENCH_PARENT"
+# The id of a script that starts its ranks itself: what they have to say about an error goes into their
+# error files, and the parent prints the first of them.
+PARENT = "LLM_TRAIN_BENCH_PARENT"
 
 
 def keep_error(directory: Path, rank: int, error: BaseException) -> None:
@@ -51,15 +52,23 @@ def first_error(
     return min(found)[2:] if found else None
 
 
+def has_parent() -> bool:
+    """Whether this is a rank that a script started itself."""
+    return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
+
+
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:
     """One line, and for torchrun's agent a file.
 
-    Above the line a traceback where the fault is ours and no error file has it.
+    Above the line a traceback where the fault is ours and no error file has it. What is wrong with the
+    arguments, a config or a file one rank of each machine says for all of them.
     """
     _, text = classify(error)
     shown = is_our_fault(error) and not getattr(error, "kept", False)
     _tell_agent(error, text, shown)
-    if ranks.world > 1 and QUIET in os.environ:
+    if has_parent():
+        return
+    if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, OwnError):
         return
     if shown:
         print(full_traceback(error), file=sys.stderr, end="")

@@ -78,6 +78,7 @@ def read_trace(path: str | Path) -> Trace:
             start = math.nan
         if not math.isfinite(start + length):
             raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
+        _check_form(event, path)
         span = Span(
             str(event.get("name", "")),
             str(category).lower(),
@@ -103,7 +104,12 @@ def read_trace(path: str | Path) -> Trace:
         spans.sort(key=lambda s: (s.start, -s.end))
     gpu = _of_busiest_device(gpu)
     # By name alone: on ROCm the number of an activity's device is not the one in this list.
-    names = {d.get("name") for d in content.get("deviceProperties") or []}
+    listed = content.get("deviceProperties")
+    names = {
+        d["name"]
+        for d in (listed if isinstance(listed, list) else [])
+        if isinstance(d, dict) and isinstance(d.get("name"), str)
+    }
     return Trace(
         str(path),
         names.pop() if len(names) == 1 else None,
@@ -112,6 +118,18 @@ def read_trace(path: str | Path) -> Trace:
         launches,
         sorted(steps, key=lambda s: s.start),
     )
+
+
+def _check_form(event: dict[str, Any], path: str | Path) -> None:
+    """UsageError for an event whose fields have types that no reader of it could use."""
+    args = event.get("args") or {}
+    right = isinstance(args, dict) and isinstance(args.get("Input type", []), list)
+    plain = [event.get("pid"), event.get("tid")]
+    plain += [args.get(k) for k in ("device", "correlation", "stream")] if right else []
+    if not right or not all(isinstance(value, str | int | float | None) for value in plain):
+        raise UsageError(
+            f"{path}: has an event of a form that torch.profiler does not write: {str(event)[:80]}"
+        )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

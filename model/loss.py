@@ -8,6 +8,7 @@ many as the plain way, none repeated.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.chunks import CHUNK_ELEMENTS, chunk_rows
@@ -21,20 +22,23 @@ def logits_loss(
 
     Rows of `weight` from `vocab_size` on are padding and get no probability.
     """
-    low = aligned_rows(hidden, weight.shape[0])
-    if torch.compiler.is_compiling():
-        logits = (hidden @ weight.t()).float()
-    else:
-        logits = torch.mm(hidden, weight.t(), out=low).float()
+    n, fused = weight.shape[0], torch.compiler.is_compiling()
+    # Rows that begin at multiples of 16 bytes. A matmul with others (a vocabulary of 50257) cannot load
+    # them by tensor cores' wide instructions:
+    # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
+    padding = -n % 8
+    low = None if fused else hidden.new_empty(hidden.shape[0], n + padding)[:, :n]
+    logits = torch.mm(hidden, weight.t(), out=low).float()
     if weight.shape[0] > vocab_size:
         logits[:, vocab_size:] = float("-inf")
     target = labels[:, None]
-    if torch.compiler.is_compiling():
+    if fused:
         # One fused kernel, where a scatter would split it in two.
         log_z = logits.logsumexp(dim=-1, keepdim=True)
         loss = (log_z - logits.gather(1, target)).sum()
         hit = torch.arange(logits.shape[1], device=logits.device) == target
-        return loss, low.copy_((logits - log_z).exp() - hit.float())
+        grad = ((logits - log_z).exp() - hit.float()).to(hidden.dtype)
+        return loss, F.pad(grad, (0, padding))[:, :n]
     # All in the memory of the logits: logsumexp would take as much again.
     highest = logits.amax(dim=-1, keepdim=True)
     at_target = logits.gather(1, target)
@@ -43,16 +47,6 @@ def logits_loss(
     loss = (z.log() + highest - at_target).sum()
     grad.div_(z).scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
     return loss, low.copy_(grad)
-
-
-def aligned_rows(hidden: Tensor, n_columns: int) -> Tensor:
-    """An empty (n, n_columns) of which every row begins at a multiple of 16 bytes.
-
-    A matmul with other rows (a vocabulary of 50257) cannot load them by tensor cores' wide
-    instructions: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
-    """
-    whole = -(-n_columns // 8) * 8
-    return hidden.new_empty(hidden.shape[0], whole)[:, :n_columns]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

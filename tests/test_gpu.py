@@ -115,6 +115,23 @@ def test_toggles_compute_the_same(flags, tmp_path, plain):
         assert r["memory"] is None
 
 
+def test_a_vocabulary_of_odd_size_learns_as_a_padded_one(tmp_path):
+    """Its logits' rows are aligned another way; in two chunks, by every path of the loss."""
+    argv = ["configs/gpt2-125m.json", *FLAGS, "--bsz", 16]
+    found = {}
+    for name, flags in {
+        "padded": ["--pad-vocab", "8"],
+        "odd": [],
+        "compiled": ["--pt-compile"],
+        "fp16": ["--amp", "fp16"],
+        "fp16 compiled": ["--amp", "fp16", "--pt-compile"],
+    }.items():
+        assert run_train(*argv, *flags, "--output-dir", tmp_path / name) == 0
+        found[name] = read_steps(tmp_path / name)
+    for name in ("odd", "compiled", "fp16", "fp16 compiled"):
+        assert_alike(found[name], found["padded"])
+
+
 def run_ranks(script, out, *argv):
     """Steps of a run whose one rank is a process of its own, with NCCL."""
     command = [sys.executable, script, *map(str, argv), "--nproc", "1", "--output-dir", str(out)]

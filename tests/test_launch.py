@@ -128,6 +128,7 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
             "--global-bsz 6 is not a multiple of --bsz 2 x 2 ranks = 4; 4 or 8",
         ),
         (["--data", "none.bin"], "none.bin: no such file"),
+        (["--nproc", "1", "--data", "none.bin"], "none.bin: no such file"),
         (["--output-dir", "/proc/x"], "--output-dir /proc/x: cannot be written"),
     ],
 )
@@ -289,6 +290,11 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     [
         (RuntimeError("[../pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), True),
+        (
+            DistBackendError("system error. It can be caused by unexpected exit of a remote peer"),
+            True,
+        ),
+        (RuntimeError("[../pair.cc:1] Read error [10.0.0.2]:1: Connection timed out"), True),
         (DistBackendError("Watchdog caught collective operation timeout: ALLREDUCE"), True),
         (DistStoreError("wait timeout after 5000ms, keys: /0/1"), True),
         (DistBackendError("NCCL error: unhandled cuda error, Last error: Cuda failure 2"), False),
@@ -316,32 +322,40 @@ def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
     assert not is_our_fault(stop.value)
 
 
-def test_a_rank_with_trouble_of_its_own_says_so(monkeypatch, capsys):
-    """A file that only its machine lacks; what is wrong with the arguments, which all have, one says."""
+def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_path):
+    """Not each of the 64 the same: what a file lacks, one of a machine says; but all tell their agent."""
 
     class Left(BaseException):
         pass
 
-    def run(rank, *argv) -> str:
+    def run(rank, local, *argv) -> str:
         def leave(code):
             raise Left(code)
 
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        for name, value in zip(names, (rank, 2, rank), strict=True):
+        for name, value in zip(names, (rank, 64, local), strict=True):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(os, "_exit", leave)
+        told = tmp_path / "told.json"
+        told.unlink(missing_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
         try:
             code = launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py")
         except Left as left:
             (code,) = left.args
-        assert code == 2
+        assert code == 2 and json.loads(told.read_text())["message"]["message"]
         return capsys.readouterr().err
 
-    assert run(1, "--data", "none.bin").startswith("train_fsdp.py: rank 1: none.bin: no such file")
-    assert run(1, "--n-steps", "0") == ""
-    assert run(0, "--n-steps", "0").startswith("train_fsdp.py: rank 0: --n-steps 0")
-    assert "--nproc: this script was started by a launcher" in run(0, "--nproc", "2")
-    assert "--max-restarts: this script was started by a" in run(0, "--max-restarts", "2")
+    missing = ("--data", "none.bin")
+    assert run(8, 0, *missing).startswith("train_fsdp.py: rank 8: none.bin: no such file")
+    assert run(9, 1, *missing) == ""
+    assert run(0, 0, "--n-steps", "0").startswith("train_fsdp.py: rank 0: --n-steps 0")
+    assert "--nproc: this script was started by a launcher" in run(0, 0, "--nproc", "2")
+    assert "--max-restarts: this script was started by a" in run(0, 0, "--max-restarts", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    alone = run(9, 1, "--device", "cuda")
+    assert "rank 1 of this machine sees no GPU for itself, only 1" in alone and "gpu-bind" in alone
 
 
 def test_ctrl_c_ends_all(tmp_path):
@@ -497,6 +511,10 @@ def test_launchers_are_recognised():
     assert find_ranks({}) is None
     assert find_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Ranks(3, 8, 1)
     assert find_ranks({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Ranks(0, 1, 0)
+    # Open MPI's daemons are tasks of srun.
+    daemon = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "OMPI_COMM_WORLD_RANK": "17",
+              "OMPI_COMM_WORLD_SIZE": "32", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}  # fmt: skip
+    assert find_ranks(daemon) == Ranks(17, 32, 1)
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16",
              "SLURM_LOCALID": "5"}  # fmt: skip
     assert find_ranks(slurm) == Ranks(5, 16, 5)

@@ -53,6 +53,8 @@ NAMES = [
     ("triton_tem_fused_flex_attention_backward_zeros_6", "attention"),
     # A matmul that carries the name of the attention before it.
     ("triton_tem_fused__scaled_dot_product_flash_attention_mm_t_transpose_view_3", "matmul", None),
+    ("triton_tem_fused_flex_attention_mm_t_transpose_view_3", "matmul", None),
+    ("layer_norm_bwd_preprocess", "elementwise"),
     ("matmul_kernel", "matmul", None),
     ("_grouped_mm_kernel", "matmul", None),
     ("triton_unk_fused__scaled_mm_abs_amax_0", "elementwise"),
@@ -311,16 +313,16 @@ def test_what_is_no_trace_is_one_line(content, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("event", "rest"),
+    "event",
     [
-        ({}, {"deviceProperties": {"name": "H100"}}),
-        ({"cat": "kernel", "args": {"device": {}}}, {}),
-        ({"tid": [1]}, {}),
-        ({"args": {"Input type": 3}}, {}),
-        ({"args": "text"}, {}),
+        {"cat": "kernel", "args": {"device": {}}},
+        {"cat": "cuda_runtime", "args": {"correlation": [1]}},
+        {"tid": [1]},
+        {"args": {"Input type": 3}},
+        {"args": "text"},
     ],
 )
-def test_an_event_of_no_known_form_is_one_line(event, rest, tmp_path, capsys):
+def test_an_event_of_no_known_form_is_one_line(event, tmp_path, capsys):
     event = {
         "ph": "X",
         "ts": 1.0,
@@ -330,7 +332,14 @@ def test_an_event_of_no_known_form_is_one_line(event, rest, tmp_path, capsys):
         "pid": 1,
     } | event
     path = tmp_path / "t.json"
-    path.write_text(json.dumps({"traceEvents": [event]} | rest))
+    path.write_text(json.dumps({"traceEvents": [event]}))
     assert trace_report.main([str(path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"trace_report.py: {path}: has an event") and error.count("\n") == 1
+
+
+def test_a_list_of_devices_that_is_none_names_none(tmp_path):
+    event = {"ph": "X", "ts": 1.0, "dur": 2.0, "cat": "cpu_op", "name": "aten::mm", "pid": 1}
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [event], "deviceProperties": {"name": "H100"}}))
+    assert read_trace(path).device_name is None
