@@ -23,6 +23,18 @@ def ddp_bytes(
     return {"all_reduce": total * (2 if compressed else 4)}
 
 
+def fp8_gather_bytes(args: Args) -> float:
+    """Bytes that a gather in FP8 moves a parameter.
+
+    A scale of the whole tensor, an all-reduce of a few numbers, is left out. MXFP8's, a byte for every
+    32 numbers, travel with them; and what backward is not gathered for is gathered in both orientations
+    (`fsdp_pre_all_gather` in Transformer Engine's mxfp8_tensor.py).
+    """
+    if args.fp8_recipe != "mxfp8":
+        return 1.0
+    return (1 + 1 / 32) * (2 if args.reshard_after_forward == "never" else 1)
+
+
 def fsdp_bytes(
     shapes: Shapes,
     shards: int,
@@ -34,16 +46,15 @@ def fsdp_bytes(
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
     All of it in every micro step. A parameter's rows are padded to a multiple of the shards. Weights
-    named in `in_fp8` are gathered at a byte each (their scales, an all-reduce of a few numbers, are
-    left out).
+    named in `in_fp8` are gathered in FP8.
     """
     parameter_bytes = 4 if args.amp == "off" else 2
     reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
     backward = args.pass_type != "forward"
     rows = {n: -(-s[0] // shards) * shards * math.prod(s[1:]) for n, s in shapes.items()}
     everything = sum(rows.values())
-    widths = {n: 1 if n in in_fp8 else parameter_bytes for n in shapes}
-    gathered = {n: size * widths[n] for n, size in rows.items()}
+    widths = {n: fp8_gather_bytes(args) if n in in_fp8 else parameter_bytes for n in shapes}
+    gathered = {n: round(size * widths[n]) for n, size in rows.items()}
     blocks = sum(size for name, size in gathered.items() if name.startswith("blocks."))
     moved = {}
     if shards > 1:

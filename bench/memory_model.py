@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 from bench.args import Args, parse_sac_freq
+from bench.comm import fp8_gather_bytes
 from bench.flops import chosen_blocks
 from model.chunks import chunk_rows
 from model.config import ModelConfig
@@ -139,7 +140,9 @@ class _Sizes:
             if args.reshard_after_forward == "never":
                 ahead = config.num_hidden_layers
             low = args.fp8_all_gather or args.fp8_primary_weights
-            self.gathered_blocks = (1 if low else self.width) * self.block * ahead
+            self.gathered_blocks = (
+                (fp8_gather_bytes(args) if low else self.width) * self.block * ahead
+            )
         elif args.amp != "off":
             # Autocast keeps low-precision copies of all weights until the forward pass is over.
             self.copies = 2.0 * (self.blocks + self.vocabulary)

@@ -6,12 +6,13 @@ import statistics
 import pytest
 
 import estimate
+from bench.comm import fsdp_bytes
 from bench.command_line import parse_args
 from bench.hardware import find_hardware
 from bench.memory_model import estimate_memory, largest_batch
 from bench.memory_trace import traced_memory
 from bench.sizes import resolve_batch, resolve_shards
-from bench.speed_model import collective_time, estimate_speed
+from bench.speed_model import CONSTANTS, collective_time, estimate_speed, matmul_time
 from benchmarks.estimate_vs_published import errors
 from model.config import load_config
 from tests.helpers import ROOT
@@ -147,6 +148,32 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
             "llama-3.1-8b", 4096, 8, 1, "--bsz", "1", "--use-fp8", "--fp8-recipe", "mxfp8", flag
         )
         assert (both.parameters - after.parameters) * 8 == pytest.approx(blocks, rel=1e-6)
+
+
+@pytest.mark.parametrize(("reshard", "width"), [("always", 33 / 32), ("never", 66 / 32)])
+def test_mxfp8_gathers_its_scales_and_both_orientations_where_once_must_do(reshard, width):
+    argv = ["configs/llama-tiny.json", "--use-fp8", "--fp8-recipe", "mxfp8", "--fp8-primary-weights",
+            "--reshard-after-forward", reshard]  # fmt: skip
+    args = parse_args(argv, "train_fsdp.py")
+    shapes = {"blocks.0.mlp.fc1_weight": (1376, 256), "blocks.0.attn_norm.weight": (256,)}
+    moved = fsdp_bytes(shapes, 4, 1, 1, args, {"blocks.0.mlp.fc1_weight"})["all_gather"]
+    gathers = 2 if reshard == "always" else 1
+    assert moved == gathers * (1376 * 256 * width + 256 * 2)
+
+
+def test_fp32_matmuls_are_slower_than_the_device_can():
+    """Without TF32 their rate is that of fp32, which is no fixed part of BF16's."""
+    rates = {}
+    for name in ("a100", "h100", "b200", "mi300x", "l40s", "rtx 4090"):
+        gpu = find_hardware(name)
+        for flags in ([], ["--tf32"]):
+            args = parse_args(["configs/gpt2-125m.json", "--amp", "off", *flags], "train.py")
+            seconds = matmul_time(8192, 8192, 8192, False, args, gpu, CONSTANTS)
+            rates[name, bool(flags)] = 2 * 8192**3 / seconds / 1e12
+        assert 0.5 * gpu.fp32_tflops < rates[name, False] < gpu.fp32_tflops
+    assert rates["h100", True] > 4 * rates["h100", False]
+    slow, fast = (speed("gpt2-125m", 1024, 1, "--bsz", "8", *f) for f in (["--amp", "off"], []))
+    assert slow.attention_s > 5 * fast.attention_s
 
 
 def test_accumulation_gathers_again_under_fsdp_and_reduces_once_under_ddp():

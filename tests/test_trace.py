@@ -132,6 +132,23 @@ def test_flops_of_recorded_shapes(dims, flops):
     assert matmul_flops_of(dims) == flops
 
 
+def test_matmuls_count_within_the_window_only(tmp_path):
+    """One that an asynchronous program launched before the trace still runs as the first step begins."""
+    name = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
+    events = [
+        {"cat": "user_annotation", "name": "ProfilerStep#5", "ts": 0, "dur": 100, "tid": 1},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 10, "dur": 1, "tid": 1,
+         "args": {"correlation": 2}},
+        {"cat": "kernel", "name": name, "ts": -400, "dur": 420, "tid": 7, "args": {"correlation": 1}},
+        {"cat": "kernel", "name": name, "ts": 20, "dur": 100, "tid": 7, "args": {"correlation": 2}},
+    ]  # fmt: skip
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"traceEvents": [{"ph": "X", "pid": 1} | e for e in events]}))
+    b = break_down(read_trace(path))
+    assert b.step_time_s == pytest.approx(sum(b.classes.values()))
+    assert b.matmul_s == pytest.approx(b.classes["matmul bf16"]) and b.matmul_s < 130e-6
+
+
 def rasterized(trace, begin: float, end: float) -> dict[str, float]:
     """Time [us] with computation, exposed communication, exposed copies, none: by marking a grid."""
     grid = 50  # per microsecond: between kernels there is often less than half of one
