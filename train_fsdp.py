@@ -19,7 +19,7 @@ from bench.fp8 import apply_fp8
 from bench.launch import launch_ranks
 from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
-from bench.parallel import apply_fsdp, materialize_shards, shard_values, whole
+from bench.parallel import apply_fsdp, materialize_shards, set_exact_values, whole
 from bench.precision import AMP_DTYPES, set_tf32
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
@@ -63,8 +63,7 @@ def train(args: Args, ranks: Ranks) -> None:
         materialize_shards(model, config, device, args.seed, weights, args.cpu_offload, fp8)
         optimizer = build_optimizer(model, args, fp8.adamw) if args.pass_type == "step" else None
         if optimizer is not None and fp8.set_exact:
-            for parameter, rows, full in shard_values(model, config, device, args.seed, weights):
-                fp8.set_exact(optimizer, parameter, rows, full.abs().max())
+            set_exact_values(optimizer, model, config, device, args.seed, weights, fp8)
 
         run.result.metrics.val_loss_before = evaluate(model, val_data, args, device)
         measure(run, args, model, optimizer, batches(data, plan, device, args.n_workers))

@@ -106,6 +106,20 @@ def materialize_shards(
         parameter.to_local().copy_(rows)
 
 
+def set_exact_values(
+    optimizer: torch.optim.Optimizer,
+    model: Transformer,
+    config: ModelConfig,
+    device: torch.device,
+    seed: int,
+    weights: dict | None,
+    fp8: Fp8,
+) -> None:
+    """Give an optimizer that holds the fp32 weights of FP8 ones their first values, not the rounded."""
+    for parameter, rows, full in shard_values(model, config, device, seed, weights):
+        fp8.set_exact(optimizer, parameter, rows, full.abs().max())
+
+
 @torch.no_grad()
 def shard_values(
     model: Transformer,
