@@ -84,7 +84,7 @@ def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
         info = {
             "timestamp": str(now // 10**9),
             "time_ns": now,
-            "py_callstack": full_traceback(error),
+            "py_callstack": full_traceback(error) if is_our_fault(error) else text,
             "shown": shown,
         }
         message = {"message": text, "extraInfo": info}
