@@ -27,8 +27,10 @@ from tests.test_combinations import name as cell_name
 pytestmark = pytest.mark.gpu
 # As wide as gpt2-125m, on real text (bytes), of which there is something to learn in few steps.
 TEXT = Path(tempfile.gettempdir()) / f"llm-train-bench-gpu-tests-{os.getpid()}"
+# The learning rate is one at which rounding stays rounding: on a CPU bf16 is within 5e-4 of fp32 in every
+# step; at ten times that the loss jumps to 9, and two ways to compute the same end far apart.
 FLAGS = ["--bsz", 4, "--seq-len", 256, "--device", "cuda", "--n-steps", 8, "--warmup-steps", 4,
-         "--lr", 1e-3, "--lr-warmup-steps", 2, "--data", TEXT / "train.bin"]  # fmt: skip
+         "--lr", 1e-4, "--lr-warmup-steps", 2, "--data", TEXT / "train.bin"]  # fmt: skip
 SMALL = [TEXT / "small.json", *FLAGS]
 
 
@@ -170,10 +172,10 @@ def test_recomputed_dropout_draws_the_same(policy, tmp_path):
     path.write_text(json.dumps(values))
     found = []
     for name, flags in (("plain", []), ("sac", ["--sac-freq", "1/1", "--sac-policy", policy])):
-        argv = [path, *FLAGS, *flags, "--lr", "3e-3", "--output-dir", tmp_path / name]
-        assert run_train(*argv) == 0
-        found.append([s["loss"] for s in read_steps(tmp_path / name)])
-    assert found[1] == pytest.approx(found[0], rel=2e-3)
+        assert run_train(path, *FLAGS, *flags, "--output-dir", tmp_path / name) == 0
+        found.append(read_steps(tmp_path / name))
+    # Other draws would change the first gradients' norm at once.
+    assert_alike(found[1], found[0], tolerance=2e-3)
 
 
 def test_window_by_flex_and_by_mask_train_alike(tmp_path):
@@ -283,10 +285,11 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, tmp_path):
     )
 
 
-# A 16-layer shape of 1B parameters, as wide as llama-3.2-1b.
+# A 16-layer shape of 1B parameters, as wide as llama-3.2-1b. Two layers of it on a CPU, FP8 emulated, end
+# 0.3 % from bf16 at this rate, and 2.6 % at three times that, where the first steps are chaos.
 ONE_B = [TEXT / "one_b.json", "--data", TEXT / "train.bin",
          "--bsz", 4, "--seq-len", 1024, "--device", "cuda", "--n-steps", 45, "--warmup-steps", 5,
-         "--lr", 3e-4, "--lr-warmup-steps", 10]  # fmt: skip
+         "--lr", 1e-4, "--lr-warmup-steps", 10]  # fmt: skip
 FP8 = {
     "te": ["current", "delayed", "blockwise", "mxfp8"],
     "torchao": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
