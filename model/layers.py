@@ -115,14 +115,14 @@ def _compiled_flex_attention():
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float):
     """Attention of (B, H, T, D) queries over (B, K, T, D) keys and values; causal if mask is None."""
     gqa = q.shape[1] != k.shape[1]
-    if gqa and q.is_cuda and q.dtype == torch.float32:
-        # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
-        group = q.shape[1] // k.shape[1]
-        k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
     if isinstance(mask, BlockMask):
         eager = q.is_cuda and not torch.compiler.is_compiling()
         flex = _compiled_flex_attention() if eager else flex_attention
         return flex(q, k, v, block_mask=mask, enable_gqa=gqa)
+    if gqa and q.is_cuda and q.dtype == torch.float32:
+        # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
+        group = q.shape[1] // k.shape[1]
+        k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=gqa
     )

@@ -90,14 +90,20 @@ class Traffic(TorchDispatchMode):
         return made
 
 
-def held_bytes(ranks, device) -> int:
-    """Bytes of parameters and AdamW state that this rank holds of a sharded model after a step."""
-    args = parse_args(["configs/llama-tiny.json", "--amp", "off"], "train_fsdp.py")
+def sharded_llama(ranks, device, *flags, seq_len=8):
+    """The arguments and the model of a run of train_fsdp.py as it stands before its optimizer."""
+    args = parse_args(["configs/llama-tiny.json", *flags], "train_fsdp.py")
     config = load_config(args.config)
     with torch.device("meta"):
-        model = Transformer(config, 8)
+        model = Transformer(config, seq_len)
     apply_fsdp(model, device, ranks.world, args)
     materialize_shards(model, config, device, seed=0)
+    return args, model
+
+
+def held_bytes(ranks, device) -> int:
+    """Bytes of parameters and AdamW state that this rank holds of a sharded model after a step."""
+    args, model = sharded_llama(ranks, device, "--amp", "off")
     optimizer = build_optimizer(model, args)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(ids, ids).backward()
@@ -112,12 +118,7 @@ def embedding_gradient_error(ranks, device) -> float:
     """Relative distance of the embedding's gradient under bf16 from that in fp32; few tokens, often."""
     gradients = []
     for amp in ("off", "bf16"):
-        args = parse_args(["configs/llama-tiny.json", "--amp", amp], "train_fsdp.py")
-        config = load_config(args.config)
-        with torch.device("meta"):
-            model = Transformer(config, 256)
-        apply_fsdp(model, device, ranks.world, args)
-        materialize_shards(model, config, device, seed=0)
+        _, model = sharded_llama(ranks, device, "--amp", amp, seq_len=256)
         ids = torch.randint(4, (8, 256), generator=torch.Generator().manual_seed(ranks.rank))
         model(ids, ids).backward()
         gradients.append(whole(model.embed.weight.grad))
@@ -127,12 +128,7 @@ def embedding_gradient_error(ranks, device) -> float:
 
 def dtypes_in_a_block(ranks, device) -> list[str]:
     """Of activations and rotary tables as attention gets them under bf16."""
-    args = parse_args(["configs/llama-tiny.json"], "train_fsdp.py")
-    config = load_config(args.config)
-    with torch.device("meta"):
-        model = Transformer(config, 8)
-    apply_fsdp(model, device, ranks.world, args)
-    materialize_shards(model, config, device, seed=0)
+    _, model = sharded_llama(ranks, device)
     seen = []
     model.blocks[1].attn.register_forward_pre_hook(
         lambda module, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1]))
@@ -170,12 +166,7 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
 
 def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
     """Whether this rank's fp16 step leaves the weights alone when a shard of the last one overflows."""
-    args = parse_args(["configs/llama-tiny.json", "--amp", "fp16"], "train_fsdp.py")
-    config = load_config(args.config)
-    with torch.device("meta"):
-        model = Transformer(config, 8)
-    apply_fsdp(model, device, ranks.world, args)
-    materialize_shards(model, config, device, seed=0)
+    args, model = sharded_llama(ranks, device, "--amp", "fp16")
     optimizer, scaler = build_optimizer(model, args), LossScaler(device)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -189,11 +180,7 @@ def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
 
 def hsdp_timeouts(ranks, device) -> list[float]:
     """Seconds that the groups of a 2 x n mesh wait for a collective, with --dist-timeout 7."""
-    argv = ["configs/llama-tiny.json", "--dp-replicate", "2", "--dist-timeout", "7"]
-    args = parse_args(argv, "train_fsdp.py")
-    with torch.device("meta"):
-        model = Transformer(load_config(args.config), 8)
-    apply_fsdp(model, device, ranks.world, args)
+    _, model = sharded_llama(ranks, device, "--dp-replicate", "2", "--dist-timeout", "7")
     mesh = next(model.parameters()).device_mesh
     backends = [mesh.get_group(i)._get_backend(device) for i in range(mesh.ndim)]
     return [backend.options._timeout.total_seconds() for backend in backends]
