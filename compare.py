@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from bench.checks import above_zero
 from bench.command_line import parse_dataclass
 from bench.comparison import compare
 from bench.discover import read_records
@@ -72,10 +73,7 @@ def main(argv: Sequence[str]) -> int:
         args = parse_dataclass(CompareArgs, argv, "compare.py")
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
-        for name in ("tokens", "log_seq_len", "log_gpus"):
-            value = getattr(args, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
+        above_zero(args, "tokens", "log_seq_len", "log_gpus")
         if args.baseline:
             if args.output_dir:
                 raise UsageError("--output-dir: the gate writes no report; leave out --baseline")

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.args import Args
-from bench.checks import check_args, check_combination, check_entrypoint, resolve_fp8
+from bench.checks import above_zero, at_least, changed, check, flag_of
 from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
@@ -99,20 +99,14 @@ class Estimate:
 def main(argv: Sequence[str]) -> int:
     """Estimate, print, and return the exit code: 0, or 2 for bad input."""
     try:
-        args = resolve_fp8(parse_dataclass(EstimateArgs, argv, "estimate.py"))
+        args = parse_dataclass(EstimateArgs, argv, "estimate.py")
         for name in ("gpus", "per_node"):
-            if getattr(args, name) < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
+            at_least(args, name, 1)
+        above_zero(args, "tokens", "gpu_memory_gib")
         if args.nproc:
             raise UsageError("--nproc: give the number of devices by --gpus")
-        for name in ("tokens", "gpu_memory_gib"):
-            value = getattr(args, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0 and finite")
-        check_args(args)
         script = "train.py" if args.gpus == 1 else f"train_{args.parallel}.py"
-        check_entrypoint(args, script)
-        check_combination(args, script)
+        args = check(args, script)
         config = load_config(args.config, args.pad_vocab)
         if args.fit:
             return fit(args, config, list(argv))
@@ -259,14 +253,11 @@ def fit(args: EstimateArgs, config: ModelConfig, argv: list[str]) -> int:
     """Run the same flags here for a moment, and print measured against estimated memory by kind."""
     if args.gpus != 1:
         raise UsageError("--fit runs train.py on one device; leave out --gpus")
-    own = {f.name for f in dataclasses.fields(EstimateArgs)} - {
-        f.name for f in dataclasses.fields(Args)
-    }
-    wrong = [
-        a for a in argv if a.startswith("-") and a.strip("-").replace("-", "_") in own - {"fit"}
-    ]
-    if wrong:
-        raise UsageError(f"{wrong[0]} has no meaning with --fit, which measures on this machine")
+    own = EstimateArgs.__annotations__.keys() - {"fit"}
+    if wrong := changed(args, sorted(own)):
+        raise UsageError(
+            f"{flag_of(wrong)} has no meaning with --fit, which measures on this machine"
+        )
     flags = [a for a in argv if a != "--fit"]
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags]

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from bench.auto_batch import check_auto_batch, with_largest_batch
 from bench.cells import Rows, cell_key, outcome, run_cell
+from bench.checks import changed, flag_of
 from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.experiment import Experiment, Platform, from_command_line, read_experiment
@@ -124,19 +125,16 @@ def main(argv: Sequence[str]) -> int:
 def read(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
-        defaults = {f.name: f.default for f in dataclasses.fields(SweepArgs)}
-        for name in ("models", "set", "script", "repeats", "timeout_s"):
-            if getattr(args, name) != defaults[name]:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{flag} and an experiment file, which says that itself: leave one out"
-                )
+        if given := changed(args, ("models", "set", "script", "repeats", "timeout_s")):
+            raise UsageError(
+                f"{flag_of(given)} and an experiment file, which says that itself: leave one out"
+            )
         return read_experiment(args.experiment), args.experiment
     if not args.models:
         raise UsageError("nothing to run: give an experiment file, or --models")
     try:
         return from_command_line(
-            "command-line", args.script, args.models, args.set, args.repeats, args.timeout_s
+            args.script, args.models, args.set, args.repeats, args.timeout_s
         ), "--set"
     except ValidationError as error:
         first = error.errors()[0]

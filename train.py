@@ -13,7 +13,7 @@ from bench.fp8 import apply_fp8
 from bench.launch import launch
 from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
-from bench.precision import AMP_DTYPES, set_tf32
+from bench.precision import set_tf32
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
@@ -35,28 +35,28 @@ def train(args: Args) -> None:
     set_tf32(args.tf32, device)
     check_capture(args, device)
     torch.manual_seed(args.seed)  # dropout; parameters and data have generators of their own
-    flex = select_attention(args, config, seq_len, device, AMP_DTYPES[args.amp])
-    data, val_data = open_data(args, config, seq_len, device, batch.global_batch)
+    flex = select_attention(args, config, seq_len, device)
+    data, val_data = open_data(args, config, batch, device)
     plan = sample_plan(total_steps(args), batch)
     with torch.device("meta"):
         model = Transformer(config, seq_len, flex)
-    fp8 = apply_fp8(model, args, config, device, batch)
-    weights = check_pretrained(model, config, args.init_from) if args.init_from else None
+    fp8 = apply_fp8(model, args, device, batch)
+    weights = check_pretrained(model, args.init_from) if args.init_from else None
 
     with Run("train.py", args, config, device, batch, fp8=fp8) as run:
         apply_recompute(model, recompute, args.sac_policy, fp8.checkpoint)
         if args.pt_compile:
             apply_compile(model, args)
-        materialize(model, config, device, args.seed)
+        materialize(model, device, args.seed)
         if weights:
-            load_pretrained(model, config, weights)
-        optimizer = build_optimizer(model, args) if args.pass_type == "step" else None
+            load_pretrained(model, weights)
+        optimizer = build_optimizer(model, args)
 
-        run.result.metrics.val_loss_before = evaluate(model, val_data, args, device)
-        measure(run, args, model, optimizer, batches(data, plan, device, args.n_workers))
-        run.result.metrics.val_loss = evaluate(model, val_data, args, device)
+        run.result.metrics.val_loss_before = evaluate(run, model, val_data)
+        measure(run, model, optimizer, batches(data, plan, device, args.n_workers))
+        run.result.metrics.val_loss = evaluate(run, model, val_data)
         if args.export:
-            save_pretrained(model, config, run.directory / "export")
+            save_pretrained(model, run.directory / "export")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from bench.launch import launch_ranks
 from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
 from bench.parallel import apply_fsdp, materialize_shards, set_exact_values, whole
-from bench.precision import AMP_DTYPES, set_tf32
+from bench.precision import set_tf32
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
@@ -41,35 +41,32 @@ def train(args: Args, ranks: Ranks) -> None:
     set_tf32(args.tf32, device)
     check_capture(args, device)
     torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
-    flex = select_attention(args, config, seq_len, device, AMP_DTYPES[args.amp])
-    data, val_data = open_data(args, config, seq_len, device, batch.global_batch)
+    flex = select_attention(args, config, seq_len, device)
+    data, val_data = open_data(args, config, batch, device)
     plan = sample_plan(total_steps(args), batch, ranks.rank)
     with torch.device("meta"):
         model = Transformer(config, seq_len, flex)
-    fp8 = apply_fp8(model, args, config, device, batch, shards)
-    weights = check_pretrained(model, config, args.init_from) if args.init_from else None
+    fp8 = apply_fp8(model, args, device, batch, shards)
+    weights = check_pretrained(model, args.init_from) if args.init_from else None
     dist.join(ranks, device, args.dist_timeout, args.cpu_offload)
 
     with Run("train_fsdp.py", args, config, device, batch, ranks, fp8) as run:
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        replicas = ranks.world // shards
-        run.set_traffic(
-            fsdp_bytes(shapes, shards, replicas, batch.grad_acc_steps, args, fp8.gathered)
-        )
+        run.set_traffic(fsdp_bytes(shapes, shards, batch.grad_acc_steps, args, fp8.gathered))
         apply_recompute(model, recompute, args.sac_policy, fp8.checkpoint)
         if args.pt_compile:
             apply_compile(model, args)
         apply_fsdp(model, device, ranks.world, args)
-        materialize_shards(model, config, device, args.seed, weights, args.cpu_offload, fp8)
-        optimizer = build_optimizer(model, args, fp8.adamw) if args.pass_type == "step" else None
+        materialize_shards(model, device, args, weights, fp8)
+        optimizer = build_optimizer(model, args, fp8.adamw)
         if optimizer is not None and fp8.set_exact:
-            set_exact_values(optimizer, model, config, device, args.seed, weights, fp8)
+            set_exact_values(optimizer, model, device, args, weights, fp8)
 
-        run.result.metrics.val_loss_before = evaluate(model, val_data, args, device)
-        measure(run, args, model, optimizer, batches(data, plan, device, args.n_workers))
-        run.result.metrics.val_loss = evaluate(model, val_data, args, device)
+        run.result.metrics.val_loss_before = evaluate(run, model, val_data)
+        measure(run, model, optimizer, batches(data, plan, device, args.n_workers))
+        run.result.metrics.val_loss = evaluate(run, model, val_data)
         if args.export:
-            save_pretrained(model, config, run.directory / "export", whole, write=ranks.main)
+            save_pretrained(model, run.directory / "export", whole, write=ranks.main)
 
 
 if __name__ == "__main__":

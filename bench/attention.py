@@ -8,14 +8,13 @@ import torch.nn.functional as F
 
 from bench.args import Args
 from bench.errors import UsageError
+from bench.precision import AMP_DTYPES
 from model.config import ModelConfig
 
 KERNELS = ("flash", "cudnn", "efficient", "math")
 
 
-def select_attention(
-    args: Args, config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype
-) -> bool:
+def select_attention(args: Args, config: ModelConfig, seq_len: int, device: torch.device) -> bool:
     """Allow only the named kernel in this process, and see that it can run the model.
 
     Returns whether sliding windows go through FlexAttention (else a dense mask does it). A kernel
@@ -46,7 +45,7 @@ def select_attention(
             "applies the sliding window; set it to 0, or use --attention math"
         )
     if name in KERNELS:
-        _probe(name, config, windowed, device, dtype)
+        _probe(args, config, windowed, device)
     return flex
 
 
@@ -61,46 +60,40 @@ def _windowed(config: ModelConfig, seq_len: int) -> bool:
 
 
 def attention_kernel(
-    args: Args, config: ModelConfig, seq_len: int, device: torch.device, dtype: torch.dtype
+    args: Args, config: ModelConfig, seq_len: int, device: torch.device
 ) -> str | None:
     """The kernel that PyTorch takes for this model's attention, or None where it does not tell."""
     if uses_flex(args, config, seq_len, device):
         return "flex"
     T = min(seq_len, 512)
-    sizes = _heads(config, device, dtype)
-    q, k, v = (
-        torch.empty(1, n, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
-        for n in sizes
-    )
+    q, k, v = _inputs(args, config, T, device)
     masked = _windowed(config, seq_len)
     mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
     with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
         number = torch._fused_sdp_choice(
-            q, k, v, mask, config.attention_dropout, not masked, enable_gqa=sizes[0] != sizes[1]
+            q, k, v, mask, config.attention_dropout, not masked, enable_gqa=q.shape != k.shape
         )
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
     return None
 
 
-def _heads(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Heads of queries, keys and values as the kernel gets them (model/layers.py's `attend`)."""
+def _inputs(args: Args, config: ModelConfig, T: int, device: torch.device) -> list[torch.Tensor]:
+    """Zeros (1, heads, T, head_dim) as queries, keys, values: as model/layers.py's `attend` has them."""
     n, groups = config.num_attention_heads, config.num_key_value_heads
+    dtype = AMP_DTYPES[args.amp]
     if device.type == "cuda" and dtype == torch.float32:
         groups = n
-    return n, groups, groups
+    options = {"device": device, "dtype": dtype, "requires_grad": True}
+    return [torch.zeros(1, heads, T, config.head_dim, **options) for heads in (n, groups, groups)]
 
 
-def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dtype: torch.dtype):
+def _probe(args: Args, config: ModelConfig, mask: bool, device: torch.device) -> None:
     """Run the one allowed kernel on a small case of the model's heads."""
     T = 16
-    sizes = _heads(config, device, dtype)
-    q, k, v = (
-        torch.zeros(1, n, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
-        for n in sizes
-    )
+    q, k, v = _inputs(args, config, T, device)
     attn_mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if mask else None
     try:
-        if device.type == "cpu" and name not in ("flash", "math"):
+        if device.type == "cpu" and args.attention not in ("flash", "math"):
             raise RuntimeError("No available kernel on a CPU")
         with warnings.catch_warnings():  # torch explains at length why it refused a kernel
             warnings.simplefilter("ignore")
@@ -111,7 +104,7 @@ def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dty
                 attn_mask=attn_mask,
                 dropout_p=config.attention_dropout,
                 is_causal=not mask,
-                enable_gqa=sizes[0] != sizes[1],
+                enable_gqa=q.shape != k.shape,
             ).sum().backward()
     except RuntimeError as error:
         if "No available kernel" not in str(error):
@@ -119,7 +112,7 @@ def _probe(name: str, config: ModelConfig, mask: bool, device: torch.device, dty
         extras = " with a sliding window" if mask else ""
         extras += " and dropout" if config.attention_dropout else ""
         raise UsageError(
-            f"--attention {name}: that kernel cannot run {sizes[0]} heads over {sizes[1]} "
-            f"key/value heads of {config.head_dim} in {str(dtype).removeprefix('torch.')} on "
+            f"--attention {args.attention}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "
+            f"key/value heads of {config.head_dim} in {str(q.dtype).removeprefix('torch.')} on "
             f"{device.type}{extras}; use --attention auto"
         ) from None

@@ -26,10 +26,10 @@ class Costly:
 class Gaps:
     """Moments in which the GPU waited for the host to give it its next kernel, per step."""
 
-    count: float = 0.0
-    time_s: float = 0.0
-    longest_s: float = 0.0
-    by_part: dict[str, float] = dataclasses.field(default_factory=dict)
+    count: float
+    time_s: float
+    longest_s: float
+    by_part: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,36 +6,41 @@ What depends on the model, the device or the number of ranks is checked where th
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from bench.args import PROFILER_WARMUP, Args, captured_steps, parse_sac_freq, window_end
 from bench.combinations import GRAPH_MODES, combination_of, refusal
 from bench.errors import UsageError
 
 
+def check(args: Args, prog: str) -> Args:
+    """The arguments with `auto` made definite; UsageError in one line where a run could not use them."""
+    args = resolve_fp8(args)
+    check_args(args)
+    check_entrypoint(args, prog)
+    check_combination(args, prog)
+    return args
+
+
 def check_args(args: Args) -> None:
     """Refuse values that no run can use; what depends on model or device is checked where known."""
     for name in ("bsz", "grad_acc_steps", "n_steps", "pad_vocab", "val_batches"):
-        _at_least(args, name, 1)
+        at_least(args, name, 1)
     for name in ("warmup_steps", "n_workers", "seed", "lr_warmup_steps"):
-        _at_least(args, name, 0)
+        at_least(args, name, 0)
     for name in ("lr", "min_lr_ratio", "weight_decay", "grad_clip"):
-        _at_least(args, name, 0.0)
-    for name in ("seq_len", "peak_tflops", "peak_fp8_tflops", "usd_per_hour"):
-        value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise UsageError(f"--{_flag(name)} {value}: must be above 0 and finite")
+        at_least(args, name, 0.0)
+    above_zero(args, "seq_len", "peak_tflops", "peak_fp8_tflops", "usd_per_hour",
+               "dist_timeout", "bucket_cap_mb")  # fmt: skip
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
-            raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be from 0 to below 1")
+            raise UsageError(f"{flag_of(name)} {getattr(args, name)}: must be from 0 to below 1")
     for name in ("nproc", "global_bsz"):
         if getattr(args, name) is not None:
-            _at_least(args, name, 1)
+            at_least(args, name, 1)
     for name in ("max_restarts", "prefetch"):
-        _at_least(args, name, 0)
-    _at_least(args, "dp_replicate", 1)
-    for name in ("dist_timeout", "bucket_cap_mb"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise UsageError(f"--{_flag(name)} {getattr(args, name)}: must be above 0")
+        at_least(args, name, 0)
+    at_least(args, "dp_replicate", 1)
     parse_sac_freq(args.sac_freq)
     if args.sac_policy == "op" and args.sac_freq is None:
         raise UsageError("--sac-policy op needs --sac-freq, for example 1/1")
@@ -64,12 +69,12 @@ def _check_capture(args: Args) -> None:
         raise UsageError("--memory-snapshot looks at the warm-up; use --warmup-steps 2 or more")
     if not args.profile:
         names = ("profile_start", "profile_steps", "profile_shapes", "profile_stacks")
-        if wrong := _changed(args, names):
-            raise UsageError(f"--{_flag(wrong)} needs --profile")
-    _at_least(args, "profile_steps", 1)
+        if wrong := changed(args, names):
+            raise UsageError(f"{flag_of(wrong)} needs --profile")
+    at_least(args, "profile_steps", 1)
     for name in ("profile_start", "nsys_start"):
         if getattr(args, name) is not None:
-            _at_least(args, name, 0)
+            at_least(args, name, 0)
     if (args.nsys_start is None) != (args.nsys_end is None):
         raise UsageError("--nsys-start and --nsys-end go together: first step, step after the last")
     if args.nsys_start is not None:
@@ -104,8 +109,8 @@ def resolve_fp8(args: Args) -> Args:
             "fp8_all_gather",
             "fp8_primary_weights",
         )
-        if wrong := _changed(args, names):
-            raise UsageError(f"--{_flag(wrong)} needs --use-fp8")
+        if wrong := changed(args, names):
+            raise UsageError(f"{flag_of(wrong)} needs --use-fp8")
         return args
     backend, recipe = args.fp8_backend, args.fp8_recipe
     if backend == "auto":
@@ -154,19 +159,14 @@ def _check_primary_weights(args: Args) -> None:
 def check_combination(args: Args, prog: str) -> None:
     """Refuse toggles that do not go together, as bench/combinations.py says."""
     if rule := refusal(combination_of(args, prog)):
-        flags = " ".join(flags_of(args, rule.when))
-        raise UsageError(f"{flags}: {rule.reason}; use {rule.instead}")
-
-
-def flags_of(args: Args, axes: Iterable[str]) -> list[str]:
-    """The flags that put a run where it is on each axis of the table of combinations."""
-    flags = {
-        "amp": f"--amp {args.amp}",
-        "fp8": f"--use-fp8 --fp8-backend {args.fp8_backend}",
-        "compile": f"--pt-compile --compile-mode {args.compile_mode}",
-        "sac": f"--sac-freq {args.sac_freq} --sac-policy {args.sac_policy}",
-    }
-    return [flags[axis] for axis in axes if axis in flags]
+        flags = {
+            "amp": f"--amp {args.amp}",
+            "fp8": f"--use-fp8 --fp8-backend {args.fp8_backend}",
+            "compile": f"--pt-compile --compile-mode {args.compile_mode}",
+            "sac": f"--sac-freq {args.sac_freq} --sac-policy {args.sac_policy}",
+        }
+        given = " ".join(flags[axis] for axis in rule.when if axis in flags)
+        raise UsageError(f"{given}: {rule.reason}; use {rule.instead}")
 
 
 DDP_FLAGS = ("bucket_cap_mb", "grad_compression")
@@ -204,13 +204,13 @@ def check_entrypoint(args: Args, prog: str) -> None:
 
 
 def _refuse(args: Args, names: Sequence[str], prog: str, where: str) -> None:
-    if name := _changed(args, names):
-        raise UsageError(f"--{_flag(name)} has no meaning for {prog}; it is for {where}")
+    if name := changed(args, names):
+        raise UsageError(f"{flag_of(name)} has no meaning for {prog}; it is for {where}")
 
 
-def _changed(args: Args, names: Sequence[str]) -> str | None:
-    """The first of these flags that is not at its default."""
-    defaults = {field.name: field.default for field in dataclasses.fields(Args)}
+def changed(args: Any, names: Iterable[str]) -> str | None:
+    """The first of these fields of a dataclass that is not at its default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
     return next((name for name in names if getattr(args, name) != defaults[name]), None)
 
 
@@ -218,14 +218,24 @@ def _changed(args: Args, names: Sequence[str]) -> str | None:
 MOST = {"n_steps": 10**7, "warmup_steps": 10**7, "profile_steps": 10**5, "seed": 2**63 - 1}
 
 
-def _at_least(args: Args, name: str, minimum: float) -> None:
+def at_least(args: Any, name: str, minimum: float) -> None:
+    """UsageError if a field is below the minimum, or too large for anything."""
     value = getattr(args, name)
     if not minimum <= value < float("inf"):
-        raise UsageError(f"--{_flag(name)} {value}: must be at least {minimum:g}")
+        raise UsageError(f"{flag_of(name)} {value}: must be at least {minimum:g}")
     most = MOST.get(name, 2**31)
     if isinstance(value, int) and value > most:
-        raise UsageError(f"--{_flag(name)} {value}: must be at most {most}")
+        raise UsageError(f"{flag_of(name)} {value}: must be at most {most}")
 
 
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+def above_zero(args: Any, *names: str) -> None:
+    """UsageError if one of these fields is given and not above 0 and finite."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{flag_of(name)} {value}: must be above 0 and finite")
+
+
+def flag_of(name: str) -> str:
+    """A field as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"

@@ -13,14 +13,12 @@ from bench.args import Args
 Shapes = Mapping[str, Sequence[int]]
 
 
-def ddp_bytes(
-    shapes: Shapes, compressed: bool, replicas: int, train: bool = True
-) -> dict[str, int]:
+def ddp_bytes(shapes: Shapes, world: int, args: Args) -> dict[str, int]:
     """DDP reduces each gradient once per step, in fp32 or bf16; without gradients nothing."""
-    if replicas == 1 or not train:
+    if world == 1 or args.pass_type == "forward":
         return {}
     total = sum(math.prod(shape) for shape in shapes.values())
-    return {"all_reduce": total * (2 if compressed else 4)}
+    return {"all_reduce": total * (2 if args.grad_compression == "bf16" else 4)}
 
 
 def fp8_gather_bytes(args: Args) -> float:
@@ -38,7 +36,6 @@ def fp8_gather_bytes(args: Args) -> float:
 def fsdp_bytes(
     shapes: Shapes,
     shards: int,
-    replicas: int,
     micro_steps: int,
     args: Args,
     in_fp8: Collection[str] = (),
@@ -62,6 +59,6 @@ def fsdp_bytes(
         moved["all_gather"] = micro_steps * (sum(gathered.values()) + again)
         if backward:
             moved["reduce_scatter"] = micro_steps * everything * reduce_bytes
-    if replicas > 1 and backward:
+    if args.dp_replicate > 1 and backward:
         moved["all_reduce"] = micro_steps * everything // shards * reduce_bytes
     return moved

@@ -10,7 +10,7 @@ from typing import TypeVar
 import tyro
 
 from bench.args import Args
-from bench.checks import check_args, check_combination, check_entrypoint, resolve_fp8
+from bench.checks import check
 from bench.errors import UsageError
 
 Parsed = TypeVar("Parsed")
@@ -18,11 +18,7 @@ Parsed = TypeVar("Parsed")
 
 def parse_args(argv: Sequence[str], prog: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
-    args = resolve_fp8(parse_dataclass(Args, argv, prog))
-    check_args(args)
-    check_entrypoint(args, prog)
-    check_combination(args, prog)
-    return args
+    return check(parse_dataclass(Args, argv, prog), prog)
 
 
 def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parsed:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Collection, Mapping
 
 from bench.errors import UsageError
-from bench.hardware import Hardware, find_hardware
+from bench.hardware import device_called
 from bench.hyperparameters import differing
 from bench.records import Record
 from bench.statistics import bootstrap_ratio
@@ -87,7 +87,7 @@ def compare(
 
 
 def group_of(r: Record) -> str:
-    """Runs of one model and sequence length are compared; by the shape's hash where it is known."""
+    """The runs of one model, by its name, and one sequence length are a group."""
     name = (r.model or "unknown model").lower()
     return f"{name} T{r.seq_len}" if r.seq_len else name
 
@@ -121,11 +121,6 @@ def _short(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def mfu_comparable(rows: list[Row]) -> bool:
-    """Whether all rows' MFU counts FLOPs the same way."""
-    return len({r.record.flop_convention for r in rows if r.record.mfu is not None}) <= 1
-
-
 def _fill_ratio(row: Row, reference: Record) -> None:
     ours, theirs = row.record.tokens_per_sec_per_gpu, reference.tokens_per_sec_per_gpu
     if not ours or not theirs:
@@ -137,19 +132,8 @@ def _fill_ratio(row: Row, reference: Record) -> None:
         row.ratio_low, row.ratio_high = (row.ratio * end / middle for end in spread)
 
 
-def known_hardware(name: str | None) -> Hardware | None:
-    """The entry of configs/hardware.json for a run's hardware, if it is there by its whole name."""
-    if name is None:
-        return None
-    try:
-        found = find_hardware(name)
-    except UsageError:
-        return None
-    return found if name in (found.name, *found.driver_names) else None
-
-
 def _fill_cost(row: Row, prices: Prices, tokens: float | None) -> None:
-    r, entry = row.record, known_hardware(row.record.hardware)
+    r, entry = row.record, device_called(row.record.hardware)
     names = [n for n in (r.hardware, entry and entry.name) if n]
     price = next((prices.usd_per_hour[n] for n in names if n in prices.usd_per_hour), None)
     price = price or r.usd_per_hour or (entry and entry.usd_per_hour)
@@ -158,7 +142,7 @@ def _fill_cost(row: Row, prices: Prices, tokens: float | None) -> None:
         row.usd_per_trillion = price / 3600 / rate * 1e12
     row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
     watts = next((prices.tdp_w[n] for n in names if n in prices.tdp_w), None)
-    watts = watts or (entry and entry.tdp_w)
+    watts = watts or r.power_limit_w or (entry and entry.tdp_w)
     if row.tokens_per_joule is None and rate and watts:
         row.tokens_per_joule = rate / watts
     if tokens and r.tokens_per_sec:

@@ -59,9 +59,9 @@ def apply_compile(model: Transformer, args: Args) -> None:
     model.loss.chunk_fn = _named(chunk, "loss")
 
 
-def uses_cuda_graphs(pt_compile: bool, mode: str, device: torch.device) -> bool:
+def uses_cuda_graphs(args: Args, device: torch.device) -> bool:
     """Whether blocks run as CUDA graphs."""
-    return pt_compile and mode in GRAPH_MODES and device.type == "cuda"
+    return args.pt_compile and args.compile_mode in GRAPH_MODES and device.type == "cuda"
 
 
 def compile_counts() -> CompileCounts:

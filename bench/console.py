@@ -9,7 +9,7 @@ from rich.table import Table
 
 from bench.args import parse_sac_freq
 from bench.flops import chosen_blocks
-from bench.results import HELD_DOWN, DeviceUse, Profile, Result
+from bench.results import DeviceUse, Profile, Result
 from bench.stepfile import Step
 
 
@@ -151,15 +151,15 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
         ("tokens/s", _number(m.tokens_per_sec, ",.0f")),
         ("tokens/s per device", _number(m.tokens_per_sec_per_gpu, ",.0f")),
+        ("step time: median", f"{_number(m.step_time_median_s, '.4f')} s"),
         (
-            "step time: median [95 % of mean]",
-            f"{_number(m.step_time_median_s, '.4f')} s "
+            "step time: mean [95 %]",
+            f"{_number(m.step_time_mean_s, '.4f')} s "
             f"[{_number(m.step_time_ci95_low_s, '.4f')}, {_number(m.step_time_ci95_high_s, '.4f')}]",
         ),
         (
-            "step time: mean, std, CV",
-            f"{_number(m.step_time_mean_s, '.4f')} s, {_number(m.step_time_std_s, '.4f')} s, "
-            f"{_number(m.step_time_cv, '.1%')}",
+            "step time: std, CV",
+            f"{_number(m.step_time_std_s, '.4f')} s, {_number(m.step_time_cv, '.1%')}",
         ),
         (
             "data / forward / backward / optimizer",
@@ -240,8 +240,7 @@ def _device_row(d: DeviceUse) -> str:
     text = f"{d.sm_clock_mean_mhz:,.0f} of {_number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
     text += f"{_number(d.average_power_w, '.0f')} (peak {_number(d.peak_power_w, '.0f')}) of "
     text += f"{_number(d.power_limit_w, '.0f')} W, {_number(d.temperature_max_c, '.0f')} C"
-    reasons = (d.throttled or {}).items()
-    held = ", ".join(f"{why} {part:.0%}" for why, part in reasons if part >= HELD_DOWN)
+    held = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
     text += f", HELD DOWN: {held}" if held else ""
     return f"{text}, SHARED" if d.other_processes else text
 

@@ -111,14 +111,15 @@ Validation = tuple[FileTokens, Sequence[int]]
 
 
 def open_data(
-    args: Args, config: ModelConfig, seq_len: int, device: torch.device, global_batch: int
+    args: Args, config: ModelConfig, batch: Batch, device: torch.device
 ) -> tuple[Source, Validation | None]:
     """Training data and, if asked for, validation data; UsageError if one cannot serve the run."""
+    seq_len = batch.seq_len
     if args.data == "synthetic":
         source = SyntheticTokens(config.vocab_size, args.bsz, seq_len, args.seed, device)
     else:
         source = FileTokens(args.data, config.vocab_size, args.bsz, seq_len, args.seed)
-        source.check(total_steps(args) * global_batch)
+        source.check(total_steps(args) * batch.global_batch)
     if not args.val_data:
         return source, None
     val_source = FileTokens(args.val_data, config.vocab_size, args.bsz, seq_len, 0)

@@ -10,6 +10,9 @@ from bench.read_logs import read_log
 from bench.read_results import read_csv, read_json
 from bench.records import LogFacts, Record, check_figures
 
+# What a file of a known kind can make a reader stumble over.
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
 
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
     """The runs in files and directories.
@@ -74,6 +77,16 @@ def discover(directory: Path) -> list[Path]:
 
 def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> list[Record]:
     try:
+        return _parse(path, facts)
+    except UsageError as error:
+        if say is None:
+            raise
+        say(str(error))
+        return []
+
+
+def _parse(path: Path, facts: LogFacts) -> list[Record]:
+    try:
         if path.suffix == ".json":
             records = read_json(path)
         elif path.suffix == ".csv":
@@ -83,31 +96,12 @@ def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> lis
         for record in records:
             check_figures(record)
         return records
-    except UsageError as error:
-        if say is None:
-            raise
-        say(str(error))
     except OSError as error:
-        text = f"{path}: cannot be read: {error.strerror}"
-        if say is None:
-            raise UsageError(text) from None
-        say(text)
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        text = f"{path}: is no JSON ({error}); was it cut off?"
-        if say is None:
-            raise UsageError(text) from None
-        say(text)
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+        raise UsageError(f"{path}: is no JSON ({error}); was it cut off?") from None
+    except UNEXPECTED as error:
         what = " ".join(str(error).split())[:150]
-        text = f"{path}: is of a known kind, but not understood: {type(error).__name__}: {what}"
-        if say is None:
-            raise UsageError(text) from None
-        say(text)
-    return []
+        raise UsageError(
+            f"{path}: is of a known kind, but not understood: {type(error).__name__}: {what}"
+        ) from None

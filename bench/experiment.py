@@ -10,23 +10,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from bench.errors import UsageError
 from bench.hyperparameters import FLAGS
+from bench.results import first_problem
 
 Platform = Literal["nvidia", "amd", "cpu"]
 Value = bool | int | float | str | None
 Flags = dict[str, Value]
 
 
-class Strict(BaseModel):
-    """A part of the file; keys that it does not know are errors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class Machine(Strict):
+class Machine(BaseModel, extra="forbid"):
     """The hardware of one platform, for the arithmetic of batches and for cost."""
 
     gpu: str | None = None
@@ -35,14 +30,14 @@ class Machine(Strict):
     tdp_w: float | None = Field(None, gt=0)
 
 
-class Parallel(Strict):
+class Parallel(BaseModel, extra="forbid"):
     """How the GPUs are shared out: replicas x shards."""
 
     dp_replicate: int = Field(1, ge=1)
     dp_shard: int | None = Field(None, ge=1)
 
 
-class Experiment(Strict):
+class Experiment(BaseModel, extra="forbid"):
     """The file as it is written; docs/SWEEPS.md explains each key."""
 
     experiment: str = Field(pattern=r"^[\w.-]+$")
@@ -88,9 +83,7 @@ def read_experiment(path: str | Path) -> Experiment:
     try:
         return Experiment.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise UsageError(f"{path}: {where}: {first['msg']}") from None
+        raise UsageError(f"{path}: {first_problem(error)}") from None
 
 
 def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
@@ -113,7 +106,6 @@ def substitute(text: str, environ: dict[str, str], path: str | Path = "text") ->
 
 
 def from_command_line(
-    name: str,
     script: str,
     models: Sequence[str],
     settings: Sequence[str],
@@ -139,6 +131,6 @@ def from_command_line(
         else:
             grid[flag] = parsed
     return Experiment(
-        experiment=name, script=script, models=list(models), training=training, grid=grid,
+        experiment="command-line", script=script, models=list(models), training=training, grid=grid,
         repeats=repeats, timeout_s=timeout_s,
     )  # fmt: skip

@@ -7,14 +7,12 @@ from bench.fp8_hooks import Fp8
 from bench.fp8_te import apply_te
 from bench.fp8_torchao import apply_torchao
 from bench.results import Batch
-from model.config import ModelConfig
 from model.transformer import Transformer
 
 
 def apply_fp8(
     model: Transformer,
     args: Args,
-    config: ModelConfig,
     device: torch.device,
     batch: Batch,
     shards: int = 1,
@@ -27,5 +25,5 @@ def apply_fp8(
     if not args.use_fp8:
         return Fp8()
     if args.fp8_backend == "te":
-        return apply_te(model, args, config, device, batch, shards)
+        return apply_te(model, args, device, batch, shards)
     return apply_torchao(model, args, device, batch.micro_batch * batch.seq_len, shards)

@@ -29,7 +29,6 @@ SUPPORT = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_ava
 def apply_te(
     model: Transformer,
     args: Args,
-    config: ModelConfig,
     device: torch.device,
     batch: Batch,
     shards: int,
@@ -38,7 +37,7 @@ def apply_te(
 
     UsageError where hardware, sizes or an absent library stand against it.
     """
-    library = import_te(device)
+    library, config = import_te(device), model.config
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     kind, primary = args.fp8_recipe, args.fp8_primary_weights
     recipe = make_recipe(kind)
@@ -76,9 +75,7 @@ def apply_te(
     )
     # What was cast for one micro batch serves the next ones of its step, where no weight is sharded.
     cached = batch.grad_acc_steps > 1 and not primary
-    micro_batch = te_blocks.convert(
-        model, config, library, cached, recipe if primary else None, kept
-    )
+    micro_batch = te_blocks.convert(model, library, cached, recipe if primary else None, kept)
 
     def forward(micro: int) -> contextlib.AbstractContextManager:
         micro_batch.first = micro == 0

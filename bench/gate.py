@@ -31,7 +31,7 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
     results = own_results(paths)
     if update:
         code = 0
-        for _, result in one_each(results):
+        for result in one_each(results):
             if why := unfit(result):
                 print(f"UNFIT {result.run_name}: {why}; its baseline stays as it was")
                 code = 1
@@ -40,7 +40,7 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
             print(f"baseline {baseline_key(result)}: {result.metrics.tokens_per_sec_per_gpu:,.0f}")
         write_baselines(path, stored)
         return code
-    verdicts = [judge(result, stored, tolerance) for _, result in results]
+    verdicts = [judge(result, stored, tolerance) for result in results]
     for verdict in verdicts:
         print(verdict.line)
     if all(verdict.unknown for verdict in verdicts):
@@ -49,20 +49,20 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
     return 1 if any(verdict.bad for verdict in verdicts) else 0
 
 
-def one_each(results: list[tuple[Path, Result]]) -> list[tuple[Path, Result]]:
+def one_each(results: list[Result]) -> list[Result]:
     """Of several runs of one setting (a sweep's repeats) the one with the median rate."""
-    groups: dict[str, list[tuple[Path, Result]]] = {}
-    for file, result in results:
-        groups.setdefault(baseline_key(result), []).append((file, result))
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(baseline_key(result), []).append(result)
     kept = []
     for members in groups.values():
-        fit = [m for m in members if not unfit(m[1])] or members
-        fit.sort(key=lambda m: m[1].metrics.tokens_per_sec_per_gpu or 0.0)
+        fit = [m for m in members if not unfit(m)] or members
+        fit.sort(key=lambda m: m.metrics.tokens_per_sec_per_gpu or 0.0)
         kept.append(fit[(len(fit) - 1) // 2])
     return kept
 
 
-def own_results(paths: Sequence[str]) -> list[tuple[Path, Result]]:
+def own_results(paths: Sequence[str]) -> list[Result]:
     """Our result.json files in files and directories, checked."""
     files: list[Path] = []
     for name in paths:
@@ -72,7 +72,7 @@ def own_results(paths: Sequence[str]) -> list[tuple[Path, Result]]:
     results = []
     for file in files:
         try:
-            results.append((file, read_result(file)))
+            results.append(read_result(file))
         except OSError as error:
             raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
         except ValueError:

@@ -1,6 +1,7 @@
 """What is known of a device: datasheet peaks and measured matmul rates. Needs no torch."""
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,40 @@ HARDWARE_FILE = Path(__file__).parent.parent / "configs" / "hardware.json"
 
 # Part of the listed memory that a whole device has at least.
 WHOLE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """All that configs/hardware.json has on one device; None where unknown."""
+
+    name: str
+    driver_names: tuple[str, ...]
+    bf16_tflops: float
+    fp8_tflops: float | None
+    fp32_tflops: float
+    mxfp8: bool
+    memory_gib: float
+    memory_tb_per_s: float
+    tdp_w: float
+    ring_gb_per_s: float
+    nic_gb_per_s: float
+    measured_bf16_tflops: float | None
+    measured_fp8_tflops: float | None
+    usd_per_hour: float | None
+    fitted: dict[str, float]
+    source: str
+
+
+@functools.cache
+def devices() -> tuple[Hardware, ...]:
+    """All that configs/hardware.json lists."""
+    entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
+    return tuple(Hardware(**e | {"driver_names": tuple(e["driver_names"])}) for e in entries)
+
+
+def device_called(name: str | None) -> Hardware | None:
+    """The device of just that name, its own or one that drivers give it."""
+    return next((d for d in devices() if name in (d.name, *d.driver_names)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +81,9 @@ def name_of_part(device_name: str, memory_gib: float | None) -> str:
 
     A partition of an AMD GPU keeps the name of the whole, and has much less memory than that.
     """
-    for entry in json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]:
-        much_less = memory_gib is not None and memory_gib < WHOLE * entry["memory_gib"]
-        if device_name in entry["driver_names"] and much_less:
-            return f"{device_name}, {memory_gib:.0f} GiB of it"
+    whole = device_called(device_name)
+    if whole and memory_gib is not None and memory_gib < WHOLE * whole.memory_gib:
+        return f"{device_name}, {memory_gib:.0f} GiB of it"
     return device_name
 
 
@@ -62,9 +96,8 @@ def find_peaks(
     `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) go before the file.
     """
     found = Peaks(device_name, None, None, "unknown")
-    for entry in json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]:
-        if device_name in entry["driver_names"]:
-            found = Peaks(entry["name"], entry["bf16_tflops"], entry["fp8_tflops"], entry["source"])
+    if listed := device_called(device_name):
+        found = Peaks(listed.name, listed.bf16_tflops, listed.fp8_tflops, listed.source)
     told = {"--peak-tflops": user_bf16, "--peak-fp8-tflops": user_fp8}
     flags = [flag for flag, value in told.items() if value is not None]
     if not flags:
@@ -78,38 +111,15 @@ def find_peaks(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """All that configs/hardware.json has on one device; None where unknown."""
-
-    name: str
-    driver_names: tuple[str, ...]
-    bf16_tflops: float
-    fp8_tflops: float | None
-    fp32_tflops: float
-    mxfp8: bool
-    memory_gib: float
-    memory_tb_per_s: float
-    tdp_w: float
-    ring_gb_per_s: float
-    nic_gb_per_s: float
-    measured_bf16_tflops: float | None
-    measured_fp8_tflops: float | None
-    usd_per_hour: float | None
-    fitted: dict[str, float]
-    source: str
-
-
 def find_hardware(name: str) -> Hardware:
     """A device by its name or the start of it, in any case: `h100`; UsageError with those there are.
 
     The message begins with the name, before which the caller may say where it stood.
     """
-    entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
     low = name.lower()
-    exact = [e for e in entries if low in (e["name"].lower(), *map(str.lower, e["driver_names"]))]
-    found = exact or [e for e in entries if e["name"].lower().startswith(low)]
-    if len({e["name"].split()[0] for e in found}) != 1 or not re.search(r"\d", name):
-        known = ", ".join(e["name"] for e in entries)
+    exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
+    found = exact or [d for d in devices() if d.name.lower().startswith(low)]
+    if len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name):
+        known = ", ".join(d.name for d in devices())
         raise UsageError(f"{name}: no such device; configs/hardware.json has: {known}")
-    return Hardware(**{**found[0], "driver_names": tuple(found[0]["driver_names"])})
+    return found[0]

@@ -14,6 +14,7 @@ import torch
 
 from bench import dist
 from bench.args import Args
+from bench.checks import flag_of
 from bench.command_line import parse_args
 from bench.device import cpu_count
 from bench.dist import ALONE, Ranks, find_ranks
@@ -62,7 +63,7 @@ def _check_joining(args: Args) -> None:
     for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
         if getattr(args, flag):
             raise UsageError(
-                f"--{flag.replace('_', '-')}: this script was started by a launcher, which decides "
+                f"{flag_of(flag)}: this script was started by a launcher, which decides "
                 f"that; leave it out and use {instead}"
             )
 

@@ -26,7 +26,6 @@ NoSync = Callable[[], contextlib.AbstractContextManager]
 
 def measure(
     run: Run,
-    args: Args,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     micro_batches: Batches,
@@ -38,8 +37,9 @@ def measure(
     gradients unreduced). Between the first and the last measured step nothing but training happens:
     no synchronisation, no evaluation; files and screen are served about once a second.
     """
-    step_fn = build_step(run, args, model, optimizer, micro_batches, no_sync)
-    captures = build_capture(run, args, model)
+    args = run.args
+    step_fn = build_step(run, model, optimizer, micro_batches, no_sync)
+    captures = build_capture(run, model)
     watchers = [MemoryReport(run.result, run.log, args, model, optimizer), *captures]
     # Forward passes name their block themselves.
     with uncollected(), compile_errors_named("the backward of a block"):
@@ -84,14 +84,13 @@ def uncollected() -> Iterator[None]:
 
 def build_step(
     run: Run,
-    args: Args,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     micro_batches: Batches,
     no_sync: NoSync,
 ) -> Callable[[int, str], None]:
     """The function of one step for the run's --pass-type: `step_fn(step, phase)`."""
-    log, device = run.log, run.device
+    args, log, device = run.args, run.log, run.device
     tokens = run.result.batch.tokens_per_step
     n_micro = run.result.batch.grad_acc_steps
     scaler = run.scaler
@@ -99,7 +98,7 @@ def build_step(
     amp = forward_amp(args, model)
     train = args.pass_type != "forward"
     sharded = sharded_modules(model)
-    graphs = uses_cuda_graphs(args.pt_compile, args.compile_mode, device)
+    graphs = uses_cuda_graphs(args, device)
     if graphs and train:
         # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
         # next replay; into one that exists already it is added.
@@ -146,9 +145,7 @@ def forward_amp(args: Args, model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module, data: Validation | None, args: Args, device: torch.device
-) -> float | None:
+def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | None:
     """Mean validation loss without dropout, or None without data; never inside the window.
 
     Every rank computes all of it: sharded models need all ranks in each forward. Transformer Engine's
@@ -156,11 +153,12 @@ def evaluate(
     """
     if data is None:
         return None
+    args, device = run.args, run.device
     amp = forward_amp(args, model)
     model.eval()
     total = torch.zeros((), device=device)
     for inputs, labels in batches(*data, device):
-        if uses_cuda_graphs(args.pt_compile, args.compile_mode, device):
+        if uses_cuda_graphs(args, device):
             torch.compiler.cudagraph_mark_step_begin()
         with autocast(amp, device):
             total += model(inputs, labels)

@@ -42,7 +42,7 @@ class MemoryReport:
         self.step = args.warmup_steps - 1
         # The optimizer's state must be there before, and two profilers do not go together. What a CUDA
         # graph allocates it holds from its recording on: no step shows it.
-        graphs = uses_cuda_graphs(args.pt_compile, args.compile_mode, log.device)
+        graphs = uses_cuda_graphs(args, log.device)
         if not (self.cuda or args.memory_snapshot) or args.warmup_steps < 2 or graphs:
             self.step = -1
         elif self.step in profiled_steps(args):

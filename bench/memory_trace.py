@@ -55,7 +55,7 @@ def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     model.to_empty(device=CPU)
-    optimizer = build_optimizer(model, args) if args.pass_type == "step" else None
+    optimizer = build_optimizer(model, args)
     shape = (args.bsz, model.seq_len)
     inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     if fsdp:

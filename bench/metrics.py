@@ -1,8 +1,7 @@
 """From finished steps to the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
-import platform
-from typing import Self
+import statistics
 
 from bench.args import parse_sac_freq
 from bench.flops import (
@@ -11,7 +10,7 @@ from bench.flops import (
     linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.results import HELD_DOWN, POWER_CAP, DeviceUse, RankInfo, Result
+from bench.results import POWER_CAP, DeviceUse, RankInfo, Result
 from bench.statistics import describe, drift
 from bench.stepfile import PARTS, Step, finite
 from model.config import ModelConfig
@@ -34,22 +33,10 @@ class RankTimes:
     memory: dict[str, float | int | None]
     probe_tflops: float | None  # of its device by itself (bench/probe.py)
 
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        measured: list[Step],
-        device: DeviceUse,
-        memory: dict[str, float | int | None],
-        probe_tflops: float | None,
-    ) -> Self:
-        """From this rank's measured steps."""
-        means = {
-            part: sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
-            for part in PARTS
-        }
-        times = [s.step_time_s for s in measured]
-        return cls(rank, platform.node(), times, means, device, memory, probe_tflops)
+
+def part_means(steps: list[Step]) -> dict[str, float]:
+    """Mean time [s] of each part of a step."""
+    return {part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in PARTS}
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
@@ -74,7 +61,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             rank=r.rank,
             host=r.host,
             step_time_mean_s=sum(r.step_times_s) / len(r.step_times_s),
-            **{f"{part}_time_mean_s": r.part_means_s[part] for part in PARTS},
+            **{f"{part}_time_mean_s": mean for part, mean in r.part_means_s.items()},
             peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
             probe_tflops=r.probe_tflops,
         )
@@ -104,19 +91,14 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
     result.devices = devices
     joules = [d.energy_j for d in devices]
     m.energy_j = None if None in joules or not sum(joules) else sum(joules)
-    held = {d.rank: d.throttled for d in devices if d.throttled is not None}
-    if held:
-        m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in held.values())
-        worst = {
-            rank: {why: part for why, part in parts.items() if part >= HELD_DOWN}
-            for rank, parts in held.items()
-        }
+    told = [d.throttled for d in devices if d.throttled is not None]
+    if told:
+        m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in told)
         m.clocks_held_down = bool(result.spoilt_by)
-        for rank, parts in worst.items():
-            if parts:
-                reasons = ", ".join(f"{why} {part:.0%}" for why, part in parts.items())
-                result.notes.append(f"rank {rank}: clocks were held down in the window: {reasons}")
     for d in devices:
+        if d.held_down:
+            reasons = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
+            result.notes.append(f"rank {d.rank}: clocks were held down in the window: {reasons}")
         sampled, counted = d.sampled_power_mean_w, d.average_power_w
         if sampled and counted and d.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
             result.notes.append(
@@ -156,8 +138,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
             f"the window's last third was {m.step_time_drift:+.1%} to its first in step time: the device "
             "may not have been in a steady state; use more --warmup-steps and --n-steps"
         )
-    for part in PARTS:
-        mean = sum(getattr(s, f"{part}_time_s") for s in measured) / len(measured)
+    for part, mean in part_means(measured).items():
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)
     tokens = result.batch.tokens_per_step * len(times)

@@ -16,7 +16,6 @@ from bench.device import device_memory_gib, device_name
 from bench.environment import describe_environment
 from bench.flops import count_parameters, linear_parameters
 from bench.hardware import find_peaks, find_roof, name_of_part
-from bench.precision import AMP_DTYPES
 from bench.results import Batch, Device, Fp8Info, ModelInfo, Result
 from model.config import ModelConfig
 
@@ -55,9 +54,7 @@ def open_result(
         device=_device(args, device, ranks),
         batch=batch,
         fp8=fp8,
-        attention_kernel=attention_kernel(
-            args, config, batch.seq_len, device, AMP_DTYPES[args.amp]
-        ),
+        attention_kernel=attention_kernel(args, config, batch.seq_len, device),
         environment=describe_environment(device),
         notes=list(_notes(args, config, device, fp8)),
     )
@@ -87,7 +84,7 @@ def _notes(
     args: Args, config: ModelConfig, device: torch.device, fp8: Fp8Info | None
 ) -> Iterator[str]:
     """What a reader of the figures should know from the start, a line each."""
-    if uses_cuda_graphs(args.pt_compile, args.compile_mode, device):
+    if uses_cuda_graphs(args, device):
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
     elif args.pt_compile and args.compile_mode in GRAPH_MODES:
         yield f"--compile-mode {args.compile_mode}: a CPU has no CUDA graphs"

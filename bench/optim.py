@@ -16,8 +16,10 @@ FUSED_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 
 def build_optimizer(
     model: nn.Module, args: Args, adamw: Callable[..., torch.optim.Optimizer] = FUSED_ADAMW
-) -> torch.optim.Optimizer:
-    """AdamW or SGD, fused, with weight decay on matrices only."""
+) -> torch.optim.Optimizer | None:
+    """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
+    if args.pass_type != "step":
+        return None
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [

@@ -19,7 +19,6 @@ from bench.args import Args
 from bench.dist import collective_timeout
 from bench.fp8_hooks import Fp8
 from bench.precision import AMP_DTYPES
-from model.config import ModelConfig
 from model.hf import read_pretrained
 from model.init import fill
 from model.transformer import Transformer
@@ -93,40 +92,33 @@ def apply_fsdp(model: Transformer, device: torch.device, world: int, args: Args)
 @torch.no_grad()
 def materialize_shards(
     model: Transformer,
-    config: ModelConfig,
     device: torch.device,
-    seed: int,
+    args: Args,
     weights: dict | None = None,
-    offload: bool = False,
     fp8: Fp8 | None = None,
 ) -> None:
     """Give a sharded meta-device model storage and the same values as an unsharded one, in place."""
-    (fp8 or Fp8()).allocate(model, torch.device("cpu") if offload else device)
-    for parameter, rows, _ in shard_values(model, config, device, seed, weights):
+    (fp8 or Fp8()).allocate(model, torch.device("cpu") if args.cpu_offload else device)
+    for parameter, rows, _ in shard_values(model, device, args.seed, weights):
         parameter.to_local().copy_(rows)
 
 
 def set_exact_values(
     optimizer: torch.optim.Optimizer,
     model: Transformer,
-    config: ModelConfig,
     device: torch.device,
-    seed: int,
+    args: Args,
     weights: dict | None,
     fp8: Fp8,
 ) -> None:
     """Give an optimizer that holds the fp32 weights of FP8 ones their first values, not the rounded."""
-    for parameter, rows, full in shard_values(model, config, device, seed, weights):
+    for parameter, rows, full in shard_values(model, device, args.seed, weights):
         fp8.set_exact(optimizer, parameter, rows, full.abs().max())
 
 
 @torch.no_grad()
 def shard_values(
-    model: Transformer,
-    config: ModelConfig,
-    device: torch.device,
-    seed: int,
-    weights: dict | None = None,
+    model: Transformer, device: torch.device, seed: int, weights: dict | None = None
 ) -> Iterator[tuple[DTensor, torch.Tensor, torch.Tensor]]:
     """Each parameter of a sharded model, the first values [fp32] of the rows this rank holds, and of
     the whole.
@@ -137,9 +129,9 @@ def shard_values(
     for name, parameter in model.weights():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         if weights:
-            read_pretrained(full, name, config, weights)
+            read_pretrained(full, name, model.config, weights)
         else:
-            fill(full, name, config, seed)
+            fill(full, name, model.config, seed)
         yield parameter, own_rows(full, parameter), full
 
 

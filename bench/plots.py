@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.comparison import Row, mfu_comparable
+from bench.comparison import Row
 from bench.errors import UsageError
 
 COLOURS = ("#3b6fb6", "#d9822b", "#4c9f70", "#b64a6f", "#7b61a8", "#8c8c3a", "#4aa3a8", "#8a5a44")
@@ -66,7 +66,7 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
     bars(axes[0, 2], "memory [GiB]", [r.record.memory_gib for r in shown], ".1f")
     conventions = {r.record.flop_convention for r in shown if r.record.mfu is not None}
     title = f"MFU (FLOPs: {', '.join(conventions) or 'none known'})"
-    title += "" if mfu_comparable(shown) else ": not comparable"
+    title += ": not comparable" if len(conventions) > 1 else ""
     bars(axes[1, 0], title, [r.record.mfu for r in shown], ".1%")
     bars(axes[1, 1], "US$ per trillion tokens", [r.usd_per_trillion for r in shown], ",.0f")
     bars(

@@ -4,10 +4,10 @@ import contextlib
 import math
 from collections.abc import Sequence
 
-from bench.comparison import Prices, known_hardware
+from bench.comparison import Prices
 from bench.errors import UsageError
 from bench.experiment import read_experiment
-from bench.hardware import find_hardware
+from bench.hardware import device_called, find_hardware
 from bench.records import Record
 
 
@@ -49,7 +49,7 @@ def prices_of(experiment: str | None, usd_per_hour: Sequence[str], tdp_w: Sequen
 def check_prices(prices: Prices, records: list[Record]) -> None:
     """A price for hardware that no run has is a slip of the pen."""
     names = {r.hardware for r in records if r.hardware}
-    names |= {h.name for r in records if (h := known_hardware(r.hardware))}
+    names |= {h.name for r in records if (h := device_called(r.hardware))}
     for name in (*prices.usd_per_hour, *prices.tdp_w):
         if name not in names and name not in prices.from_file:
             have = ", ".join(sorted(names)) or "none that is known"

@@ -6,6 +6,7 @@ step it looks at to the last, so that other steps cost nothing.
 
 import contextlib
 import ctypes
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,11 +36,11 @@ def check_capture(args: Args, device: torch.device) -> None:
         )
 
 
-def build_capture(run: Run, args: Args, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
+def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
     """The watchers that the run's flags ask for: none or one."""
-    if args.profile:
-        return [TorchCapture(run, args, model)]
-    return [NsysCapture(run, args, model)] if captured_steps(args) else []
+    if run.args.profile:
+        return [TorchCapture(run, model)]
+    return [NsysCapture(run, model)] if captured_steps(run.args) else []
 
 
 class TorchCapture:
@@ -48,10 +49,10 @@ class TorchCapture:
     Tracing is on two steps before the first one that is kept, since starting it takes time.
     """
 
-    def __init__(self, run: Run, args: Args, model: nn.Module):
-        self.run, self.args, self.model = run, args, model
-        self.steps = captured_steps(args)
-        self.first = profiled_steps(args).start
+    def __init__(self, run: Run, model: nn.Module):
+        self.run, self.args, self.model = run, run.args, model
+        self.steps = captured_steps(run.args)
+        self.first = profiled_steps(run.args).start
         self.directory = run.directory / "trace"
 
     def before(self, step: int) -> None:
@@ -143,10 +144,7 @@ class TorchCapture:
             host_gaps_s=gaps and gaps.time_s,
             longest_host_gap_s=gaps and gaps.longest_s,
             host_gaps_by_part_s=gaps.by_part if gaps else {},
-            costliest=[
-                {"name": c.name, "kind": c.kind, "calls": c.calls, "time_s": c.time_s}
-                for c in b.costliest
-            ],
+            costliest=[dataclasses.asdict(c) for c in b.costliest],
             matmul_flops=b.matmul_flops,
             matmul_tflops=b.matmul_tflops if apart else None,
             matmul_roof_fraction=(ideal_s and b.matmul_s and ideal_s / b.matmul_s)
@@ -162,8 +160,8 @@ class NsysCapture:
     roctxProfilerResume and -Pause (`rocprofv3 --selected-regions`).
     """
 
-    def __init__(self, run: Run, args: Args, model: nn.Module):
-        self.run, self.model, self.steps = run, model, captured_steps(args)
+    def __init__(self, run: Run, model: nn.Module):
+        self.run, self.model, self.steps = run, model, captured_steps(run.args)
 
     def before(self, step: int) -> None:
         """Start before the first step, with an idle device."""
@@ -222,8 +220,8 @@ def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, dra
     def leave(module, args, output):
         ranges.pop().__exit__(None, None, None)
 
-    stack.enter_context(_removed(module.register_forward_pre_hook(enter)))
-    stack.enter_context(_removed(module.register_forward_hook(leave)))
+    stack.callback(module.register_forward_pre_hook(enter).remove)
+    stack.callback(module.register_forward_hook(leave).remove)
 
 
 def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: Draw) -> None:
@@ -243,17 +241,9 @@ def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: 
 
     blocks = list(transformer.blocks)
     first = blocks[0].register_forward_pre_hook(lambda module, args: watch(args[0], None))
-    stack.enter_context(_removed(first))
+    stack.callback(first.remove)
     for i, block in enumerate(blocks):
         hook = block.register_forward_hook(
             lambda module, args, output, i=i: watch(output, f"blocks.{i} backward")
         )
-        stack.enter_context(_removed(hook))
-
-
-@contextlib.contextmanager
-def _removed(handle):
-    try:
-        yield
-    finally:
-        handle.remove()
+        stack.callback(hook.remove)

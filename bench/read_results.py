@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from bench.errors import UsageError
 from bench.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
 from bench.records import Record, steady
-from bench.results import Result
+from bench.results import Result, first_problem
 
 GB_TO_GIB = 1e9 / 2**30
 
@@ -36,9 +36,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     try:
         r = Result.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{path}: not a result of this version: {where}: {first['msg']}") from None
+        why = first_problem(error)
+        raise UsageError(f"{path}: not a result of this version: {why}") from None
     m, a = r.metrics, r.args
     settings = [a["amp"]]
     if r.fp8:

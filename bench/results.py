@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bench.stepfile import finite
 
@@ -23,7 +23,7 @@ POWER_CAP = "power cap"
 
 
 class Strict(BaseModel):
-    """A part of the result; keys that the schema does not know are errors."""
+    """A part of a file of ours; keys that its schema does not know are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -113,6 +113,11 @@ class DeviceUse(Strict):
     n_samples: int = 0
     throttled: dict[str, float] | None = None
     other_processes: int | None = None
+
+    @property
+    def held_down(self) -> dict[str, float]:
+        """What held its clocks down in more than a moment, and in which part of the window."""
+        return {why: part for why, part in (self.throttled or {}).items() if part >= HELD_DOWN}
 
 
 class Memory(Strict):
@@ -273,13 +278,18 @@ class Result(Strict):
     @property
     def spoilt_by(self) -> list[str]:
         """What held clocks down in more than a moment of the window, but for power caps."""
-        parts = [item for d in self.devices for item in (d.throttled or {}).items()]
-        return sorted({why for why, part in parts if part >= HELD_DOWN and why != POWER_CAP})
+        return sorted({why for d in self.devices for why in d.held_down} - {POWER_CAP})
 
     @property
     def power_limit_w(self) -> float | None:
         """The lowest power limit of its devices [W]."""
         return min((d.power_limit_w for d in self.devices if d.power_limit_w), default=None)
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of what a schema found wrong: where, and what."""
+    first = error.errors()[0]
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
 
 class ResultFile:

@@ -27,7 +27,13 @@ from bench.flops import flops_per_token
 from bench.fp8_hooks import Fp8
 from bench.hang import HangWatch
 from bench.memory import AllocatorRecord
-from bench.metrics import RankTimes, fill_flop_metrics, fill_rank_metrics, fill_step_metrics
+from bench.metrics import (
+    RankTimes,
+    fill_flop_metrics,
+    fill_rank_metrics,
+    fill_step_metrics,
+    part_means,
+)
 from bench.opening import open_result
 from bench.power import PowerMeter
 from bench.precision import LossScaler
@@ -171,7 +177,7 @@ class Run:
                 "the window: the figures are not those of a steady run; use more --warmup-steps"
             )
         recorded = after.graphs_recorded_again - before.graphs_recorded_again
-        if uses_cuda_graphs(self.args.pt_compile, self.args.compile_mode, self.device):
+        if uses_cuda_graphs(self.args, self.device):
             m.window_graphs_recorded = recorded
         if recorded:
             self.result.notes.append(
@@ -183,7 +189,10 @@ class Run:
             device = device.model_copy(update={"energy_j": 0.0, "average_power_w": None})
         measured = self.log.of_phase("measure")
         memory = peak_memory(self.device)
-        times = RankTimes.of(self.ranks.rank, measured, device, memory, self.probe_tflops)
+        times = RankTimes(
+            self.ranks.rank, platform.node(), [s.step_time_s for s in measured],
+            part_means(measured), device, memory, self.probe_tflops,
+        )  # fmt: skip
         fill_rank_metrics(self.result, dist.gather(self.ranks, times))
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from bench.args import Args
+from bench.checks import flag_of
 from bench.command_line import parse_args
 from bench.errors import UsageError
 from bench.experiment import Experiment, Flags, Machine, Platform, Value
@@ -39,7 +40,7 @@ def to_argv(flags: Flags) -> list[str]:
     """Flags as a command line: true is the bare flag, false and null leave it out."""
     words = []
     for name, value in flags.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if value is True:
             words.append(flag)
         elif value is not None and value is not False:
@@ -65,8 +66,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         try:
             find_hardware(machine.gpu)
         except UsageError as error:
-            reason = str(error).removeprefix("--gpu ")
-            raise UsageError(f"{where}: hardware: {platform}: gpu: {reason}") from None
+            raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
@@ -104,9 +104,7 @@ def _meant(name: str, value: Value, where: str) -> Value:
             return {"true": True, "false": False}[value.lower()]
         return int(value) if int in kinds else float(value)
     except (KeyError, ValueError):
-        raise UsageError(
-            f"{where}: {name}: {value!r} is no value of --{name.replace('_', '-')}"
-        ) from None
+        raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
 
 
 def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:

@@ -87,10 +87,9 @@ def estimate_speed(
     world: int = 1,
     per_node: int = 8,
     shards: int | None = None,
-    c: Constants = CONSTANTS,
 ) -> SpeedEstimate:
     """The time of a step; `shards` as in estimate_memory, `per_node` GPUs share a machine."""
-    c = dataclasses.replace(c, **gpu.fitted)
+    c = dataclasses.replace(CONSTANTS, **gpu.fitted)
     tokens = args.bsz * seq_len
     train = args.pass_type != "forward"
     passes = 3 if train else 1
@@ -273,9 +272,9 @@ def _communication(
     if world == 1:
         return 0.0, 0.0
     if shards is None:
-        size = ddp_bytes(shapes, args.grad_compression == "bf16", world).get("all_reduce", 0)
         if args.pass_type == "forward":
             return 0.0, 0.0
+        size = ddp_bytes(shapes, world, args)["all_reduce"]
         total = collective_time("all_reduce", size, world, per_node, gpu, c)
         last = min(1.0, args.bucket_cap_mb * 2**20 / size)
         return total, max(total * last, total - 0.6 * compute)
@@ -287,7 +286,7 @@ def _communication(
     in_fp8 = {name for name, shape in block.items() if low and len(shape) == 2}
 
     def seconds(part: dict, gathers: int) -> tuple[float, float]:
-        moved = fsdp_bytes(part, shards, replicas, 1, whole, in_fp8)
+        moved = fsdp_bytes(part, shards, 1, whole, in_fp8)
         size = moved.get("all_gather", 0) / gathers  # of one of them
         gather = collective_time("all_gather", size, shards, per_node, gpu, c)
         reduce = collective_time(

@@ -34,6 +34,12 @@ def _cell(value) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
+def _scalars(figures: dict[str, float | None]) -> Summary:
+    """Those of the figures that are known, each under its tag."""
+    known = {tag: value for tag, value in figures.items() if finite(value) is not None}
+    return Summary(value=[Summary.Value(tag=t, simple_value=v) for t, v in known.items()])
+
+
 class TensorBoardFile:
     """A sink of steps that writes their figures to an event file.
 
@@ -86,20 +92,10 @@ class TensorBoardFile:
         if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
             self.last_memory = time.perf_counter()
             scalars |= {f"memory/{name}": value for name, value in self.memory().items()}
-        values = [
-            Summary.Value(tag=tag, simple_value=value)
-            for tag, value in scalars.items()
-            if finite(value) is not None
-        ]
         self.tokens += step.tokens
-        self._add(Summary(value=values), step.step)
+        self._add(_scalars(scalars), step.step)
         by_tokens = {"by_tokens/loss": step.loss, "by_tokens/tokens_per_sec": rate}
-        values = [
-            Summary.Value(tag=tag, simple_value=value)
-            for tag, value in by_tokens.items()
-            if finite(value) is not None
-        ]
-        self._add(Summary(value=values), self.tokens)
+        self._add(_scalars(by_tokens), self.tokens)
 
     def _add(self, summary: Summary, step: int = 0) -> None:
         event = Event(wall_time=time.time(), step=step, summary=summary)
@@ -107,9 +103,8 @@ class TensorBoardFile:
 
     def describe(self, result: Result) -> None:
         """What is about to run, as text."""
-        from torch.utils.tensorboard.summary import (
-            text,
-        )  # takes a second, which --help need not wait
+        # Takes a second, which --help need not wait.
+        from torch.utils.tensorboard.summary import text
 
         parts = {
             "arguments": result.args,
@@ -140,12 +135,11 @@ class TensorBoardFile:
         metrics = {
             f"final/{name}": float(final[name])
             for name in FINAL_METRICS
-            if final[name] is not None and finite(final[name]) is not None
+            if finite(final[name]) is not None
         }
         for summary in hparams(known, metrics):
             self._add(summary)
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in metrics.items()]
-        self._add(Summary(value=values))
+        self._add(_scalars(metrics))
         self.file.flush()
 
     def close(self) -> None:

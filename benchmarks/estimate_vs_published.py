@@ -22,7 +22,7 @@ from bench.command_line import parse_args
 from bench.hardware import find_hardware
 from bench.results import read_result
 from bench.sizes import resolve_batch
-from bench.speed_model import CONSTANTS, Constants, estimate_speed
+from bench.speed_model import estimate_speed
 from model.config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +30,7 @@ PUBLISHED = Path(__file__).parent / "published.json"
 OUTLIER = 0.15
 
 
-def predicted(row: dict, constants: Constants = CONSTANTS) -> float:
+def predicted(row: dict) -> float:
     """Tokens/s per GPU of a published setting, by the model."""
     script = "train.py" if row["gpus"] == 1 else "train_fsdp.py"
     flags = shlex.split(row["flags"])
@@ -48,15 +48,19 @@ def predicted(row: dict, constants: Constants = CONSTANTS) -> float:
     shards = row["gpus"] if row["gpus"] > 1 else None
     batch = resolve_batch(args, row["seq_len"], row["gpus"])
     estimate = estimate_speed(
-        config, args, row["seq_len"], batch.grad_acc_steps, gpu, row["gpus"], 8, shards, constants
+        config, args, row["seq_len"], batch.grad_acc_steps, gpu, row["gpus"], 8, shards
     )
     return args.bsz * row["seq_len"] / estimate.step_s
 
 
-def errors(constants: Constants = CONSTANTS) -> list[float]:
-    """Relative error of each row."""
-    rows = json.loads(PUBLISHED.read_text())["rows"]
-    return [predicted(row, constants) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
+def published_rows() -> list[dict]:
+    """The settings and figures of others."""
+    return json.loads(PUBLISHED.read_text())["rows"]
+
+
+def errors(rows: list[dict]) -> list[float]:
+    """Relative error of the estimate of each row."""
+    return [predicted(row) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
 
 
 def own_rows() -> list[dict]:
@@ -80,11 +84,8 @@ def own_rows() -> list[dict]:
 
 def main() -> None:
     """Print the table and the median error."""
-    rows = json.loads(PUBLISHED.read_text())["rows"]
-    found = errors()
-    ours = own_rows()
-    rows += ours
-    found += [predicted(row) / row["tokens_per_sec_per_gpu"] - 1 for row in ours]
+    rows = published_rows() + own_rows()
+    found = errors(rows)
     table = Table(box=box.MARKDOWN)
     for name in ("source", "setting", "published", "estimate", "error", "note"):
         table.add_column(name)

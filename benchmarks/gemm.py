@@ -23,7 +23,7 @@ import torch
 from bench.device import device_memory_gib, device_name, pick_device, synchronize
 from bench.hardware import ROOFS_FILE, name_of_part
 from bench.power import PowerMeter
-from bench.results import HELD_DOWN, POWER_CAP, DeviceUse
+from bench.results import POWER_CAP, DeviceUse
 from benchmarks.common import save
 from model.config import ModelConfig, load_config
 
@@ -181,11 +181,11 @@ def keep(part: str, found: dict[str, float], use: DeviceUse, content: dict, repl
     """Write the roof of this GPU into configs/roofs.json, unless something spoilt it."""
     roofs = json.loads(ROOFS_FILE.read_text()) if ROOFS_FILE.exists() else {}
     before = roofs.get(part, {})
-    hot = {why: part for why, part in (use.throttled or {}).items() if why != POWER_CAP}
+    hot = [why for why in use.held_down if why != POWER_CAP]
     why = None
     if use.other_processes:
         why = f"{use.other_processes} other process(es) used the GPU"
-    elif any(part >= HELD_DOWN for part in hot.values()):
+    elif hot:
         why = f"its clocks were held down: {', '.join(hot)}"
     elif not replace and any(found[k] < (before.get(k) or 0.0) for k in found):
         why = "it is lower than the one there (--replace takes it all the same)"

@@ -41,7 +41,7 @@ def bare_step(path: str, bsz: int, T: int, bf16: bool, device: torch.device) -> 
     config = load_config(path)
     with torch.device("meta"):
         model = Transformer(config, T)
-    materialize(model, config, device, seed=0)
+    materialize(model, device, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     def step():

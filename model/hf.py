@@ -91,14 +91,14 @@ def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, 
 
 
 def check_pretrained(
-    model: Transformer, config: ModelConfig, directory: str | Path
+    model: Transformer, directory: str | Path
 ) -> dict[str, list[tuple[Path, str]]]:
     """Where each parameter of a (meta-device) model lies in a directory of safetensors.
 
     ConfigError if a tensor is missing, does not fit, or the directory's config says another model;
     only the files' headers are read.
     """
-    directory = Path(directory)
+    directory, config = Path(directory), model.config
     if (directory / "config.json").exists():
         theirs = load_config(directory, config.vocab_multiple)
         ours, other = config.shape(), theirs.shape()
@@ -126,12 +126,10 @@ def check_pretrained(
 
 
 @torch.no_grad()
-def load_pretrained(
-    model: Transformer, config: ModelConfig, found: dict[str, list[tuple[Path, str]]]
-) -> None:
+def load_pretrained(model: Transformer, found: dict[str, list[tuple[Path, str]]]) -> None:
     """Fill a materialised model from what check_pretrained found, one parameter at a time."""
     for name, parameter in model.weights():
-        read_pretrained(parameter, name, config, found)
+        read_pretrained(parameter, name, model.config, found)
 
 
 def read_pretrained(
@@ -189,7 +187,6 @@ def _shape(path: Path, name: str) -> list[int]:
 @torch.no_grad()
 def save_pretrained(
     model: Transformer,
-    config: ModelConfig,
     directory: str | Path,
     whole: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     write: bool = True,
@@ -199,7 +196,7 @@ def save_pretrained(
     `whole` makes a parameter whole where it is sharded: then every rank calls this, and only the one
     with `write` keeps and writes anything.
     """
-    directory = Path(directory)
+    directory, config = Path(directory), model.config
     tensors = {}
     for name, parameter in model.weights():
         value = whole(parameter.detach())

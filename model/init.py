@@ -16,17 +16,15 @@ from model.config import ModelConfig
 from model.transformer import Transformer
 
 
-def materialize(model: Transformer, config: ModelConfig, device: torch.device, seed: int) -> None:
-    """Give a meta-device model storage on `device` and initial values, in place."""
-    model.to_empty(device=device)
-    init_weights(model, config, seed)
-
-
 @torch.no_grad()
-def init_weights(model: Transformer, config: ModelConfig, seed: int) -> None:
-    """Set every parameter to its initial value; same seed and device kind, same values."""
+def materialize(model: Transformer, device: torch.device, seed: int) -> None:
+    """Give a meta-device model storage on `device` and initial values, in place.
+
+    The same seed and kind of device give the same values.
+    """
+    model.to_empty(device=device)
     for name, parameter in model.weights():
-        fill(parameter, name, config, seed)
+        fill(parameter, name, model.config, seed)
 
 
 def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:

@@ -33,7 +33,6 @@ def layer_of(name: str) -> str:
 
 def convert(
     model: Transformer,
-    config: ModelConfig,
     te: types.ModuleType,
     cache_weights: bool,
     primary_recipe=None,
@@ -53,10 +52,10 @@ def convert(
         else contextlib.nullcontext()
     ):
         for block in model.blocks:
-            for module in _convert_block(block, config, te, kept):
+            for module in _convert_block(block, model.config, te, kept):
                 if cache_weights:
                     module.forward = _cached(module.forward, micro_batch)
-    model.native_name = lambda name: native_name(name, config)
+    model.native_name = lambda name: native_name(name, model.config)
     return micro_batch
 
 

@@ -6,6 +6,7 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 
 - traffic.json: the bytes that collectives were really handed, by kind,
 - attention.json: the calls of attention, by format,
+- calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built.
 """
 
@@ -15,9 +16,11 @@ import gc
 import json
 import os
 import sys
+import time
 import weakref
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -48,6 +51,24 @@ KINDS = {
 }
 
 
+class Meter:
+    """In place of a CPU's energy counter: a machine that takes 100 W, as each of its ranks sees it."""
+
+    source = "tests/dist_worker.py"
+
+    def joules(self) -> float:
+        return 100.0 * time.perf_counter()
+
+    def sample(self) -> None: ...
+    def limits(self) -> tuple[None, None]:
+        return None, None
+
+    def throttle_counters(self) -> tuple[float, dict]:
+        return 0.0, {}
+
+    def other_processes(self, ours) -> None: ...
+
+
 class Traffic(TorchDispatchMode):
     """Adds up the tensors handed to collectives; single numbers (loss, norm) are left out.
 
@@ -56,7 +77,7 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.bytes = Counter()
+        self.bytes, self.calls = Counter(), Counter()
         self.held = {}
         self.most_held, self.looking = 0, True
 
@@ -83,6 +104,9 @@ class Traffic(TorchDispatchMode):
                 # Bytes: a gather of several formats at once.
                 if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
+                    self.calls[kind] += 1
+        elif "_scaled_dot_product" in name:
+            self.calls.setdefault("gathers before attention", self.calls["all_gather"])
         made = func(*args, **(kwargs or {}))
         if self.looking:
             for leaf in tree_leaves(made):
@@ -97,7 +121,7 @@ def sharded_llama(ranks, device, *flags, seq_len=8):
     with torch.device("meta"):
         model = Transformer(config, seq_len)
     apply_fsdp(model, device, ranks.world, args)
-    materialize_shards(model, config, device, seed=0)
+    materialize_shards(model, device, args)
     return args, model
 
 
@@ -148,10 +172,10 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
         with torch.device("meta"):
             model = Transformer(config, 16)
         if name == "converted":
-            te.convert(model, config, te_standin, cache_weights=True, primary_recipe="any")
+            te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
             fp8.allocate = functools.partial(fp8_te.allocate, te_standin, False)
         apply_fsdp(model, device, ranks.world, args)
-        materialize_shards(model, config, device, seed=0, fp8=fp8)
+        materialize_shards(model, device, args, fp8=fp8)
         optimizer = build_optimizer(model, args)
         ids = torch.arange(32).view(2, 16) + ranks.rank
         losses[name] = []
@@ -204,9 +228,13 @@ def main() -> None:
             looking,
             without_inductor() if traced_only else contextlib.nullcontext(),
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
+            mock.patch("bench.power.find_sensor", lambda device: Meter()),
         ):
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
+        draws = dist.gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
+            (out / name / "draws.json").write_text(json.dumps(draws))
+            (out / name / "calls.json").write_text(json.dumps(traffic.calls))
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
             (out / name / "attention.json").write_text(json.dumps(calls))
             if script == "train_fsdp.py":

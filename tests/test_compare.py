@@ -22,6 +22,9 @@ from tests.helpers import ROOT, run_train
 
 LOGS = ROOT / "tests/logs"
 NONE = Prices({}, {})
+EMULATED = {"backend": "torchao", "version": "0", "recipe": "tensorwise", "emulated": True,
+            "all_gather": False, "n_linear_layers": 1, "n_parameters": 1,
+            "high_precision": {}}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -339,6 +342,8 @@ def test_ratio_and_its_interval(result, tmp_path):
     [
         ({"status": "oom"}, "status oom"),
         ({"args__profile": True}, "profiled"),
+        ({"args__nsys_start": 3}, "profiled"),
+        ({"fp8": EMULATED}, "FP8 emulated"),
         (
             {"devices": [{"rank": 0, "throttled": {"power cap": 0.9, "thermal (memory)": 0.02}}]},
             "clocks held down (thermal (memory))",
@@ -389,6 +394,12 @@ def test_cost_energy_and_days_by_hand(result, tmp_path):
     assert rows["a"].days == pytest.approx(3.0)
     assert rows["b"].usd_per_trillion == pytest.approx(2.0 / 3600 / 640 * 1e12)  # the default price
     assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
+    # Without a word on its power: the limit it ran under, else the datasheet's.
+    limit = [{"rank": 0, "power_limit_w": 320.0}]
+    c = variant(result, tmp_path, "c", device__hardware="MI300X", devices=limit)
+    rows = rows_of(b, c)
+    assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
+    assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
 
 
 def test_names_and_figures_that_other_libraries_trip_over(tmp_path, capsys):
@@ -603,6 +614,8 @@ def test_broken_baselines_are_one_line(entry, result, tmp_path, capsys):
     ("change", "why"),
     [
         ({"args__profile": True}, "profiled"),
+        ({"args__nsys_start": 3}, "profiled"),
+        ({"fp8": EMULATED}, "FP8 emulated"),
         ({"metrics__window_compile_s": 0.5}, "compiled in the window"),
         ({"metrics__window_graphs_recorded": 1}, "CUDA graphs recorded in the window"),
         ({"metrics__final_loss": None}, "loss not finite"),

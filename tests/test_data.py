@@ -184,3 +184,28 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "tokenizer.json" in err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("n", [60, 1])
+def test_what_is_held_out_is_not_trained_on(n, tmp_path):
+    """Every byte is in one of the two files: whole documents, or of a single one its end."""
+    import prepare_data
+
+    (tmp_path / "in").mkdir()
+    texts = [f"document {i}: {'x' * i}" * (100 // n + 1) for i in range(n)]
+    for i, text in enumerate(texts):
+        (tmp_path / "in" / f"{i:02}.txt").write_text(text)
+    out = tmp_path / "out"
+    argv = [str(tmp_path / "in"), "--val-fraction", "0.25", "--output-dir", str(out)]
+    assert prepare_data.main(argv) == 0
+    train, val = (
+        bytes(open_tokens(out / f"{name}.bin", 256).tolist()) for name in ("train", "val")
+    )
+    assert train.endswith(b"\0") and val.endswith(b"\0")
+    parts = [part.split(b"\0")[:-1] for part in (train, val)]
+    if n == 1:
+        assert [len(part) for part in parts] == [1, 1]
+        assert parts[0][0] + parts[1][0] == texts[0].encode()
+    else:
+        assert sorted(parts[0] + parts[1]) == sorted(text.encode() for text in texts)
+    assert len(val) / (len(train) + len(val)) == pytest.approx(0.25, abs=0.12)

@@ -16,6 +16,7 @@ from bench.flops import chosen_blocks
 from bench.recompute import apply_recompute
 from bench.sizes import resolve_shards
 from model.config import load_config
+from model.hf import save_pretrained
 from model.init import materialize
 from model.transformer import Transformer
 from tests.helpers import ROOT, run_train
@@ -39,6 +40,10 @@ BASE = [
     "--grad-clip",
     "0.5",
     "--no-tensorboard",
+    "--peak-tflops",
+    "1",
+    "--usd-per-hour",
+    "3.6",
 ]
 RANKS = ["--dist-timeout", "300"]  # fmt: skip
 SGD = ["--optimizer", "sgd", "--lr", "0.02"]
@@ -77,6 +82,15 @@ def safe(name: str) -> str:
     return name.replace("/", "of")
 
 
+def other_weights(out) -> str:
+    """A directory with weights of the same model that no seed of a run would make."""
+    with torch.device("meta"):
+        model = Transformer(load_config(ROOT / BASE[0]), 32)
+    materialize(model, torch.device("cpu"), seed=77)
+    save_pretrained(model, out / "weights")
+    return str(out / "weights")
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """All cases of one world size in one torchrun start; returns the directory of their results."""
@@ -97,6 +111,10 @@ def runs(tmp_path_factory):
                    "--pass-type", "forward"]  # fmt: skip
             cases.append(("forward-ddp", DDP, few, False))
             cases.append(("forward-fsdp", FSDP, few, False))
+            weights = [*BASE, *RANKS, "--bsz", "8", "--n-steps", "1", "--warmup-steps", "1",
+                       "--init-from", other_weights(out)]  # fmt: skip
+            cases.append(("weights-ddp", DDP, weights, False))
+            cases.append(("weights-fsdp", FSDP, weights, False))
             never = [*few, "--reshard-after-forward", "never"]
             cases.append(("forward-never", FSDP, never, False))
         path = out / f"cases{world}.json"
@@ -120,6 +138,32 @@ def run_single(out, *flags):
         argv = [*BASE, "--bsz", 16, *flags, "--output-dir", out, "--run-name", "one"]
         assert run_train(*argv) == 0
     return steps_of(out / "one")
+
+
+@pytest.mark.parametrize("name", ["weights-ddp", "weights-fsdp"])
+def test_every_script_starts_from_given_weights(name, runs, tmp_path):
+    steps = run_single(
+        tmp_path, "--n-steps", 1, "--warmup-steps", 1, "--init-from", runs / "weights"
+    )
+    found = [step["loss"] for step in steps_of(runs / name)]
+    assert found == pytest.approx([step["loss"] for step in steps], abs=1e-5)
+    assert abs(found[0] - steps_of(runs / "ddp2")[0]["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["ddp2", "fsdp2", "fsdp4"])
+def test_dropout_draws_other_numbers_on_every_rank(name, runs):
+    draws = json.loads((runs / name / "draws.json").read_text())
+    assert len(set(draws)) == len(draws) == int(name[-1])
+
+
+def test_buckets_and_prefetch_are_those_asked_for(runs):
+    """Gathers before the first attention: the root's, the first block's, and as many as are prefetched."""
+    calls = {n: json.loads((runs / safe(n) / "calls.json").read_text()) for n in
+             ("ddp2", "ddp2-small-buckets", "fsdp2-keep", "fsdp2", "fsdp2-sac1/2")}  # fmt: skip
+    ahead = [c.get("gathers before attention") for c in calls.values()]
+    assert ahead == [0, 0, 2, 3, 4]
+    whole, parts = (calls[n]["all_reduce"] for n in ("ddp2", "ddp2-small-buckets"))
+    assert whole == 20 and parts >= 4 * 20
 
 
 def steps_of(directory):
@@ -199,6 +243,18 @@ def test_per_rank_times_and_memory(runs):
     assert r["metrics"]["step_time_mean_s"] >= slowest * 0.999
     m = r["metrics"]
     assert m["tokens_per_sec_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 4)
+    assert m["mfu"] == pytest.approx(m["tokens_per_sec"] / 4 * m["flops_per_token_palm"] / 1e12)
+    assert m["model_tflops_per_gpu"] == pytest.approx(m["mfu"])  # of one TFLOP/s
+    # 3.6 dollars an hour for each of four.
+    assert m["usd_per_million_tokens"] == pytest.approx(4e-3 / m["tokens_per_sec"] * 1e6)
+
+
+@pytest.mark.parametrize("name", ["ddp2", "fsdp4"])
+def test_energy_of_a_machine_is_counted_once_by_its_ranks(name, runs):
+    """tests/dist_worker.py shows each rank a counter of the machine's 100 W."""
+    m = result_of(runs / name)["metrics"]
+    assert m["energy_j"] == pytest.approx(100 * m["window_s"], rel=0.3)
+    assert m["average_power_w"] == pytest.approx(100, rel=0.3)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -279,7 +335,7 @@ def test_memory_falls_as_more_blocks_recompute(record_property):
     held = {}
     for freq in (None, (1, 4), (1, 2), (1, 1)):
         model = Transformer(shape, 64)
-        materialize(model, shape, torch.device("cpu"), seed=0)
+        materialize(model, torch.device("cpu"), seed=0)
         apply_recompute(model, chosen_blocks(len(model.blocks), freq), "block")
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept = {}
@@ -314,8 +370,11 @@ def test_chosen_blocks_are_spread_evenly():
 
 
 def test_ddp_traffic_by_hand():
-    assert ddp_bytes({"a": (3, 4), "b": (5,)}, compressed=False, replicas=2) == {"all_reduce": 68}
-    assert ddp_bytes({"a": (3, 4)}, compressed=True, replicas=1) == {}
+    shapes = {"a": (3, 4), "b": (5,)}
+    for flags, moved in (([], 68), (["--grad-compression", "bf16"], 34)):
+        args = parse_args(["x.json", *flags], "train_ddp.py")
+        assert ddp_bytes(shapes, 2, args) == {"all_reduce": moved}
+        assert ddp_bytes(shapes, 1, args) == {}
 
 
 def test_shards_that_cannot_be_are_refused():

@@ -369,8 +369,8 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     for fp8_on in (False, True):
         with torch.device("meta"):
             model = Transformer(shape, T)
-        fp8 = apply_fp8(model, args, shape, device, resolve_batch(args, T)) if fp8_on else None
-        materialize(model, shape, device, seed=0)
+        fp8 = apply_fp8(model, args, device, resolve_batch(args, T)) if fp8_on else None
+        materialize(model, device, seed=0)
         models.append(model)
     plain, te = models
     ids = torch.randint(shape.vocab_size, (2, T), device=device)

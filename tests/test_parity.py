@@ -37,7 +37,7 @@ def pair(request, tmp_path_factory):
     theirs.save_pretrained(directory)
     ours_config = config(request.param)
     model = Transformer(ours_config, T)
-    load_pretrained(model, ours_config, check_pretrained(model, ours_config, directory))
+    load_pretrained(model, check_pretrained(model, directory))
     return ours_config, model, theirs, directory
 
 
@@ -64,8 +64,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(pair):
 
 
 def test_saved_weights_open_in_transformers(pair, tmp_path):
-    ours_config, ours, theirs, _ = pair
-    save_pretrained(ours, ours_config, tmp_path)
+    _, ours, theirs, _ = pair
+    save_pretrained(ours, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for (name, a), (_, b) in zip(
         theirs.state_dict().items(), again.state_dict().items(), strict=True
@@ -87,7 +87,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     fresh = Transformer(ours_config, T)
-    load_pretrained(fresh, ours_config, check_pretrained(fresh, ours_config, tmp_path))
+    load_pretrained(fresh, check_pretrained(fresh, tmp_path))
     for a, b in zip(ours.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(a, b)
     if ours_config.model_type == "gpt2":
@@ -95,7 +95,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
         bare.pop("lm_head.weight")
         (tmp_path / "bare").mkdir()
         save_file(bare, tmp_path / "bare" / "model.safetensors")
-        check_pretrained(fresh, ours_config, tmp_path / "bare")
+        check_pretrained(fresh, tmp_path / "bare")
 
 
 def test_weights_of_another_shape_are_refused(pair, tmp_path):
@@ -105,10 +105,10 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     deeper = parse_config(ours_config.raw | {key: 4} | layers, "deeper.json")
     model = Transformer(deeper, T)
     with pytest.raises(ConfigError, match=r"num_hidden_layers is 3, but deeper\.json says 4"):
-        check_pretrained(model, deeper, directory)
+        check_pretrained(model, directory)
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="has no tensor"):
-        check_pretrained(model, deeper, tmp_path)
+        check_pretrained(model, tmp_path)
 
 
 @pytest.mark.parametrize("flex", [False, True])
@@ -117,7 +117,7 @@ def test_window_hides_what_lies_before_it(flex):
     window = 9
     one = config("mistral", num_hidden_layers=1, sliding_window=window)
     model = Transformer(one, T, flex)
-    materialize(model, one, CPU, seed=0)
+    materialize(model, CPU, seed=0)
     tokens = torch.randint(97, (1, T), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
     changed[0, 5] = (tokens[0, 5] + 1) % 97
@@ -130,7 +130,7 @@ def test_flex_and_mask_agree():
     values = config("qwen2")
     dense, flex = Transformer(values, T), Transformer(values, T, flex=True)
     for model in (dense, flex):
-        materialize(model, values, CPU, seed=3)
+        materialize(model, CPU, seed=3)
     tokens = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(dense(tokens), flex(tokens), atol=1e-6, rtol=1e-5)

@@ -1,13 +1,16 @@
 """Statistics of step times and the figures made of them."""
 
+import time
 import types
 
 import numpy as np
 import pytest
+import torch
 
 from bench.metrics import RankTimes, fill_rank_metrics, fill_step_metrics
 from bench.results import DeviceUse, Metrics, Result
 from bench.statistics import bootstrap_mean, bootstrap_ratio, describe
+from bench.steps import StepLog
 
 
 def test_against_numpy_and_by_hand():
@@ -72,15 +75,15 @@ def test_drift_is_of_the_last_third_to_the_first():
     assert describe([1.0] * 8)["step_time_drift"] is None
 
 
-def window(times):
-    """Metrics and notes of a window of such steps."""
+def window(times, **known):
+    """Metrics and notes of a window of such steps, of which some is known before."""
     parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s"), 0.0)
     steps = [
         types.SimpleNamespace(step=i, loss=1.0, step_time_s=t, optimizer_time_s=t, **parts)
         for i, t in enumerate(times)
     ]
     result = types.SimpleNamespace(
-        metrics=Metrics(), notes=[], step_times_s=[], warmup_step_times_s=[], args={},
+        metrics=Metrics(**known), notes=[], step_times_s=[], warmup_step_times_s=[], args={},
         batch=types.SimpleNamespace(tokens_per_step=10), device=types.SimpleNamespace(count=1),
     )  # fmt: skip
     fill_step_metrics(result, [], steps)
@@ -94,6 +97,28 @@ def test_a_window_that_is_not_steady_says_so():
     assert m.step_time_drift == pytest.approx(0.04, abs=0.005) and "+4." in note
     assert window(rng.normal(1, 0.002, 60))[1] == []
     assert window(rng.normal(1, 0.3, 60))[1] == []  # noise, however large, is no drift
+
+
+def test_energy_is_over_the_window():
+    """Five steps of 10 tokens in 5 s, on 100 J."""
+    m, _ = window([0.5, 1.5, 1.0, 1.0, 1.0], energy_j=100.0)
+    assert m.average_power_w == pytest.approx(20) and m.tokens_per_joule == pytest.approx(0.5)
+    m, _ = window([1.0] * 5)
+    assert m.average_power_w is m.tokens_per_joule is None
+
+
+def test_time_between_steps_belongs_to_the_step_that_follows():
+    """What serves files and screen is paid for: no gap can hide it."""
+    device = torch.device("cpu")
+    log = StepLog(device, 5, [lambda steps: time.sleep(0.02)])
+    log.INTERVAL_S = -1.0
+    log.start()
+    start = time.perf_counter()
+    for step in range(5):
+        log.finish(step, "measure", 0.0, 1, torch.zeros(()), None)
+        end = time.perf_counter()
+    times = [s.step_time_s for s in log.of_phase("measure")]
+    assert min(times[1:]) >= 0.02 and 0.08 <= sum(times) <= end - start
 
 
 def rank_times(rank, own, probe):

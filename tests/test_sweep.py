@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 import sweep
-from bench.auto_batch import guess_batch, search_batch
+from bench import auto_batch
+from bench.auto_batch import guess_batch, search_batch, with_largest_batch
 from bench.cells import Rows, cell_key, run_cell
 from bench.discover import read_records
 from bench.errors import UsageError
 from bench.experiment import Experiment, from_command_line, read_experiment, substitute
-from bench.ranking import rank
+from bench.ranking import Ranked, rank, show
 from bench.records import LogFacts
 from bench.settings import differences, make_cells
 from tests.helpers import ROOT, run_train
@@ -95,7 +96,7 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     keys = [row["key"] for row in rows]
     assert len(keys) == len(set(keys)) == 6
-    assert sorted(row["repeat"] for row in rows) == [0, 0, 0, 1, 1, 1]
+    assert [row["repeat"] for row in rows] == [0, 0, 0, 1, 1, 1]  # interleaved
     n = len(before.splitlines())
     assert n >= 1 and rows[:n] == [json.loads(line) for line in before.splitlines()]
     assert f"rows from before: {n}\n" in text and f"[6/{6}]" in text
@@ -253,7 +254,7 @@ def test_flags_that_the_file_says_itself_are_refused(tmp_path, capsys):
 
 def test_off_is_off():
     """YAML's `off` is false, but --amp off is a choice."""
-    e = from_command_line("x", "train.py", BASE["models"], ["amp=off", "pt-compile=off"], 1, 9)
+    e = from_command_line("train.py", BASE["models"], ["amp=off", "pt-compile=off"], 1, 9)
     (cell,) = make_cells(e, "cpu")
     assert cell.argv() == ["configs/gpt2-tiny.json", "--amp", "off"]
 
@@ -441,14 +442,45 @@ def test_ready_files_are_valid(path, platform):
 
 def test_the_command_line_makes_the_same(capsys):
     e = from_command_line(
-        "x", "train.py", ["a.json"], ["bsz=2,4", "pt-compile=true", "sac-freq=1/2"], 2, 9
+        "train.py", ["a.json"], ["bsz=2,4", "pt-compile=true", "sac-freq=1/2"], 2, 9
     )
     assert e.grid == {"bsz": [2, 4]} and e.training == {"pt_compile": True, "sac_freq": "1/2"}
     with pytest.raises(UsageError, match="must be flag=value"):
-        from_command_line("x", "train.py", ["a.json"], ["nonsense"], 1, 9)
+        from_command_line("train.py", ["a.json"], ["nonsense"], 1, 9)
     assert sweep.main([]) == 2 and "give an experiment file, or --models" in capsys.readouterr().err
     assert sweep.main(["--models", "none.json", "--set", "bsz=1"]) == 2
     assert "none.json: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("largest", "found"), [(5, 5), (0, 1)])
+def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeypatch):
+    def run_cell(cell, repeat, directory, timeout_s):
+        flags = dict(cell.flags)
+        assert repeat == "probe" and flags["n_steps"] == 2
+        status = "ok" if flags["bsz"] <= largest else "oom"
+        return {
+            "key": cell_key(cell, repeat),
+            "status": status,
+            "error": None,
+            "tokens_per_sec": 1.0,
+        }
+
+    monkeypatch.setattr(auto_batch, "run_cell", run_cell)
+    (cell,) = make_cells(experiment(training={"bsz": 2, "n_steps": 7}), "cpu")
+    rows = Rows(tmp_path / "rows.jsonl")
+    chosen = with_largest_batch(cell, rows, tmp_path, 9.0, "h100" if largest else None)
+    assert dict(chosen.flags) == dict(cell.flags) | {"bsz": found} and "bsz" in chosen.axes
+    assert {row["status"] for row in rows.rows.values()} == ({"ok", "oom"} if largest else {"oom"})
+
+
+def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
+    def ranked(label, rate, low, high):
+        return Ranked(label, "ok", rate, low, high, 0.01, None, 1.0)
+
+    show([ranked("a", 100, 95, 105), ranked("b", 96, 90, 99), ranked("c", 80, 75, 85)], tmp_path)
+    lines = (tmp_path / "ranked.md").read_text().splitlines()
+    marks = {line.split("|")[1].strip(): "~" in line for line in lines if " ok " in line}
+    assert marks == {"a": False, "b": True, "c": False}
 
 
 def test_ranking_by_hand():
@@ -467,6 +499,10 @@ def test_ranking_by_hand():
     # Student's interval of 200, 220 and 210: 4.303 x 10 / sqrt(3) = 24.8 to either side.
     assert ranked[0].low == pytest.approx(210 - 24.8, abs=4)
     assert ranked[0].high == pytest.approx(210 + 24.8, abs=4)
+    # Of two repeats by their steps: times of 1 +- 0.1 s.
+    times = np.random.default_rng(0).normal(1, 0.1, 40).tolist()
+    (two,) = rank([row(f"a-{i}", 100) | {"step_times_s": times} for i in range(2)])
+    assert 94 < two.low < 99 < two.tokens_per_sec == 100 < 101 < two.high < 106
     (once,) = rank([row("a-0", 100) | {"step_times_s": [1.0]}])
     assert once.low is once.high is None
     assert ranked[1].cv == pytest.approx(0.1)

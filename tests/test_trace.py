@@ -240,6 +240,28 @@ def test_gaps_are_the_hosts_only_where_it_was_late(tmp_path):
     assert gaps.by_part == {"forward": pytest.approx(20e-6)}
 
 
+def test_figures_are_those_of_one_step(tmp_path):
+    """Two steps of 100 us, each with a matmul of 40, an all-gather half beside it, a late kernel."""
+    kernels, launches, host = [], [], []
+    for i, t in enumerate((0, 100)):
+        host.append((f"ProfilerStep#{i}", t, t + 100))
+        kernels += [("ampere_sgemm_128x64_nn", t, t + 40, 7),
+                    ("ncclDevKernel_AllGather_RING_LL()", t + 30, t + 50, 8),
+                    ("elementwise_kernel", t + 80, t + 100, 7)]  # fmt: skip
+        launches += [(3 * i, t - 5), (3 * i + 1, t), (3 * i + 2, t + 75)]
+    trace = gpu_trace(tmp_path / "t.json", kernels, launches, host)
+    b = break_down(trace, matmul_flops=8e6)
+    assert (b.n_steps, b.step_time_s) == (2, pytest.approx(100e-6))
+    micros = {name: round(1e6 * seconds) for name, seconds in b.classes.items()}
+    assert micros == {"matmul fp32": 40, "idle": 30, "elementwise": 20, "communication": 10}
+    assert b.communication_overlapped_s == pytest.approx(10e-6)
+    assert {k.kind: (k.calls, round(1e6 * k.time_s)) for k in b.kernels} == {
+        "matmul fp32": (1, 40), "communication": (1, 20), "elementwise": (1, 20),
+    }  # fmt: skip
+    assert b.matmul_tflops == pytest.approx(8e6 / 40e-6 / 1e12)
+    assert b.host_gaps.count == 1 and b.host_gaps.time_s == pytest.approx(30e-6)
+
+
 def test_ranges_name_the_loss_and_the_optimizer(tmp_path):
     """An elementwise kernel is of the range it was launched in; so is a matmul, but not the loss's."""
     kernels = [

@@ -16,6 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bench.args import Args
+from bench.console import table_rows
 from bench.results import read_result
 from bench.tokens import write_tokens
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
@@ -120,6 +121,66 @@ def test_steps_file_and_tensorboard_say_the_same(run):
         [s["loss"] for s in steps]
     )
     assert events.Scalars("memory/peak_rss_gib")[0].value > 0.1
+    rates = [512 / s["step_time_s"] for s in steps]
+    assert [e.value for e in events.Scalars("speed/tokens_per_sec")] == pytest.approx(rates)
+    per_token = only_result(run)["metrics"]["flops_per_token_palm"]
+    assert [e.value for e in events.Scalars("speed/mfu")] == pytest.approx(
+        [rate * per_token / 1e12 for rate in rates]
+    )
+
+
+def test_the_table_says_what_the_result_does(run):
+    """Every figure another one: a line that shows its neighbour's is seen."""
+    (path,) = run.glob("*/result.json")
+    result = read_result(path)
+    figures = {
+        "tokens_per_sec": 8000.0, "tokens_per_sec_per_gpu": 1000.0, "step_time_median_s": 0.11,
+        "step_time_mean_s": 0.12, "step_time_std_s": 0.013, "step_time_cv": 0.014,
+        "step_time_ci95_low_s": 0.115, "step_time_ci95_high_s": 0.125,
+        "data_time_mean_s": 0.001, "forward_time_mean_s": 0.002, "backward_time_mean_s": 0.003,
+        "optimizer_time_mean_s": 0.004, "model_tflops_per_gpu": 21.0,
+        "model_tflops_per_gpu_causal": 22.0, "mfu": 0.31, "mfu_causal": 0.32, "hfu": 0.33,
+        "ideal_time_fraction": 0.34, "roof_time_fraction": 0.35, "warmup_s": 41.0,
+        "compile_s": 42.0, "peak_allocated_gib": 51.0, "peak_reserved_gib": 52.0,
+        "peak_rss_gib": 53.0, "energy_j": 60.0, "average_power_w": 61.0, "tokens_per_joule": 62.0,
+        "first_loss": 7.1, "final_loss": 7.2, "val_loss_before": 7.3, "val_loss": 7.4,
+        "slowest_rank": 3, "rank_imbalance": 0.05, "slowest_device": 4, "device_imbalance": 0.06,
+    }  # fmt: skip
+    result.metrics = result.metrics.model_copy(update=figures)
+    rows = dict(table_rows(result))
+    for name in ("model", "device", "torch, commit"):
+        rows.pop(name)
+    assert rows == {
+        "tokens/s": "8,000",
+        "tokens/s per device": "1,000",
+        "step time: median": "0.1100 s",
+        "step time: mean [95 %]": "0.1200 s [0.1150, 0.1250]",
+        "step time: std, CV": "0.0130 s, 1.4%",
+        "data / forward / backward / optimizer": "1.0 / 2.0 / 3.0 / 4.0 ms",
+        "TFLOP/s per device: palm / causal": "21.00 / 22.00",
+        "MFU: palm / causal": "31.0% / 32.0%",
+        "ideal time of matmuls: datasheet / measured roof": "34.0% / 35.0%",
+        "warm-up": "41.0 s",
+        "latest rank: before backward": "3, +5.0% to the mean",
+        "slowest device by itself: rank": "4, 6.0% behind the mean",
+        "compilation": "42.0 s",
+        "peak memory: allocated / reserved": "51.00 / 52.00 GiB",
+        "energy": "61 W, 62.00 tokens/J",
+        "loss: first, last": "7.1000, 7.2000",
+        "validation loss: before, after": "7.3000, 7.4000",
+    }
+
+
+def test_dropout_is_for_training_alone(tmp_path, learnable):
+    """Without a learning rate: validation is the same before and after, and training as without it."""
+    values = json.loads((ROOT / "configs/gpt2-tiny.json").read_text()) | {"resid_pdrop": 0.5}
+    (tmp_path / "dropout.json").write_text(json.dumps(values))
+    argv = [tmp_path / "dropout.json", *FP32[1:], "--data", learnable, "--lr", "0"]
+    plain = losses(tmp_path, "plain", *argv)
+    assert losses(tmp_path, "val", *argv, "--val-data", learnable) == plain
+    m = only_result(tmp_path / "val")["metrics"]
+    assert m["val_loss_before"] == m["val_loss"]
+    assert losses(tmp_path, "none", FP32[0], *argv[1:]) != plain
 
 
 def test_losses_are_reproducible_and_depend_on_the_seed(tmp_path):
