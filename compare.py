@@ -44,7 +44,7 @@ class CompareArgs:
     methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
     """identical_config: runs whose settings differ in anything are not compared."""
     one_model: bool = False
-    """Compare all runs with each other, whatever their files call the model."""
+    """Compare all runs of one length with each other, whatever their files call the model."""
     tokens: float | None = None
     """Tokens of a whole training, for the days it takes."""
     experiment: str | None = None

@@ -42,7 +42,7 @@ class Args:
     use_fp8: bool = False
     """Run the linear layers of the blocks in FP8."""
     fp8_backend: Literal["auto", "te", "torchao"] = "auto"
-    """FP8 library; auto takes te (Transformer Engine), or torchao with --pt-compile or emulation."""
+    """FP8 library; auto takes what has the recipe, else te, or torchao with --pt-compile or emulation."""
     fp8_recipe: Literal[
         "auto",
         "delayed",
@@ -100,7 +100,7 @@ class Args:
     lr: float = 6e-4
     """Peak learning rate."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the end of the cosine, as a part of the peak."""
+    """Learning rate at the end of the cosine, the last measured step, as a part of the peak."""
     lr_warmup_steps: int = 10
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = 0.1
@@ -124,11 +124,11 @@ class Args:
 
     # Several devices: train_ddp.py and train_fsdp.py
     nproc: int | None = None
-    """Processes to start when no launcher did; by default one per GPU, two on a CPU."""
+    """DDP, FSDP: processes to start when no launcher did; by default one per GPU, two on a CPU."""
     dist_timeout: float = 600.0
-    """Seconds after which a rank that waits for another gives up; NCCL a quarter later."""
+    """DDP, FSDP: seconds after which a rank gives up waiting for another; NCCL a quarter later."""
     max_restarts: int = 0
-    """How often all ranks are started anew after one failed (from the beginning)."""
+    """DDP, FSDP: how often all ranks start anew, from the beginning, after one failed."""
     bucket_cap_mb: float = 25.0
     """DDP: gradients are reduced in buckets of this size [MiB]."""
     grad_compression: Literal["off", "bf16"] = "off"

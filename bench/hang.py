@@ -14,7 +14,17 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch
+
 from bench.errors import Interrupted, NoStep
+
+
+def patience(device: torch.device, timeout_s: float) -> float | None:
+    """Seconds without a step after which a rank ends itself: before NCCL would, which says nothing.
+
+    None on a CPU, where the collectives themselves notice, and raise.
+    """
+    return timeout_s if device.type == "cuda" else None
 
 
 class HangWatch:

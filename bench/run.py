@@ -25,7 +25,7 @@ from bench.endings import NO_CAUSE, classify
 from bench.errors import UsageError
 from bench.flops import flops_per_token
 from bench.fp8_hooks import Fp8
-from bench.hang import HangWatch
+from bench.hang import HangWatch, patience
 from bench.memory import AllocatorRecord
 from bench.metrics import (
     RankTimes,
@@ -95,9 +95,7 @@ class Run:
         reset_peak_memory(self.device)
         self.hang, self.ending = None, threading.Lock()
         if self.ranks.world > 1:
-            # Without a GPU the collectives themselves notice, and raise.
-            patience = self.args.dist_timeout if self.device.type == "cuda" else None
-            self.hang = HangWatch(self._end_hanging, patience)
+            self.hang = HangWatch(self._end_hanging, patience(self.device, self.args.dist_timeout))
         if self.ranks.main:
             self.file.write(self.result)
             print_header(self.result)

@@ -12,7 +12,7 @@ from bench.errors import UsageError
 from bench.experiment import Experiment, Flags, Machine, Platform, Value
 from bench.hardware import find_hardware
 from bench.hyperparameters import FLAGS, differing
-from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
+from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from model.config import ConfigError, load_config
 
 
@@ -79,7 +79,9 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
         try:
             args = parse_args(cell.argv(), e.script)
-            seq_len = resolve_seq_len(args.seq_len, load_config(args.config, args.pad_vocab))
+            config = load_config(args.config, args.pad_vocab)
+            seq_len = resolve_seq_len(args.seq_len, config)
+            resolve_recompute(args, config)
             if world := _world(flags, e, machine):
                 resolve_batch(args, seq_len, world)
                 if e.script == "train_fsdp.py":

@@ -5,6 +5,7 @@
 Wanted: a median error of at most 15 %. Needs no torch and no GPU.
 """
 
+import argparse
 import dataclasses
 import json
 import shlex
@@ -84,6 +85,7 @@ def own_rows() -> list[dict]:
 
 def main() -> None:
     """Print the table and the median error."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     rows = published_rows() + own_rows()
     found = errors(rows)
     table = Table(box=box.MARKDOWN)

@@ -34,7 +34,8 @@ else:
 SHAPE |= dict(model_type="gpt2", **NO_DROPOUT)
 ABOUT = (
     f"one training step of GPT-2, {SHAPE['n_layer']} layers, {SHAPE['n_head']} heads, "
-    f"{SHAPE['n_embd']} wide, T {T}, B {B}, V {SHAPE['vocab_size']}, {'bf16' if GPU else 'fp32'}"
+    f"{SHAPE['n_embd']} wide, T {T}, B {B}, V {SHAPE['vocab_size']}, {'bf16' if GPU else 'fp32'}; "
+    f"transformers {transformers.__version__}"
 )
 
 

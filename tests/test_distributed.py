@@ -147,7 +147,7 @@ def test_every_script_starts_from_given_weights(name, runs, tmp_path):
     )
     found = [step["loss"] for step in steps_of(runs / name)]
     assert found == pytest.approx([step["loss"] for step in steps], abs=1e-5)
-    assert abs(found[0] - steps_of(runs / "ddp2")[0]["loss"]) > 1e-3
+    assert abs(found[0] - steps_of(runs / "ddp2")[0]["loss"]) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "fsdp4"])
@@ -157,7 +157,7 @@ def test_dropout_draws_other_numbers_on_every_rank(name, runs):
 
 
 def test_buckets_and_prefetch_are_those_asked_for(runs):
-    """Gathers before the first attention: the root's, the first block's, and as many as are prefetched."""
+    """Before the first attention the root and the first block are gathered, and what is prefetched."""
     calls = {n: json.loads((runs / safe(n) / "calls.json").read_text()) for n in
              ("ddp2", "ddp2-small-buckets", "fsdp2-keep", "fsdp2", "fsdp2-sac1/2")}  # fmt: skip
     ahead = [c.get("gathers before attention") for c in calls.values()]

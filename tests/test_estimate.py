@@ -13,7 +13,7 @@ from bench.memory_model import estimate_memory, largest_batch
 from bench.memory_trace import traced_memory
 from bench.sizes import resolve_batch, resolve_shards
 from bench.speed_model import CONSTANTS, collective_time, estimate_speed, matmul_time
-from benchmarks.estimate_vs_published import errors, published_rows
+from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
 from tests.helpers import ROOT
 
@@ -84,6 +84,10 @@ def test_largest_batch(limit, largest):
 def test_published_figures_are_met():
     found = [abs(e) for e in errors(published_rows())]
     assert len(found) >= 20 and statistics.median(found) <= 0.15
+    text = " ".join((ROOT / "README.md").read_text().split())
+    beyond = sum(e > OUTLIER for e in found)
+    assert f"against {len(found)} published figures" in text
+    assert f"median error is {100 * statistics.median(found):.0f} %, {beyond} of them" in text
 
 
 def speed(model, T, world, *flags, gpu=H100):

@@ -55,5 +55,7 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
     assert len(names) == len(set(names))
     for d in DEVICES:
         assert d["source"]
-        # Sparse figures are twice the dense ones: fp8 is at most 2.1 times bf16.
-        assert d["fp8_tflops"] is None or d["fp8_tflops"] / d["bf16_tflops"] < 2.1
+        # Sparse figures are twice the dense ones, and dense FP8 is twice BF16.
+        assert d["fp8_tflops"] is None or 1.9 < d["fp8_tflops"] / d["bf16_tflops"] < 2.1
+        measured = d["measured_bf16_tflops"]  # nobody ever came as near to the peak as 95 %
+        assert measured is None or 0.45 < measured / d["bf16_tflops"] < 0.95

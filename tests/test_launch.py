@@ -16,10 +16,10 @@ import torch
 from torch.distributed import DistBackendError, DistStoreError
 
 import train_fsdp
-from bench.dist import Ranks, find_ranks, join
+from bench.dist import Ranks, collective_timeout, find_ranks, join
 from bench.endings import classify, is_our_fault
 from bench.errors import Interrupted, NoStep, NotJoined
-from bench.hang import HangWatch
+from bench.hang import HangWatch, patience
 from bench.launch import launch_ranks
 from bench.rank_errors import first_error, keep_error
 from tests.helpers import ROOT, only_result, read_steps
@@ -35,9 +35,12 @@ def start(script, out, *argv, prefix=(sys.executable,), env=None):
     """The process, with a mark in its environment by which all it starts can be found."""
     command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
     mark = f"{MARK}={uuid.uuid4().hex}"
+    # Of a launcher that the tests themselves run under nothing must come through.
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | (env or {}) | dict([mark.split("=")]),
+        env=inherited | (env or {}) | dict([mark.split("=")]),
     )  # fmt: skip
     process.mark = mark
     return process
@@ -222,11 +225,10 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import bench.run
 import train_ddp
-from bench.hang import HangWatch
 from bench.launch import launch_ranks
 
-# As on a GPU, where a collective with a lost peer never returns.
-bench.run.HangWatch = lambda end, timeout_s: HangWatch(end, 3.0)
+# As on a GPU, where a collective with a lost peer never returns; but sooner than the CPU's would.
+bench.run.patience = lambda device, timeout_s: timeout_s / 200
 sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
 """
 
@@ -248,6 +250,12 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
     (kept,) = tmp_path.glob("runs/*/errors/rank0.txt")
     assert "the main thread is in" in kept.read_text() and "bench/loop.py" in kept.read_text()
     assert r["metrics"]["n_measured_steps"] > 5
+
+
+def test_our_watch_ends_a_rank_before_nccl_would():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert patience(gpu, 100.0) == 100.0 < collective_timeout(gpu, 100.0).total_seconds() == 125.0
+    assert patience(cpu, 100.0) is None and collective_timeout(cpu, 100.0).total_seconds() == 100.0
 
 
 def test_the_watch_counts_from_step_to_step_only(monkeypatch):
@@ -378,6 +386,11 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
@@ -532,13 +545,26 @@ def test_launchers_are_recognised():
     assert find_ranks(slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Ranks(0, 2, 0)
 
 
-def test_ranks_by_slurm_environment(tmp_path):
-    """Two processes with srun's variables, and MASTER_ADDR, find each other without torchrun."""
+@pytest.mark.parametrize("told", [True, False])
+def test_ranks_by_slurm_environment(told, tmp_path):
+    """Two processes with srun's variables find each other without torchrun: at MASTER_ADDR, or else at
+    the first host of the node list, at a port that the job's number gives."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(
+        "#!/bin/sh\n[ \"$*\" = 'show hostnames node[7-8]' ] && echo 127.0.0.1 && echo node8\n"
+    )
+    scontrol.chmod(0o755)
     port = free_port()
+    job = next(n for n in range(os.getpid(), os.getpid() + 999) if is_free(29500 + n % 1000))
     agents = []
     for rank in (0, 1):
-        env = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank),
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+        env = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
+        if told:
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        else:
+            env |= {"SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": str(job),
+                    "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}  # fmt: skip
         agents.append(start("train_fsdp.py", tmp_path, *SHORT, env=env))
     ends = [finish(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from bench import nvidia
 from bench.amd import AmdSensor
 from bench.metrics import fill_device_metrics
 from bench.nvidia import NvidiaSensor
@@ -277,3 +278,26 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
     meter = PowerMeter(GPU)
     meter.begin()
     assert meter.end(rank=0) == DeviceUse(rank=0) and meter.source.startswith("none: ")
+
+
+def test_nvmls_names_are_its_own():
+    """Bits and fields as nvidia-ml-py, which is made from NVIDIA's header, has them."""
+    pynvml = pytest.importorskip("pynvml")
+    reasons = {
+        "power cap": "SwPowerCap", "hardware slowdown": "HwSlowdown", "sync boost": "SyncBoost",
+        "thermal (software)": "SwThermalSlowdown", "thermal (hardware)": "HwThermalSlowdown",
+        "power brake": "HwPowerBrakeSlowdown",
+    }  # fmt: skip
+    assert {
+        name: getattr(pynvml, f"nvmlClocksEventReason{theirs}") for name, theirs in reasons.items()
+    } == nvidia.REASONS
+    counters = {
+        "power cap": "SW_POWER_CAP", "sync boost": "SYNC_BOOST",
+        "thermal (software)": "SW_THERM_SLOWDOWN", "thermal (hardware)": "HW_THERM_SLOWDOWN",
+        "power brake": "HW_POWER_BRAKE_SLOWDOWN",
+    }  # fmt: skip
+    assert {
+        name: getattr(pynvml, f"NVML_FI_DEV_CLOCKS_EVENT_REASON_{theirs}")
+        for name, theirs in counters.items()
+    } == nvidia.COUNTERS
+    assert pynvml.NVML_FI_DEV_POWER_INSTANT == nvidia.INSTANT_POWER

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import time
 import types
 
@@ -263,6 +264,32 @@ def te_in_place(monkeypatch):
 
     monkeypatch.setattr(te_standin.Module, "__init__", remembered)
     return modules
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [("delayed", "DelayedScaling"), ("current", "Float8CurrentScaling"),
+     ("blockwise", "Float8BlockScaling"), ("mxfp8", "MXFP8BlockScaling")],
+)  # fmt: skip
+def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
+    """And asked whether the hardware has it; modules of its names stand for Transformer Engine's."""
+    names = ("transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe",
+             "transformer_engine.pytorch", "transformer_engine.pytorch.quantization")  # fmt: skip
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    recipe = sys.modules["transformer_engine.common.recipe"]
+    sys.modules["transformer_engine.common"].recipe = recipe
+    for name in fp8_te.RECIPES.values():
+        setattr(recipe, name, type(name, (), {}))
+    asked = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
+    able = {asked.get(kind, "is_fp8_available"): lambda: (True, "")}
+    unable = dict.fromkeys(set(fp8_te.SUPPORT.values()) - able.keys(), lambda: (False, "too old"))
+    state = types.SimpleNamespace(**unable, **able)
+    sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager = state
+    made = fp8_te.make_recipe(kind)
+    assert type(made).__name__ == theirs
+    given = fp8_te.autocast(types.SimpleNamespace(autocast=lambda **options: options), made)
+    assert given == {"enabled": True, "recipe": made}
 
 
 TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-warmup-steps", "0"]

@@ -1,5 +1,6 @@
 """--profile and --memory-snapshot in the three scripts, as a user runs them on a CPU."""
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -10,10 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trace_report
+from bench import profiling
 from bench.breakdown import break_down
+from bench.device import device_name
 from bench.results import Result
 from bench.trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train
@@ -36,7 +40,7 @@ def run(tmp_path_factory):
     """One run with everything switched on."""
     out = tmp_path_factory.mktemp("runs")
     flags = ["--profile", "--profile-shapes", "--profile-stacks", "--memory-snapshot", "--sac-freq",
-             "1/4", "--pad-vocab", "384", "--output-dir", out]  # fmt: skip
+             "1/4", "--pad-vocab", "384", "--peak-tflops", "1", "--output-dir", out]  # fmt: skip
     assert run_train(*TINY, *flags) == 0
     return out
 
@@ -151,6 +155,62 @@ def test_memory_by_kind(run):
     parts = m["parameters_gib"] + m["optimizer_gib"] + m["workspace_gib"]
     assert m["peak_gib"] == pytest.approx(parts + max(m["activations_gib"], m["gradients_gib"]))
     assert m["workspace_gib"] > 0
+
+
+def test_hfu_counts_what_is_repeated(run):
+    """One of four blocks: its matmuls but the last, and its attention, 4 T d or half of that."""
+    m = only_result(run)["metrics"]
+    matmuls = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 256 * 2 * 688)
+    again = matmuls + 4 * 64 * 256
+    assert m["hfu"] / m["mfu"] == pytest.approx(1 + again / m["flops_per_token_palm"])
+    again = matmuls + 2 * 64 * 256
+    assert m["hfu_causal"] / m["mfu_causal"] == pytest.approx(
+        1 + again / m["flops_per_token_causal"]
+    )
+
+
+def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
+    """Of a device whose roof is known: 0.5 TFLOP/s."""
+    entry = {"bf16_tflops": 0.5, "fp8_tflops": None, "source": "this test"}
+    (tmp_path / "roofs.json").write_text(
+        json.dumps({device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}})
+    )
+    monkeypatch.setattr("bench.hardware.ROOFS_FILE", tmp_path / "roofs.json")
+    flags = ["--amp", "bf16", "--profile", "--output-dir", tmp_path / "runs"]
+    assert run_train(*TINY, *flags) == 0
+    r = only_result(tmp_path / "runs")
+    assert (r["device"]["roof_bf16_tflops"], r["device"]["roof_source"]) == (0.5, "this test")
+    p, m = r["profile"], r["metrics"]
+    assert p["matmul_roof_fraction"] == pytest.approx(p["matmul_tflops"] / 0.5)
+    rate = m["tokens_per_sec"] * m["flops_per_token_causal"]
+    assert m["roof_time_fraction"] == pytest.approx(rate / 0.5e12)
+
+
+def test_the_nsys_range_holds_the_steps_asked_for(tmp_path, monkeypatch):
+    """On a CPU, with a recorder in place of CUDA's profiler and NVTX."""
+    calls = []
+    monkeypatch.setattr("train.check_capture", lambda args, device: None)
+    monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
+
+    @contextlib.contextmanager
+    def drawn(name):
+        calls.append(name)
+        yield
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range", drawn)
+    flags = ["--nsys-start", "3", "--nsys-end", "5", "--output-dir", tmp_path]
+    assert run_train(*TINY, *flags) == 0
+    steps = [c for c in calls if c in (True, False, "pop") or c.startswith("step")]
+    assert steps == [True, "step 3", "pop", "step 4", "pop", False]
+    parts = calls[calls.index("step 3") : calls.index("step 4")]
+    blocks = [f"blocks.{i}" for i in range(4)]
+    assert [c for c in parts if c in ("data", "forward", "backward", "optimizer", *blocks)] == [
+        "data", "forward", *blocks, "backward", "optimizer",
+    ]  # fmt: skip
+    r = Result.model_validate(only_result(tmp_path))
+    assert r.unfit == ["profiled"] and len(r.step_times_s) == 4
 
 
 def test_activations_fall_with_recomputation(run, tmp_path):
