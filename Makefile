@@ -45,7 +45,7 @@ gpu-check:
 
 # In parts, where a command may not run that long: PYTEST_ADDOPTS='-k "not fp8"' make gpu-test
 gpu-test: $(if $(filter $(BIN)/python,$(PY)),$(READY))
-	$(PY) -m pytest -m gpu
+	$(PY) -m pytest tests/test_gpu.py -m gpu -o faulthandler_timeout=240
 
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(call each,$(PY),gemm numerics overhead loss recompute precision peers)

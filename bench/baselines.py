@@ -62,7 +62,7 @@ def entry_of(r: Result) -> dict[str, Any]:
         "tokens_per_sec_per_gpu": m.tokens_per_sec_per_gpu,
         "low": _rate(r, m.step_time_ci95_high_s),
         "high": _rate(r, m.step_time_ci95_low_s),
-        "memory_gib": m.peak_allocated_gib or m.peak_rss_gib,
+        "memory_gib": r.peak_memory[0],
         "n_steps": m.n_measured_steps,
         "power_limit_w": r.power_limit_w,
         "provenance": {

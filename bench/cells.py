@@ -69,6 +69,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "result": str(_attempts(run)[-1] / "result.json"),
     }
     row |= {name: getattr(result.metrics, name) for name in METRICS}
+    row["memory_gib"], row["memory_kind"] = result.peak_memory
     row["step_times_s"] = result.step_times_s
     row |= {
         "bsz": result.batch.micro_batch,

@@ -30,6 +30,7 @@ class CompileCounts:
     graph_breaks: int
     recompilations: int
     graphs_recorded_again: int = 0
+    graphs_refused: int = 0
 
 
 def apply_compile(model: Transformer, args: Args) -> None:
@@ -77,6 +78,7 @@ def compile_counts() -> CompileCounts:
         graph_breaks=sum(dynamo.counters["graph_break"].values()),
         recompilations=sum(bool(event.recompile_reason) for event in events),
         graphs_recorded_again=_graphs_recorded_again(),
+        graphs_refused=dynamo.counters["inductor"]["cudagraph_skips"],
     )
 
 

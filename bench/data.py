@@ -24,16 +24,26 @@ class SyntheticTokens:
     The same on every device and at every number of ranks, at the cost of a few elementwise kernels.
     """
 
+    AHEAD = 2**17  # tokens made at once: a MiB
+
     def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
         self.vocab_size, self.seed = vocab_size, seed
         self.row = torch.arange(bsz, device=device)[:, None] * (seq_len + 1)
         self.column = torch.arange(seq_len + 1, device=device)
         self.stride = seq_len + 1
 
-    def __getitem__(self, first: int) -> Tensor:
-        """(bsz, seq_len + 1) int64 ids of the samples from number `first` on, on the device."""
-        counter = self.row + self.column + first * self.stride
-        return hash_ids(counter, self.seed).remainder_(self.vocab_size)
+    def micro_batches(self, plan: range) -> Iterator[Tensor]:
+        """(bsz, seq_len + 1) int64 ids for each first sample of a plan, on the device.
+
+        Several are made at once: of small micro batches the kernels' launches would cost a few percent
+        of a step.
+        """
+        n = max(1, self.AHEAD // (self.row.shape[0] * self.stride))
+        for start in range(0, len(plan), n):
+            some = plan[start : start + n]
+            firsts = torch.arange(some.start, some.stop, some.step, device=self.row.device)
+            counter = self.row + self.column + firsts[:, None, None] * self.stride
+            yield from hash_ids(counter, self.seed).remainder_(self.vocab_size)
 
 
 def hash_ids(counter: Tensor, seed: int) -> Tensor:
@@ -146,7 +156,10 @@ def batches(
     n_workers: int = 0,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Micro batches of the plan on the device: (bsz, seq_len) inputs and the labels next to them."""
-    rows = (source[first] for first in plan)
+    if isinstance(source, SyntheticTokens):
+        rows = source.micro_batches(plan)
+    else:
+        rows = (source[first] for first in plan)
     pin = device.type == "cuda"
     if n_workers and isinstance(source, FileTokens):
         rows = DataLoader(

@@ -60,7 +60,9 @@ def source_revision() -> dict[str, str | bool | None]:
     if not sha:
         told = os.environ.get("BENCH_GIT_SHA")
         return {"git_sha": None if told in ("", "unknown") else told, "git_dirty": None}
-    changes = _output(*git, "status", "--porcelain", "--", ".", ":!benchmarks/results")
+    changes = _output(
+        *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
+    )
     return {"git_sha": sha, "git_dirty": bool(changes)}
 
 

@@ -69,11 +69,20 @@ def rank(rows: list[Row]) -> list[Ranked]:
             low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
         mfu = [row["mfu"] for row in ok]
-        memory = [row["peak_allocated_gib"] or row["peak_rss_gib"] for row in ok]
+        memory = [row["memory_gib"] for row in ok if row.get("memory_gib") is not None]
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
         mean_mfu = None if None in mfu else statistics.fmean(mfu)
         ranked.append(
-            Ranked(label, status, statistics.fmean(rates), low, high, cv, mean_mfu, max(memory))
+            Ranked(
+                label,
+                status,
+                statistics.fmean(rates),
+                low,
+                high,
+                cv,
+                mean_mfu,
+                max(memory, default=None),
+            )
         )
     return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
 
@@ -100,7 +109,7 @@ def show(ranked: list[Ranked], directory: Path) -> None:
         table.add_row(
             escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
             f"{r.cv:.1%}", share, "unknown" if r.mfu is None else f"{r.mfu:.1%}",
-            f"{r.memory_gib:.2f}",
+            "unknown" if r.memory_gib is None else f"{r.memory_gib:.2f}",
         )  # fmt: skip
     Console(width=200, highlight=False).print(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:

@@ -52,11 +52,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     ]
     if a["pass_type"] != "step":
         settings.append(a["pass_type"])
-    memory = (
-        ("peak_allocated_gib", "allocated")
-        if m.peak_allocated_gib
-        else ("peak_rss_gib", "resident")
-    )
+    memory_gib, memory_kind = r.peak_memory
     losses, rates = [], []
     steps = path.parent / "steps.jsonl"
     if steps.exists():
@@ -86,8 +82,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         mfu=m.mfu,
         tflops_per_gpu=m.model_tflops_per_gpu,
         flop_convention="palm",
-        memory_gib=getattr(m, memory[0]),
-        memory_kind=memory[1],
+        memory_gib=memory_gib,
+        memory_kind=memory_kind,
         tokens_per_joule=m.tokens_per_joule,
         usd_per_hour=a.get("usd_per_hour"),
         power_limit_w=r.power_limit_w,
@@ -192,8 +188,8 @@ def read_csv(path: Path) -> list[Record]:
             mfu=number(row, "mfu"),
             tflops_per_gpu=number(row, "model_tflops_per_gpu"),
             flop_convention="palm",
-            memory_gib=number(row, "peak_allocated_gib") or number(row, "peak_rss_gib"),
-            memory_kind="allocated" if row.get("peak_allocated_gib") else "resident",
+            memory_gib=number(row, "memory_gib"),
+            memory_kind=row.get("memory_kind") or None,
             tokens_per_joule=number(row, "tokens_per_joule"),
             marks=[] if row["status"] == "ok" else [f"status {row['status']}"],
         )

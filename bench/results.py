@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from bench.combinations import GRAPH_MODES
 from bench.stepfile import finite
 
 SCHEMA_VERSION = 1
@@ -279,6 +280,19 @@ class Result(Strict):
     def spoilt_by(self) -> list[str]:
         """What held clocks down in more than a moment of the window, but for power caps."""
         return sorted({why for d in self.devices for why in d.held_down} - {POWER_CAP})
+
+    @property
+    def peak_memory(self) -> tuple[float | None, str]:
+        """The most memory of a rank [GiB], and of what kind: allocated, reserved or resident.
+
+        Tensors that live in CUDA graphs are not among the allocated, but in what was reserved.
+        """
+        m, args = self.metrics, self.args
+        if m.peak_allocated_gib is None:
+            return m.peak_rss_gib, "resident"
+        if args["pt_compile"] and args["compile_mode"] in GRAPH_MODES:
+            return m.peak_reserved_gib, "reserved"
+        return m.peak_allocated_gib, "allocated"
 
     @property
     def power_limit_w(self) -> float | None:

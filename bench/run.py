@@ -83,6 +83,7 @@ class Run:
         if problem := dist.broadcast(self.ranks, problem):
             raise UsageError(problem)
         self.started = time.perf_counter()
+        self.compiled_at_start = compile_counts()
         self.log = StepLog(self.device, total_steps(self.args), sinks)
         here = platform.node()
         others = dist.gather(self.ranks, (here, os.getpid()))
@@ -246,6 +247,12 @@ class Run:
             counts = compile_counts()
             m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
             m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, counts.recompilations
+            refused = counts.graphs_refused - self.compiled_at_start.graphs_refused
+            if refused and uses_cuda_graphs(self.args, self.device):
+                r.notes.append(
+                    f"{refused} compiled graphs run without CUDA graphs, which PyTorch refused for them; "
+                    "TORCH_LOGS=cudagraphs says why"
+                )
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
         if self.scaler is not None and (error is None or self.device.type == "cpu"):

@@ -16,11 +16,16 @@ from pathlib import Path
 import torch
 
 from bench.command_line import parse_args
-from bench.device import device_name, pick_device, synchronize
+from bench.device import device_name, synchronize
 from bench.environment import describe_environment
 from bench.results import Result, read_result, without_nan
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def device_of_runs() -> torch.device:
+    """The device that train.py takes, left alone: what we did on it would make it a shared one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -128,7 +133,7 @@ def report(
 
     A ratio "a over b" is b's time over a's, round by round: above 1, a is faster.
     """
-    device = pick_device("auto")
+    device = device_of_runs()
     rows = {
         n: {"min_s": min(t), "median_s": statistics.median(t), "all_s": t} for n, t in times.items()
     }
@@ -160,7 +165,9 @@ def run_record(result: Result) -> dict:
         "step_times_s", "warmup_step_times_s", "started_at",
     })  # fmt: skip
     kept["model"] = {"name": result.model.name, "n_parameters": result.model.n_parameters}
-    return without_nan(kept | {"unfit": result.unfit})
+    memory_gib, memory_kind = result.peak_memory
+    kept |= {"memory_gib": memory_gib, "memory_kind": memory_kind, "unfit": result.unfit}
+    return without_nan(kept)
 
 
 def save(

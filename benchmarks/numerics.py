@@ -18,10 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import prepare_data
-from bench.device import pick_device
 from bench.statistics import bootstrap_mean
 from bench.stepfile import read_losses
-from benchmarks.common import RESULTS, run_train_apart, save
+from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save
 
 REFERENCE = "fp32"
 EARLY_STEPS = 20
@@ -111,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true", help="print the settings and stop")
     args = parser.parse_args(argv)
-    device = pick_device("auto")
+    device = device_of_runs()
     known = settings(device.type == "cuda")
     wanted = args.settings.split(",") if args.settings else list(known)
     if args.list or not set(wanted) <= set(known):

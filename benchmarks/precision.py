@@ -3,7 +3,7 @@
     python benchmarks/precision.py [--rounds N] [--cases NAME,...] [--formats NAME,...] [--output-dir DIR]
 
 Prints tokens/s, TFLOP/s (causal), MFU, peak memory and tokens per joule, and keeps each run's figures
-whole, after every round. Every round has another order, so that no format has always the same one
+whole, after every run. Every round has another order, so that no format has always the same one
 before it; each warms the device up itself. A format that the device or an absent library refuses is
 reported as such and left out; a run that was disturbed (throttled, compiling) is marked.
 """
@@ -18,8 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.device import pick_device
-from benchmarks.common import RESULTS, run_record, run_train_apart, save
+from benchmarks.common import RESULTS, device_of_runs, run_record, run_train_apart, save
 
 FORMATS = {
     "bf16": [],
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("--formats", help="only these, separated by commas")
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     args = parser.parse_args()
-    device = pick_device("auto")
+    device = device_of_runs()
     cases = GPU_CASES if device.type == "cuda" else CPU_CASES
     wanted = args.cases.split(",") if args.cases else list(cases)
     formats = args.formats.split(",") if args.formats else list(FORMATS)
@@ -66,10 +65,10 @@ def main() -> None:
 
 
 def measure(case: str, flags: list, formats: list[str], args: argparse.Namespace, device) -> None:
-    """One case in every format, round after round; a file that every round replaces."""
+    """One case in every format, round after round; a file that every run replaces."""
     measured: dict[str, list[dict]] = {}
     refused: dict[str, str] = {}
-    path = None
+    path, slug = None, "".join(c if c.isalnum() else "-" for c in case)
     for i in range(args.rounds):
         order = [f for f in formats if f not in refused]
         random.Random(i).shuffle(order)
@@ -86,9 +85,8 @@ def measure(case: str, flags: list, formats: list[str], args: argparse.Namespace
                 print(f"{case}, {name}: {error}", file=sys.stderr, flush=True)
                 continue
             measured.setdefault(name, []).append(run_record(result))
-        slug = "".join(c if c.isalnum() else "-" for c in case)
-        content = {"case": case, "rounds": i + 1, "measured": measured, "refused": refused}
-        path = save(f"precision-{slug}", content, device, args.output_dir, path)
+            content = {"case": case, "rounds": i + 1, "measured": measured, "refused": refused}
+            path = save(f"precision-{slug}", content, device, args.output_dir, path)
     print_case(case, measured, args.rounds)
 
 
@@ -110,7 +108,8 @@ def print_case(case: str, rows: dict[str, list[dict]], rounds: int) -> None:
     base = [r["metrics"]["tokens_per_sec"] for r in rows.get("bf16 compile", [])]
     for name, runs in rows.items():
         speeds = [r["metrics"]["tokens_per_sec"] for r in runs]
-        m = runs[speeds.index(statistics.median_low(speeds))]["metrics"]
+        middle = runs[speeds.index(statistics.median_low(speeds))]
+        m, kind = middle["metrics"], middle["memory_kind"]
         ratios = [a / b for a, b in zip(speeds, base, strict=False)]
         some = f" ({len(runs)} rounds)" if len(runs) < rounds else ""
         marks = sorted({mark for r in runs for mark in r["unfit"]})
@@ -118,7 +117,7 @@ def print_case(case: str, rows: dict[str, list[dict]], rounds: int) -> None:
             name + some + (f" ({'; '.join(marks)})" if marks else ""),
             _range(speeds, ",.0f"), _range(ratios, ".3f"),
             _number(m["model_tflops_per_gpu_causal"], ".4g"), _number(m["mfu"], ".1%"),
-            _number(m["peak_allocated_gib"] or m["peak_rss_gib"], ".2f"),
+            _number(middle["memory_gib"], ".2f") + ("" if kind == "allocated" else f" {kind}"),
             _number(m["tokens_per_joule"], ".2f"), _number(m["final_loss"], ".4f"),
         ]  # fmt: skip
         print(f"| {' | '.join(cells)} |", flush=True)

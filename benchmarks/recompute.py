@@ -15,8 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.device import pick_device
-from benchmarks.common import RESULTS, run_record, run_train_apart, save
+from benchmarks.common import RESULTS, device_of_runs, run_record, run_train_apart, save
 
 SETTINGS = {
     "none": [],
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output-dir", type=Path, default=RESULTS)
     args = parser.parse_args()
-    device = pick_device("auto")
+    device = device_of_runs()
     for case, argv in (GPU_CASES if device.type == "cuda" else CPU_CASES).items():
         measured: dict[str, list[dict]] = {}
         failed: dict[str, str] = {}
@@ -96,7 +95,7 @@ def show(
         memory = runs[0]["memory"] or {}
         cells = [
             memory.get("activations_gib"),
-            metrics[0]["peak_allocated_gib"] or metrics[0]["peak_rss_gib"],
+            runs[0]["memory_gib"],
             expected.get(name),
         ]
         speed = statistics.median(m["tokens_per_sec"] for m in metrics)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compare
-from bench.baselines import baseline_key, judge, read_baselines
+from bench.baselines import baseline_key, entry_of, judge, read_baselines
 from bench.comparison import Prices
 from bench.comparison import compare as compare_records
 from bench.discover import read_records
@@ -364,6 +364,21 @@ def test_what_is_not_alike_is_marked_and_not_mixed(result, tmp_path, changes, ma
     if mark.startswith(("lr", "another")):
         return
     assert rows["a"].verdict == "reference"
+
+
+@pytest.mark.parametrize(
+    ("compiled", "mode", "memory"),
+    [(False, "default", (5.0, "allocated")), (True, "default", (5.0, "allocated")),
+     (True, "reduce-overhead", (9.0, "reserved")), (True, "max-autotune", (9.0, "reserved"))],
+)  # fmt: skip
+def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, tmp_path):
+    """In tables, in baselines and in sweeps alike."""
+    run = variant(result, tmp_path, "a", metrics__peak_allocated_gib=5.0,
+                  metrics__peak_reserved_gib=9.0, metrics__peak_rss_gib=None,
+                  args__pt_compile=compiled, args__compile_mode=mode)  # fmt: skip
+    (row,) = rows_of(run).values()
+    assert (row.record.memory_gib, row.record.memory_kind) == memory
+    assert entry_of(read_result(run / "result.json"))["memory_gib"] == memory[0]
 
 
 def test_settings_may_differ_unless_all_must_be_identical(result, tmp_path):

@@ -120,8 +120,20 @@ def test_workers_give_the_same_batches(counting_file):
     assert all(torch.equal(a[1], b[1]) for a, b in zip(here, there, strict=True))
 
 
+@pytest.mark.parametrize("ahead", [1, 300, 2**17])
+def test_synthetic_tokens_are_the_samples_own_however_many_are_made_at_once(ahead, monkeypatch):
+    whole = SyntheticTokens(1000, 64, 31, 5, CPU)
+    (samples,) = whole.micro_batches(range(1))
+    monkeypatch.setattr(SyntheticTokens, "AHEAD", ahead)
+    plan = range(2, 60, 8)  # of the second of four ranks with two samples each
+    found = list(SyntheticTokens(1000, 2, 31, 5, CPU).micro_batches(plan))
+    assert len(found) == len(plan) == 8
+    for first, ids in zip(plan, found, strict=True):
+        assert torch.equal(ids, samples[first : first + 2])
+
+
 def test_synthetic_tokens_are_uniform_seeded_and_independent():
-    ids = SyntheticTokens(50257, 64, 1023, 0, CPU)[0]
+    (ids,) = SyntheticTokens(50257, 64, 1023, 0, CPU).micro_batches(range(1))
     assert ids.shape == (64, 1024) and ids.min() >= 0 and ids.max() < 50257
     # Mean of 65536 uniform draws: standard error 0.0011 of the range.
     assert abs(ids.double().mean() / 50256 - 0.5) < 0.006
@@ -130,7 +142,8 @@ def test_synthetic_tokens_are_uniform_seeded_and_independent():
     assert (ones - 0.5).abs().max() < 0.01
     lagged = torch.corrcoef(torch.stack((ids[:, :-1].flatten(), ids[:, 1:].flatten())).double())
     assert abs(lagged[0, 1]) < 0.02
-    assert not torch.equal(ids, SyntheticTokens(50257, 64, 1023, 1, CPU)[0])
+    (other,) = SyntheticTokens(50257, 64, 1023, 1, CPU).micro_batches(range(1))
+    assert not torch.equal(ids, other)
     assert len(torch.unique(hash_ids(torch.arange(2**20), 7))) > 0.999 * 2**20
     far = hash_ids(torch.arange(2**16) + 2**40, 0)
     assert (far == bits).double().mean() < 0.001

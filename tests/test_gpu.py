@@ -1,9 +1,12 @@
 """What only a GPU can show; `make gpu-check` runs it on a machine that has one."""
 
+import contextlib
+import gzip
 import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -137,8 +140,16 @@ def test_a_vocabulary_of_odd_size_learns_as_a_padded_one(tmp_path):
 def run_ranks(script, out, *argv):
     """Steps of a run whose one rank is a process of its own, with NCCL."""
     command = [sys.executable, script, *map(str, argv), "--nproc", "1", "--output-dir", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        _, err = process.communicate(timeout=300)
+    finally:  # a rank that hangs must not hold the GPU while other tests run
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, err
     return read_steps(out)
 
 
@@ -162,6 +173,7 @@ def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
     r = only_result(tmp_path / "x")
     assert (r["fp8"] or {"backend": "off"})["backend"] == cell.fp8
     assert (r["metrics"]["n_compiled_graphs"] or 0) > 0 or cell.compile == "off"
+    assert not any("without CUDA graphs" in note for note in r["notes"])
 
 
 @pytest.mark.parametrize("policy", ["block", "op"])
@@ -439,8 +451,8 @@ def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
 
 
 def test_profile_breaks_a_step_down(tmp_path):
-    """The classes are the step by the trace, and the step by CUDA events, within 2 %."""
-    losses(tmp_path, "x", "--profile", "--profile-steps", 5, "--bsz", 16, "--seq-len", 512)
+    """The classes are the step by the trace within 2 %, and the step by CUDA events."""
+    losses(tmp_path, "x", "--profile", "--profile-steps", 15, "--bsz", 16, "--seq-len", 512)
     r = only_result(tmp_path / "x")
     p, steps = r["profile"], read_steps(tmp_path / "x")
     print(json.dumps(p, indent=1))
@@ -448,7 +460,8 @@ def test_profile_breaks_a_step_down(tmp_path):
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
     # The first step's time by the clock has the profiler's start in it.
     clocked = [s["step_time_s"] for s in steps if s["step"] > p["first_step"]]
-    assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.02)
+    # By the trace the steps have the drawing of ranges and an empty queue at the start in them.
+    assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.05)
     assert {"matmul bf16", "attention", "elementwise", "loss", "optimizer"} <= set(p["classes_s"])
     assert "matmul" not in p["classes_s"], "a matmul whose format its name does not tell"
     assert 0 < p["host_gaps_s"] + 1e-9 <= p["classes_s"]["idle"] + 1e-9
@@ -465,9 +478,14 @@ def test_profile_breaks_a_step_down(tmp_path):
 )
 def test_profile_of_compiled_steps(flags, tmp_path):
     losses(tmp_path, "x", "--profile", *flags)
-    p = only_result(tmp_path / "x")["profile"]
+    r = only_result(tmp_path / "x")
+    p = r["profile"]
     assert sum(p["classes_s"].values()) == pytest.approx(p["step_time_s"], rel=0.02)
     assert p["classes_s"]["matmul bf16"] > 0
+    (path,) = (tmp_path / "x").glob("*/trace/*.json.gz")
+    launched = b'"cudaGraphLaunch"' in gzip.decompress(path.read_bytes())
+    assert launched == ("reduce-overhead" in flags)
+    assert not any("without CUDA graphs" in note for note in r["notes"])
 
 
 def test_nsys_range_runs_without_nsys(tmp_path):

@@ -473,6 +473,26 @@ def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
     assert Result.model_validate(r).unfit == ["compiled in the window"]
 
 
+@pytest.mark.parametrize("refused", [0, 2])
+def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch):
+    """PyTorch only counts them, and runs the compiled code as it is."""
+    from torch._dynamo.utils import counters
+
+    finish = StepLog.finish
+
+    def counting(self, step, *args):
+        finish(self, step, *args)
+        counters["inductor"]["cudagraph_skips"] += refused if step == 1 else 0
+
+    monkeypatch.setattr(StepLog, "finish", counting)
+    monkeypatch.setattr("bench.run.uses_cuda_graphs", lambda args, device: True)
+    argv = [*TINY, "--amp", "off", "--pt-compile", "--compile-mode", "reduce-overhead"]
+    with without_inductor():
+        assert run_train(*argv, "--output-dir", tmp_path) == 0
+    notes = [n for n in only_result(tmp_path)["notes"] if "without CUDA graphs" in n]
+    assert [n.split()[0] for n in notes] == (["2"] if refused else [])
+
+
 def test_numerics_gate_in_small(tmp_path, capsys):
     argv = ["--config", "configs/gpt2-tiny.json", "--steps", "60", "--output-dir", str(tmp_path),
             "--settings", "bf16,fp8 tensorwise"]  # fmt: skip

@@ -486,7 +486,7 @@ def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
 def test_ranking_by_hand():
     def row(key, rate, status="ok"):
         return {"key": key, "repeat": 0, "model": "m", "status": status, "axes": {"bsz": key},
-                "mfu": None, "tokens_per_sec": rate, "peak_allocated_gib": None, "peak_rss_gib": 1.0,
+                "mfu": None, "tokens_per_sec": rate, "memory_gib": 1.0, "memory_kind": "resident",
                 "step_times_s": [100 / rate] * 5 if rate else []}  # fmt: skip
 
     rows = [row("a-0", 100), row("b-0", 200), row("a-1", 110), row("b-1", 220), row("a-2", 90),
