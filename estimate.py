@@ -17,9 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from bench.args import Args
 from bench.checks import above_zero, at_least, changed, check, flag_of
@@ -36,6 +34,7 @@ from bench.memory_model import (
 from bench.results import read_result
 from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from bench.speed_model import estimate_speed
+from bench.tables import markdown_table
 from bench.tool import run_tool
 from model.config import ConfigError, ModelConfig, load_config
 
@@ -241,9 +240,7 @@ def show(e: Estimate, args: EstimateArgs) -> None:
         rows.append((f"for {args.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh"))
         if e.usd is not None:
             rows.append((f"for {args.tokens:.3g} tokens", f"US$ {e.usd:,.0f}"))
-    table = Table(box=box.MARKDOWN)
-    table.add_column("estimate")
-    table.add_column("value", justify="right")
+    table = markdown_table("estimate", "value")
     for name, value in rows:
         table.add_row(name, value)
     Console(width=140, highlight=False).print(table)
@@ -280,9 +277,7 @@ def fit(args: EstimateArgs, config: ModelConfig, argv: list[str]) -> int:
     seen, batch = result.memory, result.batch
     cuda = result.device.type == "cuda"
     e = estimate_memory(config, args, batch.seq_len, batch.grad_acc_steps, None, fused_norm=cuda)
-    table = Table(box=box.MARKDOWN)
-    for name in ("memory", "measured", "estimate", "error"):
-        table.add_column(name, justify="left" if name == "memory" else "right")
+    table = markdown_table("memory", "measured", "estimate", "error")
     # The gradients of the head are made with the loss and kept like activations.
     pairs = {
         "parameters": (seen.parameters_gib, e.parameters),

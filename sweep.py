@@ -21,13 +21,13 @@ import tyro
 from pydantic import ValidationError
 
 from bench.auto_batch import check_auto_batch, with_largest_batch
-from bench.cells import Rows, cell_key, outcome, run_cell
+from bench.cell_runs import Rows, cell_key, outcome, run_cell
+from bench.cells import Cell, differences, make_cells
 from bench.checks import changed, flag_of
 from bench.command_line import parse_dataclass
 from bench.errors import UsageError
 from bench.experiment import Experiment, Platform, from_command_line, read_experiment
 from bench.ranking import rank, show, write_csv
-from bench.settings import Cell, differences, make_cells
 from bench.tool import run_tool
 from bench.vendor import detect_platform
 from model.config import ConfigError

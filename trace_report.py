@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from bench.breakdown import break_down
 from bench.breakdown_parts import Breakdown
 from bench.command_line import parse_dataclass
 from bench.errors import UsageError
+from bench.tables import markdown_table, milliseconds, short, show_breakdown
 from bench.tool import run_tool
 from bench.trace import Trace, read_trace
 
@@ -97,40 +96,10 @@ def print_one(console: Console, trace: Trace, b: Breakdown) -> None:
         else "no marked steps, taken as one"
     )
     console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
-    table = _table("class", "ms a step", "share")
-    for name, seconds in b.classes.items():
-        table.add_row(name, _ms(seconds), f"{seconds / b.step_time_s:.1%}")
-    table.add_row("step", _ms(b.step_time_s), "100.0%")
-    console.print(table)
-    for line in remarks(b):
-        console.print(line)
-    table = _table("costliest", "class", "calls a step", "ms a step")
-    for c in b.costliest:
-        table.add_row(_short(c.name), c.kind, f"{c.calls:.4g}", _ms(c.time_s))
-    console.print(table)
-
-
-def remarks(b: Breakdown) -> list[str]:
-    """What the table of classes does not say: communication, gaps, the rate of the matmuls."""
-    lines = []
-    exposed = b.classes.get("communication", 0.0)
-    if exposed or b.communication_overlapped_s:
-        lines.append(
-            f"communication: {_ms(exposed)} ms exposed, {_ms(b.communication_overlapped_s)} ms "
-            "behind computation"
-        )
-    if b.host_gaps and b.host_gaps.count:
-        g = b.host_gaps
-        where = ", ".join(f"{part} {_ms(s)}" for part, s in g.by_part.items())
-        lines.append(
-            f"the GPU waited for the host in {g.count:.4g} gaps, {_ms(g.time_s)} ms in all, "
-            f"{_ms(g.longest_s)} ms the longest ({where})"
-        )
-    if b.matmul_tflops:
-        roof = b.matmul_roof_fraction
-        of_roof = f", {roof:.1%} of the measured roof" if roof else ""
-        lines.append(f"matmuls: {b.matmul_tflops:.4g} TFLOP/s while they run{of_roof}")
-    return lines
+    show_breakdown(
+        console, "class", b.classes, b.step_time_s, b.communication_overlapped_s, b.host_gaps,
+        b.matmul_tflops, b.matmul_roof_fraction, b.costliest,
+    )  # fmt: skip
 
 
 def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Breakdown]) -> None:
@@ -139,19 +108,25 @@ def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Brea
     for which, trace in zip(("before", "after"), traces, strict=True):
         console.print(f"{which}: {trace.path}: {trace.device_name or 'device not named'}")
     rows = changes(before.classes, after.classes)
-    table = _table("class", "before, ms", "after, ms", "change, ms", "change")
+    table = markdown_table("class", "before, ms", "after, ms", "change, ms", "change")
     for name, a, b in [*rows, ("step", before.step_time_s, after.step_time_s)]:
         table.add_row(
-            name, _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}", f"{b / a - 1:+.1%}" if a else "new"
+            name,
+            milliseconds(a),
+            milliseconds(b),
+            f"{1e3 * (b - a):+.3f}",
+            f"{b / a - 1:+.1%}" if a else "new",
         )
     console.print(table)
     # One kernel can have time in several classes: an addition in the loss, and one in a norm.
     kernels = changes(
         *({(c.name, c.kind): c.time_s for c in each.kernels} for each in (before, after))
     )
-    table = _table("kernel", "class", "before, ms", "after, ms", "change, ms")
+    table = markdown_table(
+        "kernel", "class", "before, ms", "after, ms", "change, ms", left=["class"]
+    )
     for (name, kind), a, b in kernels[:10]:
-        table.add_row(_short(name), kind, _ms(a), _ms(b), f"{1e3 * (b - a):+.3f}")
+        table.add_row(short(name), kind, milliseconds(a), milliseconds(b), f"{1e3 * (b - a):+.3f}")
     console.print(table)
 
 
@@ -160,21 +135,6 @@ def changes(before: dict[Key, float], after: dict[Key, float]) -> list[tuple[Key
     names = [*before, *(name for name in after if name not in before)]
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
     return sorted(rows, key=lambda row: row[1] - row[2])
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.MARKDOWN)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 or column == "class" else "right")
-    return table
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3f}"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 80 else f"{name[:77]}..."
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.cells import Rows, cell_key, outcome, run_cell
+from bench.cell_runs import Rows, cell_key, outcome, run_cell
+from bench.cells import Cell
 from bench.command_line import parse_args
 from bench.errors import UsageError
 from bench.experiment import Experiment
 from bench.hardware import find_hardware
 from bench.memory_model import estimate_memory, largest_batch, with_what_is_outside
-from bench.settings import Cell
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.vendor import detect_platform
 from model.config import load_config

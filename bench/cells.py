@@ -1,213 +1,203 @@
-"""Running one cell of a sweep in a process of its own; whatever happens becomes a row. Needs no torch."""
+"""An experiment resolved to cells, each a command line that a script takes. Needs no torch."""
 
-import contextlib
-import ctypes
-import fcntl
-import functools
-import hashlib
-import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import weakref
+import dataclasses
+import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+from bench.args import Args
+from bench.checks import flag_of
+from bench.command_line import parse_args
 from bench.errors import UsageError
-from bench.results import Result, read_result
-from bench.settings import Cell
-
-ROOT = Path(__file__).parent.parent
-METRICS = (
-    "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "step_time_mean_s",
-    "step_time_std_s", "step_time_cv", "step_time_ci95_low_s", "step_time_ci95_high_s",
-    "model_tflops_per_gpu", "mfu", "hfu", "ideal_time_fraction", "peak_allocated_gib",
-    "peak_reserved_gib", "peak_rss_gib", "energy_j", "average_power_w", "tokens_per_joule",
-    "usd_per_million_tokens", "compile_s", "final_loss",
-)  # fmt: skip
-Row = dict[str, Any]
+from bench.experiment import Experiment, Flags, Machine, Platform, Value
+from bench.hardware import find_hardware
+from bench.hyperparameters import FLAGS, differing
+from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
+from model.config import ConfigError, load_config
 
 
-def cell_key(cell: Cell, repeat: int | str) -> str:
-    """A name that is the same for the same setting in every sweep: model, hash, number of the repeat."""
-    text = json.dumps([cell.script, *cell.argv()])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return f"{Path(cell.config).stem}-{digest}-{repeat}"
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One setting: the script, its model and its flags; `axes` is what tells it from other cells."""
+
+    script: str
+    config: str
+    flags: tuple[tuple[str, Value], ...]
+    axes: tuple[str, ...]
+
+    def argv(self) -> list[str]:
+        """Model and flags as a command line."""
+        return [self.config, *to_argv(dict(self.flags))]
+
+    def label(self) -> str:
+        """The model and the values on the axes."""
+        flags = dict(self.flags)
+        parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
+        return " ".join([Path(self.config).stem, *parts])
 
 
-def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> Row:
-    """Run a setting once below `directory`/runs, unless an earlier sweep finished it; return its row.
-
-    The status is the run's own, `timeout`, or `failed` with the last line it printed.
-    """
-    key = cell_key(cell, repeat)
-    runs = directory / ("probes" if repeat == "probe" else "runs")
-    run, log = runs / key, directory / "logs" / f"{key}.log"
-    row: Row = {
-        "key": key,
-        "repeat": repeat,
-        "script": cell.script,
-        "model": Path(cell.config).stem,
-    }
-    row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
-    if (result := _finished(run)) is None:
-        _remove(run)  # of a sweep that was killed in the middle of it
-        log.parent.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
-        ended, why = _run(cell, key, runs, log, timeout_s)
-        row["wall_s"] = round(time.monotonic() - start, 3)
-        result = _finished(run)
-        if ended == "timeout" or result is None:
-            row |= {"status": ended, "error": why or _last_line(log)}
-            return row | {"command": _command(cell, key, runs)}
-    row |= {
-        "status": result.status,
-        "error": result.error,
-        "result": str(_attempts(run)[-1] / "result.json"),
-    }
-    row |= {name: getattr(result.metrics, name) for name in METRICS}
-    row["memory_gib"], row["memory_kind"] = result.peak_memory
-    row["step_times_s"] = result.step_times_s
-    row |= {
-        "bsz": result.batch.micro_batch,
-        "seq_len": result.batch.seq_len,
-        "global_batch": result.batch.global_batch,
-        "hardware": result.device.hardware,
-        "n_gpus": result.device.count,
-    }
-    return row
+def to_argv(flags: Flags) -> list[str]:
+    """Flags as a command line: true is the bare flag, false and null leave it out."""
+    words = []
+    for name, value in flags.items():
+        flag = flag_of(name)
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            words += [flag, _plain(value)]
+    return words
 
 
-def outcome(row: Row) -> str:
-    """A row's status, and its rate or what went wrong."""
-    if row["status"] == "ok":
-        return f"ok {row['tokens_per_sec']:,.0f} tokens/s"
-    return f"{row['status']}: {(row.get('error') or '')[:160]}"
+def _plain(value: Value) -> str:
+    """A value as it stands on a command line or in a table."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _command(cell: Cell, key: str, runs: Path) -> list[str]:
-    script = str(ROOT / cell.script)
-    return [sys.executable, script, *cell.argv(), "--output-dir", str(runs), "--run-name", key]
-
-
-def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
-    """How the process ended, unless its result says otherwise, and why where it cannot say itself."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=functools.partial(_die_with_parent, os.getpid()),
-        )  # fmt: skip
+def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
+    """All settings of an experiment on one platform; UsageError if one of them could not run."""
+    axes = list(e.grid)
+    combinations = [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
+    ]
+    machine = e.hardware.get(platform)
+    if machine and machine.gpu:
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return "timeout", f"not done after {timeout_s:g} s"
-        except BaseException:
-            _end(process)
-            raise
-    if process.returncode == -signal.SIGKILL:
-        return "failed", "killed by SIGKILL, as the kernel does when memory is full"
-    if process.returncode < 0:
-        return "failed", f"killed by {signal.Signals(-process.returncode).name}"
-    # 3 is out of memory, also of a rank whose end left the one that writes the result no time.
-    return ("oom" if process.returncode == 3 else "failed"), None
-
-
-def _die_with_parent(parent: int) -> None:
-    """In the new process: SIGTERM when the sweep is gone, even by SIGKILL (on Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
-    if os.getppid() != parent:  # it is gone already
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End a run and all its ranks: politely, then not."""
-    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            find_hardware(machine.gpu)
+        except UsageError as error:
+            raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
+    cells = []
+    for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
+        flags = e.training | e.platforms.get(platform, {}) | chosen | listed
+        unknown = sorted(set(flags) - FLAGS)
+        if unknown:
+            raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
+        flags = {name: _meant(name, value, where) for name, value in flags.items()}
+        flags = _resolve_sizes(flags, e, platform, where)
+        names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
+        cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
         try:
-            process.wait(patience)
-            break
-        except subprocess.TimeoutExpired:
-            continue
+            args = parse_args(cell.argv(), e.script)
+            config = load_config(args.config, args.pad_vocab)
+            seq_len = resolve_seq_len(args.seq_len, config)
+            resolve_recompute(args, config)
+            if world := _world(flags, e, machine):
+                resolve_batch(args, seq_len, world)
+                if e.script == "train_fsdp.py":
+                    resolve_shards(args, world, "cuda")
+        except (UsageError, ConfigError) as error:
+            raise UsageError(f"{where}: {cell.label()}: {error}") from None
+        if cell not in cells:
+            cells.append(cell)
+    return cells
 
 
-def _finished(run: Path) -> Result | None:
-    for attempt in reversed(_attempts(run)):
-        with contextlib.suppress(OSError, ValueError):
-            result = read_result(attempt / "result.json")
-            return None if result.status in ("running", "interrupted") else result
-    return None
+def _meant(name: str, value: Value, where: str) -> Value:
+    """A value as the flag's type has it: `off`, which YAML reads as false, and quoted numbers."""
+    kind = get_type_hints(Args)[name]
+    kinds = get_args(kind) or (kind,)
+    if value is False and "off" in kinds:
+        return "off"
+    if not isinstance(value, str) or str in kinds or value in kinds:
+        return value
+    try:
+        if bool in kinds:
+            return {"true": True, "false": False}[value.lower()]
+        return int(value) if int in kinds else float(value)
+    except (KeyError, ValueError):
+        raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
 
 
-def _attempts(run: Path) -> list[Path]:
-    """The directories of a run: its own, and with --max-restarts one more for each restart."""
-    again = run.parent.glob(f"{run.name}-restart*")
-    return [run, *sorted(again, key=lambda path: (len(path.name), path.name))]
+def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
+    """Ranks of a run; None where that is left to the machine it runs on."""
+    if e.script == "train.py":
+        return 1
+    return flags.get("nproc") or (machine.gpus if machine else None)
 
 
-def _remove(run: Path) -> None:
-    for attempt in _attempts(run):
-        shutil.rmtree(attempt, ignore_errors=True)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "ended without a word"
-
-
-class Rows:
-    """rows.jsonl: one line a finished run, on disk before the next starts."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.rows: dict[str, Row] = {}
-        self._lock()
-        if path.exists():
-            whole = [line for line in path.read_bytes().split(b"\n") if line]
-            for line in whole:
-                # The last may be cut off: the sweep was killed.
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    row = json.loads(line)
-                    self.rows[row["key"]] = row
-            self._rewrite()
-
-    def _lock(self) -> None:
-        """Until this process ends, even by SIGKILL, no other sweep writes here."""
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        weakref.finalize(self, os.close, directory)
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
+    """Check that replicas x shards are the GPUs, and global = micro x data parallel x accumulation."""
+    flags = dict(flags)
+    machine = e.hardware.get(platform)
+    if e.script == "train.py" and machine and machine.gpus > 1:
+        raise UsageError(
+            f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
+        )
+    p = e.parallel
+    if machine is None and "parallel" in e.model_fields_set:
+        raise UsageError(
+            f"{where}: hardware has no {platform}, so how many GPUs `parallel` is to share out is not "
+            "known; add it, or choose another --platform"
+        )
+    if "dp_replicate" in flags and "parallel" in e.model_fields_set:
+        raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")
+    if machine and p.dp_shard is not None and p.dp_replicate * p.dp_shard != machine.gpus:
+        right = machine.gpus / p.dp_replicate
+        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
+        raise UsageError(
+            f"{where}: parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, "
+            f"but there are {machine.gpus} GPUs; {advice}"
+        )
+    if p.dp_replicate > 1:
+        flags["dp_replicate"] = p.dp_replicate
+    if e.script != "train.py" and machine:
+        if flags.get("nproc", machine.gpus) != machine.gpus:
             raise UsageError(
-                f"{self.path.parent}: another sweep is running there; wait for it, or give another "
-                "--output-dir"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+                f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
+            )
+        flags["nproc"] = machine.gpus
+    if machine and machine.usd_per_hour:
+        flags.setdefault("usd_per_hour", machine.usd_per_hour)
+    size, steps = flags.get("global_bsz"), flags.get("grad_acc_steps")
+    if size is not None and steps is not None:
+        world = _world(flags, e, machine)
+        if world is None:
+            raise UsageError(
+                f"{where}: global_bsz and grad_acc_steps: hardware must say how many GPUs"
+            )
+        right = (flags.get("bsz") or Args.bsz) * world * steps
+        if size != right:
+            raise UsageError(
+                f"{where}: global_bsz {size}, but {flags.get('bsz') or Args.bsz} (bsz) x "
+                f"{world} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
+            )
+        del flags["global_bsz"]
+    return flags
 
-    def forget(self, *statuses: str) -> None:
-        """Drop the rows that ended so, and what their runs wrote."""
-        for key, row in list(self.rows.items()):
-            if row.get("status") in statuses:
-                for runs in ("runs", "probes"):
-                    _remove(self.path.parent / runs / key)
-                del self.rows[key]
-        self._rewrite()
 
-    def _rewrite(self) -> None:
-        spare = self.path.with_suffix(".new")
-        spare.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
-        spare.replace(self.path)
+def differences(e: Experiment) -> list[str]:
+    """Hyperparameters in which the platforms of an experiment differ, each as a line for the report.
 
-    def add(self, row: Row) -> None:
-        """Append and flush to disk."""
-        self.rows[row["key"]] = row
-        with self.path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(row) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+    Under `identical_config` there should be none.
+    """
+    named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
+    platforms = [p for p in ("nvidia", "amd", "cpu") if p in named]
+    resolved = {}
+    for platform in platforms:
+        cells = make_cells(e, platform)
+        resolved[platform] = [
+            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform))) for cell in cells
+        ]
+    lines = []
+    for a, b in itertools.pairwise(platforms):
+        for left, right in zip(resolved[a], resolved[b], strict=False):
+            lines += [
+                f"{Path(left['config']).stem}: {name}: {a} {_plain(left[name])}, "
+                f"{b} {_plain(right[name])}"
+                for name in differing(left, right)
+            ]
+        if len(resolved[a]) != len(resolved[b]):
+            lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")
+    return list(dict.fromkeys(lines))
+
+
+def _resolved(cell: Cell, world: int | None) -> dict[str, Any]:
+    """All arguments of a cell, and its global batch where the number of ranks is known."""
+    args = parse_args(cell.argv(), cell.script)
+    content = dataclasses.asdict(args) | {"config": cell.config}
+    if world:
+        config = load_config(args.config, args.pad_vocab)
+        batch = resolve_batch(args, resolve_seq_len(args.seq_len, config), world)
+        content["global_batch"] = batch.global_batch
+    return content

@@ -2,15 +2,15 @@
 
 import sys
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from bench.args import parse_sac_freq
+from bench.breakdown_parts import Gaps
 from bench.flops import chosen_blocks
 from bench.results import DeviceUse, Profile, Result
 from bench.stepfile import Step
+from bench.tables import markdown_table, number, show_breakdown
 
 
 class ProgressDisplay:
@@ -96,9 +96,7 @@ def recomputed(result: Result) -> str:
 
 def print_result(result: Result) -> None:
     """The final table, as Markdown, on standard output."""
-    table = Table(box=box.MARKDOWN, show_edge=True)
-    table.add_column("metric")
-    table.add_column("value", justify="right")
+    table = markdown_table("metric", "value")
     for name, value in table_rows(result):
         table.add_row(name, value)
     Console(width=200, highlight=False).print(table)
@@ -110,34 +108,14 @@ def print_result(result: Result) -> None:
 
 def print_profile(p: Profile) -> None:
     """Where the time of the profiled steps went."""
-    table = Table(box=box.MARKDOWN, show_edge=True)
-    table.add_column(f"steps {p.first_step} to {p.first_step + p.n_steps - 1}, profiled")
-    for column in ("ms a step", "share"):
-        table.add_column(column, justify="right")
-    for name, seconds in [*p.classes_s.items(), ("step", p.step_time_s)]:
-        table.add_row(name, f"{1e3 * seconds:,.2f}", f"{seconds / p.step_time_s:.1%}")
-    console = Console(width=200, highlight=False)
-    console.print(table)
-    overlapped = p.communication_overlapped_s
-    if overlapped or "communication" in p.classes_s:
-        exposed = p.classes_s.get("communication", 0.0)
-        print(f"communication: {1e3 * exposed:,.2f} ms exposed, {1e3 * overlapped:,.2f} ms hidden")
-    if p.host_gaps:
-        print(
-            f"the GPU waited for the host: {p.host_gaps:,.0f} times, {1e3 * p.host_gaps_s:,.2f} ms, "
-            f"{1e3 * p.longest_host_gap_s:,.2f} ms the longest"
-        )
-    if p.matmul_tflops:
-        roof = p.matmul_roof_fraction
-        of_roof = f", {roof:.1%} of the measured roof" if roof else ""
-        print(f"matmuls: {p.matmul_tflops:,.4g} TFLOP/s while they run{of_roof}")
-    table = Table(box=box.MARKDOWN, show_edge=True)
-    for column in ("costliest", "class", "calls a step", "ms a step"):
-        table.add_column(column, justify="left" if column in ("costliest", "class") else "right")
-    for c in p.costliest:
-        name = c.name if len(c.name) <= 80 else f"{c.name[:77]}..."
-        table.add_row(name, c.kind, f"{c.calls:.4g}", f"{1e3 * c.time_s:,.2f}")
-    console.print(table)
+    gaps = None
+    if p.host_gaps is not None:
+        gaps = Gaps(p.host_gaps, p.host_gaps_s, p.longest_host_gap_s, p.host_gaps_by_part_s)
+    title = f"steps {p.first_step} to {p.first_step + p.n_steps - 1}, profiled"
+    show_breakdown(
+        Console(width=200, highlight=False), title, p.classes_s, p.step_time_s,
+        p.communication_overlapped_s, gaps, p.matmul_tflops, p.matmul_roof_fraction, p.costliest,
+    )  # fmt: skip
 
 
 def table_rows(result: Result) -> list[tuple[str, str]]:
@@ -149,22 +127,22 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)"),
         ("device", f"{result.device.count} x {result.device.name}"),
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
-        ("tokens/s", _number(m.tokens_per_sec, ",.0f")),
-        ("tokens/s per device", _number(m.tokens_per_sec_per_gpu, ",.0f")),
-        ("step time: median", f"{_number(m.step_time_median_s, '.4f')} s"),
+        ("tokens/s", number(m.tokens_per_sec, ",.0f")),
+        ("tokens/s per device", number(m.tokens_per_sec_per_gpu, ",.0f")),
+        ("step time: median", f"{number(m.step_time_median_s, '.4f')} s"),
         (
             "step time: mean [95 %]",
-            f"{_number(m.step_time_mean_s, '.4f')} s "
-            f"[{_number(m.step_time_ci95_low_s, '.4f')}, {_number(m.step_time_ci95_high_s, '.4f')}]",
+            f"{number(m.step_time_mean_s, '.4f')} s "
+            f"[{number(m.step_time_ci95_low_s, '.4f')}, {number(m.step_time_ci95_high_s, '.4f')}]",
         ),
         (
             "step time: std, CV",
-            f"{_number(m.step_time_std_s, '.4f')} s, {_number(m.step_time_cv, '.1%')}",
+            f"{number(m.step_time_std_s, '.4f')} s, {number(m.step_time_cv, '.1%')}",
         ),
         (
             "data / forward / backward / optimizer",
             " / ".join(
-                _number(v and 1e3 * v, ".1f")
+                number(v and 1e3 * v, ".1f")
                 for v in (
                     m.data_time_mean_s,
                     m.forward_time_mean_s,
@@ -178,9 +156,9 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("MFU: palm / causal", _pair(m, "mfu", ".1%")),
         (
             "ideal time of matmuls: datasheet / measured roof",
-            f"{_number(m.ideal_time_fraction, '.1%')} / {_number(m.roof_time_fraction, '.1%')}",
+            f"{number(m.ideal_time_fraction, '.1%')} / {number(m.roof_time_fraction, '.1%')}",
         ),
-        ("warm-up", f"{_number(m.warmup_s, '.1f')} s"),
+        ("warm-up", f"{number(m.warmup_s, '.1f')} s"),
     ]  # fmt: skip
     if m.slowest_rank is not None:
         rows.append(
@@ -202,7 +180,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
             )
         )
     else:
-        rows.append(("peak memory: resident", f"{_number(m.peak_rss_gib, '.2f')} GiB"))
+        rows.append(("peak memory: resident", f"{number(m.peak_rss_gib, '.2f')} GiB"))
     if result.memory:
         k = result.memory
         rows.append(
@@ -227,7 +205,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         if d.sm_clock_mean_mhz is not None:
             rows.append((f"rank {d.rank}: clock, power, temperature", _device_row(d)))
     rows.append(
-        ("loss: first, last", f"{_number(m.first_loss, '.4f')}, {_number(m.final_loss, '.4f')}")
+        ("loss: first, last", f"{number(m.first_loss, '.4f')}, {number(m.final_loss, '.4f')}")
     )
     if m.val_loss is not None:
         rows.append(
@@ -237,17 +215,13 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
 
 
 def _device_row(d: DeviceUse) -> str:
-    text = f"{d.sm_clock_mean_mhz:,.0f} of {_number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
-    text += f"{_number(d.average_power_w, '.0f')} (peak {_number(d.peak_power_w, '.0f')}) of "
-    text += f"{_number(d.power_limit_w, '.0f')} W, {_number(d.temperature_max_c, '.0f')} C"
+    text = f"{d.sm_clock_mean_mhz:,.0f} of {number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
+    text += f"{number(d.average_power_w, '.0f')} (peak {number(d.peak_power_w, '.0f')}) of "
+    text += f"{number(d.power_limit_w, '.0f')} W, {number(d.temperature_max_c, '.0f')} C"
     held = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
     text += f", HELD DOWN: {held}" if held else ""
     return f"{text}, SHARED" if d.other_processes else text
 
 
 def _pair(metrics, name: str, form: str) -> str:
-    return " / ".join(_number(getattr(metrics, name + end), form) for end in ("", "_causal"))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "unknown" if value is None else format(value, form)
+    return " / ".join(number(getattr(metrics, name + end), form) for end in ("", "_causal"))

@@ -1,6 +1,6 @@
 """What a sweep is asked to run: an experiment file (YAML) or the command line. Needs no torch.
 
-One file serves NVIDIA and AMD: `platforms` holds what differs. bench/settings.py resolves it to cells.
+One file serves NVIDIA and AMD: `platforms` holds what differs. bench/cells.py resolves it to cells.
 """
 
 import os

@@ -5,13 +5,12 @@ import dataclasses
 import statistics
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from bench.cells import METRICS, Row
+from bench.cell_runs import METRICS, Row
 from bench.statistics import bootstrap_mean
+from bench.tables import markdown_table, number
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -93,11 +92,10 @@ def _label(row: Row) -> str:
 
 def show(ranked: list[Ranked], directory: Path) -> None:
     """The ranked table on the screen and as Markdown in the sweep's directory."""
-    table = Table(box=box.MARKDOWN)
-    for i, name in enumerate(
-        ("setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB")
-    ):
-        table.add_column(name, justify="left" if i < 2 else "right")
+    table = markdown_table(
+        "setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB",
+        left=["status"],
+    )  # fmt: skip
     best = ranked[0].tokens_per_sec if ranked else None
     for r in ranked:
         if r.tokens_per_sec is None:
@@ -105,11 +103,10 @@ def show(ranked: list[Ranked], directory: Path) -> None:
             continue
         tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
         share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
-        low, high = ("unknown" if end is None else f"{end:,.0f}" for end in (r.low, r.high))
+        low, high = number(r.low, ",.0f"), number(r.high, ",.0f")
         table.add_row(
             escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
-            f"{r.cv:.1%}", share, "unknown" if r.mfu is None else f"{r.mfu:.1%}",
-            "unknown" if r.memory_gib is None else f"{r.memory_gib:.2f}",
+            f"{r.cv:.1%}", share, number(r.mfu, ".1%"), number(r.memory_gib, ".2f"),
         )  # fmt: skip
     Console(width=200, highlight=False).print(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:

@@ -26,7 +26,6 @@ class Record:
     path: str
     suite: str
     label: str
-    status: str = "ok"
     hardware: str | None = None
     n_gpus: int | None = None
     model: str | None = None

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,11 +15,12 @@ from rich.table import Table
 from bench.comparison import Row
 from bench.errors import UsageError
 from bench.records import Record
+from bench.tables import markdown_table, number
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 COLUMNS = (
-    "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "ratio [95 %]", "verdict", "MFU",
-    "memory GiB", "US$/T tokens", "tokens/J",
+    "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "ratio [95 %]", "verdict", "TFLOP/s",
+    "MFU", "memory GiB", "US$/T tokens", "tokens/J",
 )  # fmt: skip
 
 
@@ -31,15 +31,21 @@ def cells(row: Row, tokens: float | None) -> list[str]:
     if row.ratio_low is not None:
         ratio += f" [{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
     verdict = row.verdict + (f": {'; '.join(row.marks)}" if row.marks else "")
-    star = "*" if r.mfu and r.flop_convention != "palm" else ""
+    star = "*" if r.flop_convention != "palm" else ""
     estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
     texts = [
         r.label, r.hardware or "unknown", str(r.n_gpus or "?"), r.settings or r.suite,
-        number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict, number(r.mfu, ".1%") + star,
-        memory(r), number(row.usd_per_trillion, ",.0f"),
+        number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict,
+        number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
+        number(r.mfu, ".1%") + (star if r.mfu else ""), memory(r), number(row.usd_per_trillion, ",.0f"),
         number(row.tokens_per_joule, ".2f") + estimated,
     ]  # fmt: skip
     return [*texts, number(row.days, ",.1f")] if tokens else texts
+
+
+def counted_otherwise(r: Record) -> bool:
+    """Whether its TFLOP/s or MFU are figures of another suite, which counted FLOPs in its own way."""
+    return bool((r.mfu or r.tflops_per_gpu) and r.flop_convention != "palm")
 
 
 def memory(r: Record) -> str:
@@ -48,18 +54,13 @@ def memory(r: Record) -> str:
     return number(r.memory_gib, ".1f") + kind
 
 
-def number(value: float | None, form: str) -> str:
-    """A formatted number, or that it is unknown."""
-    return "unknown" if value is None else format(value, form)
-
-
 def tables(rows: list[Row], tokens: float | None) -> list[Table]:
     """One table a group."""
     made = []
     for group in dict.fromkeys(row.group for row in rows):
-        table = Table(box=box.MARKDOWN, title=escape(group), title_justify="left")
-        for i, name in enumerate((*COLUMNS, "days") if tokens else COLUMNS):
-            table.add_column(name, justify="left" if i in (0, 1, 3, 6) else "right")
+        names = (*COLUMNS, "days") if tokens else COLUMNS
+        text = ("hardware", "settings", "verdict")
+        table = markdown_table(*names, left=text, title=escape(group))
         for row in (row for row in rows if row.group == group):
             table.add_row(*map(escape, cells(row, tokens)))
         made.append(table)
@@ -71,7 +72,7 @@ def show(rows: list[Row], tokens: float | None) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
     for table in tables(rows, tokens):
         console.print(table)
-    if any(row.record.mfu and row.record.flop_convention != "palm" for row in rows):
+    if any(counted_otherwise(row.record) for row in rows):
         print("* counted by another suite in its own way")
 
 

@@ -97,7 +97,7 @@ def test_results_of_earlier_versions_are_still_read(path):
     """A result is kept for years: a field may come with a default, and none may go or change."""
     assert within(json.loads(path.read_text()), read_result(path).model_dump(mode="json"))
     (row,) = rows_of(path).values()
-    assert row.record.tokens_per_sec > 0 and row.record.status == "ok"
+    assert row.record.tokens_per_sec > 0 and "status" not in " ".join(row.marks)
 
 
 # --- logs ------------------------------------------------------------------------------------------

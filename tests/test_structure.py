@@ -43,7 +43,7 @@ def test_only_entrypoints_import_the_loop():
      "bench.statistics", "bench.sizes", "bench.tokens", "bench.console", "prepare_data",
      "bench.trace", "bench.kernels", "bench.breakdown", "trace_report",
      "bench.memory_model", "bench.speed_model", "estimate", "sweep", "compare", "doctor",
-     "bench.experiment", "bench.settings", "bench.hyperparameters", "bench.cells",
+     "bench.experiment", "bench.cells", "bench.hyperparameters", "bench.cell_runs",
      "bench.records", "bench.read_logs", "bench.read_results",
      "bench.comparison", "bench.baselines", "bench.plots",
      "bench.log_formats", "bench.ranking", "bench.auto_batch", "bench.tool"],

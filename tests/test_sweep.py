@@ -16,13 +16,13 @@ import pytest
 import sweep
 from bench import auto_batch
 from bench.auto_batch import guess_batch, search_batch, with_largest_batch
-from bench.cells import Rows, cell_key, run_cell
+from bench.cell_runs import Rows, cell_key, run_cell
+from bench.cells import differences, make_cells
 from bench.discover import read_records
 from bench.errors import UsageError
 from bench.experiment import Experiment, from_command_line, read_experiment, substitute
 from bench.ranking import Ranked, rank, show
 from bench.records import LogFacts
-from bench.settings import differences, make_cells
 from tests.helpers import ROOT, run_train
 
 BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])

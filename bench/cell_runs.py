@@ -1,0 +1,213 @@
+"""Running one cell of a sweep in a process of its own; whatever happens becomes a row. Needs no torch."""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from bench.cells import Cell
+from bench.errors import UsageError
+from bench.results import Result, read_result
+
+ROOT = Path(__file__).parent.parent
+METRICS = (
+    "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "step_time_mean_s",
+    "step_time_std_s", "step_time_cv", "step_time_ci95_low_s", "step_time_ci95_high_s",
+    "model_tflops_per_gpu", "mfu", "hfu", "ideal_time_fraction", "peak_allocated_gib",
+    "peak_reserved_gib", "peak_rss_gib", "energy_j", "average_power_w", "tokens_per_joule",
+    "usd_per_million_tokens", "compile_s", "final_loss",
+)  # fmt: skip
+Row = dict[str, Any]
+
+
+def cell_key(cell: Cell, repeat: int | str) -> str:
+    """A name that is the same for the same setting in every sweep: model, hash, number of the repeat."""
+    text = json.dumps([cell.script, *cell.argv()])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return f"{Path(cell.config).stem}-{digest}-{repeat}"
+
+
+def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> Row:
+    """Run a setting once below `directory`/runs, unless an earlier sweep finished it; return its row.
+
+    The status is the run's own, `timeout`, or `failed` with the last line it printed.
+    """
+    key = cell_key(cell, repeat)
+    runs = directory / ("probes" if repeat == "probe" else "runs")
+    run, log = runs / key, directory / "logs" / f"{key}.log"
+    row: Row = {
+        "key": key,
+        "repeat": repeat,
+        "script": cell.script,
+        "model": Path(cell.config).stem,
+    }
+    row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
+    if (result := _finished(run)) is None:
+        _remove(run)  # of a sweep that was killed in the middle of it
+        log.parent.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        ended, why = _run(cell, key, runs, log, timeout_s)
+        row["wall_s"] = round(time.monotonic() - start, 3)
+        result = _finished(run)
+        if ended == "timeout" or result is None:
+            row |= {"status": ended, "error": why or _last_line(log)}
+            return row | {"command": _command(cell, key, runs)}
+    row |= {
+        "status": result.status,
+        "error": result.error,
+        "result": str(_attempts(run)[-1] / "result.json"),
+    }
+    row |= {name: getattr(result.metrics, name) for name in METRICS}
+    row["memory_gib"], row["memory_kind"] = result.peak_memory
+    row["step_times_s"] = result.step_times_s
+    row |= {
+        "bsz": result.batch.micro_batch,
+        "seq_len": result.batch.seq_len,
+        "global_batch": result.batch.global_batch,
+        "hardware": result.device.hardware,
+        "n_gpus": result.device.count,
+    }
+    return row
+
+
+def outcome(row: Row) -> str:
+    """A row's status, and its rate or what went wrong."""
+    if row["status"] == "ok":
+        return f"ok {row['tokens_per_sec']:,.0f} tokens/s"
+    return f"{row['status']}: {(row.get('error') or '')[:160]}"
+
+
+def _command(cell: Cell, key: str, runs: Path) -> list[str]:
+    script = str(ROOT / cell.script)
+    return [sys.executable, script, *cell.argv(), "--output-dir", str(runs), "--run-name", key]
+
+
+def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
+    """How the process ended, unless its result says otherwise, and why where it cannot say itself."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+        )  # fmt: skip
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return "timeout", f"not done after {timeout_s:g} s"
+        except BaseException:
+            _end(process)
+            raise
+    if process.returncode == -signal.SIGKILL:
+        return "failed", "killed by SIGKILL, as the kernel does when memory is full"
+    if process.returncode < 0:
+        return "failed", f"killed by {signal.Signals(-process.returncode).name}"
+    # 3 is out of memory, also of a rank whose end left the one that writes the result no time.
+    return ("oom" if process.returncode == 3 else "failed"), None
+
+
+def _die_with_parent(parent: int) -> None:
+    """In the new process: SIGTERM when the sweep is gone, even by SIGKILL (on Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
+    if os.getppid() != parent:  # it is gone already
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a run and all its ranks: politely, then not."""
+    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(patience)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _finished(run: Path) -> Result | None:
+    for attempt in reversed(_attempts(run)):
+        with contextlib.suppress(OSError, ValueError):
+            result = read_result(attempt / "result.json")
+            return None if result.status in ("running", "interrupted") else result
+    return None
+
+
+def _attempts(run: Path) -> list[Path]:
+    """The directories of a run: its own, and with --max-restarts one more for each restart."""
+    again = run.parent.glob(f"{run.name}-restart*")
+    return [run, *sorted(again, key=lambda path: (len(path.name), path.name))]
+
+
+def _remove(run: Path) -> None:
+    for attempt in _attempts(run):
+        shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1][:500] if lines else "ended without a word"
+
+
+class Rows:
+    """rows.jsonl: one line a finished run, on disk before the next starts."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: dict[str, Row] = {}
+        self._lock()
+        if path.exists():
+            whole = [line for line in path.read_bytes().split(b"\n") if line]
+            for line in whole:
+                # The last may be cut off: the sweep was killed.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    self.rows[row["key"]] = row
+            self._rewrite()
+
+    def _lock(self) -> None:
+        """Until this process ends, even by SIGKILL, no other sweep writes here."""
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        weakref.finalize(self, os.close, directory)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{self.path.parent}: another sweep is running there; wait for it, or give another "
+                "--output-dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def forget(self, *statuses: str) -> None:
+        """Drop the rows that ended so, and what their runs wrote."""
+        for key, row in list(self.rows.items()):
+            if row.get("status") in statuses:
+                for runs in ("runs", "probes"):
+                    _remove(self.path.parent / runs / key)
+                del self.rows[key]
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        spare = self.path.with_suffix(".new")
+        spare.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
+        spare.replace(self.path)
+
+    def add(self, row: Row) -> None:
+        """Append and flush to disk."""
+        self.rows[row["key"]] = row
+        with self.path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
