@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 import tyro
 
 from bench.checks import above_zero
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, tool
 from bench.comparison import compare
 from bench.discover import read_records
 from bench.errors import UsageError
@@ -67,10 +67,11 @@ class CompareArgs:
     """Make the results the baselines."""
 
 
+@tool("compare.py")
 def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code: 0; 1 if the gate failed; 2 for bad input."""
+    args = parse_dataclass(CompareArgs, argv, "compare.py")
     try:
-        args = parse_dataclass(CompareArgs, argv, "compare.py")
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
         above_zero(args, "tokens", "log_seq_len", "log_gpus")
@@ -100,9 +101,6 @@ def main(argv: Sequence[str]) -> int:
         if args.output_dir:
             priced = bool(args.usd_per_hour or args.experiment)
             write(rows, Path(args.output_dir), args.tokens, not args.no_plot, remarks, priced)
-    except UsageError as error:
-        print(f"compare.py: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
         where = error.filename or args.output_dir or args.baseline
         print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)

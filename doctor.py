@@ -192,10 +192,7 @@ def amd() -> list[Finding]:
             continue
         name = values.get("Card Series") or values.get("Card series") or "AMD GPU"
         total, used = (
-            int(size) / 2**20
-            if (size := str(values.get(f"VRAM Total {what} (B)"))).isdigit()
-            else 0.0
-            for what in ("Memory", "Used Memory")
+            _mib(values.get(f"VRAM Total {what} (B)")) for what in ("Memory", "Used Memory")
         )
         found.append(Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB"))
         if used > 1024:
@@ -223,6 +220,11 @@ def libraries(kind: str) -> list[Finding]:
     return found
 
 
+def _mib(size: str | None) -> float:
+    """Bytes as text in MiB; 0 for what is no number."""
+    return int(size) / 2**20 if size and size.isdigit() else 0.0
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` as (2, 13)."""
     return tuple(
@@ -233,8 +235,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def compiler() -> list[Finding]:
     """What --pt-compile needs: on a CPU a C++ compiler, on a GPU one of C and Python's headers."""
     # Inductor takes g++ and no other on Linux, Triton gcc or clang, unless told.
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    name = next((n for n in (os.environ.get("CXX", default),) if shutil.which(n)), None)
+    cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    name = cxx if shutil.which(cxx) else None
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     plain = next((n for n in names if shutil.which(n)), None)
     headers = Path(sysconfig.get_path("include")) / "Python.h"

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from bench.args import Args
 from bench.checks import above_zero, at_least, changed, check, flag_of
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
 from bench.hardware import Hardware, find_hardware
@@ -36,7 +36,7 @@ from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resol
 from bench.speed_model import estimate_speed
 from bench.tables import markdown_table
 from bench.tool import run_tool
-from model.config import ConfigError, ModelConfig, load_config
+from model.config import ModelConfig, load_config
 
 GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -95,30 +95,27 @@ class Estimate:
     traced_peak: float | None = None
 
 
+@tool("estimate.py")
 def main(argv: Sequence[str]) -> int:
-    """Estimate, print, and return the exit code: 0, or 2 for bad input."""
+    """Estimate, print, and return the exit code: 0; 2 for bad input; with --fit train.py's own, too."""
+    args = parse_dataclass(EstimateArgs, argv, "estimate.py")
+    for name in ("gpus", "per_node"):
+        at_least(args, name, 1)
+    above_zero(args, "tokens", "gpu_memory_gib")
+    if args.nproc:
+        raise UsageError("--nproc: give the number of devices by --gpus")
+    script = "train.py" if args.gpus == 1 else f"train_{args.parallel}.py"
+    args = check(args, script)
+    config = load_config(args.config, args.pad_vocab)
+    if args.fit:
+        return fit(args, config, list(argv))
+    if args.gpu is None:
+        raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
     try:
-        args = parse_dataclass(EstimateArgs, argv, "estimate.py")
-        for name in ("gpus", "per_node"):
-            at_least(args, name, 1)
-        above_zero(args, "tokens", "gpu_memory_gib")
-        if args.nproc:
-            raise UsageError("--nproc: give the number of devices by --gpus")
-        script = "train.py" if args.gpus == 1 else f"train_{args.parallel}.py"
-        args = check(args, script)
-        config = load_config(args.config, args.pad_vocab)
-        if args.fit:
-            return fit(args, config, list(argv))
-        if args.gpu is None:
-            raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
-        try:
-            gpu = find_hardware(args.gpu)
-        except UsageError as error:
-            raise UsageError(f"--gpu {error}") from None
-        estimate = make_estimate(args, config, gpu, script)
-    except (UsageError, ConfigError) as error:
-        print(f"estimate.py: {error}", file=sys.stderr)
-        return 2
+        gpu = find_hardware(args.gpu)
+    except UsageError as error:
+        raise UsageError(f"--gpu {error}") from None
+    estimate = make_estimate(args, config, gpu, script)
     if args.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
     else:

@@ -18,7 +18,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
 from bench.tokens import write_tokens
 from bench.tool import run_tool
@@ -43,17 +43,17 @@ class PrepareArgs:
     """Part of the documents that goes into val.bin instead."""
 
 
+@tool("prepare_data.py")
 def main(argv: list[str]) -> int:
-    """Write the two files; 0 when done, 2 and one line on bad input."""
-    prog = "prepare_data.py"
+    """Write the two files; 0 when done, 2 and one line on bad input, 1 where writing fails."""
+    args = parse_dataclass(PrepareArgs, argv, "prepare_data.py")
     try:
-        args = parse_dataclass(PrepareArgs, argv, prog)
         prepare(args)
-    except UsageError as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"{prog}: {error.filename or args.output_dir}: {error.strerror}", file=sys.stderr)
+        print(
+            f"prepare_data.py: {error.filename or args.output_dir}: {error.strerror}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

@@ -24,13 +24,13 @@ from bench.auto_batch import check_auto_batch, with_largest_batch
 from bench.cell_runs import Rows, cell_key, outcome, run_cell
 from bench.cells import Cell, differences, make_cells
 from bench.checks import changed, flag_of
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
 from bench.experiment import Experiment, Platform, from_command_line, read_experiment
+from bench.files import write_whole
 from bench.ranking import rank, show, write_csv
 from bench.tool import run_tool
 from bench.vendor import detect_platform
-from model.config import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +61,16 @@ class SweepArgs:
     """Print the settings and stop."""
 
 
+@tool("sweep.py")
 def main(argv: Sequence[str]) -> int:
     """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok, or on Ctrl-C."""
-    try:
-        args = parse_dataclass(SweepArgs, argv, "sweep.py")
-        experiment, where = read(args)
-        platform = detect_platform() if args.platform == "auto" else args.platform
-        cells = make_cells(experiment, platform, where)
-        if args.auto_bsz:
-            check_auto_batch(experiment)
-        unlike = differences(experiment)
-    except (UsageError, ConfigError) as error:
-        print(f"sweep.py: {error}", file=sys.stderr)
-        return 2
+    args = parse_dataclass(SweepArgs, argv, "sweep.py")
+    experiment, where = read(args)
+    platform = detect_platform() if args.platform == "auto" else args.platform
+    cells = make_cells(experiment, platform, where)
+    if args.auto_bsz:
+        check_auto_batch(experiment)
+    unlike = differences(experiment)
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):
         # One directory for each such command, to which the same command comes back.
@@ -97,10 +94,7 @@ def main(argv: Sequence[str]) -> int:
         rows = Rows(directory / "rows.jsonl")
         if args.retry:
             rows.forget("failed", "timeout")
-        (directory / "sweep.json").write_text(json.dumps(described, indent=1) + "\n")
-    except UsageError as error:
-        print(f"sweep.py: {error}", file=sys.stderr)
-        return 2
+        write_whole(directory / "sweep.json", json.dumps(described, indent=1) + "\n")
     except OSError as error:
         print(f"sweep.py: --output-dir {directory}: {error.strerror}", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench.breakdown import break_down
 from bench.breakdown_parts import Breakdown
-from bench.command_line import parse_dataclass
+from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
 from bench.tables import markdown_table, milliseconds, short, show_breakdown
 from bench.tool import run_tool
@@ -39,16 +39,13 @@ class ReportArgs:
     """Print JSON in place of tables."""
 
 
+@tool("trace_report.py")
 def main(argv: Sequence[str]) -> int:
     """Report, and return the exit code: 0, or 2 for what cannot be read."""
-    try:
-        args = parse_dataclass(ReportArgs, argv, "trace_report.py")
-        if len(args.traces) not in (1, 2):
-            raise UsageError(f"{len(args.traces)} traces: give one, or two to compare")
-        read, found = zip(*(understand(path) for path in args.traces), strict=True)
-    except UsageError as error:
-        print(f"trace_report.py: {error}", file=sys.stderr)
-        return 2
+    args = parse_dataclass(ReportArgs, argv, "trace_report.py")
+    if len(args.traces) not in (1, 2):
+        raise UsageError(f"{len(args.traces)} traces: give one, or two to compare")
+    read, found = zip(*(understand(path) for path in args.traces), strict=True)
     if args.json:
         print(json.dumps([as_json(t, b) for t, b in zip(read, found, strict=True)], indent=1))
         return 0

@@ -14,6 +14,7 @@ from typing import Any
 from bench.args import Args
 from bench.comparison import unlike_limits
 from bench.errors import UsageError
+from bench.files import write_whole
 from bench.hyperparameters import NOT_HYPERPARAMETERS
 from bench.results import Result
 
@@ -155,9 +156,7 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
 
 
 def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
-    """Write all of them, sorted, in one piece."""
+    """Write all of them, sorted."""
     about = "Written by compare.py --update-baselines; see docs/COMPARE.md."
     content = {"about": about, "baselines": dict(sorted(baselines.items()))}
-    spare = path.with_suffix(".new")
-    spare.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    spare.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")

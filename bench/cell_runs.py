@@ -18,6 +18,7 @@ from typing import Any
 
 from bench.cells import Cell
 from bench.errors import UsageError
+from bench.files import write_whole
 from bench.results import Result, read_result
 
 ROOT = Path(__file__).parent.parent
@@ -200,9 +201,7 @@ class Rows:
         self._rewrite()
 
     def _rewrite(self) -> None:
-        spare = self.path.with_suffix(".new")
-        spare.write_text("".join(json.dumps(row) + "\n" for row in self.rows.values()))
-        spare.replace(self.path)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
     def add(self, row: Row) -> None:
         """Append and flush to disk."""

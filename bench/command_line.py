@@ -1,10 +1,12 @@
 """From a command line to checked arguments; what is wrong with it becomes one line. Needs no torch."""
 
 import contextlib
+import functools
 import io
 import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import tyro
@@ -12,8 +14,10 @@ import tyro
 from bench.args import Args
 from bench.checks import check
 from bench.errors import UsageError
+from model.json_keys import ConfigError
 
 Parsed = TypeVar("Parsed")
+Main = Callable[[Sequence[str]], int]
 
 
 def parse_args(argv: Sequence[str], prog: str) -> Args:
@@ -34,6 +38,23 @@ def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parse
         if not stop.code:
             raise
         raise UsageError(f"{_first_message(messages.getvalue())}; see {prog} --help") from None
+
+
+def tool(prog: str) -> Callable[[Main], Main]:
+    """Decorates a tool's `main`: what is wrong with its input becomes one line, and exit code 2."""
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def guarded(argv: Sequence[str]) -> int:
+            try:
+                return main(argv)
+            except (UsageError, ConfigError) as error:
+                print(f"{prog}: {error}", file=sys.stderr)
+                return 2
+
+        return guarded
+
+    return decorate
 
 
 @contextlib.contextmanager

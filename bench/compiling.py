@@ -14,11 +14,8 @@ import torch
 
 from bench.args import Args
 from bench.combinations import GRAPH_MODES
+from bench.errors import CompileError
 from model.transformer import Transformer
-
-
-class CompileError(Exception):
-    """torch.compile failed; the message names the part of the model and the first cause."""
 
 
 @dataclasses.dataclass(frozen=True)

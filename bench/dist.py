@@ -42,7 +42,7 @@ ALONE = Ranks()
 def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
     """What a launcher put into the environment; None where there was none.
 
-    A SLURM job step of one task counts as none: `srun --pty bash` is an ordinary shell.
+    A world of one counts as none but for torchrun's: `srun --pty bash`, say, is an ordinary shell.
     """
     for names in LAUNCHERS:
         if names[0] in environ and names[1] in environ:

@@ -3,9 +3,8 @@
 import errno
 import traceback
 
-from bench.compiling import CompileError
 from bench.device import is_out_of_memory
-from bench.errors import Interrupted, NoStep, NotJoined, UsageError
+from bench.errors import CompileError, Interrupted, NoStep, NotJoined, UsageError
 from model.config import ConfigError
 
 LOST = "lost another rank"

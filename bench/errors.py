@@ -14,6 +14,10 @@ class Interrupted(BaseException):
     what catches those must not swallow it."""
 
 
+class CompileError(Exception):
+    """torch.compile failed; the message names the part of the model and the first cause."""
+
+
 class NotJoined(Exception):
     """This rank and the others did not find each other; the message says where it looked."""
 

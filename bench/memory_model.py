@@ -47,8 +47,9 @@ def estimate_memory(
     fused_norm: bool = True,
     replicated: bool = False,
 ) -> MemoryEstimate:
-    """The memory of a step; `shards` is the ranks that share a copy under FSDP, None without FSDP.
+    """The memory of a step of `micro_steps` micro batches, in bytes.
 
+    `shards` is the ranks that share a copy under FSDP, None without FSDP.
     `replicated` is DDP, whose buckets hold the gradients' memory all the time. --cpu-offload takes
     parameters, gradients and optimizer state off the GPU. torchao's FP8 keeps what bf16 keeps;
     Transformer Engine's, which keeps inputs of matmuls in FP8, is estimated like it, and needs less.

@@ -10,6 +10,7 @@ from pathlib import Path
 from bench.dist import Ranks
 from bench.endings import NO_CAUSE, classify, exit_code, full_traceback, is_our_fault
 from bench.errors import OwnError
+from bench.files import write_whole
 
 # The id of a script that starts its ranks itself: what they have to say about an error goes into their
 # error files, and the parent prints the first of them.
@@ -25,10 +26,8 @@ def keep_error(directory: Path, rank: int, error: BaseException) -> None:
     with contextlib.suppress(OSError):
         directory = directory / "errors"
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"rank{rank}.txt"
-        spare = path.with_suffix(".new")  # so that nobody reads half of it
-        spare.write_text(f"{status}: {text}\n\n{full_traceback(error)}", encoding="utf-8")
-        spare.replace(path)
+        content = f"{status}: {text}\n\n{full_traceback(error)}"
+        write_whole(directory / f"rank{rank}.txt", content)  # nobody reads half of it
         error.kept = True
 
 

@@ -345,5 +345,5 @@ def without_nan(value: Any) -> Any:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result.json, checked against the schema; pydantic's ValidationError if it is none."""
+    """A result.json, checked against the schema; pydantic's ValidationError if it is none, or OSError."""
     return Result.model_validate_json(Path(path).read_text(encoding="utf-8"))

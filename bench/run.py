@@ -17,12 +17,12 @@ import torch
 
 from bench import dist
 from bench.args import Args, total_steps
-from bench.compiling import CompileError, compile_counts, uses_cuda_graphs
+from bench.compiling import compile_counts, uses_cuda_graphs
 from bench.console import ProgressDisplay, print_header, print_result
 from bench.device import peak_memory, reset_peak_memory
 from bench.dist import ALONE, Ranks
 from bench.endings import NO_CAUSE, classify
-from bench.errors import UsageError
+from bench.errors import CompileError, UsageError
 from bench.flops import flops_per_token
 from bench.fp8_hooks import Fp8
 from bench.hang import HangWatch, patience

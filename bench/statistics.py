@@ -14,7 +14,8 @@ STEADY = 0.02
 
 
 def describe(times: list[float]) -> dict[str, float | None]:
-    """Median, mean, standard deviation, CV, 10th and 90th percentile, 95 % interval, drift [s].
+    """Median, mean, least, greatest, 10th and 90th percentile, standard deviation, 95 % interval [s];
+    CV and drift, which have no unit.
 
     The standard deviation is that of a sample (n - 1). Of a single step spread and interval are None.
     The drift is the mean of the last third over that of the first, minus 1; None below nine steps.

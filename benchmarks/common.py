@@ -18,6 +18,7 @@ import torch
 from bench.command_line import parse_args
 from bench.device import device_name, synchronize
 from bench.environment import describe_environment
+from bench.files import write_whole
 from bench.results import Result, read_result, without_nan
 
 RESULTS = Path(__file__).parent / "results"
@@ -189,8 +190,6 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
     path = replaces or directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"
-    spare = path.with_suffix(".new")  # whatever ends this now, a whole file stays
-    spare.write_text(json.dumps(content, indent=1) + "\n")
-    spare.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
     print(f"\nwrote {path.name}", flush=True)
     return path

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from bench.device import device_memory_gib, device_name, pick_device, synchronize
+from bench.files import write_whole
 from bench.hardware import ROOFS_FILE, name_of_part
 from bench.power import PowerMeter
 from bench.results import POWER_CAP, DeviceUse
@@ -194,7 +195,7 @@ def keep(part: str, found: dict[str, float], use: DeviceUse, content: dict, repl
         return
     about = f"benchmarks/gemm.py, {content['date']}, torch {content['environment']['libraries']['torch']}"
     roofs[part] = {"fp8_tflops": None} | found | {"source": about}
-    ROOFS_FILE.write_text(json.dumps(roofs, indent=1) + "\n")
+    write_whole(ROOFS_FILE, json.dumps(roofs, indent=1) + "\n")
 
 
 def _has_fp8(device: torch.device) -> bool:

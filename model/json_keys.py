@@ -18,12 +18,14 @@ class Keys:
         self.used: set[str] = set()
 
     def error(self, key: str, reason: str) -> ConfigError:
+        """A ConfigError that says file, key, value and reason."""
         value = f" {json.dumps(self.raw[key])}" if key in self.raw else ""
         if len(value) > 60:
             value = ""
         return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
 
     def get(self, key: str, default: Any = ...) -> Any:
+        """A key's value, whatever it is, or the default; without one the key must be there."""
         self.used.add(key)
         if key in self.raw:
             return self.raw[key]
@@ -32,6 +34,7 @@ class Keys:
         return default
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:
+        """One of the allowed texts; any other is an error, like all in the methods below."""
         value = self.get(key)
         if value not in allowed:
             raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
@@ -52,6 +55,7 @@ class Keys:
         return value
 
     def number(self, key: str, default: Any = ...) -> float:
+        """A finite number above 0; null is the default, where there is one."""
         value = self.get(key, default)
         if value is None and default is not ...:
             return float(default)
@@ -62,18 +66,21 @@ class Keys:
         return float(value)
 
     def fraction(self, key: str, default: float) -> float:
+        """A number from 0 to below 1, such as a dropout rate."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             raise self.error(key, "must be a number from 0 to below 1")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, f"must be true or false, found {kind_of(value)}")
         return value
 
     def activation(self, key: str, default: str) -> str:
+        """Our name of an activation function that is implemented."""
         value = self.get(key, default)
         if not isinstance(value, str) or value not in config_keys.ACTIVATIONS:
             known = ", ".join(config_keys.ACTIVATIONS)
@@ -81,6 +88,7 @@ class Keys:
         return config_keys.ACTIVATIONS[value]
 
     def divide(self, hidden: int, heads: int) -> int:
+        """The size of a head, where the config does not give it."""
         if hidden % heads:
             raise ConfigError(
                 f"{self.where}: hidden size {hidden} does not divide into {heads} attention heads; "
@@ -89,6 +97,7 @@ class Keys:
         return hidden // heads
 
     def leftover(self) -> list[str]:
+        """Keys that nobody asked for."""
         return [key for key in self.raw if key not in self.used]
 
     def refuse_unsupported(self) -> None:

@@ -106,14 +106,21 @@ def window_mask(seq_len: int, window: int, device: torch.device, flex: bool) -> 
 
 @functools.cache
 def _compiled_flex_attention():
-    """Uncompiled, it materialises all T x T scores: on a GPU it always is; on a CPU, where its compiled
-    form has no backward, it stays eager and serves as a reference.
+    """FlexAttention compiled by itself, for eager blocks on a GPU.
+
+    Uncompiled it materialises all T x T scores. On a CPU its compiled form has no backward: there it
+    stays uncompiled, and serves as a reference.
     """
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float):
-    """Attention of (B, H, T, D) queries over (B, K, T, D) keys and values; causal if mask is None."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float
+) -> Tensor:
+    """(B, H, T, D): attention of as large queries over (B, K, T, D) keys and values.
+
+    K divides H: that many queries in turn share keys and values. Causal if mask is None.
+    """
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         eager = q.is_cuda and not torch.compiler.is_compiling()

@@ -157,8 +157,13 @@ class Transformer(nn.Module):
         cos, sin = self.rope
         return cos[:T], sin[:T]
 
-    def mask_for(self, T: int, window: int | None, device: torch.device):
-        """The mask of a layer with this window, or None where plain causal attention is the same."""
+    def mask_for(
+        self, T: int, window: int | None, device: torch.device
+    ) -> Tensor | BlockMask | None:
+        """The mask of a layer with this window: (T, T) true where seen, or FlexAttention's.
+
+        None where plain causal attention is the same.
+        """
         if window is None or window >= T:
             return None
         if (T, window) not in self.masks:
