@@ -20,7 +20,7 @@ from typing import Literal
 from rich.console import Console
 
 from bench.args import Args
-from bench.checks import above_zero, at_least, changed, check, flag_of
+from bench.checks import above_zero, at_least, check, flag_of
 from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
@@ -247,11 +247,10 @@ def fit(args: EstimateArgs, config: ModelConfig, argv: list[str]) -> int:
     """Run the same flags here for a moment, and print measured against estimated memory by kind."""
     if args.gpus != 1:
         raise UsageError("--fit runs train.py on one device; leave out --gpus")
-    own = EstimateArgs.__annotations__.keys() - {"fit"}
-    if wrong := changed(args, sorted(own)):
-        raise UsageError(
-            f"{flag_of(wrong)} has no meaning with --fit, which measures on this machine"
-        )
+    own = {flag_of(name) for name in EstimateArgs.__annotations__}
+    given = {word.partition("=")[0].replace("_", "-") for word in argv} - {"--fit"}
+    if wrong := sorted(own & given):
+        raise UsageError(f"{wrong[0]} has no meaning with --fit, which measures on this machine")
     flags = [a for a in argv if a != "--fit"]
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags]

@@ -29,6 +29,7 @@ from bench.errors import UsageError
 from bench.experiment import Experiment, Platform, from_command_line, read_experiment
 from bench.files import write_whole
 from bench.ranking import rank, show, write_csv
+from bench.results import first_problem
 from bench.tool import run_tool
 from bench.vendor import detect_platform
 
@@ -131,8 +132,7 @@ def read(args: SweepArgs) -> tuple[Experiment, str]:
             args.script, args.models, args.set, args.repeats, args.timeout_s
         ), "--set"
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
+        raise UsageError(f"--{first_problem(error)}") from None
 
 
 def run_all(

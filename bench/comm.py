@@ -13,6 +13,21 @@ from bench.args import Args
 Shapes = Mapping[str, Sequence[int]]
 
 
+def matmul_bytes(args: Args) -> int:
+    """Bytes of a number on its way into a matmul (FP8 apart), and of a gathered weight's."""
+    return 4 if args.amp == "off" else 2
+
+
+def reduce_bytes(args: Args) -> int:
+    """Bytes of a gradient's number that FSDP reduces."""
+    return 2 if args.reduce_dtype == "bf16" else 4
+
+
+def gathers_fp8(args: Args) -> bool:
+    """Whether FSDP gathers the blocks' matrices in FP8."""
+    return args.fp8_all_gather or args.fp8_primary_weights
+
+
 def ddp_bytes(shapes: Shapes, world: int, args: Args) -> dict[str, int]:
     """DDP reduces each gradient once per step, in fp32 or bf16; without gradients nothing."""
     if world == 1 or args.pass_type == "forward":
@@ -45,12 +60,10 @@ def fsdp_bytes(
     All of it in every micro step. A parameter's rows are padded to a multiple of the shards. Weights
     named in `in_fp8` are gathered in FP8.
     """
-    parameter_bytes = 4 if args.amp == "off" else 2
-    reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
     backward = args.pass_type != "forward"
     rows = {n: -(-s[0] // shards) * shards * math.prod(s[1:]) for n, s in shapes.items()}
     everything = sum(rows.values())
-    widths = {n: fp8_gather_bytes(args) if n in in_fp8 else parameter_bytes for n in shapes}
+    widths = {n: fp8_gather_bytes(args) if n in in_fp8 else matmul_bytes(args) for n in shapes}
     gathered = {n: round(size * widths[n]) for n, size in rows.items()}
     blocks = sum(size for name, size in gathered.items() if name.startswith("blocks."))
     moved = {}
@@ -58,7 +71,7 @@ def fsdp_bytes(
         again = blocks if backward and args.reshard_after_forward == "always" else 0
         moved["all_gather"] = micro_steps * (sum(gathered.values()) + again)
         if backward:
-            moved["reduce_scatter"] = micro_steps * everything * reduce_bytes
+            moved["reduce_scatter"] = micro_steps * everything * reduce_bytes(args)
     if args.dp_replicate > 1 and backward:
-        moved["all_reduce"] = micro_steps * everything // shards * reduce_bytes
+        moved["all_reduce"] = micro_steps * everything // shards * reduce_bytes(args)
     return moved

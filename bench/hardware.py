@@ -39,8 +39,15 @@ class Hardware:
 
 @functools.cache
 def devices() -> tuple[Hardware, ...]:
-    """All that configs/hardware.json lists."""
+    """All that configs/hardware.json lists; UsageError where an entry has not just the keys there are."""
     entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
+    keys = {field.name for field in dataclasses.fields(Hardware)}
+    for entry in entries:
+        if wrong := sorted(keys ^ entry.keys()):
+            what = (
+                f"lacks {wrong[0]}" if wrong[0] in keys else f"has {wrong[0]}, which no entry has"
+            )
+            raise UsageError(f"{HARDWARE_FILE}: the entry {entry.get('name', '?')} {what}")
     return tuple(Hardware(**e | {"driver_names": tuple(e["driver_names"])}) for e in entries)
 
 

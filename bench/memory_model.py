@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from bench.args import Args, parse_sac_freq
-from bench.comm import fp8_gather_bytes
+from bench.comm import fp8_gather_bytes, gathers_fp8, matmul_bytes, reduce_bytes
 from bench.flops import chosen_blocks
 from model.chunks import chunk_rows
 from model.config import ModelConfig
@@ -126,8 +126,7 @@ class _Sizes:
     def __init__(self, config: ModelConfig, args: Args, seq_len: int, shards: int | None):
         d = config.hidden_size
         self.tokens = args.bsz * seq_len
-        self.width = 4 if args.amp == "off" else 2
-        self.reduce_bytes = 2 if args.reduce_dtype == "bf16" else 4
+        self.width, self.reduce_bytes = matmul_bytes(args), reduce_bytes(args)
         self.vocabulary = config.padded_vocab_size * d
         self.block = sum(n * k for n, k in config.block_shapes().values())
         self.blocks = self.block * config.num_hidden_layers
@@ -140,10 +139,8 @@ class _Sizes:
             ahead = 1 + max(1, args.prefetch)
             if args.reshard_after_forward == "never":
                 ahead = config.num_hidden_layers
-            low = args.fp8_all_gather or args.fp8_primary_weights
-            self.gathered_blocks = (
-                (fp8_gather_bytes(args) if low else self.width) * self.block * ahead
-            )
+            width = fp8_gather_bytes(args) if gathers_fp8(args) else self.width
+            self.gathered_blocks = width * self.block * ahead
         elif args.amp != "off":
             # Autocast keeps low-precision copies of all weights until the forward pass is over.
             self.copies = 2.0 * (self.blocks + self.vocabulary)
@@ -179,9 +176,8 @@ def block_activations(
     computed again from what the matmuls gave (Inductor's partitioner prefers that).
     """
     d, f = config.hidden_size, config.intermediate_size
-    a = config.query_size
-    kv = config.kv_size
-    w = 4 if args.amp == "off" else 2
+    a, kv = config.query_size, config.kv_size
+    w = matmul_bytes(args)
     norms, statistics = 2 * d, 2 * (1 if config.rms_norm else 2)
     heads = config.num_attention_heads
     if args.pt_compile:
@@ -203,11 +199,10 @@ def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
     """Bytes that all blocks keep between forward and backward."""
     n, d, f = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     chosen = len(chosen_blocks(n, parse_sac_freq(args.sac_freq)))
-    w = 4 if args.amp == "off" else 2
+    w = matmul_bytes(args)
     small = w * tokens * d
     if args.sac_policy == "op":
-        a = config.query_size
-        kv = config.kv_size
+        a, kv = config.query_size, config.kv_size
         elements = d + (a + 2 * kv) + a + 2 * d + (2 * f if config.gated_mlp else f)
         small = tokens * (w * elements + 4 * config.num_attention_heads)
     return (n - chosen) * block + chosen * small

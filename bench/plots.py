@@ -63,7 +63,9 @@ def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
         for line in boxes["medians"]:
             line.set_color("black")
         axes[0, 1].invert_yaxis()
-    bars(axes[0, 2], "memory [GiB]", [r.record.memory_gib for r in shown], ".1f")
+    kinds = {r.record.memory_kind for r in shown} - {None}
+    title = f"memory [GiB] {', '.join(sorted(kinds)) if len(kinds) > 1 else ''}"
+    bars(axes[0, 2], title, [r.record.memory_gib for r in shown], ".1f")
     conventions = {r.record.flop_convention for r in shown if r.record.mfu is not None}
     title = f"MFU (FLOPs: {', '.join(conventions) or 'none known'})"
     title += ": not comparable" if len(conventions) > 1 else ""

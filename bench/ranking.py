@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from bench.cell_runs import METRICS, Row
 from bench.statistics import bootstrap_mean
-from bench.tables import markdown_table, number
+from bench.tables import markdown_table, memory_text, number
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -39,6 +39,7 @@ class Ranked:
     cv: float | None
     mfu: float | None
     memory_gib: float | None
+    memory_kind: str | None
 
 
 def rank(rows: list[Row]) -> list[Ranked]:
@@ -54,7 +55,7 @@ def rank(rows: list[Row]) -> list[Ranked]:
         ok = [row for row in members if row["status"] == "ok"]
         label = _label(members[0])
         if not ok:
-            ranked.append(Ranked(label, members[0]["status"], *[None] * 6))
+            ranked.append(Ranked(label, members[0]["status"], *[None] * 7))
             continue
         rates = [row["tokens_per_sec"] for row in ok]
         if len(rates) >= 3:
@@ -68,7 +69,7 @@ def rank(rows: list[Row]) -> list[Ranked]:
             low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
         mfu = [row["mfu"] for row in ok]
-        memory = [row["memory_gib"] for row in ok if row.get("memory_gib") is not None]
+        memory, kind = max(map(_memory, ok), key=lambda pair: pair[0] or 0.0)
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
         mean_mfu = None if None in mfu else statistics.fmean(mfu)
         ranked.append(
@@ -80,10 +81,18 @@ def rank(rows: list[Row]) -> list[Ranked]:
                 high,
                 cv,
                 mean_mfu,
-                max(memory, default=None),
+                memory,
+                kind,
             )
         )
     return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
+
+
+def _memory(row: Row) -> tuple[float | None, str | None]:
+    """A row's peak memory [GiB] and its kind, which rows of earlier versions do not tell."""
+    if "memory_gib" in row:
+        return row["memory_gib"], row["memory_kind"]
+    return row["peak_allocated_gib"] or row["peak_rss_gib"], None
 
 
 def _label(row: Row) -> str:
@@ -106,7 +115,7 @@ def show(ranked: list[Ranked], directory: Path) -> None:
         low, high = number(r.low, ",.0f"), number(r.high, ",.0f")
         table.add_row(
             escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
-            f"{r.cv:.1%}", share, number(r.mfu, ".1%"), number(r.memory_gib, ".2f"),
+            f"{r.cv:.1%}", share, number(r.mfu, ".1%"), memory_text(r.memory_gib, r.memory_kind, ".2f"),
         )  # fmt: skip
     Console(width=200, highlight=False).print(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:

@@ -186,7 +186,9 @@ def read_csv(path: Path) -> list[Record]:
             mfu=number(row, "mfu"),
             tflops_per_gpu=number(row, "model_tflops_per_gpu"),
             flop_convention="palm",
-            memory_gib=number(row, "memory_gib"),
+            memory_gib=number(row, "memory_gib")
+            or number(row, "peak_allocated_gib")
+            or number(row, "peak_rss_gib"),
             memory_kind=row.get("memory_kind") or None,
             tokens_per_joule=number(row, "tokens_per_joule"),
             marks=[] if row["status"] == "ok" else [f"status {row['status']}"],

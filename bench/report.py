@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.comparison import Row
 from bench.errors import UsageError
 from bench.records import Record
-from bench.tables import markdown_table, number
+from bench.tables import markdown_table, memory_text, number
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 COLUMNS = (
@@ -49,9 +49,8 @@ def counted_otherwise(r: Record) -> bool:
 
 
 def memory(r: Record) -> str:
-    """Peak memory [GiB], and of what kind where it is not what tensors took."""
-    kind = f" {r.memory_kind}" if r.memory_gib and r.memory_kind not in (None, "allocated") else ""
-    return number(r.memory_gib, ".1f") + kind
+    """Peak memory of a run as it stands in a table."""
+    return memory_text(r.memory_gib, r.memory_kind, ".1f")
 
 
 def tables(rows: list[Row], tokens: float | None) -> list[Table]:

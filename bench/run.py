@@ -40,6 +40,7 @@ from bench.precision import LossScaler
 from bench.probe import device_tflops
 from bench.rank_errors import first_error, keep_error, report
 from bench.results import Batch, ResultFile
+from bench.signals import handled_by
 from bench.stepfile import StepsFile
 from bench.steps import StepLog
 from bench.tensorboard import TensorBoardFile
@@ -198,7 +199,8 @@ class Run:
         when = time.time()
         if self.hang:
             self.hang.close()
-        with _signals_ignored():
+        # While the result is written, a second Ctrl-C must not cut it off.
+        with handled_by(signal.SIG_IGN):
             self.power.close()
             if self.allocator:
                 self.allocator.close()
@@ -273,14 +275,3 @@ class Run:
         if error is None:
             print_result(r)
         print(f"{r.status}: {self.file.path}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _signals_ignored():
-    """While the result is written, a second Ctrl-C must not cut it off."""
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -15,7 +15,8 @@ import json
 import math
 
 from bench.args import Args, parse_sac_freq
-from bench.comm import ddp_bytes, fsdp_bytes
+from bench.combinations import GRAPH_MODES
+from bench.comm import ddp_bytes, fsdp_bytes, gathers_fp8, matmul_bytes
 from bench.flops import attended_keys, chosen_blocks
 from bench.hardware import HARDWARE_FILE, Hardware
 from model.config import ModelConfig
@@ -123,8 +124,8 @@ def estimate_speed(
     total, exposed = _communication(config, args, gpu, world, per_node, shards, compute, c)
     compute *= 1 + c.beside_communication * (total > 0)
     kernels = c.kernels_compiled if args.pt_compile else c.kernels_eager
-    graphs = args.compile_mode in ("reduce-overhead", "max-autotune")
-    kernels = 3 if graphs and args.pt_compile else kernels * (1 if train else 1 / 3)
+    graphs = args.pt_compile and args.compile_mode in GRAPH_MODES
+    kernels = 3 if graphs else kernels * (1 if train else 1 / 3)
     host = c.launch_s * (layers + 2) * (kernels + (20 if shards else 0))
     step = micro_steps * max(compute, host) + optimizer
     # Under DDP gradients travel once a step, under FSDP all does in every micro step.
@@ -146,7 +147,7 @@ def matmul_time(
     m: float, n: float, k: float, fp8: bool, args: Args, gpu: Hardware, c: Constants
 ) -> float:
     """Seconds of one (m, k) x (k, n) matmul, with what casting its inputs to FP8 costs."""
-    width = 4 if args.amp == "off" else 2
+    width = matmul_bytes(args)
     if fp8:
         rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
     elif args.amp == "off" and not args.tf32:
@@ -195,9 +196,8 @@ def _attention(
 def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     d, f = config.hidden_size, config.intermediate_size
-    a = config.query_size
-    kv = config.kv_size
-    w = 4 if args.amp == "off" else 2
+    a, kv = config.query_size, config.kv_size
+    w = matmul_bytes(args)
     if args.pt_compile:  # norm with the residual before it, rotary embedding, activation: once each
         elements = 2 * 4 * d + (0 if config.learned_positions else 2 * (a + kv))
         elements += 3 * f if config.gated_mlp else 2 * f
@@ -282,8 +282,7 @@ def _communication(
     block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
     root = {n: s for n, s in shapes.items() if not n.startswith("blocks.")}
     whole = dataclasses.replace(args, reshard_after_forward="always")
-    low = args.fp8_all_gather or args.fp8_primary_weights
-    in_fp8 = {name for name, shape in block.items() if low and len(shape) == 2}
+    in_fp8 = {name for name, shape in block.items() if gathers_fp8(args) and len(shape) == 2}
 
     def seconds(part: dict, gathers: int) -> tuple[float, float]:
         moved = fsdp_bytes(part, shards, 1, whole, in_fp8)

@@ -5,7 +5,6 @@ The end of one step is the start of the next, so that the step times of a window
 
 import contextlib
 import dataclasses
-import signal
 import threading
 import time
 from collections import deque
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.clock import Clock, Stamp
+from bench.signals import held
 from bench.stepfile import PARTS, Step
 
 
@@ -81,9 +81,9 @@ class StepLog:
     def drain(self) -> None:
         """Hand on the steps that the device has finished."""
         self.last_drain = time.perf_counter()
-        # Python's signal handlers run in the main thread alone.
+        # To all sinks or to none; Python's signal handlers run in the main thread alone.
         main = threading.current_thread() is threading.main_thread()
-        with _signals_held() if main else contextlib.nullcontext():
+        with held() if main else contextlib.nullcontext():
             finished = []
             while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
                 finished.append(self._read(self.pending.popleft()))
@@ -111,20 +111,3 @@ class StepLog:
     def of_phase(self, phase: str) -> list[Step]:
         """Finished steps of `warmup` or `measure`."""
         return [step for step in self.steps if step.phase == phase]
-
-
-@contextlib.contextmanager
-def _signals_held():
-    """Ctrl-C and SIGTERM take effect only afterwards: steps are handed to all sinks or to none."""
-    arrived: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: arrived.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)

@@ -23,6 +23,11 @@ def number(value: float | None, form: str) -> str:
     return "unknown" if value is None else format(value, form)
 
 
+def memory_text(gib: float | None, kind: str | None, form: str) -> str:
+    """Peak memory [GiB], and of what kind where it is not what tensors took."""
+    return number(gib, form) + (f" {kind}" if gib and kind not in (None, "allocated") else "")
+
+
 def short(name: str) -> str:
     """A name of at most 80 characters."""
     return name if len(name) <= 80 else f"{name[:77]}..."

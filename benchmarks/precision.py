@@ -83,9 +83,9 @@ def measure(case: str, flags: list, formats: list[str], args: argparse.Namespace
             except RuntimeError as error:  # the other formats are still worth having
                 refused[name] = str(error)
                 print(f"{case}, {name}: {error}", file=sys.stderr, flush=True)
-                continue
-            measured.setdefault(name, []).append(run_record(result))
-            content = {"case": case, "rounds": i + 1, "measured": measured, "refused": refused}
+            else:
+                measured.setdefault(name, []).append(run_record(result))
+            content = {"case": case, "measured": measured, "refused": refused}
             path = save(f"precision-{slug}", content, device, args.output_dir, path)
     print_case(case, measured, args.rounds)
 

@@ -22,9 +22,9 @@ PY
 }
 
 freeze >"$directory/base.txt"
-# The image's makers built these against each other.
+# The image's makers built these against each other; of torchao we need no more than its Python.
 grep -iE '^(torch|triton|pytorch[-_]triton|transformer[-_]engine|flash[-_]attn|nvidia[-_]|numpy|apex|aiter|amd)' \
-    "$directory/base.txt" >"$directory/kept.txt" || true
+    "$directory/base.txt" | grep -viE '^torchao==' >"$directory/kept.txt" || true
 
 "$python" - "$pyproject" "$@" >"$directory/requirements.txt" <<'PY'
 import sys, tomllib

@@ -55,7 +55,8 @@ def convert(
             for module in _convert_block(block, model.config, te, kept):
                 if cache_weights:
                     module.forward = _cached(module.forward, micro_batch)
-    model.native_name = lambda name: native_name(name, model.config)
+    config = model.config  # not the model, which would then hold itself
+    model.native_name = lambda name: native_name(name, config)
     return micro_batch
 
 

@@ -5,7 +5,7 @@
 CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, of rank 0,
 
 - traffic.json: the bytes that collectives were really handed, by kind,
-- attention.json: the calls of attention, by format,
+- attention.json: the calls of attention, by format, and how often a kernel of it ran,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built.
 """
@@ -42,7 +42,7 @@ from model import te
 from model.config import load_config
 from model.transformer import Transformer
 from tests import te_standin
-from tests.helpers import attention_calls, without_inductor
+from tests.helpers import attention_calls, is_attention, without_inductor
 
 KINDS = {
     "_allgather_base_": ("all_gather", 0),
@@ -78,7 +78,7 @@ class Traffic(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.bytes, self.calls = Counter(), Counter()
-        self.held = {}
+        self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
 
     def built(self, *args):
@@ -105,7 +105,8 @@ class Traffic(TorchDispatchMode):
                 if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
                     self.calls[kind] += 1
-        elif "_scaled_dot_product" in name:
+        elif is_attention(func):
+            self.kernels += 1
             self.calls.setdefault("gathers before attention", self.calls["all_gather"])
         made = func(*args, **(kwargs or {}))
         if self.looking:
@@ -236,6 +237,7 @@ def main() -> None:
             (out / name / "draws.json").write_text(json.dumps(draws))
             (out / name / "calls.json").write_text(json.dumps(traffic.calls))
             (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
+            calls = calls and calls | {"kernels": traffic.kernels}
             (out / name / "attention.json").write_text(json.dumps(calls))
             if script == "train_fsdp.py":
                 (out / name / "built.json").write_text(json.dumps(traffic.most_held))

@@ -20,7 +20,7 @@ from bench.combinations import (
 )
 from bench.command_line import parse_args
 from bench.errors import UsageError
-from tests.helpers import ROOT, attention_calls, run_train, without_inductor
+from tests.helpers import ROOT, AttentionKernels, attention_calls, run_train, without_inductor
 
 ALL = list(all_combinations())
 SUPPORTED = [c for c in ALL if refusal(c) is None]
@@ -108,8 +108,12 @@ def finished(tmp_path_factory):
                         contextlib.nullcontext()
                         if c.compile == "on"
                         else attention_calls() as calls,
+                        contextlib.nullcontext()
+                        if c.compile == "on"
+                        else AttentionKernels() as seen,
                     ):
                         assert run_train(*argv) == 0, name(c)
+                    calls = calls and calls | {"kernels": seen.count}
                     (out / name(c) / "attention.json").write_text(json.dumps(calls))
         assert ranks.wait(900) == 0, log.read_text()[-9000:]
     finally:

@@ -262,6 +262,8 @@ def test_measured_here_against_the_formula(capsys):
         (["--gpu", "h100", "--gpus", "6", "--dp-replicate", "4"], "does not divide 6 ranks"),
         (["--gpu", "h100", "--trace", "--pt-compile"], "leave out --pt-compile"),
         (["--fit", "--gpus", "2"], "leave out --gpus"),
+        (["--fit", "--gpu=h100"], "--gpu has no meaning with --fit"),
+        (["--fit", "--per-node", "8"], "--per-node has no meaning with --fit"),
         (["--bsz", "0", "--gpu", "h100"], "--bsz 0"),
     ],
 )

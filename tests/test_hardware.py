@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from bench.hardware import HARDWARE_FILE, find_peaks, name_of_part
+from bench.errors import UsageError
+from bench.hardware import HARDWARE_FILE, devices, find_peaks, name_of_part
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -48,6 +49,24 @@ def test_the_user_knows_better():
     box = find_peaks("Box", 12.5)
     assert (box.name, box.fp8_tflops, box.source) == ("Box", None, "--peak-tflops")
     assert find_peaks("Box", 12.5, 25.0).source == "--peak-tflops, --peak-fp8-tflops"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"tdp_w": None}, "entry Box lacks tdp_w"), ({"colour": "grey"}, "entry Box has colour")],
+)
+def test_an_incomplete_entry_is_one_line(change, message, tmp_path, monkeypatch):
+    entry = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]} | change
+    path = tmp_path / "hardware.json"
+    entry = {k: v for k, v in entry.items() if k != "tdp_w" or v is not None}
+    path.write_text(json.dumps({"devices": [*DEVICES, entry]}))
+    monkeypatch.setattr("bench.hardware.HARDWARE_FILE", path)
+    devices.cache_clear()
+    try:
+        with pytest.raises(UsageError, match=message):
+            find_peaks("NVIDIA H200")
+    finally:
+        devices.cache_clear()
 
 
 def test_every_figure_has_a_source_and_fp8_is_dense():

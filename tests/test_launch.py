@@ -36,7 +36,8 @@ def start(script, out, *argv, prefix=(sys.executable,), env=None):
     command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
     mark = f"{MARK}={uuid.uuid4().hex}"
     # Of a launcher that the tests themselves run under nothing must come through.
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_")
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_",
+                "TORCHELASTIC_", "LOCAL_WORLD_SIZE")  # fmt: skip
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

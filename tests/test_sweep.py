@@ -473,14 +473,25 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
     assert {row["status"] for row in rows.rows.values()} == ({"ok", "oom"} if largest else {"oom"})
 
 
+def test_memory_of_every_version_and_kind_is_ranked():
+    """Rows of before CUDA graphs counted have no kind; a resumed sweep has both."""
+    common = {"model": "m", "status": "ok", "axes": {}, "mfu": None, "tokens_per_sec": 1.0,
+              "step_times_s": [1.0] * 5}  # fmt: skip
+    old = common | {"key": "a-0", "peak_allocated_gib": None, "peak_rss_gib": 1.5}
+    new = common | {"key": "b-0", "memory_gib": 2.5, "memory_kind": "reserved"}
+    found = {(r.memory_gib, r.memory_kind) for r in rank([old, new])}
+    assert found == {(1.5, None), (2.5, "reserved")}
+
+
 def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
     def ranked(label, rate, low, high):
-        return Ranked(label, "ok", rate, low, high, 0.01, None, 1.0)
+        return Ranked(label, "ok", rate, low, high, 0.01, None, 1.0, "reserved")
 
     show([ranked("a", 100, 95, 105), ranked("b", 96, 90, 99), ranked("c", 80, 75, 85)], tmp_path)
     lines = (tmp_path / "ranked.md").read_text().splitlines()
     marks = {line.split("|")[1].strip(): "~" in line for line in lines if " ok " in line}
     assert marks == {"a": False, "b": True, "c": False}
+    assert sum("1.00 reserved" in line for line in lines) == 3
 
 
 def test_ranking_by_hand():
