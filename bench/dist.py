@@ -1,15 +1,20 @@
 """Which rank this process is, and joining the others."""
 
+import contextlib
 import dataclasses
 import datetime
 import os
 import subprocess
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import distributed_c10d
 
+from bench.device import cpu_count, is_out_of_memory
 from bench.errors import NotJoined, UsageError
 
 # Where launchers say rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun (which may
@@ -20,6 +25,12 @@ LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
+CHECK_MEETING = (
+    "check that all were started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of "
+    "it, and what the other ranks say"
 )
 
 
@@ -73,22 +84,66 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
     if cuda:  # its other watchdog, which waits for the first
         patience = str(int(max(480, 2 * timeout_s)))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
+        # Else the first ends the process at once, before it could say what went wrong on the GPU.
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    if offload:  # the optimizer runs on the CPU, which the ranks of a machine share
+        torch.set_num_threads(
+            max(1, cpu_count() // min(ranks.world, torch.cuda.device_count() or 1))
+        )
+    at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
+        store = _agent_store(ranks, timeout)
+        _wait_for_all(store, ranks, timeout_s, at)
         dist.init_process_group(
             "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
             timeout=timeout,
             device_id=device if cuda else None,
-            store=_agent_store(ranks, timeout),
+            store=store,
             rank=ranks.rank,
             world_size=ranks.world,
         )
     except dist.DistError as error:
-        at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        if is_out_of_memory(error):
+            raise
+        advice = CHECK_MEETING
+        if isinstance(error, dist.DistBackendError):
+            advice = "NCCL_DEBUG=INFO says more, and so may the other ranks"
         raise NotJoined(
-            f"could not join the {ranks.world} ranks that meet at {at}: {error}; check that all were "
-            "started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of it, and "
-            "what the other ranks say"
+            f"could not join the {ranks.world} ranks that meet at {at}: {error}; {advice}"
         ) from error
+
+
+def _wait_for_all(store: dist.Store, ranks: Ranks, timeout_s: float, at: str) -> None:
+    """Return when every rank has come to the store; NotJoined names those that did not in time.
+
+    NCCL would wait for them in C, without an end, where no signal is heard either.
+    """
+    keys = [f"here/{rank}" for rank in range(ranks.world)]
+    store.set(keys[ranks.rank], "")
+    store.add("here", 1)
+    end, pause = time.monotonic() + timeout_s, 0.02
+    while store.add("here", 0) < ranks.world:
+        if time.monotonic() > end:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise NotJoined(
+                f"could not join the {ranks.world} ranks that meet at {at}: after {timeout_s:g} s there "
+                f"is no rank {', '.join(missing[:9])}{', ...' * (len(missing) > 9)}; {CHECK_MEETING}"
+            )
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+
+
+def broken_group() -> str | None:
+    """What NCCL says went wrong with a group of this process; None while it says nothing.
+
+    Of a peer that died elsewhere it tells no one but who asks.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # a group without NCCL
+            error = group._get_backend(torch.device("cuda")).get_error()
+            if error != ErrorType.SUCCESS:
+                return error.name
+    return None
 
 
 def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timedelta:

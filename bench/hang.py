@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 
+from bench.endings import LOST
 from bench.errors import Interrupted, NoStep
 
 
@@ -29,7 +30,8 @@ def patience(device: torch.device, timeout_s: float) -> float | None:
 
 class HangWatch:
     """Calls `end` from a thread, with an error and when it began (`time.time()`), where the main
-    thread does not react to a signal, or has begun no step for `timeout_s`.
+    thread does not react to a signal, nor to what `broken` says of the collectives, or has begun no
+    step for `timeout_s`.
 
     Python's own C handler tells of a signal at once through a socket (signal.set_wakeup_fd), whatever
     the main thread does. Must be made in the main thread. Should the main thread hang where it lets no
@@ -38,8 +40,13 @@ class HangWatch:
 
     PATIENCE_S = 5.0  # torchrun's agent kills after 30
 
-    def __init__(self, end: Callable[[BaseException, float], None], timeout_s: float | None):
-        self.end, self.timeout_s = end, timeout_s
+    def __init__(
+        self,
+        end: Callable[[BaseException, float], None],
+        timeout_s: float | None,
+        broken: Callable[[], str | None] = lambda: None,
+    ):
+        self.end, self.timeout_s, self.broken = end, timeout_s, broken
         self.last_step: float | None = None
         self.armed = -1.0  # when the last resort was last put off
         self.reacted = threading.Event()
@@ -53,7 +60,7 @@ class HangWatch:
             last, left = self.last_step, 1.0 if self.timeout_s else None
             if last is not None:
                 left = max(0.0, last + self.timeout_s - time.monotonic())
-            if select.select([self.receiver], [], [], left)[0]:
+            if select.select([self.receiver], [], [], left and min(left, 1.0))[0]:
                 received = self.receiver.recv(1)
                 number = received[0] if received else None
                 if number in (signal.SIGINT, signal.SIGTERM):
@@ -65,13 +72,21 @@ class HangWatch:
             elif last is not None and last == self.last_step and left == 0.0:
                 self.end(self._no_step(), time.time())
                 break
+            elif self.timeout_s and (why := self.broken()):
+                when = time.time()
+                if not self.reacted.wait(self.PATIENCE_S):
+                    self.end(self._waiting(f"{LOST}: NCCL reports {why}"), when)
+                break
         self.receiver.close()
 
     def _no_step(self) -> NoStep:
-        """The error of a rank that waits, with where its main thread does so."""
-        error = NoStep(
+        return self._waiting(
             f"no step in {self.timeout_s:g} s: waits for a rank that is gone, or is stuck itself"
         )
+
+    def _waiting(self, text: str) -> NoStep:
+        """The error of a rank that waits, with where its main thread does so."""
+        error = NoStep(text)
         frame = sys._current_frames().get(threading.main_thread().ident)
         error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
         return error

@@ -123,11 +123,12 @@ def _interruption(number: signal.Signals) -> BaseException:
 
 
 def _failure_time(failure) -> float:
-    """When a rank failed [ns]. Without word from it: first if it was killed, last if told to end."""
+    """When a rank failed [ns]. Without word from it: last if it was told to end; if it was killed, a
+    little before torchrun saw that (who is killed for not ending in time is so half a minute later)."""
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return message["extraInfo"].get("time_ns", 0)
-    return float("inf") if failure.exitcode == -signal.SIGTERM else 0
+    return float("inf") if failure.exitcode == -signal.SIGTERM else (failure.timestamp - 10) * 1e9
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
@@ -141,10 +142,8 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[PARENT] = str(os.getpid())
-    if not cuda:
-        # Ranks on one CPU share its cores; more threads than cores slow every one of them down.
-        cores = cpu_count()
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // n)))
+    # The ranks share the cores; more threads than cores slow every one of them down.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // n)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

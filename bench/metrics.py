@@ -32,6 +32,10 @@ class RankTimes:
     device: DeviceUse
     memory: dict[str, float | int | None]
     probe_tflops: float | None  # of its device by itself (bench/probe.py)
+    # Inside the window.
+    compile_s: float = 0.0
+    n_recompilations: int = 0
+    graphs_recorded: int | None = None
 
 
 def part_means(steps: list[Step]) -> dict[str, float]:
@@ -51,6 +55,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
+    _fill_compile_metrics(result, ranks)
     # Of one rank, the slowest: the largest of every step would add up to more than the window, since
     # ranks do not end a step at the same moment.
     result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
@@ -83,6 +88,28 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
                 f"rank {late.rank} on {late.host}: its GPU multiplies {m.device_imbalance:.0%} slower "
                 "than the mean of all; every other one waits for it"
             )
+
+
+def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
+    """What any rank compiled or recorded inside the window: all others waited for it."""
+    m = result.metrics
+    spent = max(r.compile_s for r in ranks)
+    if result.args["pt_compile"] or spent:  # FlexAttention compiles without being asked
+        m.window_compile_s = spent
+    if spent:
+        again = max(r.n_recompilations for r in ranks)
+        result.notes.append(
+            f"torch.compile worked for {spent:.1f} s ({again} recompilations) inside the window: the "
+            "figures are not those of a steady run; use more --warmup-steps"
+        )
+    m.window_graphs_recorded = max(
+        (r.graphs_recorded for r in ranks if r.graphs_recorded is not None), default=None
+    )
+    if m.window_graphs_recorded:
+        result.notes.append(
+            f"CUDA graphs were recorded again {m.window_graphs_recorded} times inside the window: the "
+            "figures are not those of a steady run; use another --compile-mode"
+        )
 
 
 def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 from bench.args import Args, captured_steps, in_window, profiled_steps
 from bench.breakdown import break_down
 from bench.device import synchronize
+from bench.dist import meet
 from bench.errors import UsageError
 from bench.memory import quiet_profiler
 from bench.metrics import matmul_work
@@ -107,7 +108,7 @@ class TorchCapture:
         """After the last captured step write everything; the window, if that was its end, is closed."""
         if step == self.steps[-1]:
             self._write()
-            self.run.log.start()
+            _go_on(self.run)
 
     def _write(self) -> None:
         self.directory.mkdir(exist_ok=True, parents=True)
@@ -184,7 +185,14 @@ class NsysCapture:
     def write(self, step: int) -> None:
         """Nothing is written here, but the pause after the last step is no part of the next."""
         if step == self.steps[-1]:
-            self.run.log.start()
+            _go_on(self.run)
+
+
+def _go_on(run: Run) -> None:
+    """The next step begins: on all ranks at once, or it would hold the waiting for one of them."""
+    meet(run.ranks)
+    synchronize(run.device)
+    run.log.start()
 
 
 def _profiler_api(start: bool) -> None:

@@ -97,7 +97,11 @@ class Run:
         reset_peak_memory(self.device)
         self.hang, self.ending = None, threading.Lock()
         if self.ranks.world > 1:
-            self.hang = HangWatch(self._end_hanging, patience(self.device, self.args.dist_timeout))
+            self.hang = HangWatch(
+                self._end_hanging,
+                patience(self.device, self.args.dist_timeout),
+                dist.broken_group,
+            )
         if self.ranks.main:
             self.file.write(self.result)
             print_header(self.result)
@@ -166,24 +170,8 @@ class Run:
         """The measured window has ended; the device is idle. With several ranks all must come here."""
         device = self.power.end(self.ranks.rank)
         self.log.drain()
-        m, before, after = self.result.metrics, self.compiled_before, compile_counts()
-        spent = after.seconds - before.seconds
-        if self.args.pt_compile or spent:  # FlexAttention compiles without being asked
-            m.window_compile_s = spent
-        if spent:
-            again = after.recompilations - before.recompilations
-            self.result.notes.append(
-                f"torch.compile worked for {m.window_compile_s:.1f} s ({again} recompilations) inside "
-                "the window: the figures are not those of a steady run; use more --warmup-steps"
-            )
+        before, after = self.compiled_before, compile_counts()
         recorded = after.graphs_recorded_again - before.graphs_recorded_again
-        if uses_cuda_graphs(self.args, self.device):
-            m.window_graphs_recorded = recorded
-        if recorded:
-            self.result.notes.append(
-                f"CUDA graphs were recorded again {recorded} times inside the window: the figures are "
-                "not those of a steady run; use another --compile-mode"
-            )
         if self.device.type == "cpu" and self.ranks.local_rank and device.energy_j is not None:
             # The counter is the whole machine's; its first rank speaks for all.
             device = device.model_copy(update={"energy_j": 0.0, "average_power_w": None})
@@ -192,6 +180,9 @@ class Run:
         times = RankTimes(
             self.ranks.rank, platform.node(), [s.step_time_s for s in measured],
             part_means(measured), device, memory, self.probe_tflops,
+            compile_s=after.seconds - before.seconds,
+            n_recompilations=after.recompilations - before.recompilations,
+            graphs_recorded=recorded if uses_cuda_graphs(self.args, self.device) else None,
         )  # fmt: skip
         fill_rank_metrics(self.result, dist.gather(self.ranks, times))
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 import uuid
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from bench.dist import Ranks, collective_timeout, find_ranks, join
 from bench.endings import classify, is_our_fault
 from bench.errors import Interrupted, NoStep, NotJoined
 from bench.hang import HangWatch, patience
-from bench.launch import launch_ranks
+from bench.launch import _failure_time, launch_ranks
 from bench.rank_errors import first_error, keep_error
 from tests.helpers import ROOT, only_result, read_steps
 
@@ -172,7 +173,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train_ddp
-from bench.launch import launch_ranks
+from bench.launch import _failure_time, launch_ranks
 from model.transformer import Transformer
 
 def train(args, ranks):
@@ -226,7 +227,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import bench.run
 import train_ddp
-from bench.launch import launch_ranks
+from bench.launch import _failure_time, launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns; but sooner than the CPU's would.
 bench.run.patience = lambda device, timeout_s: timeout_s / 200
@@ -329,6 +330,63 @@ def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
     text = classify(stop.value)[1]
     assert f"the 2 ranks that meet at 127.0.0.1:{port}" in text and "address already in use" in text
     assert not is_our_fault(stop.value)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch):
+    """By those that wait for it, and within --dist-timeout: NCCL itself would wait without an end."""
+    port = free_port()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"),
+                        ("MASTER_PORT", str(port))):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(NotJoined) as stop:
+        join(Ranks(0, 3, 0), torch.device("cpu"), 1.0)
+    assert 1.0 <= time.monotonic() - start < 10.0
+    text = classify(stop.value)[1]
+    assert f"meet at 127.0.0.1:{port}: after 1 s there is no rank 1, 2; check that all" in text
+
+
+def test_the_rank_that_failed_first_is_named():
+    """Who is killed for not ending in time comes later than the error that was the cause; who was
+    killed in the first place comes before what the others then say."""
+
+    def failure(at_s, exitcode, told):
+        said = {"message": "x", "extraInfo": {"time_ns": at_s * 1e9}} if told else "<NONE>"
+        return types.SimpleNamespace(
+            error_file_data={"message": said}, exitcode=exitcode, timestamp=int(at_s)
+        )
+
+    def first(**failures):
+        return min(failures, key=lambda name: _failure_time(failures[name]))
+
+    cause = failure(1000.2, 1, told=True)
+    assert (
+        first(cause=cause, ended=failure(1001, -15, False), killed=failure(1031, -9, False))
+        == "cause"
+    )
+    killed = failure(1001.1, -9, told=False)  # seen after the others had noticed
+    assert first(killed=killed, other=failure(1000.9, 1, True)) == "killed"
+
+
+@pytest.mark.parametrize("reacts", [False, True])
+def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch):
+    """The main thread hears of a peer's death by its own exception, or hangs in C until it is aborted."""
+    ended, broken = [], []
+    monkeypatch.setattr(HangWatch, "PATIENCE_S", 0.5)
+    watch = HangWatch(
+        lambda error, when: ended.append(str(error)), 600.0, lambda: broken[0] if broken else None
+    )
+    try:
+        watch.step()
+        time.sleep(1.2)
+        broken.append("REMOTE_ERROR")
+        if reacts:
+            watch.close()
+        assert wait_until(lambda: ended, 4) is not reacts
+    finally:
+        if not reacts:
+            watch.close()
+    assert ended == ([] if reacts else ["lost another rank: NCCL reports REMOTE_ERROR"])
 
 
 def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_path):

@@ -121,10 +121,10 @@ def test_time_between_steps_belongs_to_the_step_that_follows():
     assert min(times[1:]) >= 0.02 and 0.08 <= sum(times) <= end - start
 
 
-def rank_times(rank, own, probe):
+def rank_times(rank, own, probe, **window):
     means = {"data": 0.0, "forward": own, "backward": 0.0, "optimizer": 0.0}
     memory = {"peak_allocated_gib": None, "peak_rss_gib": 1.0, "allocator_retries": rank}
-    return RankTimes(rank, "host", [1.0], means, DeviceUse(rank=rank), memory, probe)
+    return RankTimes(rank, "host", [1.0], means, DeviceUse(rank=rank), memory, probe, **window)
 
 
 @pytest.mark.parametrize("gathered", [0, 100])
@@ -132,6 +132,7 @@ def test_slow_ranks_and_devices_are_named(gathered):
     result = Result.model_construct(
         metrics=Metrics(all_gather_bytes=gathered),
         notes=[],
+        args={"pt_compile": False},
         device=types.SimpleNamespace(type="cuda"),
     )
     fill_rank_metrics(result, [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)])
@@ -142,3 +143,17 @@ def test_slow_ranks_and_devices_are_named(gathered):
     slow, note = sorted(result.notes, key=lambda n: "cache" in n)
     assert "rank 1 on host: its GPU multiplies 5% slower" in slow
     assert "emptied its cache 1 times" in note and "expandable_segments" in note
+
+
+def test_what_any_rank_compiled_inside_the_window_is_everybodys():
+    result = Result.model_construct(
+        metrics=Metrics(), notes=[], args={"pt_compile": True},
+        device=types.SimpleNamespace(type="cuda"),
+    )  # fmt: skip
+    late = {"compile_s": 3.0, "n_recompilations": 2, "graphs_recorded": 4}
+    quiet = rank_times(0, 1.0, None, graphs_recorded=0)
+    fill_rank_metrics(result, [quiet, rank_times(1, 1.0, None, **late)])
+    m = result.metrics
+    assert (m.window_compile_s, m.window_graphs_recorded) == (3.0, 4)
+    assert any("3.0 s (2 recompilations) inside the window" in note for note in result.notes)
+    assert any("recorded again 4 times" in note for note in result.notes)
