@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +21,7 @@ import tyro
 
 from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
+from bench.files import walk
 from bench.tokens import write_tokens
 from bench.tool import run_tool
 
@@ -67,7 +69,10 @@ def prepare(args: PrepareArgs) -> None:
         inputs.append(Path(sysconfig.get_path("stdlib")))
     if not inputs:
         raise UsageError("no input; give text files or directories, or --stdlib")
-    paths = [path for given in inputs for path in find_texts(given, args.stdlib)]
+    found = (path for given in inputs for path in find_texts(given, args.stdlib))
+    paths = list(
+        {path.resolve(): path for path in found}.values()
+    )  # each once, however it was named
     if not paths:
         raise UsageError(f"no {', '.join(SUFFIXES)} files under {', '.join(map(str, inputs))}")
     encode, vocab_size = load_encoder(args.tokenizer)
@@ -76,56 +81,64 @@ def prepare(args: PrepareArgs) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output-dir {out}: cannot be made: {error.strerror}") from None
-    split: dict[str, list[Path]] = {"train": [], "val": []}
-    for path in paths:
-        split["val" if in_validation(path, args.val_fraction) else "train"].append(path)
-    texts = {name: read_texts(documents, inputs) for name, documents in split.items()}
-    if args.val_fraction and not all(split.values()):
-        # Too few documents to hold whole ones out: the end of the text is.
-        everything = "\n".join(read_texts(paths, inputs))
-        if not everything.strip():
-            raise UsageError(f"no text in {', '.join(map(str, paths[:3]))}; nothing was written")
-        cut = round(len(everything) * (1 - args.val_fraction))
-        texts = {"train": [everything[:cut]], "val": [everything[cut:]]}
-    for name, parts in texts.items():
-        path = out / f"{name}.bin"
-        if name == "val" and not args.val_fraction:
-            path.unlink(missing_ok=True)  # of an earlier call: it might overlap with this train.bin
-            continue
-        total = write_tokens(path, map(encode, parts), vocab_size)
-        print(f"{path}: {total:,} tokens, vocabulary {vocab_size}")
+    held_out = {path for path in paths if in_validation(path, args.val_fraction)}
+    size = {path: path.stat().st_size for path in paths}
+    part = sum(size[path] for path in held_out) / max(1, sum(size.values()))
+    if args.val_fraction and not args.val_fraction / 4 < part <= min(0.99, 2 * args.val_fraction):
+        # Too few documents, or too unlike ones, to hold whole ones out: the end of the text is.
+        arrays = [encode(text) for text in read_texts(paths, inputs)]
+        stream = np.concatenate(arrays or [np.zeros(0, np.uint8)])
+        cut = round(len(stream) * (1 - args.val_fraction))
+        parts = {"train": [stream[:cut]], "val": [stream[cut:]]}
+    else:
+        split = {"train": [p for p in paths if p not in held_out], "val": sorted(held_out)}
+        parts = {name: map(encode, read_texts(some, inputs)) for name, some in split.items()}
+    if not args.val_fraction:
+        del parts["val"]
+    # Only when all is written do the files of an earlier call go: one of them beside one of ours might
+    # have what it trains on in what it is checked on.
+    with tempfile.TemporaryDirectory(dir=out) as unfinished:
+        for name, arrays in parts.items():
+            total = write_tokens(Path(unfinished) / name, arrays, vocab_size)
+            if not total:
+                raise UsageError(
+                    f"no text in {', '.join(map(str, paths[:3]))}; nothing was written"
+                )
+            print(f"{out / name}.bin: {total:,} tokens, vocabulary {vocab_size}")
+        (out / "val.bin").unlink(missing_ok=True)
+        for name in parts:
+            (Path(unfinished) / name).replace(out / f"{name}.bin")
 
 
 def find_texts(given: Path, stdlib: bool) -> list[Path]:
-    """A file itself, or the text files under a directory in a fixed order."""
-    if given.is_dir():
-        skipped = {"site-packages", "__pycache__", "test", "tests"} if stdlib else {"__pycache__"}
-        return sorted(
-            path
-            for path in given.rglob("*")
-            if path.suffix in SUFFIXES
-            and path.is_file()
-            and not skipped.intersection(path.relative_to(given).parts)
-        )
-    if not given.exists():
-        raise UsageError(f"{given}: no such file or directory")
-    return [given]
+    """A file itself, or the text files under a directory in a fixed order, through links too."""
+    if not given.is_dir():
+        if not given.exists():
+            raise UsageError(f"{given}: no such file or directory")
+        return [given]
+    skipped = {"site-packages", "__pycache__", "test", "tests"} if stdlib else {"__pycache__"}
+    found = []
+    for directory, names in walk(given):
+        if not skipped.intersection(directory.relative_to(given).parts):
+            found += [directory / name for name in names]
+    return sorted(path for path in found if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 def in_validation(path: Path, fraction: float) -> bool:
     """Whether a document is held out: decided by its name, so that it stays so as others come."""
-    digest = hashlib.sha256("/".join(path.parts[-2:]).encode()).digest()
+    digest = hashlib.sha256("/".join(path.resolve().parts[-2:]).encode()).digest()
     return int.from_bytes(digest[:4], "little") < fraction * 2**32
 
 
 def read_texts(paths: list[Path], named: list[Path]) -> Iterator[str]:
-    """Contents one after the other; a file that is no UTF-8 text is a UsageError naming it.
+    """Contents one after the other, blank ones left out; what is no UTF-8 text is a UsageError.
 
     But for sources found in a directory, which may declare another encoding; a few do.
     """
     for path in paths:
         try:
-            yield path.read_text(encoding="utf-8")
+            if (text := path.read_text(encoding="utf-8")).strip():
+                yield text
         except UnicodeDecodeError as error:
             if path.suffix != ".py" or path in named:
                 raise UsageError(f"{path}: not UTF-8 text ({error.reason})") from None
@@ -143,7 +156,12 @@ def load_encoder(tokenizer: str | None):
         loaded = Tokenizer.from_file(tokenizer)
     except Exception as error:  # the library raises bare Exceptions
         raise UsageError(f"--tokenizer {tokenizer}: not a tokenizer.json: {error}") from None
+    loaded.no_truncation()  # as whoever trained with it may have saved it
+    loaded.no_padding()
     ends = [i for i in map(loaded.token_to_id, END_TOKENS) if i is not None][:1]
+    if not ends:
+        what = f"{tokenizer} has none of {', '.join(END_TOKENS)}"
+        print(f"prepare_data.py: {what}: documents follow each other unmarked", file=sys.stderr)
     return (
         lambda text: np.array(loaded.encode(text, add_special_tokens=False).ids + ends),
         loaded.get_vocab_size(with_added_tokens=True),

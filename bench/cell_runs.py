@@ -20,6 +20,7 @@ from bench.cells import Cell
 from bench.errors import UsageError
 from bench.files import write_whole
 from bench.results import Result, read_result
+from model.config import ConfigError, load_config, model_name
 
 ROOT = Path(__file__).parent.parent
 METRICS = (
@@ -34,9 +35,22 @@ Row = dict[str, Any]
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
     """A name that is the same for the same setting in every sweep: model, hash, number of the repeat."""
-    text = json.dumps([cell.script, *cell.argv()])
+    text = json.dumps([cell.script, *cell.argv(), *_versions(cell)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return f"{Path(cell.config).stem}-{digest}-{repeat}"
+    return f"{model_name(cell.config)}-{digest}-{repeat}"
+
+
+def _versions(cell: Cell) -> list[str]:
+    """What the files of a setting are at present: edited, they make another one of it."""
+    found = []
+    with contextlib.suppress(ConfigError):
+        found.append(load_config(cell.config).hash)
+    flags = dict(cell.flags)
+    for name in ("data", "val_data"):
+        with contextlib.suppress(OSError, TypeError):  # none given, synthetic, or not there yet
+            about = Path(flags.get(name)).stat()
+            found.append(f"{name} {about.st_size} {about.st_mtime_ns}")
+    return found
 
 
 def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> Row:
@@ -51,7 +65,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "key": key,
         "repeat": repeat,
         "script": cell.script,
-        "model": Path(cell.config).stem,
+        "model": model_name(cell.config),
     }
     row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
     if (result := _finished(run)) is None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from bench.args import Args
@@ -13,7 +12,7 @@ from bench.experiment import Experiment, Flags, Machine, Platform, Value
 from bench.hardware import find_hardware
 from bench.hyperparameters import FLAGS, differing
 from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
-from model.config import ConfigError, load_config
+from model.config import ConfigError, load_config, model_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Cell:
         """The model and the values on the axes."""
         flags = dict(self.flags)
         parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
-        return " ".join([Path(self.config).stem, *parts])
+        return " ".join([model_name(self.config), *parts])
 
 
 def to_argv(flags: Flags) -> list[str]:
@@ -183,7 +182,7 @@ def differences(e: Experiment) -> list[str]:
     for a, b in itertools.pairwise(platforms):
         for left, right in zip(resolved[a], resolved[b], strict=False):
             lines += [
-                f"{Path(left['config']).stem}: {name}: {a} {_plain(left[name])}, "
+                f"{model_name(left['config'])}: {name}: {a} {_plain(left[name])}, "
                 f"{b} {_plain(right[name])}"
                 for name in differing(left, right)
             ]

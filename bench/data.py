@@ -133,7 +133,9 @@ def open_data(
     if not args.val_data:
         return source, None
     val_source = FileTokens(args.val_data, config.vocab_size, args.bsz, seq_len, 0)
-    n_samples = args.val_batches * args.bsz
+    # No window twice, but where there are not enough for one batch.
+    n_batches = max(1, min(args.val_batches, val_source.n_windows // args.bsz))
+    n_samples = n_batches * args.bsz
     val_source.check(n_samples)
     return source, (val_source, range(0, n_samples, args.bsz))
 

@@ -1,5 +1,6 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
+import csv
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -11,7 +12,8 @@ from bench.read_results import read_csv, read_json
 from bench.records import LogFacts, Record, check_figures
 
 # What a file of a known kind can make a reader stumble over.
-UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+              csv.Error)  # fmt: skip
 
 
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
@@ -57,8 +59,13 @@ def _runs_of(row: Record, file: Path) -> set[str]:
 def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; of our own runs only their result.json."""
     found: list[Path] = []
-    for root, directories, files in os.walk(directory):
+    seen = set()
+    for root, directories, files in os.walk(directory, followlinks=True):
         here = Path(root)
+        if here.resolve() in seen:
+            directories.clear()
+            continue
+        seen.add(here.resolve())
         if {"result.json", "steps.jsonl"} <= set(files):
             found.append(here / "result.json")
             directories.clear()

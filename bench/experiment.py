@@ -67,6 +67,17 @@ class Experiment(BaseModel, extra="forbid"):
         }
 
 
+class _Unique(yaml.SafeLoader):
+    """YAML in which a key stands once: of two the library would drop the first without a word."""
+
+    def construct_mapping(self, node, deep=False):
+        names = [str(key.value).replace("-", "_") for key, _ in node.value]
+        for (key, _), name in zip(node.value, names, strict=True):
+            if names.count(name) > 1:
+                raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
     try:
@@ -75,7 +86,7 @@ def read_experiment(path: str | Path) -> Experiment:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     try:
-        content = yaml.safe_load(substitute(text, os.environ, path))
+        content = yaml.load(substitute(text, os.environ, path), _Unique)
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

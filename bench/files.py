@@ -1,10 +1,33 @@
-"""Writing files that others read."""
+"""Files that others made, or will read."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from bench.errors import UsageError
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one piece: whatever ends the process, what was there stays or the new is whole."""
+    path = path.resolve()  # a link stays one
     spare = path.with_suffix(".new")
     spare.write_text(text, encoding="utf-8")
     spare.replace(path)
+
+
+def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Each directory from `top` down, through links and once, with the sorted names of its files.
+
+    UsageError for one that cannot be read: what is in it would be missing without a word.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    seen = set()
+    for root, directories, files in os.walk(top, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(root)) in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        yield Path(root), sorted(files)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 GIB, GB = 2**30, 1e9
 NUMBER = r"([-+]?[\d,]*\.?\d+(?:[eE][-+]?\d+)?)"
+LOSS = rf"(?i:(nan|[-+]?inf)|{NUMBER})"
 
 
 @dataclasses.dataclass
@@ -45,7 +46,7 @@ class Log:
 
 def _number(text: str, pattern: str) -> float | None:
     match = re.search(pattern, text)
-    return float(match[1].replace(",", "")) if match else None
+    return float(next(filter(None, match.groups())).replace(",", "")) if match else None
 
 
 def _whole(text: str, pattern: str) -> int | None:
@@ -77,7 +78,7 @@ def parse_megatron(text: str) -> Log:
                 time_s=milliseconds and milliseconds / 1e3,
                 tokens_per_sec_per_gpu=tps,
                 tflops=_number(line, rf"(?:throughput|compute) per GPU \(TFLOP/s/GPU\): {NUMBER}"),
-                loss=_number(line, rf"lm loss: {NUMBER}"),
+                loss=_number(line, rf"lm loss: {LOSS}"),
                 lr=_number(line, rf"learning rate: {NUMBER}"),
                 memory_gib=_number(line, rf"hip mem usage/[\w/]+: {NUMBER}GB"),
                 global_batch=_whole(line, rf"global batch size:\s*{NUMBER}"),
@@ -109,7 +110,7 @@ def parse_nemo(text: str) -> Log:
                 time_s=_number(line, rf"train_step_timing in s: {NUMBER}"),
                 tokens_per_sec_per_gpu=_number(line, rf"tokens_per_sec_per_gpu: {NUMBER}"),
                 tflops=_number(line, rf"TFLOPS_per_GPU: {NUMBER}"),
-                loss=_number(line, rf"reduced_train_loss: {NUMBER}"),
+                loss=_number(line, rf"reduced_train_loss: {LOSS}"),
                 lr=_number(line, rf"\blr: {NUMBER}"),
                 memory_gib=memory and memory / GIB,
                 global_batch=_whole(line, rf"global_batch_size: {NUMBER}"),
@@ -151,7 +152,7 @@ def parse_automodel(text: str) -> Log:
                 step=_whole(line, r"\bstep (\d+)") or 0,
                 tokens_per_sec=total,
                 tokens_per_sec_per_gpu=each,
-                loss=_number(line, rf"\bloss {NUMBER}"),
+                loss=_number(line, rf"\bloss {LOSS}"),
                 lr=_number(line, rf"\blr {NUMBER}"),
                 memory_gib=_number(line, rf"\bmem:? {NUMBER} GiB"),
             )
@@ -173,7 +174,7 @@ def parse_torchtitan(text: str) -> Log:
                 tokens_per_sec_per_gpu=tps,
                 tflops=_number(line, rf"tflops: {NUMBER}"),
                 mfu=mfu and mfu / 100,
-                loss=_number(line, rf"loss:\s*{NUMBER}"),
+                loss=_number(line, rf"loss:\s*{LOSS}"),
                 memory_gib=_number(line, rf"memory:\s*{NUMBER}GiB"),
             )
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.errors import UsageError
 from bench.log_formats import PARSERS, Log, Step
-from bench.records import LogFacts, Record, steady
+from bench.records import LogFacts, Record, steady, unfinished_loss
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
@@ -113,6 +113,7 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         notes.append("no tokens/s per GPU: the log does not tell how many; --log-gpus does")
     tflops = [s.tflops for s in body if s.tflops]
     mfu = [s.mfu for s in body if s.mfu]
+    losses = [(s.step, s.loss) for s in steps if s.loss is not None]
     return Record(
         path=str(path),
         suite=log.suite,
@@ -130,7 +131,8 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         flop_convention=log.suite,
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,
-        losses=[(s.step, s.loss) for s in steps if s.loss is not None],
+        losses=losses,
+        marks=unfinished_loss(losses),
         learning_rates=[(s.step, s.lr) for s in steps if s.lr is not None],
         hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
         notes=notes,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from bench.errors import UsageError
 from bench.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
-from bench.records import Record, steady
+from bench.records import Record, steady, unfinished_loss
 from bench.results import Result, first_problem
 
 GB_TO_GIB = 1e9 / 2**30
@@ -123,6 +123,7 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
     given = {
         ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None
     }
+    losses = list(enumerate(content.get("loss_values") or []))
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = given["optimizer"].lower()
     return Record(
@@ -140,7 +141,8 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
         step_times_s=times,
         memory_gib=peak * GB_TO_GIB if peak else None,
         memory_kind="allocated",
-        losses=list(enumerate(content.get("loss_values") or [])),
+        losses=losses,
+        marks=unfinished_loss(losses),
         learning_rates=list(enumerate(content.get("learning_rates") or [])),
         hyperparameters=given,
         notes=notes,
@@ -149,7 +151,7 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
 
 def read_csv(path: Path) -> list[Record]:
     """A results.csv of sweep.py: one record a row."""
-    with path.open(newline="", encoding="utf-8") as f:
+    with path.open(newline="", encoding="utf-8-sig") as f:
         rows = list(csv.DictReader(f))
     if not rows or not {"key", "status", "model"} <= set(rows[0]):
         raise UsageError(f"{path}: is no results.csv of sweep.py (key, status, model, ...)")
@@ -158,7 +160,7 @@ def read_csv(path: Path) -> list[Record]:
         return (float(row[name]) or None) if row.get(name) else None
 
     def whole(row: dict[str, str], name: str) -> int | None:
-        return int(row[name]) if row.get(name) else None
+        return int(float(row[name])) if row.get(name) else None
 
     def flags(row: dict[str, str]) -> dict[str, Any]:
         """The sweep's axes, which stand before the figures."""

@@ -77,6 +77,12 @@ def check_figures(r: Record) -> None:
                 raise ValueError(f"{name} holds {value!r}, not a number")
 
 
+def unfinished_loss(losses: list[tuple[int, float]]) -> list[str]:
+    """The mark of a run whose last loss is not finite; none else."""
+    last = losses[-1][1] if losses else None
+    return ["loss not finite"] if isinstance(last, float) and not math.isfinite(last) else []
+
+
 def steady(times: list[float]) -> list[float]:
     """Step times without the slow ones at the start: those before the first near the median.
 

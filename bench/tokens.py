@@ -48,6 +48,8 @@ def open_tokens(path: str | Path, vocab_size: int) -> np.ndarray:
                 f"{path}: {size} bytes are no array of {dtype.name} tokens (the width that vocabulary "
                 f"{vocab_size} takes where a file has no header); is it complete, and a token file?"
             )
+        if why := _no_tokens(path, dtype):
+            raise UsageError(f"{path}: {why}")
         return np.memmap(path, dtype=dtype, mode="r")
     count = int(header[2])
     if size != HEADER_BYTES + count * dtype.itemsize:
@@ -56,6 +58,22 @@ def open_tokens(path: str | Path, vocab_size: int) -> np.ndarray:
             f"{(size - HEADER_BYTES) / dtype.itemsize:g}; is it complete?"
         )
     return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def _no_tokens(path: Path, dtype: np.dtype) -> str | None:
+    """Why a file without a header, of a size that would do, is something else; None if it may be one."""
+    with path.open("rb") as f:
+        start = f.read(4096)
+    if start.startswith(b"\x93NUMPY"):
+        return "a .npy file; write the bare tokens, with .tofile(), or use prepare_data.py"
+    if len(start) >= 64 and all(32 <= byte < 127 or byte in b"\t\n\r" for byte in start):
+        return "looks like text; make tokens of it with prepare_data.py"
+    halves = np.frombuffer(start[: len(start) // 4 * 4], dtype="<u2")
+    if dtype.itemsize == 2 and len(halves) >= 64 and halves[::2].any() and not halves[1::2].any():
+        return (
+            "looks like tokens of 32 or 64 bits; a file without a header has 16 for this vocabulary"
+        )
+    return None
 
 
 def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int) -> int:
@@ -71,11 +89,11 @@ def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int)
         f.write(bytes(HEADER_BYTES))
         for part in parts:
             total += len(part)
+            if total >= 2**31:
+                raise UsageError(
+                    f"{path}: more than 2^31 tokens do not fit one file; split the input"
+                )
             f.write(np.asarray(part, dtype=dtype).tobytes())
-        if total >= 2**31:
-            raise UsageError(
-                f"{path}: {total} tokens do not fit one file's header; split the input"
-            )
         header = np.zeros(HEADER_INTS, dtype="<i4")
         header[:3] = magic, version, total
         f.seek(0)

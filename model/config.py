@@ -108,13 +108,21 @@ class ModelConfig:
         return shape
 
 
+def model_name(path: str | Path) -> str:
+    """What a model is called: by its config file, or the directory of its config.json."""
+    path = Path(path)
+    if path.is_dir():
+        return path.resolve().name
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
+
+
 def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Read a Hugging Face config.json (or a directory that holds one); ConfigError if unusable."""
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         shipped = ", ".join(sorted(p.stem for p in Path("configs").glob("*-*.json")))
         hint = f"; configs/ has: {shipped}" if shipped else ""
@@ -144,9 +152,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     model_type = keys.choice("model_type", ("gpt2", "llama", "mistral", "qwen2", "qwen3"))
     fields = _gpt2(keys) if model_type == "gpt2" else _llama_family(keys, model_type)
     keys.refuse_unsupported()
-    name = path.parent.name if path.name == "config.json" else path.stem
     config = ModelConfig(
-        name=name,
+        name=model_name(path),
         path=str(path),
         model_type=model_type,
         vocab_multiple=vocab_multiple,

@@ -28,6 +28,8 @@ TRAINING_KEYS = {
     "initializer_range",
     "pad_token_id",
 }
+# Of tables that old checkpoints kept beside the weights.
+NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 GPT2_NAMES = {
     "attn_norm": "ln_1",
     "attn.qkv": "attn.c_attn",
@@ -111,16 +113,25 @@ def check_pretrained(
     index = _index(directory)
     found = {}
     for name, parameter in model.weights():
-        found[name] = [_find(index, hf_name, directory) for hf_name in hf_names(config, name)]
-        shapes = [_shape(*place) for place in found[name]]
-        stacked = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
-        if _transposed(config, name):
-            stacked.reverse()
-        wanted = [_rows(config, name, parameter), *parameter.shape[1:]]
-        if stacked != wanted:
+        found[name] = []
+        for hf_name, part in to_hf(config, name, parameter.detach()):
+            file, theirs = place = _find(index, hf_name, directory)
+            shape, kind = _shape_and_dtype(*place)
+            if shape != list(part.shape):
+                raise ConfigError(
+                    f"{file}: {theirs} has shape {shape}, which does not fit {config.path}: it should "
+                    f"have {list(part.shape)}"
+                )
+            if not kind.startswith(("F", "BF")):
+                raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
+            found[name].append(place)
+    used = {theirs for places in found.values() for _, theirs in places}
+    for theirs in index.keys() - used:
+        tied = config.tie_word_embeddings and theirs == "lm_head.weight"
+        if not tied and not theirs.endswith(NO_PARAMETERS):
             raise ConfigError(
-                f"{found[name][0][0]}: {found[name][0][1]} has shape {shapes[0]}, which does not "
-                f"fit {config.path}"
+                f"{index[theirs]}: {theirs} has no place in {config.path}; are these weights of that "
+                "model?"
             )
     return found
 
@@ -146,11 +157,6 @@ def read_pretrained(
     parameter[value.shape[0] :].zero_()
 
 
-def _rows(config: ModelConfig, name: str, parameter: Tensor) -> int:
-    vocabulary = name in ("embed.weight", "lm_head.weight")
-    return config.vocab_size if vocabulary else parameter.shape[0]
-
-
 def _index(directory: Path) -> dict[str, Path]:
     """Tensor name to the file that holds it."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
@@ -158,14 +164,14 @@ def _index(directory: Path) -> dict[str, Path]:
         if single.exists():
             with safe_open(single, framework="pt") as f:
                 return dict.fromkeys(f.keys(), single)
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
+        return {name: directory / file for name, file in weight_map.items()}
     except FileNotFoundError:
         raise ConfigError(
             f"{directory}: has no model.safetensors and no model.safetensors.index.json"
         ) from None
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory}: weights cannot be read: {error}") from None
-    return {name: directory / file for name, file in weight_map.items()}
 
 
 def _find(index: dict[str, Path], name: str, directory: Path) -> tuple[Path, str]:
@@ -176,10 +182,12 @@ def _find(index: dict[str, Path], name: str, directory: Path) -> tuple[Path, str
     raise ConfigError(f"{directory}: has no tensor {name}; are these weights of that model?")
 
 
-def _shape(path: Path, name: str) -> list[int]:
+def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
+    """A tensor's shape, and its format as safetensors calls it: F32, BF16, ..."""
     try:
         with safe_open(path, framework="pt") as f:
-            return f.get_slice(name).get_shape()
+            tensor = f.get_slice(name)
+            return tensor.get_shape(), tensor.get_dtype()
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
 

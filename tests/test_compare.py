@@ -231,6 +231,17 @@ def test_torchtitan_counts_no_expert_parallel_ranks_twice():
     assert parse_log(f"{mesh}\n{line}").n_gpus == 8
 
 
+def test_a_run_that_diverged_is_marked(tmp_path):
+    lines = megatron_lines(range(1, 21), 100.0)
+    path = tmp_path / "x.log"
+    path.write_text("\n".join(lines[:10] + [line.replace("1.3E+01", "nan") for line in lines[10:]]))
+    (record,) = read_log(path, LogFacts(seq_len=4096))
+    assert record.marks == ["loss not finite"] and len(record.losses) == 20
+    path.write_text("\n".join(lines))
+    (record,) = read_log(path, LogFacts(seq_len=4096))
+    assert record.marks == [] and record.losses[0] == (1, 13.0)
+
+
 def test_text_that_is_no_log():
     assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
 
@@ -301,14 +312,20 @@ def test_steady():
 def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
     variant(result, tmp_path, "a")
     variant(result, tmp_path, "b", speed=1.1)
+    variant(result, tmp_path.parent / f"{tmp_path.name}-far", "c")
+    (tmp_path / "link").symlink_to(tmp_path.parent / f"{tmp_path.name}-far")
+    (tmp_path / "loop").symlink_to(tmp_path)
     shutil.copy(LOGS / "torchtitan.log", tmp_path / "t.log")
     (tmp_path / "notes.txt").write_text("nothing of interest\n")
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "image.png").write_bytes(b"x")
+    (tmp_path / "table.csv").write_text("id,text\n1," + "x" * 200_000 + "\n")
     assert compare.main([str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    assert "| a " in printed.out and "| b " in printed.out and "| t " in printed.out
+    runs = [line.split("|")[1].strip() for line in printed.out.splitlines() if line.count("|") > 5]
+    assert {"a", "b", "c", "t"} <= set(runs) and runs.count("a") == 1
     assert "notes.txt: no line of Megatron-LM" in printed.err
+    assert "table.csv: is of a known kind, but not understood: Error: field larger" in printed.err
     assert "other.json: is no result.json of ours" in printed.err and "image.png" not in printed.err
 
 

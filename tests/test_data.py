@@ -1,11 +1,14 @@
 """Token files and the batches made of them."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
 
+import prepare_data
 from bench.args import Args
-from bench.data import FileTokens, SyntheticTokens, batches, hash_ids, sample_plan
+from bench.data import FileTokens, SyntheticTokens, batches, hash_ids, open_data, sample_plan
 from bench.errors import UsageError
 from bench.sizes import resolve_batch
 from bench.tokens import open_tokens, write_tokens
@@ -164,14 +167,13 @@ def test_prepare_with_a_tokenizer(tmp_path):
     """Documents are encoded by the given tokenizer.json, each with its end-of-text token behind it."""
     import tokenizers
 
-    import prepare_data
-
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     text = "a rose is a rose is a rose\n" * 40
     tokenizer.train_from_iterator([text], trainer)
+    tokenizer.enable_truncation(5)  # as a training script may have left it
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text(text)
     out = tmp_path / "out"
@@ -186,8 +188,6 @@ def test_prepare_with_a_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("broken", [None, "{}", "[1"])
 def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, capsys):
-    import prepare_data
-
     (tmp_path / "a.txt").write_text("text")
     if broken is not None:
         (tmp_path / "tokenizer.json").write_text(broken)
@@ -199,26 +199,74 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("n", [60, 1])
-def test_what_is_held_out_is_not_trained_on(n, tmp_path):
-    """Every byte is in one of the two files: whole documents, or of a single one its end."""
-    import prepare_data
+def prepared(out) -> list[list[bytes]]:
+    """The documents of train.bin and of val.bin, in bytes."""
+    return [
+        bytes(open_tokens(out / f"{name}.bin", 256).tolist()).split(b"\0")
+        for name in ("train", "val")
+    ]
 
+
+@pytest.mark.parametrize(
+    "sizes", [[1] * 60, [60], [1, 1, 1, 500, 1]], ids=["many", "one", "unlike"]
+)
+def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
+    """Every byte is in one of the two files: whole documents, or the end of what they are together."""
     (tmp_path / "in").mkdir()
-    texts = [f"document {i}: {'x' * i}" * (100 // n + 1) for i in range(n)]
+    texts = [f"document {i}: {'x' * 40}\n" * n for i, n in enumerate(sizes)]
     for i, text in enumerate(texts):
         (tmp_path / "in" / f"{i:02}.txt").write_text(text)
     out = tmp_path / "out"
-    argv = [str(tmp_path / "in"), "--val-fraction", "0.25", "--output-dir", str(out)]
+    # Named a second time, and through a link, it is still the same document.
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    argv = [str(tmp_path / "in"), str(tmp_path / "in" / "00.txt"), str(tmp_path / "link"),
+            "--val-fraction", "0.25", "--output-dir", str(out)]  # fmt: skip
     assert prepare_data.main(argv) == 0
-    train, val = (
-        bytes(open_tokens(out / f"{name}.bin", 256).tolist()) for name in ("train", "val")
-    )
-    assert train.endswith(b"\0") and val.endswith(b"\0")
-    parts = [part.split(b"\0")[:-1] for part in (train, val)]
-    if n == 1:
-        assert [len(part) for part in parts] == [1, 1]
-        assert parts[0][0] + parts[1][0] == texts[0].encode()
+    train, val = prepared(out)
+    if len(sizes) == 60:
+        assert train[-1] == val[-1] == b""
+        assert sorted(train[:-1] + val[:-1]) == sorted(text.encode() for text in texts)
     else:
-        assert sorted(parts[0] + parts[1]) == sorted(text.encode() for text in texts)
-    assert len(val) / (len(train) + len(val)) == pytest.approx(0.25, abs=0.12)
+        assert b"\0".join(train) + b"\0".join(val) == "".join(t + "\0" for t in texts).encode()
+    lengths = [sum(len(part) + 1 for part in parts) for parts in (train, val)]
+    assert lengths[1] / sum(lengths) == pytest.approx(0.25, abs=0.12)
+
+
+def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, capsys):
+    """Both: one of them beside a new one might hold what that is checked on."""
+    (tmp_path / "in").mkdir()
+    for i in range(40):
+        (tmp_path / "in" / f"{i:02}.txt").write_text(f"document {i}")
+    out = tmp_path / "out"
+    argv = [str(tmp_path / "in"), "--output-dir", str(out)]
+    assert prepare_data.main([*argv, "--val-fraction", "0.5"]) == 0
+    before = prepared(out)
+    for i in range(40):  # one of them is in val.bin
+        (tmp_path / "in" / f"{i:02}.txt").write_bytes(b"\xff" if i % 2 else b"new")
+    assert prepare_data.main([*argv, "--val-fraction", "0.1"]) == 2
+    assert "not UTF-8 text" in capsys.readouterr().err
+    assert prepared(out) == before and len(list(out.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"once upon a time\n" * 200, "looks like text"),
+        (np.arange(1000, 3000, dtype="<u4").tobytes(), "looks like tokens of 32 or 64 bits"),
+        (np.arange(1000, 3000, dtype="<i8").tobytes(), "looks like tokens of 32 or 64 bits"),
+        (b"\x93NUMPY\x01\x00" + bytes(120) + bytes(range(200)), "a .npy file"),
+    ],
+)
+def test_what_holds_no_tokens_is_refused(content, message, tmp_path):
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        open_tokens(tmp_path / "x.bin", 50257)
+
+
+@pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])
+def test_validation_counts_no_window_twice(windows, batches, tmp_path):
+    write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
+    args = Args("x", bsz=8, seq_len=4, val_data=str(tmp_path / "val.bin"), val_batches=8)
+    config = types.SimpleNamespace(vocab_size=50)
+    _, (_, firsts) = open_data(args, config, resolve_batch(args, 4), CPU)
+    assert list(firsts) == [8 * i for i in range(batches)]

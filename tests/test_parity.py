@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from model.config import ConfigError, parse_config
 from model.hf import ARCHITECTURES, check_pretrained, load_pretrained, save_pretrained, to_hf
@@ -109,6 +109,16 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="has no tensor"):
         check_pretrained(model, tmp_path)
+    fewer = parse_config(ours_config.raw | {key: 2} | layers, "fewer.json")
+    with pytest.raises(ConfigError, match=r"has no place in fewer\.json"):
+        check_pretrained(Transformer(fewer, T), tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    name = next(n for n in tensors if n.endswith(("k_proj.weight", "c_attn.weight")))
+    for value, message in ((tensors[name].to(torch.int8), "holds I8; quantised"),
+                           (tensors[name][:-1].clone(), "has shape")):  # fmt: skip
+        save_file(tensors | {name: value}, tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match=message):
+            check_pretrained(Transformer(ours_config, T), tmp_path)
 
 
 @pytest.mark.parametrize("flex", [False, True])

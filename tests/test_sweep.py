@@ -23,6 +23,9 @@ from bench.errors import UsageError
 from bench.experiment import Experiment, from_command_line, read_experiment, substitute
 from bench.ranking import Ranked, rank, show
 from bench.records import LogFacts
+from model.config import load_config
+from model.hf import save_pretrained
+from model.transformer import Transformer
 from tests.helpers import ROOT, run_train
 
 BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
@@ -172,10 +175,11 @@ def test_a_killed_run_says_so(tmp_path):
 
 
 def test_what_failed_is_run_again_on_request(tmp_path, capsys):
-    path = write(tmp_path / "e.yaml", training=FAST | {"data": str(tmp_path / "later.bin")})
+    path = write(tmp_path / "e.yaml", training=FAST | {"init_from": str(tmp_path / "later")})
     argv = [path, "--output-dir", str(tmp_path / "out")]
     assert sweep.main(argv) == 1
-    np.zeros(4096, np.uint16).tofile(tmp_path / "later.bin")
+    model = Transformer(load_config(ROOT / "configs/gpt2-tiny.json"), 32)
+    save_pretrained(model, tmp_path / "later")
     assert sweep.main(argv) == 1
     assert "rows from before: 1\n" in capsys.readouterr().out
     assert sweep.main([*argv, "--retry"]) == 0
@@ -408,6 +412,8 @@ def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
     [
         ("- a\n- b", "must be a mapping"),
         ("experiment: x\nmodels: [", "not valid YAML"),
+        ("experiment: x\nmodels: [a]\ngrid: {bsz: [1]}\ngrid: {lr: [1]}", "grid stands twice"),
+        ("experiment: x\nmodels: [a]\ntraining: {grad-clip: 1, grad_clip: 2}", "stands twice"),
         ("[" * 5000, "not valid YAML"),
         ("experiment: x", "models: Field required"),
         ("experiment: x\nmodels: []", "models: List should have at least 1 item"),
@@ -481,6 +487,23 @@ def test_memory_of_every_version_and_kind_is_ranked():
     new = common | {"key": "b-0", "memory_gib": 2.5, "memory_kind": "reserved"}
     found = {(r.memory_gib, r.memory_kind) for r in rank([old, new])}
     assert found == {(1.5, None), (2.5, "reserved")}
+
+
+def test_an_edited_model_is_another_setting(tmp_path):
+    """The same command on a changed config or other data must not find the rows of before."""
+    values = json.loads((ROOT / "configs/gpt2-tiny.json").read_text())
+    path, data = tmp_path / "Llama-3.2-1B" / "config.json", tmp_path / "x.bin"
+    path.parent.mkdir()
+    path.write_text(json.dumps(values))
+    data.write_bytes(b"12")
+    (cell,) = make_cells(experiment(models=[str(path.parent)], training={"data": str(data)}), "cpu")
+    keys = [cell_key(cell, 0), cell_key(cell, 0)]
+    path.write_text(json.dumps(values | {"n_layer": 3}))
+    keys.append(cell_key(cell, 0))
+    data.write_bytes(b"1234")
+    keys.append(cell_key(cell, 0))
+    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert cell.label().startswith("Llama-3.2-1B") and keys[0].startswith("Llama-3.2-1B-")
 
 
 def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
