@@ -371,18 +371,20 @@ def test_the_rank_that_failed_first_is_named():
 @pytest.mark.parametrize("reacts", [False, True])
 def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch):
     """The main thread hears of a peer's death by its own exception, or hangs in C until it is aborted."""
-    ended, broken = [], []
-    monkeypatch.setattr(HangWatch, "PATIENCE_S", 0.5)
-    watch = HangWatch(
-        lambda error, when: ended.append(str(error)), 600.0, lambda: broken[0] if broken else None
-    )
+    ended, asked = [], []
+
+    def broken():
+        asked.append(1)
+        return "REMOTE_ERROR" if len(asked) > 1 else None
+
+    monkeypatch.setattr(HangWatch, "PATIENCE_S", 1.0)
+    watch = HangWatch(lambda error, when: ended.append(str(error)), 600.0, broken)
     try:
         watch.step()
-        time.sleep(1.2)
-        broken.append("REMOTE_ERROR")
+        assert wait_until(lambda: len(asked) > 1, 5) and not ended
         if reacts:
             watch.close()
-        assert wait_until(lambda: ended, 4) is not reacts
+        assert wait_until(lambda: ended, 3) is not reacts
     finally:
         if not reacts:
             watch.close()
