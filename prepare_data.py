@@ -70,9 +70,8 @@ def prepare(args: PrepareArgs) -> None:
     if not inputs:
         raise UsageError("no input; give text files or directories, or --stdlib")
     found = (path for given in inputs for path in find_texts(given, args.stdlib))
-    paths = list(
-        {path.resolve(): path for path in found}.values()
-    )  # each once, however it was named
+    # Each once, however it was named.
+    paths = list({path.resolve(): path for path in found}.values())
     if not paths:
         raise UsageError(f"no {', '.join(SUFFIXES)} files under {', '.join(map(str, inputs))}")
     encode, vocab_size = load_encoder(args.tokenizer)
