@@ -9,6 +9,7 @@ point, it goes on where it was. docs/SWEEPS.md explains the experiment file. Nee
 """
 
 import dataclasses
+import itertools
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ import tyro
 from pydantic import ValidationError
 
 from bench.auto_batch import check_auto_batch, with_largest_batch
-from bench.cell_runs import Rows, cell_key, outcome, run_cell
+from bench.cell_runs import Row, Rows, cell_key, outcome, run_cell
 from bench.cells import Cell, differences, make_cells
 from bench.checks import changed, flag_of
 from bench.command_line import parse_dataclass, tool
@@ -101,10 +102,8 @@ def main(argv: Sequence[str]) -> int:
         return 2
     again = "the same command goes on from there"
     try:
-        cells = run_all(cells, experiment, rows, directory, args, platform)
         # The directory may hold rows of other settings, from an earlier form of the experiment.
-        keys = [cell_key(cell, i) for i in range(experiment.repeats) for cell in cells]
-        measured = [rows.rows[key] for key in keys]
+        measured = run_all(cells, experiment, rows, directory, args, platform)
         write_csv(measured, directory / "results.csv")
         show(rank(measured), directory)
     except KeyboardInterrupt:
@@ -142,32 +141,33 @@ def run_all(
     directory: Path,
     args: SweepArgs,
     platform: Platform,
-) -> list[Cell]:
+) -> list[Row]:
     """Run what has no row yet: all settings once, then all of them again, and so on.
 
-    Returns the settings that ran: with --auto-bsz, those with the micro batch that was found.
+    Returns the rows of all of it, those from before first.
     """
     if args.auto_bsz:
         machine = experiment.hardware.get(platform)
         gpu = machine.gpu if machine else None
         cells = [with_largest_batch(c, rows, directory, experiment.timeout_s, gpu) for c in cells]
-    todo = [
-        (cell, repeat)
-        for repeat in range(experiment.repeats)
-        for cell in cells
-        if cell_key(cell, repeat) not in rows.rows
-    ]
-    done = len(cells) * experiment.repeats - len(todo)
-    if done:
+    # A key is asked for once: a file that is edited meanwhile makes another.
+    measured, todo = [], []
+    for repeat, cell in itertools.product(range(experiment.repeats), cells):
+        if row := rows.rows.get(cell_key(cell, repeat)):
+            measured.append(row)
+        else:
+            todo.append((cell, repeat))
+    if done := len(measured):
         print(f"rows from before: {done}", flush=True)
     start = time.monotonic()
     for i, (cell, repeat) in enumerate(todo):
         row = run_cell(cell, repeat, directory, experiment.timeout_s)
         rows.add(row)
+        measured.append(row)
         left = (time.monotonic() - start) / (i + 1) * (len(todo) - i - 1)
         number = f"[{done + i + 1}/{done + len(todo)}]"
         print(f"{number} {outcome(row)}  {cell.label()}  ({_duration(left)} left)", flush=True)
-    return cells
+    return measured
 
 
 def _duration(seconds: float) -> str:

@@ -489,7 +489,7 @@ def test_memory_of_every_version_and_kind_is_ranked():
     assert found == {(1.5, None), (2.5, "reserved")}
 
 
-def test_an_edited_model_is_another_setting(tmp_path):
+def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
     """The same command on a changed config or other data must not find the rows of before."""
     values = json.loads((ROOT / "configs/gpt2-tiny.json").read_text())
     path, data = tmp_path / "Llama-3.2-1B" / "config.json", tmp_path / "x.bin"
@@ -503,6 +503,31 @@ def test_an_edited_model_is_another_setting(tmp_path):
     data.write_bytes(b"1234")
     keys.append(cell_key(cell, 0))
     assert keys[0] == keys[1] and len(set(keys)) == 3
+    # Nor may it end a sweep that is under way: its rows are those that were asked for.
+    monkeypatch.setattr(
+        sweep, "run_cell", lambda cell, repeat, directory, timeout_s: edit(cell, repeat)
+    )
+
+    def edit(cell, repeat):
+        row = {
+            "key": cell_key(cell, repeat),
+            "status": "failed",
+            "error": "x",
+            "model": "m",
+            "axes": {},
+        }
+        data.write_bytes(b"123456")
+        return row
+
+    argv = [
+        "--models",
+        str(path.parent),
+        "--set",
+        f"data={data}",
+        "--output-dir",
+        str(tmp_path / "o"),
+    ]
+    assert sweep.main(argv) == 1 and "| m " in (tmp_path / "o" / "ranked.md").read_text()
     assert cell.label().startswith("Llama-3.2-1B") and keys[0].startswith("Llama-3.2-1B-")
 
 
