@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,6 +21,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.installed import installed_version
 from bench.tool import run_tool
 from bench.vendor import detect_platform
 
@@ -52,7 +52,7 @@ LIBRARIES = (
     ("transformer-engine", "--use-fp8 --fp8-backend te",
      "NGC's image, or pip install --no-build-isolation -e '.[te]'", False),
     ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
-    ("amdsmi", "energy and clocks on AMD", "pip install /opt/rocm/share/amd_smi", False),
+    ("amdsmi", "energy and clocks on AMD", "pip install ${ROCM_PATH:-/opt/rocm}/share/amd_smi", False),
     ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
     ("jinja2", "report.html", "pip install -e '.[report]'", False),
 )  # fmt: skip
@@ -135,6 +135,8 @@ def drivers(kind: str) -> list[Finding]:
         text = "no driver of NVIDIA or AMD: everything runs on the CPU, smaller"
         return [Finding("GPU driver", "missing", text, "in a container: docker run --gpus all ...")]
     tool = "nvidia-smi" if kind == "nvidia" else "rocm-smi"
+    if kind == "amd" and shutil.which(tool) is None and shutil.which("amd-smi"):
+        return [Finding("GPU driver", "ok", "there is one; amd-smi monitor shows its GPUs")]
     if shutil.which(tool) is None:
         advice = f"put {tool} on PATH, or start the container with the GPUs' tools"
         return [Finding("GPU driver", "missing", f"there is one, but no {tool}", advice)]
@@ -207,16 +209,19 @@ def libraries(kind: str) -> list[Finding]:
     for name, purpose, advice, needed in LIBRARIES:
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue
-        try:
-            version = importlib.metadata.version(name)
-            if name == "torch" and _numbers(version) < OLDEST_TORCH:
-                needs = ".".join(map(str, OLDEST_TORCH))
-                found.append(Finding(name, "bad", f"{version}, older than {needs}", advice))
-            else:
-                found.append(Finding(name, "ok", version))
-        except importlib.metadata.PackageNotFoundError:
+        if name == "transformer-engine" and kind == "amd":
+            advice = (
+                "an image with ROCm's build (rocm/primus), or github.com/ROCm/TransformerEngine"
+            )
+        version = installed_version(name)
+        if version is None:
             state = "bad" if needed else "missing"
             found.append(Finding(name, state, f"not installed; needed for {purpose}", advice))
+        elif name == "torch" and _numbers(version) < OLDEST_TORCH:
+            needs = ".".join(map(str, OLDEST_TORCH))
+            found.append(Finding(name, "bad", f"{version}, older than {needs}", advice))
+        else:
+            found.append(Finding(name, "ok", version))
     return found
 
 

@@ -25,12 +25,7 @@ from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
 from bench.hardware import Hardware, find_hardware
-from bench.memory_model import (
-    MemoryEstimate,
-    estimate_memory,
-    largest_batch,
-    with_what_is_outside,
-)
+from bench.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.results import read_result
 from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from bench.speed_model import estimate_speed
@@ -145,7 +140,7 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
     limit = (args.gpu_memory_gib or gpu.memory_gib) * GIB
 
     def whole(bsz: int) -> float:
-        return with_what_is_outside(memory(bsz).peak, args.gpus)
+        return memory(bsz).on_device(args.gpus)
 
     s = estimate_speed(
         config, args, seq_len, batch.grad_acc_steps, gpu, args.gpus, args.per_node, shards

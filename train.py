@@ -13,7 +13,7 @@ from bench.fp8 import apply_fp8
 from bench.launch import launch
 from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
-from bench.precision import set_tf32
+from bench.precision import set_precision
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
@@ -32,7 +32,7 @@ def train(args: Args) -> None:
     seq_len = resolve_seq_len(args.seq_len, config)
     batch = resolve_batch(args, seq_len)
     recompute = resolve_recompute(args, config)
-    set_tf32(args.tf32, device)
+    set_precision(args, device)
     check_capture(args, device)
     torch.manual_seed(args.seed)  # dropout; parameters and data have generators of their own
     flex = select_attention(args, config, seq_len, device)

@@ -20,7 +20,7 @@ from bench.launch import launch_ranks
 from bench.loop import evaluate, measure
 from bench.optim import build_optimizer
 from bench.parallel import apply_fsdp, materialize_shards, set_exact_values, whole
-from bench.precision import set_tf32
+from bench.precision import set_precision
 from bench.profiling import check_capture
 from bench.recompute import apply_recompute
 from bench.run import Run
@@ -38,7 +38,7 @@ def train(args: Args, ranks: Ranks) -> None:
     batch = resolve_batch(args, seq_len, ranks.world)
     recompute = resolve_recompute(args, config)
     shards = resolve_shards(args, ranks.world, device.type)
-    set_tf32(args.tf32, device)
+    set_precision(args, device)
     check_capture(args, device)
     torch.manual_seed(args.seed + ranks.rank)  # dropout, which must differ between ranks
     flex = select_attention(args, config, seq_len, device)

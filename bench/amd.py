@@ -17,6 +17,8 @@ COUNTERS = {
     "thermal (memory)": "hbm_thm_residency_acc",
     "processor hot": "prochot_residency_acc",
 }
+# Bytes on a GPU of a process that has done nothing there but open it, at most.
+IDLE = 64 * 2**20
 UNSET = (None, "N/A", 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 
@@ -48,7 +50,8 @@ class AmdSensor:
         """What the GPU does now."""
         power = self._ask("amdsmi_get_power_info") or {}
         names = ("current_socket_power", "average_socket_power", "socket_power")
-        watts = [power[name] for name in names if power.get(name) not in UNSET]
+        # 0 W: the second die of an MI250X, whose power is counted with the first's.
+        watts = [power[name] for name in names if power.get(name) not in (*UNSET, 0)]
         kinds, what = self.smi.AmdSmiTemperatureType, self.smi.AmdSmiTemperatureMetric
         clocks = self.smi.AmdSmiClkType
         return Sample(
@@ -67,7 +70,7 @@ class AmdSensor:
     def limits(self) -> tuple[float | None, float | None]:
         """The power limit in force [W] and the highest engine clock [MHz]."""
         cap = (self._ask("amdsmi_get_power_cap_info") or {}).get("power_cap")
-        watts = None if cap in UNSET else cap / 1e6
+        watts = None if cap in (*UNSET, 0) else cap / 1e6
         return watts, self._clock(self.smi.AmdSmiClkType.GFX, highest=True)
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:
@@ -87,8 +90,13 @@ class AmdSensor:
         found = self._ask("amdsmi_get_gpu_process_list")
         if not found:
             return None
-        pids = {process["pid"] for process in found if isinstance(process, dict)}
-        return len(pids - ours) if os.getpid() in pids else None
+        held = {p["pid"]: p.get("mem") for p in found if isinstance(p, dict)}
+        if os.getpid() not in held:
+            return None
+        # Whoever has opened the driver is on every GPU's list, also with nothing on this one.
+        return sum(
+            memory in UNSET or memory > IDLE for pid, memory in held.items() if pid not in ours
+        )
 
     def _ask(self, function: str, *args):
         """A query's answer, or None where this GPU or driver has none."""

@@ -12,7 +12,7 @@ from bench.command_line import parse_args
 from bench.errors import UsageError
 from bench.experiment import Experiment
 from bench.hardware import find_hardware
-from bench.memory_model import estimate_memory, largest_batch, with_what_is_outside
+from bench.memory_model import estimate_memory, largest_batch
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.vendor import detect_platform
 from model.config import load_config
@@ -74,7 +74,7 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
         found = estimate_memory(
             config, this, seq_len, micro, shards, gpu is not None, cell.script == "train_ddp.py"
         )
-        return with_what_is_outside(found.peak, world) if gpu else found.peak
+        return found.on_device(world) if gpu else found.peak
 
     if gpu is not None:
         return max(1, largest_batch(memory, find_hardware(gpu).memory_gib * 2**30)), math.inf

@@ -1,6 +1,5 @@
 """Where and with what a run happened: host, driver, libraries, settings, source revision."""
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.device import cpu_count, device_name
+from bench.installed import installed_version
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
@@ -32,7 +32,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cpu": device_name(torch.device("cpu")),
         "cpu_count": cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "libraries": {name: _version(name) for name in LIBRARIES},
+        "libraries": {name: installed_version(name) for name in LIBRARIES},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
@@ -64,13 +64,6 @@ def source_revision() -> dict[str, str | bool | None]:
         *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
     )
     return {"git_sha": sha, "git_dirty": bool(changes)}
-
-
-def _version(library: str) -> str | None:
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _nccl() -> str | None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.metadata
 import types
 from collections.abc import Callable
 
@@ -41,7 +40,9 @@ def apply_te(
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     kind, primary = args.fp8_recipe, args.fp8_primary_weights
     recipe = make_recipe(kind)
-    multiple = 32 if kind == "mxfp8" else 16
+    multiple = 16
+    if kind == "mxfp8":  # scales of 32; hipBLASLt's matmuls sum over multiples of 128
+        multiple = 128 if torch.version.hip else 32
     tokens = batch.micro_batch * batch.seq_len
     if tokens % multiple:
         raise UsageError(
@@ -63,7 +64,7 @@ def apply_te(
         _check_rows(linear, shards, 32 if kind == "mxfp8" else 1)
     info = Fp8Info(
         backend="te",
-        version=getattr(library, "__version__", None) or version(),
+        version=version(),
         recipe=kind,
         emulated=False,
         all_gather=primary,
@@ -134,16 +135,21 @@ def import_te(device: torch.device) -> types.ModuleType:
         import transformer_engine.pytorch as te
     except Exception as error:  # besides ImportError, whatever its search for cuDNN raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        get = "pip install --no-build-isolation -e '.[te]'"
+        if torch.version.hip:
+            get = "take an image with ROCm's build of it (rocm/primus)"
         raise UsageError(
             f"--fp8-backend te: Transformer Engine cannot be imported: {reason}; "
-            "pip install --no-build-isolation -e '.[te]', or use --fp8-backend torchao"
+            f"{get}, or use --fp8-backend torchao"
         ) from None
     return te
 
 
 def version() -> str:
-    """The installed Transformer Engine's."""
-    return importlib.metadata.version("transformer_engine")
+    """The installed Transformer Engine's; AMD's distribution has another name, so ask the module."""
+    import transformer_engine
+
+    return transformer_engine.__version__
 
 
 def make_recipe(kind: str):

@@ -99,9 +99,12 @@ def _check_device(device: torch.device, recipe: str) -> None:
         if not architecture.startswith(("gfx94", "gfx95")):
             raise UsageError(f"--use-fp8: {name} ({architecture}) has no FP8 matmuls; MI300 has")
         return
+    # PyTorch's scaled matmul by rows may hang on 8.9 before 2.12 (pytorch/pytorch#177651).
     needed = (8, 9) if recipe == "tensorwise" else (9, 0)
-    if torch.cuda.get_device_capability(device) < needed:
+    has = torch.cuda.get_device_capability(device)
+    if has < needed:
+        advice = "use --fp8-recipe tensorwise" if has >= (8, 9) else "leave out --use-fp8"
         raise UsageError(
-            f"--fp8-recipe {recipe}: {name} is too old, compute capability {needed[0]}.{needed[1]} "
-            "is needed; leave out --use-fp8"
+            f"--fp8-recipe {recipe}: {name} has compute capability {has[0]}.{has[1]}, and "
+            f"{needed[0]}.{needed[1]} is needed; {advice}"
         )

@@ -125,7 +125,9 @@ def find_hardware(name: str) -> Hardware:
     """
     low = name.lower()
     exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
-    found = exact or [d for d in devices() if d.name.lower().startswith(low)]
+    # To the end of a word, or A10 would be an A100; MI300 is MI300X.
+    start = re.compile(re.escape(low) + r"x?(?!\w)")
+    found = exact or [d for d in devices() if start.match(d.name.lower())]
     if len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name):
         known = ", ".join(d.name for d in devices())
         raise UsageError(f"{name}: no such device; configs/hardware.json has: {known}")

@@ -140,6 +140,8 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     args = parse_args(argv, prog)
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
+    if not n:  # pytorch/pytorch#186516
+        raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[PARENT] = str(os.getpid())
     # The ranks share the cores; more threads than cores slow every one of them down.

@@ -15,19 +15,18 @@ from bench.flops import chosen_blocks
 from model.chunks import chunk_rows
 from model.config import ModelConfig
 
-# What is on a GPU besides PyTorch's tensors, by experience and not measured here: CUDA context and
-# libraries, communication buffers, and gaps in the allocator's memory.
-CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.03
-
-
-def with_what_is_outside(peak: float, world: int) -> float:
-    """Bytes taken on each of `world` GPUs, where PyTorch's tensors take `peak`."""
-    return peak * (1 + GAPS) + (CONTEXT_GIB + COMMUNICATION_GIB * (world > 1)) * 2**30
+# What is on a GPU besides PyTorch's tensors: CUDA context and libraries, and communication buffers, by
+# experience and not measured here; gaps in the allocator's memory, of which its own code left 1 to 7 % in
+# steps of 1 to 8 billion parameters, and 12 % where single tensors take gigabytes.
+CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device. `peak` is less than the sum: not all kinds exist at once."""
+    """Bytes on one device. `peak` is less than the sum: not all kinds exist at once.
+
+    `apart` is what FSDP's collectives hold besides in memory that other tensors cannot have.
+    """
 
     parameters: float
     gradients: float
@@ -36,6 +35,12 @@ class MemoryEstimate:
     logits: float
     gathered: float
     peak: float
+    apart: float
+
+    def on_device(self, world: int) -> float:
+        """Bytes taken on each of `world` GPUs, with what is outside PyTorch's tensors."""
+        outside = CONTEXT_GIB + COMMUNICATION_GIB * (world > 1)
+        return (self.peak + self.apart) * (1 + GAPS) + outside * 2**30
 
 
 def estimate_memory(
@@ -51,8 +56,7 @@ def estimate_memory(
 
     `shards` is the ranks that share a copy under FSDP, None without FSDP.
     `replicated` is DDP, whose buckets hold the gradients' memory all the time. --cpu-offload takes
-    parameters, gradients and optimizer state off the GPU. torchao's FP8 keeps what bf16 keeps;
-    Transformer Engine's, which keeps inputs of matmuls in FP8, is estimated like it, and needs less.
+    parameters, gradients and optimizer state off the GPU.
 
     `fused_norm` is False for a CPU, whose RMS norm keeps fp32 copies for the backward.
     """
@@ -70,6 +74,9 @@ def estimate_memory(
     gradients = 4 * per_rank if train else 0.0
     if args.cpu_offload:
         parameters = optimizer = gradients = 0.0
+    # Freed memory stays with the stream it was for: gathering and reducing have one each.
+    passed = sizes.width + (sizes.reduce_bytes if train else 0)
+    apart = sizes.root * passed if sizes.root_gathered else 0.0
     lasting = parameters + optimizer + (gradients if micro_steps > 1 or replicated else 0.0)
 
     block = block_activations(config, args, sizes.tokens, fused_norm)
@@ -88,7 +95,7 @@ def estimate_memory(
         in_block = lasting + sizes.root_gathered + sizes.copies + sizes.gathered_blocks + block
         return MemoryEstimate(
             parameters, 0.0, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
-            max(in_loss, in_block),
+            max(in_loss, in_block), apart,
         )  # fmt: skip
     recomputed = block if args.sac_freq else 0.0
     reduced = sizes.block * (width + sizes.reduce_bytes) if shards else 4.0 * sizes.block
@@ -117,6 +124,7 @@ def estimate_memory(
         logits=logits + head_gradient,
         gathered=sizes.root_gathered + sizes.gathered_blocks,
         peak=max(in_loss, in_backward, at_end),
+        apart=apart,
     )
 
 
@@ -142,8 +150,15 @@ class _Sizes:
             width = fp8_gather_bytes(args) if gathers_fp8(args) else self.width
             self.gathered_blocks = width * self.block * ahead
         elif args.amp != "off":
-            # Autocast keeps low-precision copies of all weights until the forward pass is over.
-            self.copies = 2.0 * (self.blocks + self.vocabulary)
+            # Autocast keeps low-precision copies of all weights until the forward pass is over. Blocks
+            # that make their own, in bf16 or twice in FP8, keep them if nothing is recomputed; torchao
+            # keeps none.
+            n = config.num_hidden_layers
+            if args.use_fp8 or args.pt_compile:
+                n -= len(chosen_blocks(n, parse_sac_freq(args.sac_freq)))
+            if args.use_fp8 and args.fp8_backend == "torchao":
+                n = 0
+            self.copies = 2.0 * (self.block * n + self.vocabulary)
         self.rows = chunk_rows(self.tokens, config.padded_vocab_size)
         self.n_vocabulary = config.padded_vocab_size
         self.hidden = d
@@ -171,28 +186,34 @@ def block_activations(
 ) -> float:
     """Bytes that one block keeps for its backward when nothing of it is recomputed.
 
-    Eager, by what autograd saves: the inputs of norms and matmuls, q, k, v, the attention's output and
-    its log-sum-exp, the activation's inputs. Compiled, norms, rotary embedding and activation are
-    computed again from what the matmuls gave (Inductor's partitioner prefers that).
+    By what autograd saves of our blocks, as its hooks showed with torch 2.11, torchao 0.18 and
+    Transformer Engine 2.20: the inputs of norms, q, k, v and their rotated copies, the attention's output
+    and its log-sum-exp, the MLP's first output; besides, unless they are recomputed or in FP8, the other
+    inputs of matmuls.
     """
     d, f = config.hidden_size, config.intermediate_size
     a, kv = config.query_size, config.kv_size
     w = matmul_bytes(args)
-    norms, statistics = 2 * d, 2 * (1 if config.rms_norm else 2)
-    heads = config.num_attention_heads
-    if args.pt_compile:
-        elements = norms + (a + 2 * kv) + a + (2 * f if config.gated_mlp else f)
-        return tokens * (w * elements + 4 * (statistics + heads))
-    elements = 2 * norms + (a + 2 * kv) + a  # norms' inputs and outputs, qkv, attention's output
-    if not config.learned_positions:
-        elements += a + kv  # rotated copies
-    if config.qk_norm:
+    statistics = 2 * (1 if config.rms_norm else 2) + config.num_attention_heads
+    elements = 2 * d + (a + 2 * kv) + a + (2 * f if config.gated_mlp else f)
+    if config.qk_norm or not config.learned_positions:
         elements += a + kv
-    elements += 4 * f if config.gated_mlp else 2 * f
+    if config.qk_norm:
+        statistics += config.num_attention_heads + config.num_key_value_heads
     extra = 0
-    if config.rms_norm and not fused_norm:
-        extra = 2 * d * (12 - w if w == 2 else 4)
-    return tokens * (w * elements + extra + 4 * (statistics + heads))
+    inputs = 2 * d + f  # norms' outputs, and the activation's
+    if args.use_fp8 and args.fp8_backend == "te":
+        # A byte each; of the norm before the MLP in both orientations.
+        extra = inputs + a + d + (f if args.fp8_recipe in ("blockwise", "mxfp8") else 0)
+    elif not args.pt_compile or not args.use_fp8 or args.fp8_recipe == "rowwise_with_gw_hp":
+        elements += inputs
+        if config.gated_mlp and not args.pt_compile:
+            elements += f  # SiLU's output
+    elif args.fp8_all_gather:
+        elements += f
+    if config.rms_norm and not fused_norm and not args.pt_compile:
+        extra += 2 * d * (12 - w if w == 2 else 4)
+    return tokens * (w * elements + extra + 4 * statistics)
 
 
 def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
@@ -203,7 +224,8 @@ def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
     small = w * tokens * d
     if args.sac_policy == "op":
         a, kv = config.query_size, config.kv_size
-        elements = d + (a + 2 * kv) + a + 2 * d + (2 * f if config.gated_mlp else f)
+        outputs = d if args.pt_compile else 2 * d  # compiled, the last matmul's is not kept
+        elements = d + (a + 2 * kv) + a + outputs + (2 * f if config.gated_mlp else f)
         small = tokens * (w * elements + 4 * config.num_attention_heads)
     return (n - chosen) * block + chosen * small
 

@@ -40,7 +40,9 @@ class PowerMeter:
             self.sensor = find_sensor(device)
             self.source = self.sensor.source
         except ImportError as error:
-            where = "/opt/rocm/share/amd_smi" if torch.version.hip else "-e '.[energy]'"
+            where = (
+                "${ROCM_PATH:-/opt/rocm}/share/amd_smi" if torch.version.hip else "-e '.[energy]'"
+            )
             self.source = f"none: {error.name} is not installed (pip install {where})"
         except Exception as error:  # a driver without the counter must not end the run
             self.source = f"none: {type(error).__name__}: {error}".splitlines()[0]

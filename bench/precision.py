@@ -1,10 +1,11 @@
-"""Number formats: autocast, TF32, and the loss scaling that fp16 needs."""
+"""Number formats: autocast, TF32, what a device has of them, and the loss scaling that fp16 needs."""
 
 import contextlib
 
 import torch
 from torch import Tensor
 
+from bench.args import Args
 from bench.errors import UsageError
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
@@ -17,12 +18,19 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
     return torch.autocast(device.type, AMP_DTYPES[amp])
 
 
-def set_tf32(enabled: bool, device: torch.device) -> None:
-    """Allow or forbid TF32 in every fp32 matmul of the process."""
-    if enabled and (device.type != "cuda" or torch.version.hip):
-        raise UsageError("--tf32: only NVIDIA GPUs have TF32; leave it out")
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    torch.backends.cudnn.allow_tf32 = enabled
+def set_precision(args: Args, device: torch.device) -> None:
+    """Allow TF32 in every fp32 matmul of the process, or forbid it.
+
+    UsageError for a format that the device has not, and which PyTorch would emulate or ignore.
+    """
+    gpu = device.type == "cuda"
+    if args.amp == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(f"--amp bf16: {name} has no bf16 matmuls; use --amp fp16")
+    if args.tf32 and (not gpu or torch.version.hip or not torch.cuda.is_tf32_supported()):
+        raise UsageError("--tf32: is for NVIDIA GPUs from Ampere on; leave it out")
+    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = args.tf32
 
 
 class LossScaler:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 def detect_platform():
     """`nvidia` or `amd` by the driver's device files, `cpu` without."""
-    if Path("/dev/nvidiactl").exists():
+    # Linux in Windows (WSL) has no such device file, but the driver's library.
+    if any(Path(p).exists() for p in ("/dev/nvidiactl", "/usr/lib/wsl/lib/libnvidia-ml.so.1")):
         return "nvidia"
     return "amd" if Path("/dev/kfd").exists() else "cpu"

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint  # noqa: F401
 
-__version__ = "stand-in"
 quantizing = False
 
 

@@ -201,7 +201,7 @@ def test_readme_shows_this_table():
         (["--use-fp8", "--fp8-primary-weights"],
          "--fp8-primary-weights has no meaning for train.py"),
         (["--fp8-primary-weights"], "--fp8-primary-weights needs --use-fp8"),
-        (["--tf32"], "only NVIDIA GPUs have TF32"),
+        (["--tf32"], "NVIDIA GPUs from Ampere on"),
     ],
 )  # fmt: skip
 def test_fp8_flags_that_cannot_be_are_one_line(argv, message, tmp_path, capsys, monkeypatch):

@@ -1,5 +1,6 @@
 """doctor.py on this machine and with stand-ins for the drivers' tools."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -51,9 +52,7 @@ def test_without_any_library():
 
 def test_an_old_torch_is_bad(monkeypatch):
     versions = {"torch": "2.9.1+cu128"}
-    monkeypatch.setattr(
-        doctor.importlib.metadata, "version", lambda name: versions.get(name, "1.0")
-    )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name, "1.0"))
     (torch,) = [f for f in doctor.libraries("cpu") if f.what == "torch"]
     assert torch.state == "bad" and "2.9.1+cu128, older than 2.11" in torch.found
 
@@ -83,16 +82,30 @@ def test_a_failing_driver_is_bad(tmp_path, monkeypatch):
 def test_missing_libraries_say_how_to_get_them(monkeypatch):
     def version(name):
         if name in ("torchao", "tyro"):
-            raise doctor.importlib.metadata.PackageNotFoundError
+            raise importlib.metadata.PackageNotFoundError
         return "1.0"
 
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
     found = {f.what: f for f in doctor.libraries("nvidia")}
     assert (
         found["torchao"].state == "missing" and "pip install -e '.[fp8]'" in found["torchao"].advice
     )
     assert found["tyro"].state == "bad" and found["nvidia-ml-py"].state == "ok"
     assert "amdsmi" not in found
+
+
+def test_amds_build_of_transformer_engine_has_another_name(monkeypatch):
+    def version(name):
+        if name.startswith("transformer") and name != "transformer-engine-rocm7":
+            raise importlib.metadata.PackageNotFoundError
+        return "2.8.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = {f.what: f for f in doctor.libraries("amd")}
+    assert found["transformer-engine"].state == "ok"
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
+    found = {f.what: f for f in doctor.libraries("amd")}
+    assert "ROCm/TransformerEngine" in found["transformer-engine"].advice
 
 
 def test_settings_that_slow_a_run_down(monkeypatch):

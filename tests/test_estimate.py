@@ -62,6 +62,11 @@ def memory(model="llama-3.1-8b", T=4096, shards=8, micro=1, *flags):
     return estimate_memory(load_config(args.config), args, T, micro, shards)
 
 
+def test_a_device_is_found_by_the_first_words_of_its_name():
+    found = {name: find_hardware(name).name for name in ("h200", "MI300", "rtx 4090", "A100 SXM")}
+    assert list(found.values()) == ["H200 SXM", "MI300X", "RTX 4090", "A100 SXM 80GB"]
+
+
 def test_memory_moves_the_right_way():
     plain = memory()
     assert plain.parameters * 8 == pytest.approx(memory(shards=1).parameters)
@@ -251,6 +256,8 @@ def test_measured_here_against_the_formula(capsys):
     [
         ([], "--gpu is missing"),
         (["--gpu", "h300"], "no such device; configs/hardware.json has: A100"),
+        (["--gpu", "h20"], "h20: no such device"),  # neither an H200 nor, below, an A100
+        (["--gpu", "A10"], "A10: no such device"),
         (
             ["--gpu", "h100", "--gpus", "8", "--nproc", "4"],
             "--nproc: give the number of devices by",

@@ -240,6 +240,14 @@ def test_groups_in_fp32_run_in_a_fused_kernel():
     torch.testing.assert_close(fused.cpu(), plain, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_an_attention_kernel_that_cannot_is_refused_in_one_line(kernel, tmp_path, capsys):
+    flags = ["--attention", kernel, "--amp", "off", "--output-dir", tmp_path]
+    assert run_train(*SMALL, *flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--attention {kernel}: that kernel cannot run 12 heads" in line
+
+
 def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):
     if torch.version.hip:
         pytest.skip("only NVIDIA GPUs have TF32")

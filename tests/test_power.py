@@ -236,7 +236,10 @@ def test_amd(newer, monkeypatch):
     }
     module.amdsmi_get_temp_metric = lambda h, kind, what: 58
     module.amdsmi_get_gpu_metrics_info = metrics
-    module.amdsmi_get_gpu_process_list = lambda h: [{"pid": os.getpid()}, {"pid": 7}]
+    # 8 has only opened the driver; what 7 holds is not told.
+    module.amdsmi_get_gpu_process_list = lambda h: [
+        {"pid": os.getpid(), "mem": 2**33}, {"pid": 7}, {"pid": 8, "mem": 2**20},
+    ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "amdsmi", module, raising=False)
     properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x0C, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -247,11 +250,29 @@ def test_amd(newer, monkeypatch):
     first = sensor.joules()
     assert sensor.joules() - first == pytest.approx(15.3)
     assert sensor.limits() == (750.0, 2105) and sensor.sample().power_w == 612
+    assert sensor.other_processes(frozenset({os.getpid(), 7})) == 0
     use = measured(lambda: None)
     assert use.peak_power_w == 612 and use.sm_clock_mean_mhz == 2100 and use.temperature_max_c == 58
     assert (
         use.throttled == {"power cap": pytest.approx(0.25, abs=0.02)} and use.other_processes == 1
     )
+
+
+def test_the_second_die_of_a_package_has_no_power_of_its_own():
+    """Of an MI250X: 0 W and a limit of 0 W are no readings."""
+    sensor = AmdSensor.__new__(AmdSensor)
+    sensor.handle, sensor.smi = (
+        None,
+        types.SimpleNamespace(
+            AmdSmiException=OSError,
+            AmdSmiTemperatureType=types.SimpleNamespace(HOTSPOT=1),
+            AmdSmiTemperatureMetric=types.SimpleNamespace(CURRENT=0),
+            AmdSmiClkType=types.SimpleNamespace(GFX=0, MEM=4),
+            amdsmi_get_power_info=lambda h: {"average_socket_power": 0},
+            amdsmi_get_power_cap_info=lambda h: {"power_cap": 0},
+        ),
+    )
+    assert sensor.sample().power_w is None and sensor.limits() == (None, None)
 
 
 def test_rapl_adds_packages_and_survives_a_wrap(tmp_path):

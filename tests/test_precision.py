@@ -252,6 +252,7 @@ def te_in_place(monkeypatch):
     """Transformer Engine's modules by tests/te_standin.py, which computes in high precision."""
     monkeypatch.setattr(fp8_te, "import_te", lambda device: te_standin)
     monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
+    monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
     monkeypatch.setattr(fp8_te, "autocast", lambda te, recipe: contextlib.nullcontext())
     nothing = types.SimpleNamespace(reset=lambda: None)
     monkeypatch.setattr(fp8_te, "_quantization_state", lambda: nothing)

@@ -337,7 +337,7 @@ BAD = [
         "--sac-freq 1/5 recomputes no block: configs/gpt2-tiny.json has only 2",
     ),
     (["--peak-tflops", "inf"], "must be above 0 and finite"),
-    (["--tf32"], "--tf32: only NVIDIA GPUs"),
+    (["--tf32"], "--tf32: is for NVIDIA GPUs"),
     (["--nproc", "2"], "--nproc has no meaning for train.py; it is for train_ddp.py or"),
     (["--dp-replicate", "2"], "it is for train_fsdp.py"),
     (["--global-bsz", "3"], "--global-bsz 3 is not a multiple of --bsz 2 x 1 ranks = 2; 2 or 4"),
