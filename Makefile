@@ -43,9 +43,11 @@ PY ?= $(BIN)/python
 gpu-check:
 	@failed=0; $(MAKE) gpu-test || failed=1; $(MAKE) gpu-bench || failed=1; exit $$failed
 
-# In parts, where a command may not run that long: PYTEST_ADDOPTS='-k "not fp8"' make gpu-test
+# In parts, where a command may not run that long: PART=transformer_engine, PART=torchao, and
+# PART="gpu and not transformer_engine and not torchao".
+PART ?= gpu
 gpu-test: $(if $(filter $(BIN)/python,$(PY)),$(READY))
-	$(PY) -m pytest tests/test_gpu.py -m gpu -o faulthandler_timeout=240
+	$(PY) -m pytest tests/test_gpu.py -m "$(PART)" -o faulthandler_timeout=240
 
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(call each,$(PY),gemm numerics overhead loss recompute precision peers)

@@ -1,20 +1,25 @@
 """estimate.py: memory by two ways, speed against published figures, and the command line."""
 
+import dataclasses
 import json
 import statistics
 
 import pytest
+import torch
 
 import estimate
 from bench.comm import fsdp_bytes
 from bench.command_line import parse_args
 from bench.hardware import find_hardware
-from bench.memory_model import estimate_memory, largest_batch
+from bench.memory_model import block_activations, estimate_memory, largest_batch
 from bench.memory_trace import traced_memory
+from bench.precision import autocast
 from bench.sizes import resolve_batch, resolve_shards
 from bench.speed_model import CONSTANTS, collective_time, estimate_speed, matmul_time
 from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
+from model.init import materialize
+from model.transformer import Transformer
 from tests.helpers import ROOT
 
 H100 = find_hardware("h100")
@@ -54,6 +59,44 @@ def test_formula_and_trace_agree(setting, record_property):
     sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
     record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
     assert formula == pytest.approx(traced, rel=0.10)
+
+
+KEPT = [
+    ("gpt2-tiny", {}, []),
+    ("gpt2-tiny", {}, ["--pt-compile"]),
+    ("llama-tiny", {}, ["--pt-compile"]),
+    ("llama-tiny", {"qk_norm": True}, ["--pt-compile"]),
+]
+
+
+@pytest.mark.parametrize(("model", "changed", "flags"), KEPT, ids=str)
+def test_a_block_keeps_what_the_formula_says(model, changed, flags):
+    """What autograd saves of one block; compiled, what torch's partitioner lets it save."""
+    args = parse_args([f"configs/{model}.json", "--bsz", "2", *flags], "train.py")
+    config = dataclasses.replace(
+        load_config(args.config), num_hidden_layers=1, windows=(None,), **changed
+    )
+    T, cpu, kept = 24, torch.device("cpu"), {}
+    with torch.device("meta"):
+        whole = Transformer(config, T)
+    block = whole.blocks[0]
+    if args.pt_compile:
+        torch._dynamo.reset()
+        block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
+    materialize(whole, cpu, seed=0)
+
+    def saved(tensor):
+        if {T, 2 * T} & set(tensor.shape):  # no size of a weight
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.zeros(2, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast("bf16", cpu):
+        output = block(x, whole.rope_for(T, cpu), None)
+    formula = block_activations(config, args, 2 * T, fused_norm=False)
+    assert sum(kept.values()) == pytest.approx(formula, rel=0.02)
+    output.sum().backward()
 
 
 def memory(model="llama-3.1-8b", T=4096, shards=8, micro=1, *flags):

@@ -29,6 +29,7 @@ from tests.test_combinations import flags as cell_flags
 from tests.test_combinations import name as cell_name
 
 pytestmark = pytest.mark.gpu
+MARKS = {"te": pytest.mark.transformer_engine, "torchao": pytest.mark.torchao}
 # As wide as gpt2-125m, on real text (bytes), of which there is something to learn in few steps.
 TEXT = Path(tempfile.gettempdir()) / f"llm-train-bench-gpu-tests-{os.getpid()}"
 # The learning rate is one at which rounding stays rounding: on a CPU bf16 is within 5e-4 of fp32 in every
@@ -156,13 +157,13 @@ def run_ranks(script, out, *argv):
 
 # fp32 and fp16 with SAC in graphs only under LLM_TRAIN_BENCH_ALL_CELLS: a lent GPU has little time.
 CELLS = [
-    c
+    pytest.param(c, marks=MARKS.get(c.fp8, ()), id=cell_name(c))
     for c in ONLY_ON_A_GPU
     if c.amp == "bf16" or c.sac == "off" or "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
 ]
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+@pytest.mark.parametrize("cell", CELLS)
 def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
     """Transformer Engine's and CUDA graphs' in every entrypoint; the others run on a CPU."""
     argv = [a for a in cell_flags(cell) if a != "--fp8-emulate"]
@@ -338,7 +339,8 @@ def bf16_losses(one_b):
 
 
 @pytest.mark.parametrize(
-    ("backend", "recipe"), [(b, r) for b, recipes in FP8.items() for r in recipes]
+    ("backend", "recipe"),
+    [pytest.param(b, r, marks=MARKS[b]) for b, recipes in FP8.items() for r in recipes],
 )
 def test_fp8_learns_as_bf16_does(backend, recipe, one_b, bf16_losses):
     if backend == "te":
@@ -354,21 +356,23 @@ def test_fp8_learns_as_bf16_does(backend, recipe, one_b, bf16_losses):
     assert abs(tail - 1) < 0.02
 
 
+COMPOSED = [
+    ("te", "--sac-freq 1/2"),
+    ("torchao", "--pt-compile --sac-freq 1/1 --sac-policy op"),
+    ("torchao", "--pt-compile --compile-mode reduce-overhead"),
+    ("te", "--bsz 2 --grad-acc-steps 2"),
+]
+
+
 @pytest.mark.parametrize(
-    "flags",
-    [
-        ["--fp8-backend", "te", "--sac-freq", "1/2"],
-        ["--fp8-backend", "torchao", "--pt-compile", "--sac-freq", "1/1", "--sac-policy", "op"],
-        ["--fp8-backend", "torchao", "--pt-compile", "--compile-mode", "reduce-overhead"],
-        ["--fp8-backend", "te", "--bsz", "2", "--grad-acc-steps", "2"],
-    ],
-    ids=" ".join,
+    ("backend", "flags"), [pytest.param(b, f, marks=MARKS[b]) for b, f in COMPOSED]
 )
-def test_fp8_composes(flags, one_b, bf16_losses):
-    losses = one_b("--use-fp8", *flags)
+def test_fp8_composes(backend, flags, one_b, bf16_losses):
+    losses = one_b("--use-fp8", "--fp8-backend", backend, *flags.split())
     assert abs(sum(losses[-10:]) / sum(bf16_losses[-10:]) - 1) < 0.02
 
 
+@pytest.mark.transformer_engine
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_te_blocks_compute_what_plain_ones_do(family):
     """The same weights: equal without FP8 up to bf16, with it up to FP8's rounding."""
@@ -422,7 +426,7 @@ def test_te_blocks_compute_what_plain_ones_do(family):
 
 
 @pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
-@pytest.mark.parametrize("backend", ["te", "torchao"])
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=mark) for b, mark in MARKS.items()])
 def test_fp8_with_one_rank_of_nccl(script, backend, tmp_path):
     flags = ["--use-fp8", "--fp8-backend", backend]
     plain = steps(tmp_path / "plain", *flags)
@@ -434,6 +438,7 @@ def test_cpu_offload_with_one_rank_of_nccl(tmp_path):
     assert_alike(run_ranks("train_fsdp.py", tmp_path / "d", *SMALL, "--cpu-offload"), plain)
 
 
+@pytest.mark.transformer_engine
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_primary_weights(recipe, tmp_path):
     """The fp32 weights are in the optimizer: the losses are those of FP8 with fp32 parameters."""
