@@ -47,7 +47,7 @@ class EstimateArgs(Args):
     gpus: int = 1
     """How many of them."""
     per_node: int = 8
-    """GPUs of one machine."""
+    """GPUs of one machine, or of one NVLink domain (GB200: 72)."""
     parallel: Literal["fsdp", "ddp"] = "fsdp"
     """Script for more than one GPU: train_fsdp.py (--dp-replicate for HSDP) or train_ddp.py."""
     tokens: float | None = None

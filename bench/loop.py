@@ -99,10 +99,11 @@ def build_step(
     train = args.pass_type != "forward"
     sharded = sharded_modules(model)
     graphs = uses_cuda_graphs(args, device)
+    parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
     if graphs and train:
         # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
         # next replay; into one that exists already it is added.
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def step_fn(step: int, phase: str) -> None:
@@ -127,12 +128,13 @@ def build_step(
         with log.draw("optimizer"):
             if args.pass_type == "step":
                 rate = learning_rate(step, args)
-                norm = optimizer_step(model, optimizer, rate, args.grad_clip, scaler)
+                norm = optimizer_step(parameters, optimizer, rate, args.grad_clip, scaler)
                 fp8.after_step(model)
-            if graphs and train:  # zero_grad would start a kernel for each
-                torch._foreach_zero_([parameter.grad for parameter in model.parameters()])
+            if graphs and train:  # in place, and not with a kernel for each
+                torch._foreach_zero_([parameter.grad for parameter in parameters])
             elif train:
-                model.zero_grad()
+                for parameter in parameters:
+                    parameter.grad = None
         average_over_ranks(total)
         log.finish(step, phase, rate, tokens, total, norm)
 

@@ -48,7 +48,7 @@ def learning_rate(step: int, args: Args) -> float:
 
 
 def optimizer_step(
-    model: nn.Module,
+    parameters: list[nn.Parameter],
     optimizer: torch.optim.Optimizer,
     lr: float,
     max_norm: float,
@@ -61,13 +61,13 @@ def optimizer_step(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)
     if max_norm:
         # Scale and norm are on the device; the norm alone may be, without waiting for it.
-        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm / scale)
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm / scale)
     optimizer.step()
     return norm if scaler is None else norm / scale

@@ -183,7 +183,7 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
         for _ in range(3):
             loss = model(ids, ids)
             loss.backward()
-            optimizer_step(model, optimizer, 1e-3, 1.0, None)
+            optimizer_step(list(model.parameters()), optimizer, 1e-3, 1.0, None)
             model.zero_grad()
             losses[name].append(loss.item())
     return losses
@@ -198,7 +198,7 @@ def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
     if ranks.rank == ranks.world - 1:
         model.embed.weight.grad.to_local()[0, 0] = float("inf")
     before = [p.to_local().clone() for p in model.parameters()]
-    optimizer_step(model, optimizer, 1e-3, 1.0, scaler)
+    optimizer_step(list(model.parameters()), optimizer, 1e-3, 1.0, scaler)
     after = [p.to_local() for p in model.parameters()]
     return scaler.skipped.item() == 1 and all(map(torch.equal, before, after))
 

@@ -14,7 +14,7 @@ from bench.hardware import find_hardware
 from bench.memory_model import block_activations, estimate_memory, largest_batch
 from bench.memory_trace import traced_memory
 from bench.precision import autocast
-from bench.sizes import resolve_batch, resolve_shards
+from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.speed_model import CONSTANTS, collective_time, estimate_speed, matmul_time
 from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
@@ -59,6 +59,29 @@ def test_formula_and_trace_agree(setting, record_property):
     sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
     record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
     assert formula == pytest.approx(traced, rel=0.10)
+
+
+def test_peaks_are_those_of_pytorchs_own_allocator(record_property):
+    """Eager, compiled, recomputed, in FP8, sharded; the file says how they were read."""
+    found = {}
+    for line in (ROOT / "tests/results/allocated_peaks.txt").read_text().splitlines():
+        if line.startswith("#"):
+            continue
+        words, peak = line.split(" | ")
+        script, ranks, model, *flags = words.split()
+        args = parse_args([f"configs/{model}.json", *flags], script)
+        config = load_config(args.config)
+        seq_len = resolve_seq_len(args.seq_len, config)
+        micro = resolve_batch(args, seq_len, int(ranks)).grad_acc_steps
+        shards = resolve_shards(args, int(ranks), "cuda") if script == "train_fsdp.py" else None
+        ddp = script == "train_ddp.py"
+        formula = estimate_memory(config, args, seq_len, micro, shards, replicated=ddp).peak
+        found[words] = formula / 2**30 / float(peak) - 1
+        assert abs(found[words]) < (0.13 if args.pass_type == "forward" else 0.06), words
+    middle = statistics.median(found.values())
+    text = f"{min(found.values()):+.1%} to {max(found.values()):+.1%}, median {middle:+.1%}"
+    record_property("figure", f"memory  formula against the allocator, {len(found)}: {text}")
+    assert len(found) == 49 and abs(middle) < 0.01
 
 
 KEPT = [

@@ -58,7 +58,7 @@ def linear_after_one_step(scaler: LossScaler | None, max_norm: float) -> tuple[l
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     loss = model(torch.randn(4, 8)).square().sum()
     (loss if scaler is None else loss * scaler.scale).backward()
-    norm = optimizer_step(model, optimizer, 0.1, max_norm, scaler).item()
+    norm = optimizer_step(list(model.parameters()), optimizer, 0.1, max_norm, scaler).item()
     return [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)], norm
 
 
@@ -83,7 +83,7 @@ def test_adamw_takes_its_flags_and_decays_matrices_alone():
     for step, g in enumerate((1.0, 3.0), 1):
         for p in model.parameters():
             p.grad = torch.full_like(p, g)
-        optimizer_step(model, optimizer, 0.1, 0.0, None)
+        optimizer_step(list(model.parameters()), optimizer, 0.1, 0.0, None)
         m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
         move = 0.1 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)) ** 0.5 + 1e-8)
         expected["weight"] *= 1 - 0.1 * 0.5
@@ -149,7 +149,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model.weight.grad = torch.tensor([[1.0, float("inf")], [0.0, 0.0]])
     model.bias.grad = torch.ones(2)
-    norm = optimizer_step(model, optimizer, 0.1, 1.0, scaler)
+    norm = optimizer_step(list(model.parameters()), optimizer, 0.1, 1.0, scaler)
     assert not norm.isfinite() and torch.equal(model.weight, before)
     assert (scaler.scale.item(), scaler.skipped.item()) == (2.0**15, 1)
 
@@ -163,7 +163,7 @@ def test_an_overflow_in_the_first_step_leaves_sgd_a_momentum_of_zero():
     for value in (float("inf"), 0.0):
         for p in model.parameters():
             p.grad = torch.full_like(p, value)
-        optimizer_step(model, optimizer, 0.1, 1.0, scaler)
+        optimizer_step(list(model.parameters()), optimizer, 0.1, 1.0, scaler)
     assert torch.equal(model.weight, before)
     assert all((s["momentum_buffer"] == 0).all() for s in optimizer.state.values())
 
