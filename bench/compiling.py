@@ -5,6 +5,7 @@ The compiler is imported where it is used: that takes two seconds, which bad inp
 
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import types
@@ -45,6 +46,9 @@ def apply_compile(model: Transformer, args: Args) -> None:
         asked = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"
         torch._inductor.config.emulate_precision_casts = exact or asked
     mode = args.compile_mode
+    if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
+        # Candidates that do not fit the GPU are logged as errors, each with its traceback.
+        logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     for i, block in enumerate(model.blocks):
         compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
         block.forward = _named(compiled, f"blocks.{i}")
