@@ -14,10 +14,11 @@ from torch import nn
 from bench import fp8_te
 from bench.command_line import parse_args
 from bench.compiling import apply_compile, compile_error
+from bench.errors import UsageError
 from bench.fp8 import apply_fp8
 from bench.metrics import fill_flop_metrics
 from bench.optim import build_optimizer, learning_rate, optimizer_step
-from bench.precision import LossScaler
+from bench.precision import LossScaler, set_precision
 from bench.recompute import apply_recompute
 from bench.results import DeviceUse, Fp8Info, Result
 from bench.sizes import resolve_batch
@@ -245,6 +246,17 @@ def test_layers_that_do_not_fit_stay_and_are_named():
     assert fp8.info.high_precision["blocks.*.mlp.down"] == "88 x 48 is not in multiples of 16"
     assert "blocks.*.mlp.gate_up" not in fp8.info.high_precision
     assert fp8.info.n_linear_layers == 3 and fp8.info.n_parameters == 3 * 176 * 48
+
+
+def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
+    """Before Ampere: torch.compile would leave such blocks eager, and say it in a warning."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    args = parse_args(["configs/gpt2-tiny.json"], "train.py")
+    with pytest.raises(
+        UsageError, match="--amp bf16: Tesla T4 has no bf16 matmuls; use --amp fp16"
+    ):
+        set_precision(args, torch.device("cuda"))
 
 
 @pytest.fixture
