@@ -11,7 +11,13 @@ import estimate
 from bench.comm import fsdp_bytes
 from bench.command_line import parse_args
 from bench.hardware import find_hardware
-from bench.memory_model import block_activations, estimate_memory, largest_batch
+from bench.memory_model import (
+    COMMUNICATION_GIB,
+    CONTEXT_GIB,
+    block_activations,
+    estimate_memory,
+    largest_batch,
+)
 from bench.memory_trace import traced_memory
 from bench.precision import autocast
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
@@ -82,6 +88,15 @@ def test_peaks_are_those_of_pytorchs_own_allocator(record_property):
     text = f"{min(found.values()):+.1%} to {max(found.values()):+.1%}, median {middle:+.1%}"
     record_property("figure", f"memory  formula against the allocator, {len(found)}: {text}")
     assert len(found) == 49 and abs(middle) < 0.01
+
+
+def test_what_streams_keep_apart_is_needed_too():
+    """On 4 ranks the allocator of allocated_peaks.txt emptied its cache with 23.4 GiB, not with 27.3."""
+    found = memory("llama-3.1-8b-proxy", 4096, 4, 1, "--bsz", "1")
+    needed = found.on_device(4) / 2**30 - CONTEXT_GIB - COMMUNICATION_GIB
+    outside = 0.6  # of the stand-in for the driver
+    assert 23.4 - outside < needed < 27.3 - outside
+    assert memory("llama-3.1-8b-proxy", 4096, None, 1, "--bsz", "1").apart == 0
 
 
 KEPT = [
