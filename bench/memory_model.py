@@ -55,8 +55,8 @@ def estimate_memory(
     """The memory of a step of `micro_steps` micro batches, in bytes.
 
     `shards` is the ranks that share a copy under FSDP, None without FSDP.
-    `replicated` is DDP, whose buckets hold the gradients' memory all the time. --cpu-offload takes
-    parameters, gradients and optimizer state off the GPU.
+    `replicated` is DDP, whose buckets hold the gradients' memory all the time, used or not. --cpu-offload
+    takes parameters, gradients and optimizer state off the GPU.
 
     `fused_norm` is False for a CPU, whose RMS norm keeps fp32 copies for the backward.
     """
@@ -71,7 +71,7 @@ def estimate_memory(
     optimizer = state * per_rank
     if args.fp8_primary_weights and step:
         optimizer += 4 * sizes.blocks / (shards or 1)
-    gradients = 4 * per_rank if train else 0.0
+    gradients = 4 * per_rank if train or replicated else 0.0
     if args.cpu_offload:
         parameters = optimizer = gradients = 0.0
     # Freed memory stays with the stream it was for: gathering and reducing have one each.
@@ -92,9 +92,10 @@ def estimate_memory(
     if args.reshard_after_forward == "never":
         in_loss += sizes.gathered_blocks
     if not train:
-        in_block = lasting + sizes.root_gathered + sizes.copies + sizes.gathered_blocks + block
+        in_block = lasting + sizes.root_gathered + sizes.block_copies + sizes.gathered_blocks
+        in_block += _passing_activations(config, args, sizes)
         return MemoryEstimate(
-            parameters, 0.0, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
+            parameters, gradients, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
             max(in_loss, in_block), apart,
         )  # fmt: skip
     recomputed = block if args.sac_freq else 0.0
@@ -141,7 +142,7 @@ class _Sizes:
         untied = 1 if config.tie_word_embeddings else 2
         positions = config.max_position_embeddings * d if config.learned_positions else 0
         self.root = untied * self.vocabulary + positions
-        self.copies = self.root_gathered = self.gathered_blocks = 0.0
+        self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
         if shards is not None and shards > 1:
             self.root_gathered = self.width * self.root
             ahead = 1 + max(1, args.prefetch)
@@ -158,18 +159,22 @@ class _Sizes:
                 n -= len(chosen_blocks(n, parse_sac_freq(args.sac_freq)))
             if args.use_fp8 and args.fp8_backend == "torchao":
                 n = 0
-            self.copies = 2.0 * (self.block * n + self.vocabulary)
+            if args.pt_compile and args.pass_type == "forward":
+                n = 0  # there is no backward to keep them for
+            self.block_copies = 2.0 * self.block * n
+            self.copies = self.block_copies + 2.0 * self.vocabulary
         self.rows = chunk_rows(self.tokens, config.padded_vocab_size)
-        self.n_vocabulary = config.padded_vocab_size
+        self.n_vocabulary, self.compiled = config.padded_vocab_size, args.pt_compile
         self.hidden = d
 
 
 def _loss(sizes: _Sizes, train: bool) -> tuple[float, float]:
     """Bytes of the chunked loss: its passing buffers, and the gradients it leaves behind."""
     w, chunk = sizes.width, sizes.rows * sizes.n_vocabulary
+    # Compiled, logits and their gradient; where its rows are padded that is a copy.
+    logits = chunk * (w * (3 if sizes.n_vocabulary % 8 else 2) if sizes.compiled else 8)
     if not train:
-        return 8 * chunk, 0.0
-    logits = (4 + 2 * w if w == 2 else 8) * chunk
+        return logits, 0.0
     several = sizes.tokens > sizes.rows
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
@@ -214,6 +219,18 @@ def block_activations(
     if config.rms_norm and not fused_norm and not args.pt_compile:
         extra += 2 * d * (12 - w if w == 2 else 4)
     return tokens * (w * elements + extra + 4 * statistics)
+
+
+def _passing_activations(config: ModelConfig, args: Args, sizes: _Sizes) -> float:
+    """Bytes of a block whose activations are let go as it runs, at their most: in the MLP or before it.
+
+    Besides the block's input, the MLP's, and the norm's output, which their callers hold.
+    """
+    f, a, kv = config.intermediate_size, config.query_size, config.kv_size
+    # Compiled, the activation and the product with it are one kernel.
+    mlp = (3 if args.pt_compile else 4) * f if config.gated_mlp else 2 * f
+    attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a
+    return sizes.width * sizes.tokens * (3 * config.hidden_size + max(mlp, attention))
 
 
 def _kept(config: ModelConfig, args: Args, block: float, tokens: int) -> float:
