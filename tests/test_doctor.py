@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import doctor
+from bench.vendor import detect_platform
 from tests.helpers import ROOT
 
 NVIDIA_SMI = """#!/bin/sh
@@ -71,6 +73,27 @@ def test_amd(tmp_path, monkeypatch):
     found = doctor.drivers("amd")
     assert "AMD Instinct MI300X, driver 6.12, 196592 MiB" in found[0].found
     assert found[1].what == "card0 is in use"
+
+
+@pytest.mark.parametrize(
+    ("there", "kind"),
+    [
+        ("/dev/nvidiactl", "nvidia"),
+        ("/usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
+        ("/dev/kfd", "amd"),
+        ("/dev/dri", "cpu"),
+    ],
+)
+def test_whose_gpus_by_what_their_driver_leaves(there, kind, monkeypatch):
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == there)
+    assert detect_platform() == kind
+
+
+def test_amd_where_only_the_newer_tool_is(tmp_path, monkeypatch):
+    put(tmp_path, monkeypatch, "amd-smi", "#!/bin/sh\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (finding,) = doctor.drivers("amd")
+    assert finding.state == "ok" and "amd-smi monitor" in finding.found
 
 
 def test_a_failing_driver_is_bad(tmp_path, monkeypatch):

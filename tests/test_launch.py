@@ -144,6 +144,14 @@ def test_bad_input_is_one_line(argv, message, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert launch_ranks(train_fsdp.train, ["configs/gpt2-tiny.json"], "train_fsdp.py") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_fsdp.py: PyTorch has a GPU but counts none")
+
+
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     process = start("train_fsdp.py", tmp_path, *FOREVER)
     assert wait_until(lambda: training(tmp_path), 240), process.poll()

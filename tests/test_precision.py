@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import sys
 import time
 import types
@@ -126,6 +127,26 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, monkeypatch):
         apply_compile(Transformer(config("llama"), 8), parse_args(argv, "train.py"))
     assert [options.pop("mode") for options in asked] == [mode] * 3 + [loss_mode]
     assert asked == [{"fullgraph": True, "dynamic": False}] * 4
+
+
+@pytest.mark.parametrize(
+    ("mode", "logs", "level"),
+    [
+        ("default", None, "NOTSET"),
+        ("max-autotune", None, "CRITICAL"),
+        ("max-autotune", "+all", "NOTSET"),
+    ],
+)
+def test_max_autotunes_unfit_candidates_are_logged_only_on_request(mode, logs, level, monkeypatch):
+    logger = logging.getLogger("torch._inductor.select_algorithm")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.delenv("TORCH_LOGS", raising=False)
+    if logs:
+        monkeypatch.setenv("TORCH_LOGS", logs)
+    with torch.device("meta"):
+        model = Transformer(config("llama"), 8)
+    apply_compile(model, parse_args(["x.json", "--pt-compile", "--compile-mode", mode], "train.py"))
+    assert logging.getLevelName(logger.level) == level
 
 
 @pytest.mark.parametrize("policy", ["block", "op"])
@@ -348,6 +369,27 @@ def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, capsys):
     assert "no layer of" in err and "attn.out: 72 x 48" in err and err.count("\n") == 1
     assert run_train(*TINY, *TE, "--seq-len", "20", "--output-dir", tmp_path / "runs") == 2
     assert "--bsz x --seq-len = 40 tokens is not a multiple of 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("hip", "multiple"), [(None, 32), ("7.0", 128)])
+def test_mxfp8_needs_multiples_by_who_multiplies(hip, multiple, te_in_place, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    argv = [*TINY[:-1], "--use-fp8", "--fp8-recipe", "mxfp8"]
+    for tokens, fits in ((multiple, True), (multiple + 16, False)):
+        args = parse_args([*argv, "--bsz", "1", "--seq-len", str(tokens)], "train.py")
+        with torch.device("meta"):
+            model = Transformer(config("gpt2", n_embd=128, n_head=2), tokens)
+        with contextlib.nullcontext() if fits else pytest.raises(UsageError) as refused:
+            assert apply_fp8(model, args, CPU, resolve_batch(args, tokens)).info.recipe == "mxfp8"
+        assert fits or f"{tokens} tokens is not a multiple of {multiple};" in str(refused.value)
+
+
+@pytest.mark.parametrize(("hip", "get"), [(None, "pip install"), ("7.0", "rocm/primus")])
+def test_where_te_is_missing_it_says_where_to_get_it(hip, get, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(UsageError, match=f"cannot be imported: .*; .*{get}.*, or use .*torchao"):
+        fp8_te.import_te(torch.device("cuda"))
 
 
 def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
