@@ -1,7 +1,7 @@
 """How long a training step takes, by a model of its parts. Needs no torch.
 
     matmuls      FLOPs over the highest measured rate, worse for small sides; no faster than memory
-    attention    causal FLOPs over a part of the BF16 peak, forward and backward apart
+    attention    causal FLOPs over what its kernel reaches, less for few keys and small heads
     memory       bytes that norms, activations, casts, loss and optimizer read and write, over bandwidth
     network      latency + bytes over bus bandwidth, a block's behind the computation of a block
     host         kernels x the time to launch one; a step is no shorter than that
@@ -37,9 +37,15 @@ class Constants:
     bf16_of_peak: float
     fp8_of_peak: float
     fp32_of_peak: float
-    # Attention kernels, of the BF16 peak.
+    # Attention kernels, of the BF16 peak, with many keys and heads of 128.
     attention_forward: float
     attention_backward: float
+    # The same of cuDNN's, on devices where PyTorch prefers it; 0 elsewhere.
+    cudnn_forward: float
+    cudnn_backward: float
+    # Keys a query (in the mean), and size of a head, that halve their efficiency.
+    half_keys: float
+    half_head: float
     # Part of the memory bandwidth that elementwise kernels reach.
     bandwidth: float
     # Time to launch a kernel [s], and kernels of a block's forward and backward.
@@ -179,18 +185,23 @@ def _attention(
     config: ModelConfig, args: Args, tokens: int, seq_len: int, gpu: Hardware, c: Constants
 ) -> tuple[float, float]:
     """Seconds of all layers' attention, forward and backward."""
-    width = config.query_size
-    keys = sum(attended_keys(seq_len, window, causal=True) for window in config.windows)
-    flops = tokens * 4 * width * keys
-    peak = gpu.bf16_tflops * 1e12
-    forward, backward = (
-        flops / (peak * c.attention_forward),
-        2 * flops / (peak * c.attention_backward),
-    )
+    cudnn = c.cudnn_forward and args.amp != "off" and args.attention in ("auto", "cudnn")
+    head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
+    seconds = [0.0, 0.0]
+    for window in config.windows:
+        keys = attended_keys(seq_len, window, causal=True)
+        flops = tokens * 4 * config.query_size * keys
+        if cudnn and (window is None or window >= seq_len):
+            parts = c.cudnn_forward, c.cudnn_backward
+        else:
+            parts = c.attention_forward, c.attention_backward
+        rate = gpu.bf16_tflops * 1e12 * head * keys / (keys + c.half_keys)
+        seconds[0] += flops / (rate * parts[0])
+        seconds[1] += 2 * flops / (rate * parts[1])
+    slower = 1.0
     if args.amp == "off":  # kernels without tensor cores, unless TF32 is allowed
         slower = gpu.bf16_tflops / (gpu.bf16_tflops / 2 if args.tf32 else gpu.fp32_tflops)
-        forward, backward = slower * forward, slower * backward
-    return forward, backward
+    return slower * seconds[0], slower * seconds[1]
 
 
 def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
@@ -202,7 +213,7 @@ def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
         elements = 2 * 4 * d + (0 if config.learned_positions else 2 * (a + kv))
         elements += 3 * f if config.gated_mlp else 2 * f
     else:
-        elements = 2 * (2 * d + 3 * d) + (0 if config.learned_positions else 16 * (a + kv))
+        elements = 2 * (2 * d + 3 * d) + (0 if config.learned_positions else 7 * (a + kv))
         elements += 5 * f if config.gated_mlp else 2 * f
     return tokens * w * elements
 

@@ -51,7 +51,7 @@ def predicted(row: dict) -> float:
     estimate = estimate_speed(
         config, args, row["seq_len"], batch.grad_acc_steps, gpu, row["gpus"], 8, shards
     )
-    return args.bsz * row["seq_len"] / estimate.step_s
+    return args.bsz * batch.grad_acc_steps * row["seq_len"] / estimate.step_s
 
 
 def published_rows() -> list[dict]:

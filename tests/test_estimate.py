@@ -183,6 +183,48 @@ def speed(model, T, world, *flags, gpu=H100):
     return estimate_speed(load_config(args.config), args, T, 1, gpu, world, 8, shards)
 
 
+@pytest.mark.parametrize(
+    ("T", "cudnn", "flash"),
+    [(512, 315, 191), (1024, 410, 260), (2048, 484, 298), (4096, 518, 319), (8192, 529, 333),
+     (16384, 539, 335)],
+)  # fmt: skip
+def test_attention_is_as_fast_as_measured(T, cudnn, flash):
+    """Forward TFLOP/s on an H100, causal, heads of 128: FlashAttention-3 (arXiv 2407.08608), figure 5."""
+    config = load_config("configs/llama-3.1-8b-proxy.json")
+    for flags, rate in (([], cudnn), (["--attention", "flash"], flash)):
+        found = speed("llama-3.1-8b-proxy", T, 1, "--bsz", "1", "--pass-type", "forward", *flags)
+        flops = 2 * T * T * config.query_size * config.num_hidden_layers
+        tolerance = 0.15 if T < 1024 else 0.05
+        assert flops / found.attention_s / 1e12 == pytest.approx(rate, rel=tolerance)
+
+
+def test_attentions_backward_and_what_cudnn_does_not_take():
+    """Backward at 16k, heads of 128 and 64: figure 6 there (without the causal mask)."""
+    for model, head, cudnn, flash in (
+        ("llama-3.1-8b", 128, 516, 322),
+        ("llama-3.2-1b", 64, 433, 291),
+    ):
+        config = load_config(f"configs/{model}.json")
+        assert config.head_dim == head
+        for flags, rate in (([], cudnn), (["--attention", "flash"], flash)):
+            whole, forward = (
+                speed(model, 16384, 1, "--bsz", "1", *flags, "--pass-type", passes).attention_s
+                for passes in ("forward-backward", "forward")
+            )
+            flops = 4 * 16384**2 * config.query_size * config.num_hidden_layers
+            assert flops / (whole - forward) / 1e12 == pytest.approx(rate, rel=0.1)
+    for model, flags in (("llama-3.2-1b", ["--amp", "off"]), ("mistral-7b-v0.1", [])):
+        auto, flash = (
+            speed(model, 16384, 1, "--bsz", "1", *flags, "--attention", kernel).attention_s
+            for kernel in ("auto", "flash")
+        )
+        assert auto == flash
+    # A window of 4096 in 16384 tokens: as much work as its keys, 3584.125 in the mean.
+    windowed = speed("mistral-7b-v0.1", 16384, 1, "--bsz", "1")
+    whole = speed("mistral-7b-v0.1", 4096, 1, "--bsz", "4", "--attention", "flash")
+    assert windowed.attention_s / whole.attention_s == pytest.approx(3584.1 / 2048.5, rel=0.04)
+
+
 def test_speed_moves_the_right_way():
     eager = speed("llama-3.1-8b-proxy", 4096, 1, "--bsz", "2")
     compiled = speed("llama-3.1-8b-proxy", 4096, 1, "--bsz", "2", "--pt-compile")
