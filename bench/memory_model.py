@@ -171,8 +171,8 @@ class _Sizes:
 def _loss(sizes: _Sizes, train: bool) -> tuple[float, float]:
     """Bytes of the chunked loss: its passing buffers, and the gradients it leaves behind."""
     w, chunk = sizes.width, sizes.rows * sizes.n_vocabulary
-    # Compiled, logits and their gradient; where its rows are padded that is a copy.
-    logits = chunk * (w * (3 if sizes.n_vocabulary % 8 else 2) if sizes.compiled else 8)
+    # Compiled, logits and their gradient; else logits in fp32 too, in which their gradient is made.
+    logits = chunk * (2 * w if sizes.compiled or w == 4 else 4 + w)
     if not train:
         return logits, 0.0
     several = sizes.tokens > sizes.rows

@@ -202,6 +202,11 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
     m.ideal_time_fraction, why = _time_fraction(result, d.peak_bf16_tflops, d.peak_fp8_tflops)
     if why is not None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
+    if (result.part_of_peak or 0) > 1:
+        result.notes.append(
+            f"{result.part_of_peak:.0%} of the datasheet's rates cannot be: the peak of {d.name!r} "
+            f"({d.peak_source}) or a time is wrong"
+        )
 
 
 def recomputed(

@@ -274,7 +274,19 @@ class Result(Strict):
             marks.append("loss not finite")
         if self.fp8 and self.fp8.emulated:
             marks.append("FP8 emulated")
+        if (self.part_of_peak or 0) > 1:
+            marks.append("faster than its peak")
         return marks
+
+    @property
+    def part_of_peak(self) -> float | None:
+        """What the useful FLOPs take of the datasheet's rates; above 1 a rate or a time is wrong."""
+        m = self.metrics
+        return (
+            m.mfu_causal
+            if m.ideal_time_fraction is None and not self.fp8
+            else m.ideal_time_fraction
+        )
 
     @property
     def spoilt_by(self) -> list[str]:

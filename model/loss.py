@@ -58,7 +58,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(low_h) if want_grad else None
         grad_weight = None
         for start in range(0, n, rows):
-            part = slice(start, start + rows)
+            part, grad = (
+                slice(start, start + rows),
+                None,
+            )  # the last one's, before there are new logits
             chunk_loss, grad = chunk_fn(low_h[part], low_w, labels[part], vocab_size)
             loss = loss + chunk_loss
             if not want_grad:

@@ -448,6 +448,18 @@ def test_ideal_time_divides_each_matmul_by_its_own_peak(recipe, fp8_passes, tmp_
     assert m.roof_time_fraction == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("flags", "peak", "beyond"),
+    [([], 1e-6, True), ([], 100, False), (["--amp", "off"], 1e-6, True), (EMULATED, 1e-6, False)],
+)
+def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_path):
+    """By a wrong peak, or by kernels that did nothing; of emulated FP8 no rate is known."""
+    assert run_train(*TINY, *flags, "--peak-tflops", peak, "--output-dir", tmp_path) == 0
+    result = Result.model_validate(only_result(tmp_path))
+    assert ("faster than its peak" in result.unfit) == beyond
+    assert any("of the datasheet's rates cannot be" in note for note in result.notes) == beyond
+
+
 def test_a_compile_error_is_one_line_that_names_the_block(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Block, "drop", lambda self, x: x + len(input()))
     torch._dynamo.reset()
