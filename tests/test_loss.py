@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -99,6 +100,22 @@ def test_no_gradient_is_computed_when_none_is_wanted():
     with torch.no_grad():
         loss = LinearCrossEntropy(V)(hidden, weight, labels)
     assert not loss.requires_grad
+
+
+def test_no_two_chunks_gradients_are_there_at_once():
+    hidden, weight, labels = tensors()
+    loss = LinearCrossEntropy(V, 16 * V)
+    chunk_fn, before, there = loss.chunk_fn, [], []
+
+    def watched(*inputs):
+        there.append([grad() is not None for grad in before])
+        value, grad = chunk_fn(*inputs)
+        before.append(weakref.ref(grad))
+        return value, grad
+
+    loss.chunk_fn = watched
+    loss(hidden, weight, labels).backward()
+    assert len(there) == 5 and not any(map(any, there))
 
 
 def test_a_second_backward_is_an_error_not_a_wrong_gradient():
