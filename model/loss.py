@@ -58,10 +58,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(low_h) if want_grad else None
         grad_weight = None
         for start in range(0, n, rows):
-            part, grad = (
-                slice(start, start + rows),
-                None,
-            )  # the last one's, before there are new logits
+            grad = None  # the last chunk's may go before there are new logits
+            part = slice(start, start + rows)
             chunk_loss, grad = chunk_fn(low_h[part], low_w, labels[part], vocab_size)
             loss = loss + chunk_loss
             if not want_grad:
