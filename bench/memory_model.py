@@ -60,7 +60,7 @@ def estimate_memory(
 
     `fused_norm` is False for a CPU, whose RMS norm keeps fp32 copies for the backward.
     """
-    sizes = _Sizes(config, args, seq_len, shards)
+    sizes = _Sizes(config, args, seq_len, micro_steps, shards)
     per_rank = (sizes.blocks + sizes.root) / (shards or 1)
     train, step = args.pass_type != "forward", args.pass_type == "step"
     parameters = 4 * per_rank
@@ -132,7 +132,9 @@ def estimate_memory(
 class _Sizes:
     """Numbers of parameters, and bytes that follow from them and the flags."""
 
-    def __init__(self, config: ModelConfig, args: Args, seq_len: int, shards: int | None):
+    def __init__(
+        self, config: ModelConfig, args: Args, seq_len: int, micro_steps: int, shards: int | None
+    ):
         d = config.hidden_size
         self.tokens = args.bsz * seq_len
         self.width, self.reduce_bytes = matmul_bytes(args), reduce_bytes(args)
@@ -159,9 +161,11 @@ class _Sizes:
                 n -= len(chosen_blocks(n, parse_sac_freq(args.sac_freq)))
             if args.use_fp8 and args.fp8_backend == "torchao":
                 n = 0
-            if args.pt_compile and args.pass_type == "forward":
+            if (args.pt_compile or args.use_fp8) and args.pass_type == "forward":
                 n = 0  # there is no backward to keep them for
             self.block_copies = 2.0 * self.block * n
+            if args.use_fp8 and args.fp8_backend == "te" and args.pass_type == "forward":
+                self.block_copies += (micro_steps > 1) * self.blocks  # for the next micro batch
             self.copies = self.block_copies + 2.0 * self.vocabulary
         self.rows = chunk_rows(self.tokens, config.padded_vocab_size)
         self.n_vocabulary, self.compiled = config.padded_vocab_size, args.pt_compile
@@ -171,8 +175,8 @@ class _Sizes:
 def _loss(sizes: _Sizes, train: bool) -> tuple[float, float]:
     """Bytes of the chunked loss: its passing buffers, and the gradients it leaves behind."""
     w, chunk = sizes.width, sizes.rows * sizes.n_vocabulary
-    # Compiled, logits and their gradient; else logits in fp32 too, in which their gradient is made.
-    logits = chunk * (2 * w if sizes.compiled or w == 4 else 4 + w)
+    # Compiled, logits and their gradient; else logits in fp32, in whose memory their gradient is made.
+    logits = chunk * (2 * w if sizes.compiled else 4 if w == 4 else 4 + w)
     if not train:
         return logits, 0.0
     several = sizes.tokens > sizes.rows
@@ -229,6 +233,8 @@ def _passing_activations(config: ModelConfig, args: Args, sizes: _Sizes) -> floa
     f, a, kv = config.intermediate_size, config.query_size, config.kv_size
     # Compiled, the activation and the product with it are one kernel.
     mlp = (3 if args.pt_compile else 4) * f if config.gated_mlp else 2 * f
+    if args.use_fp8 and args.fp8_backend == "torchao" and not args.pt_compile:
+        mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
     attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a
     return sizes.width * sizes.tokens * (3 * config.hidden_size + max(mlp, attention))
 

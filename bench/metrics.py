@@ -204,8 +204,8 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
     if (result.part_of_peak or 0) > 1:
         result.notes.append(
-            f"{result.part_of_peak:.0%} of the datasheet's rates cannot be: the peak of {d.name!r} "
-            f"({d.peak_source}) or a time is wrong"
+            f"{result.part_of_peak:.0%} of the peak cannot be: that of {d.name!r} ({d.peak_source}) or a "
+            "time is wrong"
         )
 
 

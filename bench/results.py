@@ -280,7 +280,7 @@ class Result(Strict):
 
     @property
     def part_of_peak(self) -> float | None:
-        """What the useful FLOPs take of the datasheet's rates; above 1 a rate or a time is wrong."""
+        """Time that the useful FLOPs need at the peaks over the measured one; above 1 one is wrong."""
         m = self.metrics
         return (
             m.mfu_causal

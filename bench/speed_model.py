@@ -26,7 +26,8 @@ from model.config import ModelConfig
 class Constants:
     """What is no property of a device; the values are data, in configs/hardware.json (`speed_model`).
 
-    Chosen so that the published figures come out, then rounded. A device's `fitted` go before them.
+    Chosen so that the published figures come out, then rounded, but for attention's on A100 and Hopper.
+    A device's `fitted` go before them.
     """
 
     # Of the highest matmul rate anybody measured, what a training step keeps up: clocks fall under load.
@@ -213,7 +214,8 @@ def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
         elements = 2 * 4 * d + (0 if config.learned_positions else 2 * (a + kv))
         elements += 3 * f if config.gated_mlp else 2 * f
     else:
-        elements = 2 * (2 * d + 3 * d) + (0 if config.learned_positions else 7 * (a + kv))
+        rope = 7 if w == 2 else 5  # a product in fp32 between its two kernels
+        elements = 2 * (2 * d + 3 * d) + (0 if config.learned_positions else rope * (a + kv))
         elements += 5 * f if config.gated_mlp else 2 * f
     return tokens * w * elements
 

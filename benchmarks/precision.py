@@ -32,8 +32,8 @@ FORMATS = {
     "fp8 torchao rowwise": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise"],
     "fp8 torchao gw_hp": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise_with_gw_hp"],
 }
-# Micro batches that fill most of an H200 (42 to 123 GiB by estimate.py), over which a step's optimizer
-# and casts of weights are spread; a smaller GPU reports what does not fit.
+# Micro batches over which a step's optimizer and casts of weights are spread: in bf16, eager, 42 to 123
+# GiB by estimate.py. A smaller GPU reports what does not fit.
 GPU_CASES = {
     "gpt2-125m T1024": ["configs/gpt2-125m.json", "--bsz", 128, "--seq-len", 1024],
     "gpt2-1.5b T1024": ["configs/gpt2-1.5b.json", "--bsz", 32, "--seq-len", 1024],

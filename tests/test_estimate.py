@@ -87,7 +87,7 @@ def test_peaks_are_those_of_pytorchs_own_allocator(record_property):
     middle = statistics.median(found.values())
     text = f"{min(found.values()):+.1%} to {max(found.values()):+.1%}, median {middle:+.1%}"
     record_property("figure", f"memory  formula against the allocator, {len(found)}: {text}")
-    assert len(found) == 58 and abs(middle) < 0.01
+    assert len(found) == 65 and abs(middle) < 0.01
 
 
 def test_what_streams_keep_apart_is_needed_too():
@@ -198,6 +198,20 @@ def test_attention_is_as_fast_as_measured(T, cudnn, flash):
         assert flops / found.attention_s / 1e12 == pytest.approx(rate, rel=tolerance)
 
 
+def test_attention_on_an_a100_reaches_what_flashattention_2_did():
+    """50 to 73 % of the peak (arXiv 2307.08691, abstract), at heads of 128."""
+    a100, config = find_hardware("A100 SXM 80GB"), load_config("configs/llama-3.1-8b-proxy.json")
+    whole, forward = (
+        speed(
+            "llama-3.1-8b-proxy", 16384, 1, "--bsz", "1", "--pass-type", passes, gpu=a100
+        ).attention_s
+        for passes in ("forward-backward", "forward")
+    )
+    flops = 2 * 16384**2 * config.query_size * config.num_hidden_layers
+    for seconds, times in ((forward, 1), (whole - forward, 2.5)):
+        assert 0.5 < times * flops / seconds / 312e12 < 0.73
+
+
 def test_attentions_backward_and_what_cudnn_does_not_take():
     """Backward at 16k, heads of 128 and 64: figure 6 there (without the causal mask)."""
     for model, head, cudnn, flash in (
@@ -211,7 +225,8 @@ def test_attentions_backward_and_what_cudnn_does_not_take():
                 speed(model, 16384, 1, "--bsz", "1", *flags, "--pass-type", passes).attention_s
                 for passes in ("forward-backward", "forward")
             )
-            flops = 4 * 16384**2 * config.query_size * config.num_hidden_layers
+            # The paper counts what a backward computes: five matmuls to the forward's two.
+            flops = 5 * 16384**2 * config.query_size * config.num_hidden_layers
             assert flops / (whole - forward) / 1e12 == pytest.approx(rate, rel=0.1)
     for model, flags in (("llama-3.2-1b", ["--amp", "off"]), ("mistral-7b-v0.1", [])):
         auto, flash = (
