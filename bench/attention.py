@@ -37,6 +37,11 @@ def select_attention(args: Args, config: ModelConfig, seq_len: int, device: torc
                 "--attention flex: FlexAttention has no backward on a CPU; use --attention auto, "
                 "or --pass-type forward"
             )
+    if name == "cudnn" and windowed:
+        raise UsageError(
+            "--attention cudnn: under a sliding window's mask its gradients can be NaN "
+            "(pytorch/pytorch#196678); use --attention auto"
+        )
     dropout = config.attention_dropout
     flex = uses_flex(args, config, seq_len, device)
     if flex and dropout:

@@ -67,7 +67,7 @@ def uses_cuda_graphs(args: Args, device: torch.device) -> bool:
 
 
 def compile_counts() -> CompileCounts:
-    """Wall time and counts since the process started (or torch._dynamo.reset)."""
+    """Wall time and counts since the process started; recompilations among its last 64 compilations."""
     if "torch._dynamo" not in sys.modules:
         return CompileCounts(0.0, 0, 0, 0)
     import torch._dynamo.utils as dynamo

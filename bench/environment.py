@@ -1,5 +1,6 @@
 """Where and with what a run happened: host, driver, libraries, settings, source revision."""
 
+import functools
 import os
 import platform
 import subprocess
@@ -74,6 +75,7 @@ def _nccl() -> str | None:
         return None
 
 
+@functools.cache
 def _driver() -> str | None:
     if torch.version.hip:
         return _output("cat", "/sys/module/amdgpu/version") or None

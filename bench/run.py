@@ -237,10 +237,12 @@ class Run:
         fill_flop_metrics(r, self.config)
         m.energy_source = self.power.source
         if self.args.pt_compile:
-            counts = compile_counts()
-            m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
-            m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, counts.recompilations
-            refused = counts.graphs_refused - self.compiled_at_start.graphs_refused
+            counts, before = compile_counts(), self.compiled_at_start
+            m.compile_s = counts.seconds - before.seconds
+            m.n_compiled_graphs = counts.graphs - before.graphs
+            m.n_graph_breaks = counts.graph_breaks - before.graph_breaks
+            m.n_recompilations = max(0, counts.recompilations - before.recompilations)
+            refused = counts.graphs_refused - before.graphs_refused
             if refused and uses_cuda_graphs(self.args, self.device):
                 r.notes.append(
                     f"{refused} compiled graphs run without CUDA graphs, which PyTorch refused for them; "

@@ -22,6 +22,7 @@ from bench.files import write_whole
 from bench.results import Result, read_result, without_nan
 
 RESULTS = Path(__file__).parent / "results"
+LONGEST_RUN_S = 420  # 40 steps of three seconds and their compilation, and as long again
 
 
 def device_of_runs() -> torch.device:
@@ -108,10 +109,13 @@ def run_train(*argv: object) -> Result:
 def run_train_apart(*argv: object) -> Result:
     """The same in a process of its own, which nothing of earlier runs can reach.
 
-    RuntimeError with the last line it printed where it fails; where that is out of memory, too.
+    RuntimeError with the last line it printed where it fails, out of memory too, or has no end.
     """
     command = [sys.executable, str(RESULTS.parents[1] / "train.py"), *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RUN_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {LONGEST_RUN_S} s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
         raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")

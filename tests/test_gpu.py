@@ -81,11 +81,10 @@ def assert_alike(found, plain, tolerance=1e-2):
     assert norms[0] == pytest.approx(norms[1], rel=3 * tolerance)
 
 
-def test_event_times_agree_with_the_wall_clock(tmp_path):
+def test_parts_add_up_to_steps(tmp_path):
     losses(tmp_path, "x")
     r = only_result(tmp_path / "x")
     m = r["metrics"]
-    assert m["window_s"] == pytest.approx(sum(r["step_times_s"]))
     parts = [m[f"{p}_time_mean_s"] for p in ("data", "forward", "backward", "optimizer")]
     assert sum(parts) == pytest.approx(m["step_time_mean_s"], rel=1e-3)
     assert m["peak_allocated_gib"] > 1 and m["peak_reserved_gib"] >= m["peak_allocated_gib"]
@@ -116,6 +115,8 @@ def test_event_times_agree_with_the_wall_clock(tmp_path):
 )
 def test_toggles_compute_the_same(flags, tmp_path, plain):
     assert_alike(steps(tmp_path / "other", *flags), plain)
+    if "--attention" in flags:
+        assert only_result(tmp_path / "other")["attention_kernel"] == flags[1]
     if {"reduce-overhead", "max-autotune"} & set(flags):
         r = only_result(tmp_path / "other")
         assert not any("recorded again" in note for note in r["notes"]), r["notes"]
@@ -141,7 +142,15 @@ def test_a_vocabulary_of_odd_size_learns_as_a_padded_one(tmp_path):
 
 def run_ranks(script, out, *argv):
     """Steps of a run whose one rank is a process of its own, with NCCL."""
-    command = [sys.executable, script, *map(str, argv), "--nproc", "1", "--output-dir", str(out)]
+    return run_apart(script, out, *argv, "--nproc", "1")
+
+
+def run_apart(script, out, *argv):
+    """Steps of a run in a process of its own.
+
+    So are profiled runs: CUPTI before 13.1 loses or mislabels kernels of a process's later captures.
+    """
+    command = [sys.executable, script, *map(str, argv), "--output-dir", str(out)]
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
@@ -256,10 +265,12 @@ def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):
     for name, flags in {"fp32": [], "tf32": ["--tf32"]}.items():
         found[name] = losses(tmp_path, name, "--amp", "off", *flags)
         assert only_result(tmp_path / name)["environment"]["tf32"] is (name == "tf32")
-    assert found["tf32"] != found["fp32"]
+    # The first, which is the same bit by bit; later ones differ by the order of sums.
+    assert found["tf32"][0] != found["fp32"][0]
     assert found["tf32"] == pytest.approx(found["fp32"], rel=1e-2)
 
 
+@pytest.mark.alone
 def test_memory_falls_as_more_blocks_recompute(tmp_path):
     """Of the 1B shape: activations by about the part that is recomputed, and the peak with them."""
     short = ["--n-steps", 2, "--warmup-steps", 2, "--lr-warmup-steps", 0, "--bsz", 16]
@@ -276,6 +287,7 @@ def test_memory_falls_as_more_blocks_recompute(tmp_path):
     assert held[3] < 0.2 * held[0] and peaks[3] < peaks[0] - 0.8 * (held[0] - held[3])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_profile_of_ranks_with_stacks(script, tmp_path):
     flags = ["--profile", "--profile-stacks", "--profile-steps", 2]
@@ -286,16 +298,11 @@ def test_profile_of_ranks_with_stacks(script, tmp_path):
     assert "model/transformer.py" in stacks.read_text()
 
 
+@pytest.mark.alone
 def test_out_of_memory_is_exit_code_3(tmp_path):
     argv = [*SMALL, "--bsz", 100000, "--output-dir", tmp_path]
     assert run_train(*argv) == 3
     assert only_result(tmp_path)["status"] == "oom"
-
-
-def test_energy_is_measured(tmp_path):
-    losses(tmp_path, "x", "--n-steps", 200, "--bsz", 16)
-    m = only_result(tmp_path / "x")["metrics"]
-    assert 50 < m["average_power_w"] < 2000, m["energy_source"]
 
 
 @pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
@@ -404,7 +411,8 @@ def test_te_blocks_compute_what_plain_ones_do(family):
         with fp8.forward(0):
             low = te(ids)
     assert ((high - exact).norm() / exact.norm()).item() < 2e-2
-    assert 1e-3 < ((low - exact).norm() / exact.norm()).item() < 0.15
+    # Three bits of mantissa leave a few percent, bf16's seven a few thousandths.
+    assert 1e-2 < ((low - exact).norm() / exact.norm()).item() < 0.15
     with torch.autocast("cuda", torch.bfloat16):
         plain(ids, ids).backward()
         te(ids, ids).backward()
@@ -464,11 +472,13 @@ def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
     assert graphs[:5] == pytest.approx(bf16_losses[:5], rel=5e-3)
 
 
-def test_profile_breaks_a_step_down(tmp_path):
-    """The classes are the step by the trace within 2 %, and the step by CUDA events."""
-    losses(tmp_path, "x", "--profile", "--profile-steps", 15, "--bsz", 16, "--seq-len", 512)
-    r = only_result(tmp_path / "x")
-    p, steps = r["profile"], read_steps(tmp_path / "x")
+LONG_STEPS = ["--profile", "--profile-steps", 15, "--bsz", 16, "--seq-len", 512]
+
+
+def profile_of(out, *argv):
+    """The profile of a run of train.py, whose classes add up to the step by CUDA events."""
+    steps = run_apart("train.py", out, *SMALL, *argv)
+    p = only_result(out)["profile"]
     print(json.dumps(p, indent=1))
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
@@ -476,26 +486,41 @@ def test_profile_breaks_a_step_down(tmp_path):
     clocked = [s["step_time_s"] for s in steps if s["step"] > p["first_step"]]
     # By the trace the steps have the drawing of ranges and an empty queue at the start in them.
     assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.05)
+    return p
+
+
+@pytest.mark.alone
+def test_profile_breaks_a_step_down(tmp_path):
+    p = profile_of(tmp_path / "x", *LONG_STEPS)
     assert {"matmul bf16", "attention", "elementwise", "loss", "optimizer"} <= set(p["classes_s"])
     assert "matmul" not in p["classes_s"], "a matmul whose format its name does not tell"
-    assert 0 < p["host_gaps_s"] + 1e-9 <= p["classes_s"]["idle"] + 1e-9
-    assert p["matmul_tflops"] < 990
+    assert 0 <= p["host_gaps_s"] <= p["classes_s"]["idle"] + 1e-9
+    assert 50 < p["matmul_tflops"] < 990
     # The formula's FLOPs are those of the recorded shapes.
-    losses(tmp_path, "y", "--profile", "--profile-shapes")
+    run_apart("train.py", tmp_path / "y", *SMALL, "--profile", "--profile-shapes")
     (path,) = (tmp_path / "y").glob("*/trace/*.json.gz")
     found = break_down(read_trace(path)).matmul_flops
     assert found == pytest.approx(only_result(tmp_path / "y")["profile"]["matmul_flops"], rel=1e-6)
 
 
+@pytest.mark.alone
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=mark) for b, mark in MARKS.items()])
+def test_fp8_matmuls_are_matmuls_in_fp8(backend, tmp_path):
+    """By the names of their kernels: losses would be as good if nothing ran in FP8."""
+    p = profile_of(tmp_path, *LONG_STEPS, "--use-fp8", "--fp8-backend", backend)
+    assert p["classes_s"]["matmul fp8"] > p["classes_s"]["matmul bf16"] / 4  # which is the head's
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "flags", [["--pt-compile"], ["--pt-compile", "--compile-mode", "reduce-overhead"]]
 )
 def test_profile_of_compiled_steps(flags, tmp_path):
-    losses(tmp_path, "x", "--profile", *flags)
+    p = profile_of(tmp_path / "x", *LONG_STEPS, *flags)
     r = only_result(tmp_path / "x")
-    p = r["profile"]
-    assert sum(p["classes_s"].values()) == pytest.approx(p["step_time_s"], rel=0.02)
     assert p["classes_s"]["matmul bf16"] > 0
+    # Kernels that the trace had lost would count as idle.
+    assert p["classes_s"]["idle"] < p["step_time_s"] / 2 or "reduce-overhead" not in flags
     (path,) = (tmp_path / "x").glob("*/trace/*.json.gz")
     launched = re.search(b'"(cuda|hip)GraphLaunch"', gzip.decompress(path.read_bytes()))
     assert bool(launched) == ("reduce-overhead" in flags)
@@ -520,8 +545,9 @@ def test_memory_history_opens_and_kinds_add_up(tmp_path):
     assert m["peak_gib"] == pytest.approx(r["metrics"]["peak_allocated_gib"], rel=0.05)
 
 
+@pytest.mark.alone
 def test_out_of_memory_leaves_a_snapshot(tmp_path):
-    # So large that the embedding fails already.
+    # So large that nothing fits after the embedding.
     argv = ["configs/gpt2-1.5b.json", "--bsz", 16384, "--device", "cuda", "--output-dir", tmp_path]
     assert run_train(*argv) == 3
     assert only_result(tmp_path)["status"] == "oom"
@@ -529,6 +555,7 @@ def test_out_of_memory_leaves_a_snapshot(tmp_path):
     assert pickle.loads(path.read_bytes())["segments"]
 
 
+@pytest.mark.alone
 def test_power_and_clocks_are_read(tmp_path):
     pytest.importorskip("pynvml" if torch.version.cuda else "amdsmi")
     losses(tmp_path, "x", "--n-steps", 200, "--bsz", 16, "--seq-len", 512)
@@ -536,6 +563,8 @@ def test_power_and_clocks_are_read(tmp_path):
     (d,) = r["devices"]
     print(json.dumps(d, indent=1))
     assert d["energy_j"] > 0 and d["n_samples"] > 5
+    # Energy over power is the window by the host's clock, step times are by CUDA events.
+    assert r["metrics"]["window_s"] == pytest.approx(d["energy_j"] / d["average_power_w"], rel=1e-2)
     assert 50 < d["average_power_w"] < d["peak_power_w"] + 50 and d["power_limit_w"] >= 300
     assert 300 < d["sm_clock_mean_mhz"] <= d["sm_clock_limit_mhz"]
     assert d["throttled"] is not None and r["metrics"]["clocks_held_down"] is not None

@@ -14,7 +14,7 @@ from torch import nn
 
 from bench import fp8_te
 from bench.command_line import parse_args
-from bench.compiling import apply_compile, compile_error
+from bench.compiling import apply_compile, compile_counts, compile_error
 from bench.errors import UsageError
 from bench.fp8 import apply_fp8
 from bench.metrics import fill_flop_metrics
@@ -458,6 +458,19 @@ def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_pat
     result = Result.model_validate(only_result(tmp_path))
     assert ("faster than its peak" in result.unfit) == beyond
     assert any("of the peak cannot be" in note for note in result.notes) == beyond
+
+
+def test_counts_of_compilation_are_those_of_the_run(tmp_path):
+    """And not of earlier ones in the same process."""
+    counts = []
+    for name in ("first", "second"):
+        before = compile_counts().seconds
+        with without_inductor():
+            assert run_train(*TINY, "--pt-compile", "--output-dir", tmp_path / name) == 0
+        m = only_result(tmp_path / name)["metrics"]
+        counts.append([m[k] for k in ("n_compiled_graphs", "n_graph_breaks", "n_recompilations")])
+        assert m["compile_s"] == pytest.approx(compile_counts().seconds - before)
+    assert counts[0] == counts[1] and counts[0][0] > 0
 
 
 def test_a_compile_error_is_one_line_that_names_the_block(tmp_path, monkeypatch, capsys):

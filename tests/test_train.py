@@ -380,6 +380,19 @@ def test_bad_input_is_one_line_and_writes_nothing(argv, message, tmp_path, capsy
     assert not out.exists()
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "message"),
+    [
+        (4096, "that kernel cannot run 32 heads"),
+        (8192, "under a sliding window's mask its gradients can be NaN"),
+    ],
+)
+def test_cudnn_is_refused_where_there_is_a_window(seq_len, message, tmp_path, capsys):
+    argv = ["configs/mistral-7b-v0.1.json", "--device", "cpu", "--attention", "cudnn"]
+    assert run_train(*argv, "--seq-len", seq_len, "--output-dir", tmp_path) == 2
+    assert f"--attention cudnn: {message}" in capsys.readouterr().err
+
+
 def test_bad_files_write_nothing_either(tmp_path, capsys):
     short, foreign = tmp_path / "short.bin", tmp_path / "foreign.bin"
     write_tokens(short, [np.arange(32)], 256)
