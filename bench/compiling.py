@@ -67,7 +67,10 @@ def uses_cuda_graphs(args: Args, device: torch.device) -> bool:
 
 
 def compile_counts() -> CompileCounts:
-    """Wall time and counts since the process started; recompilations among its last 64 compilations."""
+    """Wall time (since torch._dynamo.reset) and counts since the process started.
+
+    Recompilations are among the last 64 compilations, of which PyTorch keeps a record.
+    """
     if "torch._dynamo" not in sys.modules:
         return CompileCounts(0.0, 0, 0, 0)
     import torch._dynamo.utils as dynamo

@@ -464,6 +464,7 @@ def test_counts_of_compilation_are_those_of_the_run(tmp_path):
     """And not of earlier ones in the same process."""
     counts = []
     for name in ("first", "second"):
+        torch._dynamo.reset()  # which run_train does too
         before = compile_counts().seconds
         with without_inductor():
             assert run_train(*TINY, "--pt-compile", "--output-dir", tmp_path / name) == 0
