@@ -26,7 +26,7 @@ from bench.errors import UsageError
 from bench.flops import count_parameters, flops_per_token
 from bench.hardware import Hardware, find_hardware
 from bench.memory_model import MemoryEstimate, estimate_memory, largest_batch
-from bench.results import read_result
+from bench.result_file import read_result
 from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from bench.speed_model import estimate_speed
 from bench.tables import markdown_table

@@ -30,7 +30,7 @@ from bench.errors import UsageError
 from bench.experiment import Experiment, Platform, from_command_line, read_experiment
 from bench.files import write_whole
 from bench.ranking import rank, show, write_csv
-from bench.results import first_problem
+from bench.result_file import first_problem
 from bench.tool import run_tool
 from bench.vendor import detect_platform
 

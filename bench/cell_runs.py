@@ -19,7 +19,8 @@ from typing import Any
 from bench.cells import Cell
 from bench.errors import UsageError
 from bench.files import write_whole
-from bench.results import Result, read_result
+from bench.result_file import read_result
+from bench.results import Result
 from model.config import ConfigError, load_config, model_name
 
 ROOT = Path(__file__).parent.parent

@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from bench.args import Args
+from model.config import ModelConfig
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -75,3 +76,16 @@ def fsdp_bytes(
     if args.dp_replicate > 1 and backward:
         moved["all_reduce"] = micro_steps * everything // shards * reduce_bytes(args)
     return moved
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The large parameters by name, as (rows, columns); vectors are left out."""
+    d = config.hidden_size
+    shapes = {"embed": (config.padded_vocab_size, d)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = (config.padded_vocab_size, d)
+    if config.learned_positions:
+        shapes["positions"] = (config.max_position_embeddings, d)
+    for i in range(config.num_hidden_layers):
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in config.block_shapes().items()}
+    return shapes

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from bench.errors import UsageError
 from bench.hyperparameters import FLAGS
-from bench.results import first_problem
+from bench.result_file import first_problem
 
 Platform = Literal["nvidia", "amd", "cpu"]
 Value = bool | int | float | str | None

@@ -13,7 +13,8 @@ from bench.baselines import (
 )
 from bench.discover import discover
 from bench.errors import UsageError
-from bench.results import Result, read_result
+from bench.result_file import read_result
+from bench.results import Result
 
 
 def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from bench.errors import UsageError
 from bench.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
 from bench.records import Record, steady, unfinished_loss
-from bench.results import Result, first_problem
+from bench.result_file import first_problem
+from bench.results import Result
 
 GB_TO_GIB = 1e9 / 2**30
 

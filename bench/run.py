@@ -39,7 +39,8 @@ from bench.power import PowerMeter
 from bench.precision import LossScaler
 from bench.probe import device_tflops
 from bench.rank_errors import first_error, keep_error, report
-from bench.results import Batch, ResultFile
+from bench.result_file import ResultFile
+from bench.results import Batch
 from bench.signals import handled_by
 from bench.stepfile import StepsFile
 from bench.steps import StepLog

@@ -11,65 +11,16 @@ code stand here. benchmarks/estimate_vs_published.py holds the outcome against w
 """
 
 import dataclasses
-import json
 import math
 
 from bench.args import Args, parse_sac_freq
 from bench.combinations import GRAPH_MODES
-from bench.comm import ddp_bytes, fsdp_bytes, gathers_fp8, matmul_bytes
+from bench.comm import matmul_bytes, parameter_shapes
 from bench.flops import attended_keys, chosen_blocks
-from bench.hardware import HARDWARE_FILE, Hardware
+from bench.hardware import Hardware
+from bench.network_model import communication_time
+from bench.speed_constants import CONSTANTS, Constants
 from model.config import ModelConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class Constants:
-    """What is no property of a device; the values are data, in configs/hardware.json (`speed_model`).
-
-    Chosen so that the published figures come out, then rounded, but for attention's on A100 and Hopper.
-    A device's `fitted` go before them.
-    """
-
-    # Of the highest matmul rate anybody measured, what a training step keeps up: clocks fall under load.
-    sustained: float
-    # A matmul's side that halves its efficiency: its last tiles are partly empty.
-    half_side: float
-    # Where a device's own highest rate was never measured, that part of its datasheet peak.
-    bf16_of_peak: float
-    fp8_of_peak: float
-    fp32_of_peak: float
-    # Attention kernels, of the BF16 peak, with many keys and heads of 128.
-    attention_forward: float
-    attention_backward: float
-    # The same of cuDNN's, on devices where PyTorch prefers it; 0 elsewhere.
-    cudnn_forward: float
-    cudnn_backward: float
-    # Keys a query (in the mean), and size of a head, that halve their efficiency.
-    half_keys: float
-    half_head: float
-    # Part of the memory bandwidth that elementwise kernels reach.
-    bandwidth: float
-    # Time to launch a kernel [s], and kernels of a block's forward and backward.
-    launch_s: float
-    kernels_eager: int
-    kernels_compiled: int
-    # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
-    latency_s: float
-    latency_gpu_s: float
-    latency_node_s: float
-    # The same of an all-reduce's tree: its depth grows with the logarithm of the nodes.
-    tree_gpu_s: float
-    tree_node_s: float
-    # Part of the network cards' rate that a ring over all of them reaches.
-    network: float
-    # Computation slows down beside communication: it loses multiprocessors and bandwidth.
-    beside_communication: float
-    # All wait for the slowest: what a step loses with each doubling of the nodes (torchtitan 8 to 128
-    # GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
-    slowest_node: float
-
-
-CONSTANTS = Constants(**json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["speed_model"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +79,7 @@ def estimate_speed(
         # AdamW reads parameter, gradient and two moments and writes three; clipping reads and scales.
         optimizer = (28 + 12) * n / (shards or 1) / rate
 
-    total, exposed = _communication(config, args, gpu, world, per_node, shards, compute, c)
+    total, exposed = communication_time(config, args, gpu, world, per_node, shards, compute, c)
     compute *= 1 + c.beside_communication * (total > 0)
     kernels = c.kernels_compiled if args.pt_compile else c.kernels_eager
     graphs = args.pt_compile and args.compile_mode in GRAPH_MODES
@@ -222,101 +173,8 @@ def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
 
 def _loss_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
     """Bytes of the loss and its gradient over the logits, outside of the matmuls."""
-    return tokens * config.padded_vocab_size * (10 if args.pt_compile else 44)
+    return tokens * config.padded_vocab_size * (8 if args.pt_compile else 44)
 
 
 def _parameters(config: ModelConfig) -> float:
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The large parameters by name, as (rows, columns); vectors are left out."""
-    d = config.hidden_size
-    shapes = {"embed": (config.padded_vocab_size, d)}
-    if not config.tie_word_embeddings:
-        shapes["lm_head"] = (config.padded_vocab_size, d)
-    if config.learned_positions:
-        shapes["positions"] = (config.max_position_embeddings, d)
-    for i in range(config.num_hidden_layers):
-        shapes |= {f"blocks.{i}.{name}": shape for name, shape in config.block_shapes().items()}
-    return shapes
-
-
-def collective_time(
-    kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants = CONSTANTS
-) -> float:
-    """Seconds of a ring collective of `size` bytes (the whole tensor) over neighbouring ranks.
-
-    time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that; over several nodes
-    the bus is no faster than the network cards of a node together.
-    """
-    if ranks == 1 or not size:
-        return 0.0
-    inside = min(ranks, per_node)
-    nodes = math.ceil(ranks / per_node)
-    bus = gpu.ring_gb_per_s
-    if nodes > 1:
-        bus = min(bus, c.network * gpu.nic_gb_per_s * inside)
-    latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
-    twice = 2 if kind == "all_reduce" else 1
-    if kind == "all_reduce":  # there NCCL has trees too
-        hops = (inside - 1) * c.tree_gpu_s + math.log2(nodes) * c.tree_node_s
-        latency = min(latency, c.latency_s + hops)
-    return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
-
-
-def _communication(
-    config: ModelConfig,
-    args: Args,
-    gpu: Hardware,
-    world: int,
-    per_node: int,
-    shards: int | None,
-    compute: float,
-    c: Constants,
-) -> tuple[float, float]:
-    """Seconds of communication of one micro step (under DDP of one step), and of it the exposed part.
-
-    FSDP: a block's gather hides behind the computation of the block before, its reduction behind that of
-    the next; the first gather and the last reduction of embedding and head hide behind nothing.
-    """
-    shapes = parameter_shapes(config)
-    layers = config.num_hidden_layers
-    if world == 1:
-        return 0.0, 0.0
-    if shards is None:
-        if args.pass_type == "forward":
-            return 0.0, 0.0
-        size = ddp_bytes(shapes, world, args)["all_reduce"]
-        total = collective_time("all_reduce", size, world, per_node, gpu, c)
-        last = min(1.0, args.bucket_cap_mb * 2**20 / size)
-        return total, max(total * last, total - 0.6 * compute)
-    replicas = world // shards
-    block = {n: s for n, s in shapes.items() if n.startswith("blocks.0.")}
-    root = {n: s for n, s in shapes.items() if not n.startswith("blocks.")}
-    whole = dataclasses.replace(args, reshard_after_forward="always")
-    in_fp8 = {name for name, shape in block.items() if gathers_fp8(args) and len(shape) == 2}
-
-    def seconds(part: dict, gathers: int) -> tuple[float, float]:
-        moved = fsdp_bytes(part, shards, 1, whole, in_fp8)
-        size = moved.get("all_gather", 0) / gathers  # of one of them
-        gather = collective_time("all_gather", size, shards, per_node, gpu, c)
-        reduce = collective_time(
-            "reduce_scatter", moved.get("reduce_scatter", 0), shards, per_node, gpu, c
-        )
-        # Replicas of one shard are as far apart as a copy of the model is long.
-        apart = max(1, per_node // shards)
-        reduce += collective_time("all_reduce", moved.get("all_reduce", 0), replicas, apart, gpu, c)
-        return gather, reduce
-
-    train = args.pass_type != "forward"
-    gather, reduce = seconds(block, 2 if train else 1)
-    root_gather, root_reduce = seconds(root, 1)
-    again = train and args.reshard_after_forward == "always"
-    total = layers * (gather * (2 if again else 1) + reduce) + root_gather + root_reduce
-    forward = compute / layers * (1 / 3 if train else 1)
-    backward = compute / layers * 2 / 3
-    exposed = root_gather + root_reduce + gather + layers * max(0.0, gather - forward)
-    if train:
-        exposed += reduce + layers * max(0.0, (gather if again else 0.0) + reduce - backward)
-    return total, min(exposed, total)

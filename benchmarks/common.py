@@ -19,7 +19,8 @@ from bench.command_line import parse_args
 from bench.device import device_name, synchronize
 from bench.environment import describe_environment
 from bench.files import write_whole
-from bench.results import Result, read_result, without_nan
+from bench.result_file import read_result, without_nan
+from bench.results import Result
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_RUN_S = 420  # 40 steps of three seconds and their compilation, and as long again

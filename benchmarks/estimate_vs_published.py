@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench.command_line import parse_args
 from bench.hardware import find_hardware
-from bench.results import read_result
+from bench.result_file import read_result
 from bench.sizes import resolve_batch
 from bench.speed_model import estimate_speed
 from model.config import load_config

@@ -17,7 +17,7 @@ from bench.discover import read_records
 from bench.errors import UsageError
 from bench.read_logs import parse_log, read_log
 from bench.records import LogFacts, Record, steady
-from bench.results import read_result
+from bench.result_file import read_result
 from tests.helpers import ROOT, run_train
 
 LOGS = ROOT / "tests/logs"

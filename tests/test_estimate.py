@@ -19,9 +19,11 @@ from bench.memory_model import (
     largest_batch,
 )
 from bench.memory_trace import traced_memory
+from bench.network_model import collective_time
 from bench.precision import autocast
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
-from bench.speed_model import CONSTANTS, collective_time, estimate_speed, matmul_time
+from bench.speed_constants import CONSTANTS
+from bench.speed_model import estimate_speed, matmul_time
 from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
 from model.init import materialize

@@ -427,8 +427,6 @@ def test_the_te_block_has_the_names_of_the_plain_one():
 )
 def test_ideal_time_divides_each_matmul_by_its_own_peak(recipe, fp8_passes, tmp_path):
     assert run_train(*TINY, "--peak-tflops", "100", "--output-dir", tmp_path) == 0
-    from bench.results import Result
-
     result = Result.model_validate(only_result(tmp_path))
     m = result.metrics
     assert m.ideal_time_fraction == pytest.approx(m.mfu_causal)

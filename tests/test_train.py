@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bench.args import Args
 from bench.console import table_rows
-from bench.results import read_result
+from bench.result_file import read_result
 from bench.tokens import write_tokens
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
