@@ -173,7 +173,8 @@ def _block_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
 
 def _loss_bytes(config: ModelConfig, args: Args, tokens: int) -> float:
     """Bytes of the loss and its gradient over the logits, outside of the matmuls."""
-    return tokens * config.padded_vocab_size * (8 if args.pt_compile else 44)
+    eager = 26 if matmul_bytes(args) == 2 else 32
+    return tokens * config.padded_vocab_size * (8 if args.pt_compile else eager)
 
 
 def _parameters(config: ModelConfig) -> float:

@@ -28,25 +28,38 @@ def logits_loss(
     # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
     padding = -n % 8
     low = None if fused else hidden.new_empty(hidden.shape[0], n + padding)[:, :n]
-    logits = torch.mm(hidden, weight.t(), out=low).float()
+    logits = torch.mm(hidden, weight.t(), out=low)
     if weight.shape[0] > vocab_size:
         logits[:, vocab_size:] = float("-inf")
     target = labels[:, None]
     if fused:
         # One fused kernel, where a scatter would split it in two.
+        logits = logits.float()
         log_z = logits.logsumexp(dim=-1, keepdim=True)
         loss = (log_z - logits.gather(1, target)).sum()
         hit = torch.arange(logits.shape[1], device=logits.device) == target
         grad = ((logits - log_z).exp() - hit.float()).to(hidden.dtype)
         return loss, F.pad(grad, (0, padding))[:, :n]
-    # All in the memory of the logits: logsumexp would take as much again.
-    highest = logits.amax(dim=-1, keepdim=True)
-    at_target = logits.gather(1, target)
-    grad = logits.sub_(highest).exp_()
+    return in_few_passes(logits, low, target, converts=logits.is_cuda)
+
+
+def in_few_passes(
+    logits: Tensor, low: Tensor, target: Tensor, converts: bool
+) -> tuple[Tensor, Tensor]:
+    """Summed loss of (n, V) logits for (n, 1) labels, and softmax minus one-hot, which goes into `low`.
+
+    `low` may be the logits' own memory. No more is taken than once the logits in fp32 (logsumexp and
+    softmax take it twice). `converts` says that kernels convert as they read and write, as a GPU's do;
+    for a CPU's that is dearer than apart.
+    """
+    wide = logits if converts else logits.float()
+    highest = wide.amax(dim=-1, keepdim=True).float()
+    at_target = wide.gather(1, target).float() - highest
+    grad = torch.sub(wide, highest, out=wide if wide.dtype == torch.float32 else None).exp_()
     z = grad.sum(dim=-1, keepdim=True)
-    loss = (z.log() + highest - at_target).sum()
-    grad.div_(z).scatter_add_(1, target, grad.new_full((1, 1), -1.0).expand_as(target))
-    return loss, low.copy_(grad)
+    grad.scatter_add_(1, target, -z)
+    low = torch.div(grad, z, out=low) if converts else low.copy_(grad.div_(z))
+    return (z.log() - at_target).sum(), low
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

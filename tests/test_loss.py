@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.loss import LinearCrossEntropy, chunk_rows, logits_loss
+from model.loss import LinearCrossEntropy, chunk_rows, in_few_passes, logits_loss
 from tests.helpers import ROOT
 
 N, D, V = 75, 32, 211
@@ -45,6 +45,24 @@ def test_gradients_of_logits_have_aligned_rows(compiled):
     exact = (hidden @ weight.t()).softmax(-1)
     exact[torch.arange(N), labels] -= 1
     torch.testing.assert_close(grad, exact, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("converts", [False, True])
+def test_few_passes_are_exact_in_every_format(converts, dtype):
+    """To the rounding of the format they end in; with labels of almost no and almost all probability."""
+    logits = (8 * torch.randn(64, 211, generator=torch.Generator().manual_seed(0))).to(dtype)
+    target = torch.cat((logits[:32].argmax(-1), logits[32:].argmin(-1)))[:, None]
+    logits[0, 5], target[0] = 60.0, 5
+    exact = logits.double()
+    grad = exact.softmax(-1)
+    grad[torch.arange(64), target[:, 0]] -= 1
+    loss, found = in_few_passes(logits, logits, target, converts)
+    assert found.dtype == dtype and found.data_ptr() == logits.data_ptr()
+    plain = F.cross_entropy(exact, target[:, 0], reduction="sum")
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(found.double(), grad, rtol=eps, atol=1e-6)
 
 
 def test_under_bf16_autocast_it_is_no_less_exact_than_the_plain_way():
