@@ -272,11 +272,8 @@ class Result(Strict):
     def part_of_peak(self) -> float | None:
         """Time that the useful FLOPs need at the peaks over the measured one; above 1 one is wrong."""
         m = self.metrics
-        return (
-            m.mfu_causal
-            if m.ideal_time_fraction is None and not self.fp8
-            else m.ideal_time_fraction
-        )
+        without = m.ideal_time_fraction is None and not self.fp8  # as for fp32
+        return m.mfu_causal if without else m.ideal_time_fraction
 
     @property
     def spoilt_by(self) -> list[str]:

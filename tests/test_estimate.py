@@ -6,6 +6,7 @@ import statistics
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import estimate
 from bench.comm import fsdp_bytes
@@ -23,10 +24,11 @@ from bench.network_model import collective_time
 from bench.precision import autocast
 from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
 from bench.speed_constants import CONSTANTS
-from bench.speed_model import estimate_speed, matmul_time
+from bench.speed_model import _block_bytes, estimate_speed, matmul_time
 from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
 from model.init import materialize
+from model.layers import apply_rope
 from model.transformer import Transformer
 from tests.helpers import ROOT
 
@@ -240,6 +242,34 @@ def test_attentions_backward_and_what_cudnn_does_not_take():
     windowed = speed("mistral-7b-v0.1", 16384, 1, "--bsz", "1")
     whole = speed("mistral-7b-v0.1", 4096, 1, "--bsz", "4", "--attention", "flash")
     assert windowed.attention_s / whole.attention_s == pytest.approx(3584.1 / 2048.5, rel=0.04)
+
+
+class MovedBytes(TorchDispatchMode):
+    """Bytes that element-wise kernels read and write."""
+
+    n = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in (torch.ops.aten.mul, torch.ops.aten.addcmul):
+            tensors = [t for t in (*args, result) if isinstance(t, torch.Tensor)]
+            self.n += sum(t.numel() * t.element_size() for t in tensors)
+        return result
+
+
+@pytest.mark.parametrize("amp", ["bf16", "off"])
+def test_eager_rotary_embedding_moves_what_the_formula_says(amp):
+    config = load_config("configs/llama-tiny.json")
+    T, tokens = 16, 64 * 16  # many samples: the tables, which all share, are not counted
+    x = torch.ones(64, T, 4, 32, dtype=torch.bfloat16 if amp == "bf16" else torch.float32)
+    cos, sin = torch.ones(2, T, 16)
+    with torch.no_grad(), MovedBytes() as moved:
+        apply_rope(x, cos, sin)
+    args = parse_args(["x.json", "--amp", amp], "train.py")
+    rotated = config.query_size + config.kv_size
+    plain = dataclasses.replace(config, learned_positions=True)
+    formula = _block_bytes(config, args, tokens) - _block_bytes(plain, args, tokens)
+    assert moved.n / x.numel() == pytest.approx(formula / (tokens * rotated), rel=0.02)
 
 
 def test_speed_moves_the_right_way():
