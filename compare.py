@@ -17,16 +17,15 @@ from typing import Annotated, Literal
 
 import tyro
 
-from bench.checks import above_zero
-from bench.command_line import parse_dataclass, tool
-from bench.comparison import compare
-from bench.discover import read_records
+from bench.compare.find_results import read_records
+from bench.compare.gate import gate
+from bench.compare.ratios import check_prices, compare, prices_of
+from bench.compare.records import LogFacts
+from bench.compare.report import show, sweep_remarks, write
 from bench.errors import UsageError
-from bench.gate import gate
-from bench.prices import check_prices, prices_of
-from bench.records import LogFacts
-from bench.report import show, sweep_remarks, write
-from bench.tool import run_tool
+from bench.settings.checks import above_zero
+from bench.settings.command_line import parse_dataclass, tool
+from bench.settings.tool_main import run_tool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,9 +21,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.installed import installed_version
-from bench.tool import run_tool
-from bench.vendor import detect_platform
+from bench.settings.machine import detect_platform, installed_version
+from bench.settings.tool_main import run_tool
 
 
 @dataclasses.dataclass(frozen=True)

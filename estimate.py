@@ -19,18 +19,18 @@ from typing import Literal
 
 from rich.console import Console
 
-from bench.args import Args
-from bench.checks import above_zero, at_least, check, flag_of
-from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
-from bench.flops import count_parameters, flops_per_token
-from bench.hardware import Hardware, find_hardware
-from bench.memory_model import MemoryEstimate, estimate_memory, largest_batch
-from bench.result_file import read_result
-from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
-from bench.speed_model import estimate_speed
+from bench.formulas.flops import count_parameters, flops_per_token
+from bench.formulas.hardware import Hardware, find_hardware
+from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
+from bench.formulas.speed_model import estimate_speed
+from bench.results.result_files import read_result
+from bench.settings.checks import above_zero, at_least, check, flag_of
+from bench.settings.command_line import parse_dataclass, tool
+from bench.settings.flags import Args
+from bench.settings.plan import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
+from bench.settings.tool_main import run_tool
 from bench.tables import markdown_table
-from bench.tool import run_tool
 from model.config import ModelConfig, load_config
 
 GIB = 2**30
@@ -152,7 +152,7 @@ def make_estimate(args: EstimateArgs, config: ModelConfig, gpu: Hardware, script
     seconds = args.tokens / per_second if args.tokens else None
     traced = None
     if args.trace:
-        from bench.memory_trace import traced_memory
+        from bench.parallel.memory_trace import traced_memory
 
         traced = traced_memory(args, config, seq_len, script, args.gpus)
     return Estimate(

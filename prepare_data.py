@@ -19,11 +19,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from bench.command_line import parse_dataclass, tool
+from bench.apply.tokens import write_tokens
 from bench.errors import UsageError
 from bench.files import walk
-from bench.tokens import write_tokens
-from bench.tool import run_tool
+from bench.settings.command_line import parse_dataclass, tool
+from bench.settings.tool_main import run_tool
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

@@ -21,18 +21,18 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import ValidationError
 
-from bench.auto_batch import check_auto_batch, with_largest_batch
-from bench.cell_runs import Row, Rows, cell_key, outcome, run_cell
-from bench.cells import Cell, differences, make_cells
-from bench.checks import changed, flag_of
-from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
-from bench.experiment import Experiment, Platform, from_command_line, read_experiment
 from bench.files import write_whole
-from bench.ranking import rank, show, write_csv
-from bench.result_file import first_problem
-from bench.tool import run_tool
-from bench.vendor import detect_platform
+from bench.results.result_files import first_problem
+from bench.settings.checks import changed, flag_of
+from bench.settings.command_line import parse_dataclass, tool
+from bench.settings.machine import detect_platform
+from bench.settings.tool_main import run_tool
+from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
+from bench.sweep.cell_runs import Row, Rows, cell_key, outcome, run_cell
+from bench.sweep.experiment import Experiment, Platform, from_command_line, read_experiment
+from bench.sweep.grid import Cell, differences, make_cells
+from bench.sweep.ranking import rank, show, write_csv
 
 
 @dataclasses.dataclass(frozen=True)

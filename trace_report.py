@@ -17,13 +17,13 @@ from typing import Annotated, TypeVar
 import tyro
 from rich.console import Console
 
-from bench.breakdown import break_down
-from bench.breakdown_parts import Breakdown
-from bench.command_line import parse_dataclass, tool
 from bench.errors import UsageError
+from bench.settings.command_line import parse_dataclass, tool
+from bench.settings.tool_main import run_tool
 from bench.tables import markdown_table, milliseconds, short, show_breakdown
-from bench.tool import run_tool
-from bench.trace import Trace, read_trace
+from bench.trace.breakdown import break_down
+from bench.trace.breakdown_schema import Breakdown
+from bench.trace.read_trace import Trace, read_trace
 
 Key = TypeVar("Key")
 

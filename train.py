@@ -4,20 +4,20 @@ import sys
 
 import torch
 
-from bench.args import Args, total_steps
-from bench.attention import select_attention
-from bench.compiling import apply_compile
-from bench.data import batches, open_data, sample_plan
-from bench.device import pick_device
-from bench.fp8 import apply_fp8
-from bench.launch import launch
-from bench.loop import evaluate, measure
-from bench.optim import build_optimizer
-from bench.precision import set_precision
-from bench.profiling import check_capture
-from bench.recompute import apply_recompute
-from bench.run import Run
-from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len
+from bench.apply.attention import select_attention
+from bench.apply.compile import apply_compile
+from bench.apply.data import batches, open_data, sample_plan
+from bench.apply.fp8.choose import apply_fp8
+from bench.apply.optimizer import build_optimizer
+from bench.apply.precision import set_precision
+from bench.apply.recompute import apply_recompute
+from bench.measure.device import pick_device
+from bench.run.launch import launch
+from bench.run.life import Run
+from bench.run.loop import evaluate, measure
+from bench.run.profiling import check_capture
+from bench.settings.flags import Args, total_steps
+from bench.settings.plan import resolve_batch, resolve_recompute, resolve_seq_len
 from model.config import load_config
 from model.hf import check_pretrained, load_pretrained, save_pretrained
 from model.init import materialize

@@ -7,24 +7,24 @@ import sys
 
 import torch
 
-from bench import dist
-from bench.args import Args, total_steps
-from bench.attention import select_attention
-from bench.comm import fsdp_bytes
-from bench.compiling import apply_compile
-from bench.data import batches, open_data, sample_plan
-from bench.device import pick_device
-from bench.dist import Ranks
-from bench.fp8 import apply_fp8
-from bench.launch import launch_ranks
-from bench.loop import evaluate, measure
-from bench.optim import build_optimizer
-from bench.parallel import apply_fsdp, materialize_shards, set_exact_values, whole
-from bench.precision import set_precision
-from bench.profiling import check_capture
-from bench.recompute import apply_recompute
-from bench.run import Run
-from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
+from bench.apply.attention import select_attention
+from bench.apply.compile import apply_compile
+from bench.apply.data import batches, open_data, sample_plan
+from bench.apply.fp8.choose import apply_fp8
+from bench.apply.optimizer import build_optimizer
+from bench.apply.precision import set_precision
+from bench.apply.recompute import apply_recompute
+from bench.formulas.collectives import fsdp_bytes
+from bench.measure.device import pick_device
+from bench.parallel import ranks as dist
+from bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values, whole
+from bench.parallel.ranks import Ranks
+from bench.run.launch import launch_ranks
+from bench.run.life import Run
+from bench.run.loop import evaluate, measure
+from bench.run.profiling import check_capture
+from bench.settings.flags import Args, total_steps
+from bench.settings.plan import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
 from model.config import load_config
 from model.hf import check_pretrained, save_pretrained
 from model.transformer import Transformer

@@ -1,1 +1,1 @@
-"""The machinery around a training step: arguments, data, the measured loop, results."""
+"""The machinery around the model: one room a subject, imports run downward (docs/ARCHITECTURE.md)."""

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.breakdown_parts import Gaps
+from bench.trace.breakdown_schema import Gaps
 
 
 def markdown_table(*columns: str, left: Collection[str] = (), title: str | None = None) -> Table:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import torch
 
-from bench.command_line import parse_args
-from bench.device import device_name, synchronize
-from bench.environment import describe_environment
 from bench.files import write_whole
-from bench.result_file import read_result, without_nan
-from bench.results import Result
+from bench.measure.device import device_name, synchronize
+from bench.results.result_files import read_result, without_nan
+from bench.results.schema import Result
+from bench.run.provenance import describe_environment
+from bench.settings.command_line import parse_args
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_RUN_S = 420  # 40 steps of three seconds and their compilation, and as long again

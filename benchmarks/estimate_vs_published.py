@@ -19,11 +19,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import parse_args
-from bench.hardware import find_hardware
-from bench.result_file import read_result
-from bench.sizes import resolve_batch
-from bench.speed_model import estimate_speed
+from bench.formulas.hardware import find_hardware
+from bench.formulas.speed_model import estimate_speed
+from bench.results.result_files import read_result
+from bench.settings.command_line import parse_args
+from bench.settings.plan import resolve_batch
 from model.config import load_config
 
 ROOT = Path(__file__).parent.parent

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from bench.device import device_memory_gib, device_name, pick_device, synchronize
 from bench.files import write_whole
-from bench.hardware import ROOFS_FILE, name_of_part
-from bench.power import PowerMeter
-from bench.results import POWER_CAP, DeviceUse
+from bench.formulas.hardware import ROOFS_FILE, name_of_part
+from bench.measure.device import device_memory_gib, device_name, pick_device, synchronize
+from bench.measure.power import PowerMeter
+from bench.results.schema import POWER_CAP, DeviceUse
 from benchmarks.common import save
 from model.config import ModelConfig, load_config
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-from bench.device import GIB, peak_resident_bytes, pick_device
+from bench.measure.device import GIB, peak_resident_bytes, pick_device
 from benchmarks.common import interleave, report, save, time_steps
 from model.loss import LinearCrossEntropy
 

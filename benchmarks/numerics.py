@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import prepare_data
-from bench.statistics import bootstrap_mean
-from bench.stepfile import read_losses
+from bench.formulas.time_statistics import bootstrap_mean
+from bench.results.result_files import read_losses
 from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save
 
 REFERENCE = "fp32"

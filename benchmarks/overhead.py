@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from bench.device import pick_device
-from bench.loop import build_step, uncollected
+from bench.measure.device import pick_device
+from bench.run.loop import build_step, uncollected
 from benchmarks.common import interleave, report, run_train, time_steps, time_train
 from model.config import load_config
 from model.init import materialize
@@ -85,7 +85,7 @@ def step_by_step(
         return both
 
     with (
-        mock.patch("bench.loop.build_step", with_bare_steps),
+        mock.patch("bench.run.loop.build_step", with_bare_steps),
         tempfile.TemporaryDirectory() as out,
     ):
         result = run_train(*argv, "--output-dir", out)

@@ -31,13 +31,14 @@ from torch.utils._pytree import tree_leaves
 
 import train_ddp
 import train_fsdp
-from bench import dist, fp8_te
-from bench.command_line import parse_args
-from bench.dist import find_ranks
-from bench.fp8_hooks import Fp8
-from bench.optim import build_optimizer, optimizer_step
-from bench.parallel import apply_fsdp, materialize_shards, whole
-from bench.precision import LossScaler
+from bench.apply.fp8 import te as fp8_te
+from bench.apply.fp8.base import Fp8
+from bench.apply.optimizer import build_optimizer, optimizer_step
+from bench.apply.precision import LossScaler
+from bench.parallel import ranks as dist
+from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
+from bench.parallel.ranks import find_ranks
+from bench.settings.command_line import parse_args
 from model import te
 from model.config import load_config
 from model.transformer import Transformer
@@ -229,7 +230,7 @@ def main() -> None:
             looking,
             without_inductor() if traced_only else contextlib.nullcontext(),
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
-            mock.patch("bench.power.find_sensor", lambda device: Meter()),
+            mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
         ):
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
         draws = dist.gather(ranks, torch.rand(1).item())  # what dropout would have drawn next

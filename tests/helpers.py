@@ -70,7 +70,7 @@ def write_config(directory: Path, values: dict) -> str:
 def run_train(*argv: str) -> int:
     """Exit code of `train.py ARGV...`, in this process."""
     import train
-    from bench.launch import launch
+    from bench.run.launch import launch
 
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from bench.combinations import (
+from bench.errors import UsageError
+from bench.settings.combinations import (
     AXES,
     RULES,
     Combination,
@@ -18,8 +19,7 @@ from bench.combinations import (
     markdown_table,
     refusal,
 )
-from bench.command_line import parse_args
-from bench.errors import UsageError
+from bench.settings.command_line import parse_args
 from tests.helpers import ROOT, AttentionKernels, attention_calls, run_train, without_inductor
 
 ALL = list(all_combinations())

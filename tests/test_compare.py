@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import compare
-from bench.baselines import baseline_key, entry_of, judge, read_baselines
-from bench.comparison import Prices
-from bench.comparison import compare as compare_records
-from bench.discover import read_records
+from bench.compare.find_results import read_records
+from bench.compare.gate import baseline_key, entry_of, judge, read_baselines
+from bench.compare.ratios import Prices
+from bench.compare.ratios import compare as compare_records
+from bench.compare.read_logs import parse_log, read_log
+from bench.compare.records import LogFacts, Record, steady
 from bench.errors import UsageError
-from bench.read_logs import parse_log, read_log
-from bench.records import LogFacts, Record, steady
-from bench.result_file import read_result
+from bench.results.result_files import read_result
 from tests.helpers import ROOT, run_train
 
 LOGS = ROOT / "tests/logs"

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from bench.flops import count_parameters
+from bench.formulas.flops import count_parameters
 from model.config import ConfigError, load_config, parse_config
 from model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, write_config

@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
-from bench.environment import container_image, source_revision
+from bench.run.provenance import container_image, source_revision
 from tests.helpers import ROOT
 
 BIN = Path(sys.executable).parent
@@ -618,7 +618,7 @@ def test_amd_missing(machine, prepare, argv, message):
 
 
 def test_amd_settings_are_each_explained_and_recorded():
-    from bench.environment import SETTINGS
+    from bench.run.provenance import SETTINGS
 
     lines = (ROOT / "docker/amd.env").read_text().splitlines()
     named = [line for line in lines if line and not line.startswith("#")]
@@ -742,7 +742,7 @@ def test_the_image_is_in_the_result(tmp_path):
 
 
 def test_an_image_without_history_knows_its_revision(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.environment.ROOT", tmp_path)
+    monkeypatch.setattr("bench.run.provenance.ROOT", tmp_path)
     monkeypatch.setenv("BENCH_GIT_SHA", "1234abcd")
     assert source_revision() == {"git_sha": "1234abcd", "git_dirty": None}
 

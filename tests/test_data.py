@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import prepare_data
-from bench.args import Args
-from bench.data import FileTokens, SyntheticTokens, batches, hash_ids, open_data, sample_plan
+from bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids, open_data, sample_plan
+from bench.apply.tokens import open_tokens, write_tokens
 from bench.errors import UsageError
-from bench.sizes import resolve_batch
-from bench.tokens import open_tokens, write_tokens
+from bench.settings.flags import Args
+from bench.settings.plan import resolve_batch
 
 CPU = torch.device("cpu")
 

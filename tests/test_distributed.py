@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.comm import ddp_bytes
-from bench.command_line import parse_args
-from bench.compiling import apply_compile
+from bench.apply.compile import apply_compile
+from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
-from bench.flops import chosen_blocks
-from bench.recompute import apply_recompute
-from bench.sizes import resolve_shards
+from bench.formulas.collectives import ddp_bytes
+from bench.formulas.flops import chosen_blocks
+from bench.settings.command_line import parse_args
+from bench.settings.plan import resolve_shards
 from model.config import load_config
 from model.hf import save_pretrained
 from model.init import materialize

@@ -11,7 +11,8 @@ import tomllib
 import pytest
 
 import compare
-from bench.results import (
+from bench.results.result_files import Step
+from bench.results.schema import (
     Batch,
     CostlyKernel,
     Device,
@@ -24,7 +25,6 @@ from bench.results import (
     RankInfo,
     Result,
 )
-from bench.stepfile import Step
 from tests.helpers import ROOT
 
 METRICS = (ROOT / "docs/METRICS.md").read_text()

@@ -9,22 +9,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import estimate
-from bench.comm import fsdp_bytes
-from bench.command_line import parse_args
-from bench.hardware import find_hardware
-from bench.memory_model import (
+from bench.apply.precision import autocast
+from bench.formulas.collectives import collective_time, fsdp_bytes
+from bench.formulas.hardware import CONSTANTS, find_hardware
+from bench.formulas.memory_model import (
     COMMUNICATION_GIB,
     CONTEXT_GIB,
     block_activations,
     estimate_memory,
     largest_batch,
 )
-from bench.memory_trace import traced_memory
-from bench.network_model import collective_time
-from bench.precision import autocast
-from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
-from bench.speed_constants import CONSTANTS
-from bench.speed_model import _block_bytes, estimate_speed, matmul_time
+from bench.formulas.speed_model import _block_bytes, estimate_speed, matmul_time
+from bench.parallel.memory_trace import traced_memory
+from bench.settings.command_line import parse_args
+from bench.settings.plan import resolve_batch, resolve_seq_len, resolve_shards
 from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
 from model.init import materialize

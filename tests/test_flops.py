@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.flops import (
+from bench.apply.recompute import apply_recompute
+from bench.formulas.flops import (
     attended_keys,
     attention_flops,
     chosen_blocks,
@@ -16,8 +17,7 @@ from bench.flops import (
     linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.metrics import recomputed
-from bench.recompute import apply_recompute
+from bench.results.figures import recomputed
 from model.config import load_config
 from model.layers import window_mask
 from model.transformer import Transformer

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench import fp8_te
-from bench.breakdown import break_down
+from bench.apply.fp8 import te as fp8_te
 from bench.errors import UsageError
-from bench.trace import read_trace
+from bench.trace.breakdown import break_down
+from bench.trace.read_trace import read_trace
 from model.layers import attend, window_mask
 from tests.helpers import ROOT, only_result, read_steps, run_train
 from tests.test_combinations import ONLY_ON_A_GPU
@@ -385,9 +385,9 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     """The same weights: equal without FP8 up to bf16, with it up to FP8's rounding."""
     import dataclasses
 
-    from bench.command_line import parse_args
-    from bench.fp8 import apply_fp8
-    from bench.sizes import resolve_batch
+    from bench.apply.fp8.choose import apply_fp8
+    from bench.settings.command_line import parse_args
+    from bench.settings.plan import resolve_batch
     from model.config import load_config
     from model.init import materialize
     from model.transformer import Transformer

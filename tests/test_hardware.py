@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.errors import UsageError
-from bench.hardware import HARDWARE_FILE, devices, find_peaks, name_of_part
+from bench.formulas.hardware import HARDWARE_FILE, devices, find_peaks, name_of_part
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -60,7 +60,7 @@ def test_an_incomplete_entry_is_one_line(change, message, tmp_path, monkeypatch)
     path = tmp_path / "hardware.json"
     entry = {k: v for k, v in entry.items() if k != "tdp_w" or v is not None}
     path.write_text(json.dumps({"devices": [*DEVICES, entry]}))
-    monkeypatch.setattr("bench.hardware.HARDWARE_FILE", path)
+    monkeypatch.setattr("bench.formulas.hardware.HARDWARE_FILE", path)
     devices.cache_clear()
     try:
         with pytest.raises(UsageError, match=message):

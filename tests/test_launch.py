@@ -17,12 +17,11 @@ import torch
 from torch.distributed import DistBackendError, DistStoreError
 
 import train_fsdp
-from bench.dist import Ranks, collective_timeout, find_ranks, join
-from bench.endings import classify, is_our_fault
 from bench.errors import Interrupted, NoStep, NotJoined
-from bench.hang import HangWatch, patience
-from bench.launch import _failure_time, launch_ranks
-from bench.rank_errors import first_error, keep_error
+from bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
+from bench.run.failures import classify, first_error, is_our_fault, keep_error
+from bench.run.hang import HangWatch, patience
+from bench.run.launch import _failure_time, launch_ranks
 from tests.helpers import ROOT, only_result, read_steps
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
@@ -181,7 +180,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train_ddp
-from bench.launch import _failure_time, launch_ranks
+from bench.run.launch import _failure_time, launch_ranks
 from model.transformer import Transformer
 
 def train(args, ranks):
@@ -233,9 +232,9 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
 NO_STEP = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-import bench.run
+import bench.run.life
 import train_ddp
-from bench.launch import _failure_time, launch_ranks
+from bench.run.launch import _failure_time, launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns; but sooner than the CPU's would.
 bench.run.patience = lambda device, timeout_s: timeout_s / 200
@@ -258,7 +257,7 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
     r = only_result(tmp_path / "runs")
     assert r["status"] == "failed" and r["error"].startswith("no step in 3 s: waits for a rank")
     (kept,) = tmp_path.glob("runs/*/errors/rank0.txt")
-    assert "the main thread is in" in kept.read_text() and "bench/loop.py" in kept.read_text()
+    assert "the main thread is in" in kept.read_text() and "bench/run/loop.py" in kept.read_text()
     assert r["metrics"]["n_measured_steps"] > 5
 
 

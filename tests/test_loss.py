@@ -153,7 +153,7 @@ def test_chunk_rows():
 
 PEAK = """
 import sys, torch, torch.nn.functional as F
-from bench.device import peak_resident_bytes
+from bench.measure.device import peak_resident_bytes
 from model.loss import LinearCrossEntropy
 N, d, V = 2048, 64, 32000
 hidden = torch.randn(N, d, requires_grad=True); weight = torch.randn(V, d, requires_grad=True)

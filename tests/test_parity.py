@@ -163,7 +163,7 @@ def test_a_trained_model_opens_in_transformers(family, tmp_path):
     again = tmp_path / "again"
     argv = ["--pass-type", "forward", "--n-steps", "1", "--warmup-steps", "0"]
     assert run_train(*common, *argv, "--init-from", export, "--output-dir", again) == 0
-    from bench.data import SyntheticTokens
+    from bench.apply.data import SyntheticTokens
 
     (ids,) = SyntheticTokens(97, 2, 24, 0, CPU).micro_batches(range(1))
     with torch.no_grad():

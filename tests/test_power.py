@@ -8,13 +8,13 @@ import types
 import pytest
 import torch
 
-from bench import nvidia
-from bench.amd import AmdSensor
-from bench.metrics import fill_device_metrics
-from bench.nvidia import NvidiaSensor
-from bench.power import PowerMeter
-from bench.results import DeviceUse, Metrics, Result
-from bench.sensors import RaplSensor, Sample
+from bench.measure.power import PowerMeter
+from bench.measure.sensors import nvidia
+from bench.measure.sensors.amd import AmdSensor
+from bench.measure.sensors.nvidia import NvidiaSensor
+from bench.measure.sensors.sensor import RaplSensor, Sample
+from bench.results.figures import fill_device_metrics
+from bench.results.schema import DeviceUse, Metrics, Result
 
 GPU = torch.device("cuda", 0)
 

@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch import nn
 
-from bench import fp8_te
-from bench.command_line import parse_args
-from bench.compiling import apply_compile, compile_counts, compile_error
+from bench.apply.compile import apply_compile, compile_counts, compile_error
+from bench.apply.fp8 import te as fp8_te
+from bench.apply.fp8.choose import apply_fp8
+from bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
+from bench.apply.precision import LossScaler, set_precision
+from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
-from bench.fp8 import apply_fp8
-from bench.metrics import fill_flop_metrics
-from bench.optim import build_optimizer, learning_rate, optimizer_step
-from bench.precision import LossScaler, set_precision
-from bench.recompute import apply_recompute
-from bench.results import DeviceUse, Fp8Info, Result
-from bench.sizes import resolve_batch
-from bench.steps import StepLog
+from bench.measure.steps import StepLog
+from bench.results.figures import fill_flop_metrics
+from bench.results.schema import DeviceUse, Fp8Info, Result
+from bench.settings.command_line import parse_args
+from bench.settings.plan import resolve_batch
 from benchmarks import gemm, numerics
 from model.config import parse_config
 from model.init import materialize
@@ -564,7 +564,7 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
         counters["inductor"]["cudagraph_skips"] += refused if step == 1 else 0
 
     monkeypatch.setattr(StepLog, "finish", counting)
-    monkeypatch.setattr("bench.run.uses_cuda_graphs", lambda args, device: True)
+    monkeypatch.setattr("bench.run.life.uses_cuda_graphs", lambda args, device: True)
     argv = [*TINY, "--amp", "off", "--pt-compile", "--compile-mode", "reduce-overhead"]
     with without_inductor():
         assert run_train(*argv, "--output-dir", tmp_path) == 0
@@ -606,7 +606,7 @@ def test_numerics_gate_catches_what_learns_otherwise():
 
 
 def test_gemm_shapes_are_the_models_matmuls():
-    from bench.flops import linear_parameters
+    from bench.formulas.flops import linear_parameters
 
     shape = config("qwen3")
     shapes = gemm.model_shapes(shape, 128)

@@ -15,11 +15,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trace_report
-from bench import profiling
-from bench.breakdown import break_down
-from bench.device import device_name
-from bench.results import Result
-from bench.trace import read_trace
+from bench.measure.device import device_name
+from bench.results.schema import Result
+from bench.run import profiling
+from bench.trace.breakdown import break_down
+from bench.trace.read_trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
 TINY = ["configs/llama-tiny.json", "--seq-len", "64", "--bsz", "4", "--device", "cpu", "--amp", "off",
@@ -175,7 +175,7 @@ def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
     (tmp_path / "roofs.json").write_text(
         json.dumps({device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}})
     )
-    monkeypatch.setattr("bench.hardware.ROOFS_FILE", tmp_path / "roofs.json")
+    monkeypatch.setattr("bench.formulas.hardware.ROOFS_FILE", tmp_path / "roofs.json")
     flags = ["--amp", "bf16", "--profile", "--output-dir", tmp_path / "runs"]
     assert run_train(*TINY, *flags) == 0
     r = only_result(tmp_path / "runs")

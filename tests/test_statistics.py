@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from bench.metrics import RankTimes, fill_rank_metrics, fill_step_metrics
-from bench.results import DeviceUse, Metrics, Result
-from bench.statistics import bootstrap_mean, bootstrap_ratio, describe
-from bench.steps import StepLog
+from bench.formulas.time_statistics import bootstrap_mean, bootstrap_ratio, describe
+from bench.measure.steps import StepLog
+from bench.results.figures import RankTimes, fill_rank_metrics, fill_step_metrics
+from bench.results.schema import DeviceUse, Metrics, Result
 
 
 def test_against_numpy_and_by_hand():

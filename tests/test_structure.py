@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-MODULES = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/*.py"), *ROOT.glob("model/*.py")])
+MODULES = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("model/*.py")])
 
 
 def imports(path) -> set[str]:
@@ -32,22 +32,53 @@ def test_model_knows_nothing_of_the_machinery(path):
 
 
 def test_only_entrypoints_import_the_loop():
-    users = {p.stem for p in MODULES if "bench.loop" in imports(p)}
+    users = {p.stem for p in MODULES if "bench.run.loop" in imports(p)}
     assert users <= {"train", "train_ddp", "train_fsdp"} and users
 
 
 @pytest.mark.parametrize(
     "name",
-    ["model.config", "model.json_keys", "bench.args", "bench.checks", "bench.command_line",
-     "bench.combinations", "bench.flops", "bench.hardware", "bench.results",
-     "bench.statistics", "bench.sizes", "bench.tokens", "bench.console", "prepare_data",
-     "bench.trace", "bench.kernels", "bench.breakdown", "trace_report",
-     "bench.memory_model", "bench.speed_model", "estimate", "sweep", "compare", "doctor",
-     "bench.experiment", "bench.cells", "bench.hyperparameters", "bench.cell_runs",
-     "bench.records", "bench.read_logs", "bench.read_results",
-     "bench.comparison", "bench.baselines", "bench.plots",
-     "bench.log_formats", "bench.ranking", "bench.auto_batch", "bench.tool"],
-)  # fmt: skip
+    [
+        "model.config",
+        "model.json_keys",
+        "bench.settings.flags",
+        "bench.settings.checks",
+        "bench.settings.command_line",
+        "bench.settings.combinations",
+        "bench.formulas.flops",
+        "bench.formulas.hardware",
+        "bench.results.schema",
+        "bench.formulas.time_statistics",
+        "bench.settings.plan",
+        "bench.apply.tokens",
+        "bench.results.console",
+        "prepare_data",
+        "bench.trace.read_trace",
+        "bench.trace.kernel_names",
+        "bench.trace.breakdown",
+        "trace_report",
+        "bench.formulas.memory_model",
+        "bench.formulas.speed_model",
+        "estimate",
+        "sweep",
+        "compare",
+        "doctor",
+        "bench.sweep.experiment",
+        "bench.sweep.grid",
+        "bench.settings.hyperparameters",
+        "bench.sweep.cell_runs",
+        "bench.compare.records",
+        "bench.compare.read_logs",
+        "bench.compare.read_results",
+        "bench.compare.ratios",
+        "bench.compare.gate",
+        "bench.compare.plots",
+        "bench.compare.log_formats",
+        "bench.sweep.ranking",
+        "bench.sweep.auto_batch",
+        "bench.settings.tool_main",
+    ],
+)
 def test_what_only_reads_files_starts_without_torch(name):
     code = f"import {name}, sys, json; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run(

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import sweep
-from bench import auto_batch
-from bench.auto_batch import guess_batch, search_batch, with_largest_batch
-from bench.cell_runs import Rows, cell_key, run_cell
-from bench.cells import differences, make_cells
-from bench.discover import read_records
+from bench.compare.find_results import read_records
+from bench.compare.records import LogFacts
 from bench.errors import UsageError
-from bench.experiment import Experiment, from_command_line, read_experiment, substitute
-from bench.ranking import Ranked, rank, show
-from bench.records import LogFacts
+from bench.sweep import auto_batch
+from bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
+from bench.sweep.cell_runs import Rows, cell_key, run_cell
+from bench.sweep.experiment import Experiment, from_command_line, read_experiment, substitute
+from bench.sweep.grid import differences, make_cells
+from bench.sweep.ranking import Ranked, rank, show
 from model.config import load_config
 from model.hf import save_pretrained
 from model.transformer import Transformer
@@ -143,7 +143,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
-    code = "from bench.tool import run_tool; import time; print('up', flush=True); "
+    code = "from bench.settings.tool_main import run_tool; import time; print('up', flush=True); "
     code += "run_tool(lambda argv: time.sleep(60))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

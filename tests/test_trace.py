@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 import trace_report
-from bench.breakdown import break_down
-from bench.breakdown_parts import matmul_flops_of
 from bench.errors import UsageError
-from bench.intervals import sweep, union
-from bench.kernels import kernel_class, matmul_format, operator_class
-from bench.trace import read_trace
+from bench.trace.breakdown import break_down
+from bench.trace.breakdown_schema import matmul_flops_of
+from bench.trace.kernel_names import kernel_class, matmul_format, operator_class
+from bench.trace.read_trace import read_trace
+from bench.trace.timeline import sweep, union
 from tests.helpers import ROOT
 
 TRACES = ROOT / "tests/traces"

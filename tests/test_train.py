@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bench.args import Args
-from bench.console import table_rows
-from bench.result_file import read_result
-from bench.tokens import write_tokens
+from bench.apply.tokens import write_tokens
+from bench.results.console import table_rows
+from bench.results.result_files import read_result
+from bench.settings.flags import Args
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]

@@ -6,9 +6,9 @@ import warnings
 import torch
 import torch.nn.functional as F
 
-from bench.args import Args
+from bench.apply.precision import AMP_DTYPES
 from bench.errors import UsageError
-from bench.precision import AMP_DTYPES
+from bench.settings.flags import Args
 from model.config import ModelConfig
 
 KERNELS = ("flash", "cudnn", "efficient", "math")

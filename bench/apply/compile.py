@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from bench.args import Args
-from bench.combinations import GRAPH_MODES
 from bench.errors import CompileError
+from bench.settings.combinations import GRAPH_MODES
+from bench.settings.flags import Args
 from model.transformer import Transformer
 
 

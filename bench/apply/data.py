@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from bench.args import Args, total_steps
+from bench.apply.tokens import open_tokens
 from bench.errors import UsageError
-from bench.results import Batch
-from bench.tokens import open_tokens
+from bench.results.schema import Batch
+from bench.settings.flags import Args, total_steps
 from model.config import ModelConfig
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bench.args import Args, window_end
-from bench.precision import LossScaler
+from bench.apply.precision import LossScaler
+from bench.settings.flags import Args, window_end
 
 FUSED_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
 

@@ -5,8 +5,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-from bench.args import Args
 from bench.errors import UsageError
+from bench.settings.flags import Args
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 

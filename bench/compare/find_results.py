@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bench.compare.read_logs import read_log
+from bench.compare.read_results import read_csv, read_json
+from bench.compare.records import LogFacts, Record, check_figures
 from bench.errors import UsageError
-from bench.read_logs import read_log
-from bench.read_results import read_csv, read_json
-from bench.records import LogFacts, Record, check_figures
 
 # What a file of a known kind can make a reader stumble over.
 UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.comparison import Row
+from bench.compare.ratios import Row
 from bench.errors import UsageError
 
 COLOURS = ("#3b6fb6", "#d9822b", "#4c9f70", "#b64a6f", "#7b61a8", "#8c8c3a", "#4aa3a8", "#8a5a44")

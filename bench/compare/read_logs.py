@@ -1,7 +1,7 @@
 """A log of another training suite as a record. Needs no torch.
 
-A log is of the suite most of whose lines it has (bench/log_formats.py); one with none is refused. Of
-several runs in one log the last is taken.
+The suite that wrote most of the lines is the log's suite (bench/compare/log_formats.py). A log without
+any such line is refused. If a log holds several runs, the last one is taken.
 """
 
 import dataclasses
@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from bench.compare.log_formats import PARSERS, Log, Step
+from bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from bench.errors import UsageError
-from bench.log_formats import PARSERS, Log, Step
-from bench.records import LogFacts, Record, steady, unfinished_loss
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:

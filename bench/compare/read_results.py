@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bench.compare.records import Record, steady, unfinished_loss
 from bench.errors import UsageError
-from bench.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
-from bench.records import Record, steady, unfinished_loss
-from bench.result_file import first_problem
-from bench.results import Result
+from bench.results.result_files import first_problem
+from bench.results.schema import Result
+from bench.settings.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
 
 GB_TO_GIB = 1e9 / 2**30
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.comparison import Row
+from bench.compare.ratios import Row
+from bench.compare.records import Record
 from bench.errors import UsageError
-from bench.records import Record
 from bench.tables import markdown_table, memory_text, number
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
@@ -96,7 +96,7 @@ def write(
             console.print(table)
     image = None
     if plot:
-        from bench.plots import draw
+        from bench.compare.plots import draw
 
         draw(rows, directory / "compare.png", tokens)
         image = base64.b64encode((directory / "compare.png").read_bytes()).decode()

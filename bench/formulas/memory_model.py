@@ -2,16 +2,17 @@
 
 The peak is the largest of three moments: in the loss, when all activations are kept; in the backward of
 the last block, when it is gathered and recomputed besides; at the backward's end, when all gradients are
-there. Counted are tensors as our own model makes them (bench/memory_trace.py counts the same by tracing);
-what lives outside PyTorch (CUDA context, communication buffers) and the allocator's gaps are not.
+there. Tensors are counted as our own model makes them; bench/parallel/memory_trace.py counts the same by
+tracing. Memory outside PyTorch (CUDA context, communication buffers) is not counted, nor are the allocator's
+gaps.
 """
 
 import dataclasses
 import math
 
-from bench.args import Args, parse_sac_freq
-from bench.comm import fp8_gather_bytes, gathers_fp8, matmul_bytes, reduce_bytes
-from bench.flops import chosen_blocks
+from bench.formulas.collectives import fp8_gather_bytes, gathers_fp8, matmul_bytes, reduce_bytes
+from bench.formulas.flops import chosen_blocks
+from bench.settings.flags import Args, parse_sac_freq
 from model.chunks import chunk_rows
 from model.config import ModelConfig
 

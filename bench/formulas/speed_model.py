@@ -13,13 +13,11 @@ code stand here. benchmarks/estimate_vs_published.py holds the outcome against w
 import dataclasses
 import math
 
-from bench.args import Args, parse_sac_freq
-from bench.combinations import GRAPH_MODES
-from bench.comm import matmul_bytes, parameter_shapes
-from bench.flops import attended_keys, chosen_blocks
-from bench.hardware import Hardware
-from bench.network_model import communication_time
-from bench.speed_constants import CONSTANTS, Constants
+from bench.formulas.collectives import communication_time, matmul_bytes, parameter_shapes
+from bench.formulas.flops import attended_keys, chosen_blocks
+from bench.formulas.hardware import CONSTANTS, Constants, Hardware
+from bench.settings.combinations import GRAPH_MODES
+from bench.settings.flags import Args, parse_sac_freq
 from model.config import ModelConfig
 
 

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from bench.device import synchronize
+from bench.measure.device import synchronize
 
 # So small that it fits beside any model: 24 MiB in bf16.
 GPU_SIZE, CPU_SIZE = 2048, 256

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.args import Args, profiled_steps
-from bench.compiling import uses_cuda_graphs
-from bench.device import GIB, reset_peak_memory
-from bench.results import Memory, Result
-from bench.steps import StepLog
+from bench.apply.compile import uses_cuda_graphs
+from bench.measure.device import GIB, reset_peak_memory
+from bench.measure.steps import StepLog
+from bench.results.schema import Memory, Result
+from bench.settings.flags import Args, profiled_steps
 
 # Events of the allocator's history that are kept, the latest ones; each is about 1 KiB.
 HISTORY = 200_000

@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from bench.results import DeviceUse
-from bench.sensors import RaplSensor, Sample, Sensor
+from bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
+from bench.results.schema import DeviceUse
 
 # Part of the samples that show a reason of which a counter at rest knows nothing.
 OFTEN = 0.1
@@ -147,9 +147,9 @@ def find_sensor(device: torch.device) -> Sensor:
     if device.type == "cpu":
         return RaplSensor()
     if torch.version.hip:
-        from bench.amd import AmdSensor
+        from bench.measure.sensors.amd import AmdSensor
 
         return AmdSensor(device)
-    from bench.nvidia import NvidiaSensor
+    from bench.measure.sensors.nvidia import NvidiaSensor
 
     return NvidiaSensor(device)

@@ -13,9 +13,33 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bench.clock import Clock, Stamp
-from bench.signals import held
-from bench.stepfile import PARTS, Step
+from bench.results.result_files import PARTS, Step
+from bench.run.failures import held
+
+Stamp = torch.cuda.Event | float
+
+
+class Clock:
+    """Makes stamps in stream order and reads the time between two of them once they have passed."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+
+    def stamp(self) -> Stamp:
+        """Now, as the device sees it: after all work given to it so far."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, stamp: Stamp) -> bool:
+        """Whether the device has reached a stamp; asks without waiting."""
+        return not self.cuda or stamp.query()
+
+    def seconds(self, start: Stamp, end: Stamp) -> float:
+        """Seconds between two stamps that have passed."""
+        return start.elapsed_time(end) / 1e3 if self.cuda else end - start
 
 
 @dataclasses.dataclass
@@ -44,7 +68,7 @@ class StepLog:
         self.pending: deque[_Pending] = deque()
         self.marks: list[tuple[str, Stamp]] = []
         self.last_drain = 0.0
-        # How a range is drawn: a context manager of its name; bench/profiling.py sets it.
+        # How a range is drawn: a context manager of its name; bench/run/profiling.py sets it.
         self.draw: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
         # Allocated once: pinning memory is slow, and would happen inside the window.
         self.values = torch.zeros(n_steps, 2, pin_memory=device.type == "cuda")

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.args import Args
-from bench.dist import collective_timeout
-from bench.fp8_hooks import Fp8
-from bench.precision import AMP_DTYPES
+from bench.apply.fp8.base import Fp8
+from bench.apply.precision import AMP_DTYPES
+from bench.parallel.ranks import collective_timeout
+from bench.settings.flags import Args
 from model.hf import read_pretrained
 from model.init import fill
 from model.transformer import Transformer

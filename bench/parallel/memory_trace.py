@@ -16,13 +16,13 @@ import torch.distributed
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.args import Args
+from bench.apply.optimizer import build_optimizer
+from bench.apply.precision import autocast
+from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
-from bench.optim import build_optimizer
-from bench.parallel import apply_fsdp
-from bench.precision import autocast
-from bench.recompute import apply_recompute
-from bench.sizes import resolve_batch, resolve_recompute
+from bench.parallel.fsdp import apply_fsdp
+from bench.settings.flags import Args
+from bench.settings.plan import resolve_batch, resolve_recompute
 from model.config import ModelConfig
 from model.transformer import Transformer
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
-from bench.device import cpu_count, is_out_of_memory
 from bench.errors import NotJoined, UsageError
+from bench.measure.device import cpu_count, is_out_of_memory
 
 # Where launchers say rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun (which may
 # have started Open MPI's daemons), MPICH.
@@ -147,7 +147,7 @@ def broken_group() -> str | None:
 
 
 def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timedelta:
-    """How long a collective may take. NCCL ends a process without a word: bench/hang.py comes before."""
+    """How long a collective may take. NCCL ends a process silently, so bench/run/hang.py acts first."""
     cuda = device.type == "cuda"
     return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
 

@@ -5,12 +5,12 @@ import sys
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bench.args import parse_sac_freq
-from bench.breakdown_parts import Gaps
-from bench.flops import chosen_blocks
-from bench.results import DeviceUse, Profile, Result
-from bench.stepfile import Step
+from bench.formulas.flops import chosen_blocks
+from bench.results.result_files import Step
+from bench.results.schema import DeviceUse, Profile, Result
+from bench.settings.flags import parse_sac_freq
 from bench.tables import markdown_table, number, show_breakdown
+from bench.trace.breakdown_schema import Gaps
 
 
 class ProgressDisplay:

@@ -3,16 +3,16 @@
 import dataclasses
 import statistics
 
-from bench.args import parse_sac_freq
-from bench.flops import (
+from bench.formulas.flops import (
     PASS_FORWARDS,
     flops_per_token,
     linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.results import POWER_CAP, DeviceUse, RankInfo, Result
-from bench.statistics import describe, drift
-from bench.stepfile import PARTS, Step, finite
+from bench.formulas.time_statistics import describe, drift
+from bench.results.result_files import PARTS, Step, finite
+from bench.results.schema import POWER_CAP, DeviceUse, RankInfo, Result
+from bench.settings.flags import parse_sac_freq
 from model.config import ModelConfig
 
 # Part by which energy and samples of power may differ.
@@ -31,7 +31,7 @@ class RankTimes:
     part_means_s: dict[str, float]
     device: DeviceUse
     memory: dict[str, float | int | None]
-    probe_tflops: float | None  # of its device by itself (bench/probe.py)
+    probe_tflops: float | None  # of its device by itself (bench/measure/matmul_rate.py)
     # Inside the window.
     compile_s: float = 0.0
     n_recompilations: int = 0

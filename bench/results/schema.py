@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from bench.combinations import GRAPH_MODES
+from bench.settings.combinations import GRAPH_MODES
 
 SCHEMA_VERSION = 1
 # Part of the window below which throttled clocks are a sample's chance.

@@ -12,11 +12,11 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from bench.args import Args
-from bench.results import Result
-from bench.stepfile import Step, finite
+from bench.results.result_files import Step, finite
+from bench.results.schema import Result
+from bench.settings.flags import Args
 
-# Those of bench/results.py that runs are compared by.
+# Those of bench/results/schema.py that runs are compared by.
 FINAL_METRICS = (
     "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "model_tflops_per_gpu", "mfu",
     "hfu", "ideal_time_fraction", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib",

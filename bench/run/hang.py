@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.endings import LOST
 from bench.errors import Interrupted, NoStep
+from bench.run.failures import LOST
 
 
 def patience(device: torch.device, timeout_s: float) -> float | None:

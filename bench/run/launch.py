@@ -12,15 +12,14 @@ from pathlib import Path
 
 import torch
 
-from bench import dist
-from bench.args import Args
-from bench.checks import flag_of
-from bench.command_line import parse_args
-from bench.device import cpu_count
-from bench.dist import ALONE, Ranks, find_ranks
-from bench.endings import exit_code
 from bench.errors import Interrupted, UsageError
-from bench.rank_errors import PARENT, has_parent, report
+from bench.measure.device import cpu_count
+from bench.parallel import ranks as dist
+from bench.parallel.ranks import ALONE, Ranks, find_ranks
+from bench.run.failures import PARENT, exit_code, has_parent, report
+from bench.settings.checks import flag_of
+from bench.settings.command_line import parse_args
+from bench.settings.flags import Args
 
 
 def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int:

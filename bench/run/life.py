@@ -15,36 +15,33 @@ from typing import Self
 
 import torch
 
-from bench import dist
-from bench.args import Args, total_steps
-from bench.compiling import compile_counts, uses_cuda_graphs
-from bench.console import ProgressDisplay, print_header, print_result
-from bench.device import peak_memory, reset_peak_memory
-from bench.dist import ALONE, Ranks
-from bench.endings import NO_CAUSE, classify
+from bench.apply.compile import compile_counts, uses_cuda_graphs
+from bench.apply.fp8.base import Fp8
+from bench.apply.precision import LossScaler
 from bench.errors import CompileError, UsageError
-from bench.flops import flops_per_token
-from bench.fp8_hooks import Fp8
-from bench.hang import HangWatch, patience
-from bench.memory import AllocatorRecord
-from bench.metrics import (
+from bench.formulas.flops import flops_per_token
+from bench.measure.device import peak_memory, reset_peak_memory
+from bench.measure.matmul_rate import device_tflops
+from bench.measure.memory import AllocatorRecord
+from bench.measure.power import PowerMeter
+from bench.measure.steps import StepLog
+from bench.parallel import ranks as dist
+from bench.parallel.ranks import ALONE, Ranks
+from bench.results.console import ProgressDisplay, print_header, print_result
+from bench.results.figures import (
     RankTimes,
     fill_flop_metrics,
     fill_rank_metrics,
     fill_step_metrics,
     part_means,
 )
-from bench.opening import open_result
-from bench.power import PowerMeter
-from bench.precision import LossScaler
-from bench.probe import device_tflops
-from bench.rank_errors import first_error, keep_error, report
-from bench.result_file import ResultFile
-from bench.results import Batch
-from bench.signals import handled_by
-from bench.stepfile import StepsFile
-from bench.steps import StepLog
-from bench.tensorboard import TensorBoardFile
+from bench.results.result_files import ResultFile, StepsFile
+from bench.results.schema import Batch
+from bench.results.tensorboard import TensorBoardFile
+from bench.run.failures import NO_CAUSE, classify, first_error, handled_by, keep_error, report
+from bench.run.hang import HangWatch, patience
+from bench.run.provenance import open_result
+from bench.settings.flags import Args, total_steps
 from model.config import ModelConfig
 
 

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bench.args import Args, phase_of, total_steps, window_end
-from bench.compiling import compile_errors_named, uses_cuda_graphs
-from bench.data import Validation, batches
-from bench.device import synchronize
-from bench.dist import meet
-from bench.memory import MemoryReport
-from bench.optim import learning_rate, optimizer_step
-from bench.parallel import average_over_ranks
-from bench.precision import autocast
-from bench.profiling import build_capture
-from bench.run import Run
+from bench.apply.compile import compile_errors_named, uses_cuda_graphs
+from bench.apply.data import Validation, batches
+from bench.apply.optimizer import learning_rate, optimizer_step
+from bench.apply.precision import autocast
+from bench.measure.device import synchronize
+from bench.measure.memory import MemoryReport
+from bench.parallel.fsdp import average_over_ranks
+from bench.parallel.ranks import meet
+from bench.run.life import Run
+from bench.run.profiling import build_capture
+from bench.settings.flags import Args, phase_of, total_steps, window_end
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]

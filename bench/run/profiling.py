@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from bench.args import Args, captured_steps, in_window, profiled_steps
-from bench.breakdown import break_down
-from bench.device import synchronize
-from bench.dist import meet
 from bench.errors import UsageError
-from bench.memory import quiet_profiler
-from bench.metrics import matmul_work
-from bench.results import Profile
-from bench.run import Run
-from bench.trace import read_trace
+from bench.measure.device import synchronize
+from bench.measure.memory import quiet_profiler
+from bench.parallel.ranks import meet
+from bench.results.figures import matmul_work
+from bench.results.schema import Profile
+from bench.run.life import Run
+from bench.settings.flags import Args, captured_steps, in_window, profiled_steps
+from bench.trace.breakdown import break_down
+from bench.trace.read_trace import read_trace
 from model.transformer import Transformer
 
 Draw = Callable[[str], contextlib.AbstractContextManager]

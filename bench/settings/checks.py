@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from bench.args import PROFILER_WARMUP, Args, captured_steps, parse_sac_freq, window_end
-from bench.combinations import GRAPH_MODES, combination_of, refusal
 from bench.errors import UsageError
+from bench.settings.combinations import GRAPH_MODES, combination_of, refusal
+from bench.settings.flags import PROFILER_WARMUP, Args, captured_steps, parse_sac_freq, window_end
 
 
 def check(args: Args, prog: str) -> Args:
@@ -157,7 +157,7 @@ def _check_primary_weights(args: Args) -> None:
 
 
 def check_combination(args: Args, prog: str) -> None:
-    """Refuse toggles that do not go together, as bench/combinations.py says."""
+    """Refuse toggles that do not go together, as bench/settings/combinations.py says."""
     if rule := refusal(combination_of(args, prog)):
         flags = {
             "amp": f"--amp {args.amp}",

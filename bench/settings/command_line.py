@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import tyro
 
-from bench.args import Args
-from bench.checks import check
 from bench.errors import UsageError
+from bench.settings.checks import check
+from bench.settings.flags import Args
 from model.json_keys import ConfigError
 
 Parsed = TypeVar("Parsed")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from bench.args import Args
+from bench.settings.flags import Args
 
 FLAGS = {f.name for f in dataclasses.fields(Args)} - {"config", "output_dir", "run_name"}
 # Flags that say where a run happens or what is looked at, and nothing of the training itself.

@@ -1,6 +1,16 @@
 """Versions of installed libraries, whatever their distribution is called. Needs nothing but Python."""
 
 import importlib.metadata
+from pathlib import Path
+
+
+def detect_platform():
+    """`nvidia` or `amd` by the driver's device files, `cpu` without."""
+    # Linux in Windows (WSL) has no such device file, but the driver's library.
+    if any(Path(p).exists() for p in ("/dev/nvidiactl", "/usr/lib/wsl/lib/libnvidia-ml.so.1")):
+        return "nvidia"
+    return "amd" if Path("/dev/kfd").exists() else "cpu"
+
 
 # AMD's builds of the same modules have names of their own.
 ALSO_CALLED = {

@@ -1,9 +1,9 @@
 """Sizes that follow from arguments, model and ranks together. Needs no torch."""
 
-from bench.args import Args, parse_sac_freq
 from bench.errors import UsageError
-from bench.flops import chosen_blocks
-from bench.results import Batch
+from bench.formulas.flops import chosen_blocks
+from bench.results.schema import Batch
+from bench.settings.flags import Args, parse_sac_freq
 from model.config import ModelConfig
 
 LONGEST_DEFAULT = 4096

@@ -6,15 +6,15 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.cell_runs import Rows, cell_key, outcome, run_cell
-from bench.cells import Cell
-from bench.command_line import parse_args
 from bench.errors import UsageError
-from bench.experiment import Experiment
-from bench.hardware import find_hardware
-from bench.memory_model import estimate_memory, largest_batch
-from bench.sizes import resolve_batch, resolve_seq_len, resolve_shards
-from bench.vendor import detect_platform
+from bench.formulas.hardware import find_hardware
+from bench.formulas.memory_model import estimate_memory, largest_batch
+from bench.settings.command_line import parse_args
+from bench.settings.machine import detect_platform
+from bench.settings.plan import resolve_batch, resolve_seq_len, resolve_shards
+from bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
+from bench.sweep.experiment import Experiment
+from bench.sweep.grid import Cell
 from model.config import load_config
 
 

@@ -16,14 +16,14 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from bench.cells import Cell
 from bench.errors import UsageError
 from bench.files import write_whole
-from bench.result_file import read_result
-from bench.results import Result
+from bench.results.result_files import read_result
+from bench.results.schema import Result
+from bench.sweep.grid import Cell
 from model.config import ConfigError, load_config, model_name
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 METRICS = (
     "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "step_time_mean_s",
     "step_time_std_s", "step_time_cv", "step_time_ci95_low_s", "step_time_ci95_high_s",

@@ -1,6 +1,6 @@
 """What a sweep is asked to run: an experiment file (YAML) or the command line. Needs no torch.
 
-One file serves NVIDIA and AMD: `platforms` holds what differs. bench/cells.py resolves it to cells.
+One file serves NVIDIA and AMD: `platforms` holds what differs. bench/sweep/grid.py resolves it to cells.
 """
 
 import os
@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from bench.errors import UsageError
-from bench.hyperparameters import FLAGS
-from bench.result_file import first_problem
+from bench.results.result_files import first_problem
+from bench.settings.hyperparameters import FLAGS
 
 Platform = Literal["nvidia", "amd", "cpu"]
 Value = bool | int | float | str | None

@@ -4,14 +4,14 @@ import dataclasses
 import itertools
 from typing import Any, get_args, get_type_hints
 
-from bench.args import Args
-from bench.checks import flag_of
-from bench.command_line import parse_args
 from bench.errors import UsageError
-from bench.experiment import Experiment, Flags, Machine, Platform, Value
-from bench.hardware import find_hardware
-from bench.hyperparameters import FLAGS, differing
-from bench.sizes import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
+from bench.formulas.hardware import find_hardware
+from bench.settings.checks import flag_of
+from bench.settings.command_line import parse_args
+from bench.settings.flags import Args
+from bench.settings.hyperparameters import FLAGS, differing
+from bench.settings.plan import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
+from bench.sweep.experiment import Experiment, Flags, Machine, Platform, Value
 from model.config import ConfigError, load_config, model_name
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from bench.cell_runs import METRICS, Row
-from bench.statistics import bootstrap_mean
+from bench.formulas.time_statistics import bootstrap_mean
+from bench.sweep.cell_runs import METRICS, Row
 from bench.tables import markdown_table, memory_text, number
 
 

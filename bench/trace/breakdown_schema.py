@@ -5,8 +5,8 @@ import itertools
 import math
 from collections import Counter
 
-from bench.kernels import ELEMENTWISE, LOSS, MATMUL, OPTIMIZER
-from bench.trace import Span
+from bench.trace.kernel_names import ELEMENTWISE, LOSS, MATMUL, OPTIMIZER
+from bench.trace.read_trace import Span
 
 HOST = "host"
 N_COSTLIEST = 10

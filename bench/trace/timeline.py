@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from bench.kernels import COMMUNICATION, COPIES
+from bench.trace.kernel_names import COMMUNICATION, COPIES
 
 IDLE = "idle"
 

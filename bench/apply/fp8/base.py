@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.optim import FUSED_ADAMW
-from bench.results import Fp8Info
+from bench.apply.optimizer import FUSED_ADAMW
+from bench.results.schema import Fp8Info
 
 
 @dataclasses.dataclass

@@ -2,11 +2,11 @@
 
 import torch
 
-from bench.args import Args
-from bench.fp8_hooks import Fp8
-from bench.fp8_te import apply_te
-from bench.fp8_torchao import apply_torchao
-from bench.results import Batch
+from bench.apply.fp8.base import Fp8
+from bench.apply.fp8.te import apply_te
+from bench.apply.fp8.torchao import apply_torchao
+from bench.results.schema import Batch
+from bench.settings.flags import Args
 from model.transformer import Transformer
 
 

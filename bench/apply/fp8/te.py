@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bench.args import Args
+from bench.apply.fp8.base import Fp8
 from bench.errors import UsageError
-from bench.fp8_hooks import Fp8
-from bench.results import Batch, Fp8Info
+from bench.results.schema import Batch, Fp8Info
+from bench.settings.flags import Args
 from model import te as te_blocks
 from model.config import ModelConfig
 from model.transformer import Transformer

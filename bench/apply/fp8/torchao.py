@@ -6,10 +6,10 @@ import os
 import torch
 from torch import nn
 
-from bench.args import Args
+from bench.apply.fp8.base import Fp8
 from bench.errors import UsageError
-from bench.fp8_hooks import Fp8
-from bench.results import Fp8Info
+from bench.results.schema import Fp8Info
+from bench.settings.flags import Args
 from model.transformer import Transformer
 
 

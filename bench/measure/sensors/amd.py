@@ -5,8 +5,8 @@ import os
 
 import torch
 
-from bench.results import POWER_CAP
-from bench.sensors import Sample
+from bench.measure.sensors.sensor import Sample
+from bench.results.schema import POWER_CAP
 
 # Accumulators of the GPU's metrics that grow while a reason holds the clocks down, together with
 # `accumulation_counter`.

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from bench.results import POWER_CAP
-from bench.sensors import Sample
+from bench.measure.sensors.sensor import Sample
+from bench.results.schema import POWER_CAP
 
 # Bits of the current clock event reasons (nvml.h); those left out do not mean a slower clock.
 REASONS = {

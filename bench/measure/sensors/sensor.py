@@ -20,7 +20,7 @@ class Sample:
 
 
 class Sensor(Protocol):
-    """What bench/power.py asks of a device."""
+    """What bench/measure/power.py asks of a device."""
 
     source: str
 

@@ -1,0 +1,1 @@
+"""Changes to a model or its data: attention, compilation, recomputation, precision, optimizer."""

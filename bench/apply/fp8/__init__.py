@@ -1,0 +1,1 @@
+"""FP8 by Transformer Engine or torchao."""

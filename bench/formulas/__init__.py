@@ -1,0 +1,1 @@
+"""Numbers in, numbers out: FLOPs, memory, speed, collectives, hardware. No torch, no flags."""

@@ -1,0 +1,1 @@
+"""Several ranks: joining them, the device mesh, DDP, FSDP."""

@@ -1,0 +1,1 @@
+"""A result: its schema, its files, its figures, and how they are shown."""

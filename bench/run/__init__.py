@@ -1,0 +1,1 @@
+"""One run's life: start, measured window, loop, profiling, failures, hangs, launch."""

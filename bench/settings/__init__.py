@@ -1,0 +1,1 @@
+"""Flags, checks, combinations, and the plan that they resolve to."""

@@ -1,0 +1,1 @@
+"""Many settings: the experiment, its grid, their runs, the ranking, the largest batch."""

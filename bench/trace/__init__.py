@@ -1,0 +1,1 @@
+"""Reading a trace and saying where the time went."""
