@@ -1,7 +1,7 @@
 # make demo      train a small Llama on Python's own standard library, on the CPU or a GPU
 # make test      lint and all tests that need no GPU
-# make gpu-check the tests that need one, then the benchmarks worth having on one
-# make bench     what measures the project itself; results go to benchmarks/results/
+# make gpu-check the tests that need a GPU, then the benchmarks worth having on one
+# make bench     the benchmarks of the project itself; results go to benchmarks/results/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -34,18 +34,18 @@ test: lint
 test-cells: $(READY)
 	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
 
-# One benchmark that fails (a limit, an absent library) keeps no other from running.
+# A benchmark that fails (a limit, an absent library) does not stop the others.
 each = @failed=; for name in $(2); do echo "== $$name"; $(1) benchmarks/$$name.py || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# On a machine whose own Python has torch with CUDA or ROCm: make gpu-check PY=python3
+# If the machine's own Python has torch with CUDA or ROCm: make gpu-check PY=python3
 PY ?= $(BIN)/python
 gpu-check:
 	@failed=0; $(MAKE) gpu-test || failed=1; $(MAKE) gpu-bench || failed=1; exit $$failed
 
-# In parts, where a command may not run that long: PART=transformer_engine, PART=torchao, and
-# PART="gpu and not transformer_engine and not torchao". Most of the time is the compiler's: with many
-# cores and 30 GiB on the GPU for each, JOBS=4 runs as many at once.
+# In parts, if a command may not run that long: PART=transformer_engine, PART=torchao, and PART="gpu
+# and not transformer_engine and not torchao". Most of the time is spent compiling: with many cores
+# and 30 GiB on the GPU for each job, JOBS=4 runs four at once.
 PART ?= gpu
 gpu_pytest = $(PY) -m pytest tests/test_gpu.py -vv --tb=short -o faulthandler_timeout=240
 gpu-test: $(if $(filter $(BIN)/python,$(PY)),$(READY))

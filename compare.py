@@ -90,7 +90,8 @@ def main(argv: Sequence[str]) -> int:
             for record in records:
                 record.model, record.model_hash = "one model", None
         identical = args.methodology == "identical_config"
-        prices = prices_of(args.experiment, args.usd_per_hour, args.tdp_w)
+        machines = machines_of(args.experiment) if args.experiment else {}
+        prices = prices_of(machines, args.usd_per_hour, args.tdp_w)
         check_prices(prices, records)
         rows = compare(records, prices, args.tokens, args.reference, identical)
         show(rows, args.tokens)

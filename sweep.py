@@ -29,7 +29,7 @@ from bench.settings.command_line import parse_dataclass, tool
 from bench.settings.machine import detect_platform
 from bench.settings.tool_main import run_tool
 from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
-from bench.sweep.cell_runs import Row, Rows, cell_key, outcome, run_cell
+from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
 from bench.sweep.experiment import Experiment, Platform, from_command_line, read_experiment
 from bench.sweep.grid import Cell, differences, make_cells
 from bench.sweep.ranking import rank, show, write_csv
@@ -141,7 +141,7 @@ def run_all(
     directory: Path,
     args: SweepArgs,
     platform: Platform,
-) -> list[Row]:
+) -> list[CellRow]:
     """Run what has no row yet: all settings once, then all of them again, and so on.
 
     Returns the rows of all of it, those from before first.

@@ -20,9 +20,10 @@ from rich.console import Console
 from bench.errors import UsageError
 from bench.settings.command_line import parse_dataclass, tool
 from bench.settings.tool_main import run_tool
-from bench.tables import markdown_table, milliseconds, short, show_breakdown
+from bench.tables import markdown_table, milliseconds, short
 from bench.trace.breakdown import break_down
 from bench.trace.breakdown_schema import Breakdown
+from bench.trace.breakdown_table import show_breakdown
 from bench.trace.read_trace import Trace, read_trace
 
 Key = TypeVar("Key")
@@ -64,7 +65,7 @@ def understand(path: str) -> tuple[Trace, Breakdown]:
     # Where that has no rate, attention's matmuls are among them, and the run's FLOPs not all.
     flops = run.get("matmul_flops") if run.get("matmul_tflops") else None
     b = break_down(trace, flops)
-    return trace, dataclasses.replace(b, matmul_roof_fraction=run.get("matmul_roof_fraction"))
+    return trace, b.model_copy(update={"matmul_roof_fraction": run.get("matmul_roof_fraction")})
 
 
 def profile_of_run(path: str) -> dict:
@@ -80,7 +81,7 @@ def as_json(trace: Trace, b: Breakdown) -> dict:
     """The breakdown as plain data."""
     return (
         {"trace": trace.path, "device": trace.device_name}
-        | dataclasses.asdict(b)
+        | b.model_dump()
         | {"matmul_tflops": b.matmul_tflops}
     )
 
@@ -93,10 +94,7 @@ def print_one(console: Console, trace: Trace, b: Breakdown) -> None:
         else "no marked steps, taken as one"
     )
     console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
-    show_breakdown(
-        console, "class", b.classes, b.step_time_s, b.communication_overlapped_s, b.host_gaps,
-        b.matmul_tflops, b.matmul_roof_fraction, b.costliest,
-    )  # fmt: skip
+    show_breakdown(console, "class", b)
 
 
 def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Breakdown]) -> None:
@@ -104,7 +102,7 @@ def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Brea
     before, after = found
     for which, trace in zip(("before", "after"), traces, strict=True):
         console.print(f"{which}: {trace.path}: {trace.device_name or 'device not named'}")
-    rows = changes(before.classes, after.classes)
+    rows = changes(before.classes_s, after.classes_s)
     table = markdown_table("class", "before, ms", "after, ms", "change, ms", "change")
     for name, a, b in [*rows, ("step", before.step_time_s, after.step_time_s)]:
         table.add_row(

@@ -23,19 +23,19 @@ from bench.run.provenance import describe_environment
 from bench.settings.command_line import parse_args
 
 RESULTS = Path(__file__).parent / "results"
-LONGEST_RUN_S = 420  # 40 steps of three seconds and their compilation, and as long again
+LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation
 
 
 def device_of_runs() -> torch.device:
-    """The device that train.py takes, left alone: what we did on it would make it a shared one."""
+    """The device that train.py takes, left alone: our own use would make it shared."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Call each in turn, round after round, after one round that does not count.
 
-    A contestant returns its seconds per step. Interleaved, a machine that changes its speed changes
-    it for all.
+    A contestant returns its seconds per step. Because they are interleaved, a machine that changes
+    its speed changes it for all.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(rounds + 1):
@@ -49,9 +49,9 @@ def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict
 
 @contextlib.contextmanager
 def processes(script: str, names: list[str]) -> Iterator[dict[str, Callable[[], float]]]:
-    """One contestant a process, each started as `script --contestant NAME`; see `serve`.
+    """One process per contestant, started as `script --contestant NAME`; see `serve`.
 
-    Apart, so that no contestant's settings of the process (allocator, threads) favour another.
+    They are apart, so that no contestant's process settings (allocator, threads) favour another.
     """
     started = {
         name: subprocess.Popen(
@@ -108,9 +108,9 @@ def run_train(*argv: object) -> Result:
 
 
 def run_train_apart(*argv: object) -> Result:
-    """The same in a process of its own, which nothing of earlier runs can reach.
+    """The same in a separate process, which nothing of earlier runs can reach.
 
-    RuntimeError with the last line it printed where it fails, out of memory too, or has no end.
+    Raises RuntimeError with its last line if it fails (out of memory too) or does not end.
     """
     command = [sys.executable, str(RESULTS.parents[1] / "train.py"), *map(str, argv)]
     try:
@@ -165,7 +165,7 @@ def report(
 
 
 def run_record(result: Result) -> dict:
-    """What is kept of a run: its figures, and all that tells whether they are to be trusted."""
+    """The kept part of a run: its figures, and all that tells whether to trust them."""
     kept = result.model_dump(mode="json", include={
         "args", "batch", "fp8", "attention_kernel", "metrics", "memory", "devices", "notes",
         "step_times_s", "warmup_step_times_s", "started_at",
@@ -185,7 +185,7 @@ def save(
 ) -> Path:
     """Write a result file that says where and when it was measured; returns its path.
 
-    With `replaces` it is written in the place of an earlier one, of which it has all there was.
+    With `replaces` it takes the place of an earlier file, and has all that was in that one.
     """
     now = datetime.datetime.now(datetime.UTC)
     environment = describe_environment(device)

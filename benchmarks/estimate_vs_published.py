@@ -38,7 +38,7 @@ def predicted(row: dict) -> float:
     argv = [str(ROOT / row["config"]), "--bsz", str(row["bsz"]), *flags]
     args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
     gpu = find_hardware(row["gpu"])
-    # A part with less power runs its matmuls slower; its memory is told apart in `note`.
+    # A part with less power runs its matmuls slower; `note` says if its memory differs.
     slower = {
         name: value and value * row["clock"]
         for name in ("bf16_tflops", "fp8_tflops", "measured_bf16_tflops", "measured_fp8_tflops")
@@ -65,7 +65,7 @@ def errors(rows: list[dict]) -> list[float]:
 
 
 def own_rows() -> list[dict]:
-    """The same of our own results on GPUs that lie in benchmarks/results, however deep."""
+    """The same for our own GPU results in benchmarks/results, at any depth."""
     rows = []
     for path in sorted((Path(__file__).parent / "results").rglob("result.json")):
         r = read_result(path)

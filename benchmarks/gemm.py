@@ -2,9 +2,10 @@
 
     python benchmarks/gemm.py [CONFIG ...] [--tokens N] [--seconds S] [--heat S]
 
-Measures the matmuls of the models' own linear layers, forward and both gradients in their layouts, and
-large squares, one after the other on a warm device, on normally distributed data (zeros draw less power
-and run faster). On a GPU the rates of the best shapes go into configs/roofs.json, where runs find them.
+Measures the matmuls of the models' own linear layers (forward and both gradients, in their layouts)
+and large squares. They run one after the other on a warm device, on normally distributed data
+(zeros draw less power and run faster). On a GPU the rates of the best shapes go into
+configs/roofs.json, where runs find them.
 """
 
 import argparse
@@ -37,9 +38,9 @@ COPIES = 4  # operands taken in turn, so that they do not stay in the cache
 def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, int, str]]:
     """(M, N, K, layout) of the matmuls of a block's linear layers and of the head, by name.
 
-    The layout says which operands lie transposed in memory, as training has them, in cuBLAS' letters,
-    which name the second operand first: TN forward (x w^T, the weight is stored out x in), NN for the
-    gradient of the input (g w), NT for that of the weight (g^T x).
+    The layout says which operands lie transposed in memory, as training has them. Its letters are
+    cuBLAS', which name the second operand first: TN forward (x w^T, the weight is stored out x in),
+    NN for the gradient of the input (g w), NT for that of the weight (g^T x).
     """
     head = (-(-config.vocab_size // 128) * 128, config.hidden_size)
     sizes = config.block_shapes() | {"head": head}  # out, in
@@ -52,14 +53,14 @@ def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, 
 
 
 def bf16_matmul(m: int, n: int, k: int, layout: str, device: torch.device) -> Call:
-    """A function of the round number: one of several products of random matrices."""
+    """A function of the round number that computes one of several products of random matrices."""
 
     def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
         if transposed:
             return torch.randn(columns, rows, device=device, dtype=torch.bfloat16).t()
         return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
 
-    # Of row-major matrices: forward is x w^T, the input's gradient g w, the weight's g^T x.
+    # With row-major matrices, forward is x w^T, the input's gradient g w, the weight's g^T x.
     a = [matrix(m, k, layout == "NT") for _ in range(COPIES)]
     b = [matrix(k, n, layout == "TN") for _ in range(COPIES)]
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
@@ -74,7 +75,7 @@ def fp8_matmul(
     Always in the one layout that Hopper has FP8 matmuls for; libraries transpose where needed. `fast`
     adds up with fewer bits, as libraries do in the forward pass only.
     """
-    # MI300 has its own e4m3, whose range is half.
+    # MI300 has its own e4m3, with half the range.
     fnuz = torch.version.hip and "gfx94" in torch.cuda.get_device_properties(device).gcnArchName
     e4m3 = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
     a = [torch.randn(m, k, device=device).to(e4m3) for _ in range(COPIES)]
@@ -166,7 +167,7 @@ def main() -> None:
 def roof(rows: list[dict]) -> dict[str, float]:
     """The rates of the best shapes, by their medians: a single lucky batch is no roof.
 
-    In FP8 of a training step: one forward matmul with fast sums, and two of the backward without.
+    In FP8 it is that of a training step: one forward matmul with fast sums, two backward without.
     """
     top = {
         kind: max(row["median_tflops"] for row in rows if row["format"] == kind)

@@ -2,8 +2,8 @@
 
     python benchmarks/loss.py [--rounds N]
 
-Time forward and backward, interleaved, and the peak memory at vocabulary 128256 and sequence 8192
-(on a CPU in a process of its own each, by resident size).
+Times forward and backward, interleaved, and measures the peak memory at vocabulary 128256 and
+sequence 8192 (on a CPU by resident size, each in a separate process).
 """
 
 import argparse

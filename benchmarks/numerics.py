@@ -4,8 +4,8 @@
 
 Trains a small model on real text (Python's standard library), once per setting, and reports how far
 each curve runs from the fp32 one. Limits: compiled fp32 within 1e-4 at each of the first 20 steps;
-over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 % of the loss. Beyond them, or where a
-setting of --settings could not run, the exit code is 1. FP8 is emulated on a CPU.
+over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 % of the loss. The exit code is 1
+beyond a limit, or if a setting of --settings could not run. FP8 is emulated on a CPU.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def plot(curves: dict[str, np.ndarray], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train every setting, each in a process of its own, report, plot; see `exit_code`."""
+    """Train every setting in a separate process, report, plot; see `exit_code`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
@@ -129,9 +129,7 @@ def main(argv: list[str] | None = None) -> int:
             argv = [*common, "--data", text / "train.bin", *known[name], "--output-dir", out]
             try:
                 run_train_apart(*argv)
-            except (
-                RuntimeError
-            ) as error:  # a library that is not here, or what no other has to share
+            except RuntimeError as error:  # an absent library, or a failure of this setting alone
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue

@@ -1,4 +1,4 @@
-"""What the machinery costs: train.py against a bare loop over the same model, interleaved.
+"""Cost of the machinery: train.py against a bare loop over the same model, interleaved.
 
     python benchmarks/overhead.py [--rounds N]
 
@@ -37,7 +37,7 @@ WARMUP = 5
 
 
 def bare_step(path: str, bsz: int, T: int, bf16: bool, device: torch.device) -> Callable[[], None]:
-    """The same step in as few lines as PyTorch allows, over a model of its own."""
+    """The same step in as few lines as PyTorch allows, over a separate model."""
     config = load_config(path)
     with torch.device("meta"):
         model = Transformer(config, T)
@@ -59,7 +59,7 @@ def bare_step(path: str, bsz: int, T: int, bf16: bool, device: torch.device) -> 
 def bare_loop(n: int, device: torch.device, *case) -> float:
     """Seconds per step of n bare steps, the model built anew."""
     step = bare_step(*case, device)
-    with uncollected():  # as in train.py, whose other costs are looked for here
+    with uncollected():  # as in train.py: its other costs are measured here
         time_steps(step, WARMUP, device)
         return time_steps(step, n, device)
 
@@ -67,10 +67,10 @@ def bare_loop(n: int, device: torch.device, *case) -> float:
 def step_by_step(
     argv: list, n: int, device: torch.device, *case
 ) -> tuple[list[float], list[float]]:
-    """Times [s] of train.py's measured steps and of the bare step taken between each two of them.
+    """Times [s] of train.py's measured steps, and of a bare step after each of them.
 
-    Closer together than whole runs, between which a shared machine changes its speed by more than
-    what is looked for. Not for a GPU, whose queue the waiting in between would keep empty.
+    These are closer together than whole runs: between runs a shared machine changes its speed by
+    more than this cost. Not for a GPU: waiting between steps would keep its queue empty.
     """
     bare = bare_step(*case, device)
     bare_times: list[float] = []
@@ -89,7 +89,7 @@ def step_by_step(
         tempfile.TemporaryDirectory() as out,
     ):
         result = run_train(*argv, "--output-dir", out)
-    # What train.py's clock saw of a step holds the bare step before it, but for the window's first.
+    # train.py's time of a step includes the bare step before it, except for the window's first.
     between = [0.0, *bare_times[WARMUP:-1]]
     ours = [t - b for t, b in zip(result.step_times_s, between, strict=True)]
     return ours, bare_times[WARMUP:]

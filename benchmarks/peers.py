@@ -4,7 +4,7 @@
 
 On a CPU 6 layers, 6 heads, 384 wide, T 256, B 8, vocabulary 65, in fp32; on a GPU GPT-2 124M, T 1024,
 B 32, in bf16. AdamW fused, gradients clipped, no dropout. transformers runs in the barest loop, ours
-with all its measuring; each in a process of its own.
+with all its measuring; each in a separate process.
 """
 
 import argparse
@@ -40,7 +40,7 @@ ABOUT = (
 
 
 def peer(compiled: bool):
-    """The function of some training steps of transformers' model, warmed up; seconds per step."""
+    """A function that runs warmed-up training steps of transformers' model: seconds per step."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**SHAPE)
     model = transformers.AutoModelForCausalLM.from_config(config).to(DEVICE)

@@ -2,10 +2,10 @@
 
     python benchmarks/precision.py [--rounds N] [--cases NAME,...] [--formats NAME,...] [--output-dir DIR]
 
-Prints tokens/s, TFLOP/s (causal), MFU, peak memory and tokens per joule, and keeps each run's figures
-whole, after every run. Every round has another order, so that no format has always the same one
-before it; each warms the device up itself. A format that the device or an absent library refuses is
-reported as such and left out; a run that was disturbed (throttled, compiling) is marked.
+Prints tokens/s, TFLOP/s (causal), MFU, peak memory and tokens per joule, and keeps all figures of
+each run, after every run. Each round uses another order, so that no format always follows the same
+one. Each run warms the device up itself. A format that the device or an absent library refuses is
+reported and left out. A disturbed run (throttled, compiling) is marked.
 """
 
 import argparse
@@ -32,8 +32,8 @@ FORMATS = {
     "fp8 torchao rowwise": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise"],
     "fp8 torchao gw_hp": ["--use-fp8", "--pt-compile", "--fp8-recipe", "rowwise_with_gw_hp"],
 }
-# Micro batches over which a step's optimizer and casts of weights are spread: in bf16, eager, 42 to 123
-# GiB by estimate.py. A smaller GPU reports what does not fit.
+# Micro batches large enough to spread the cost of a step's optimizer and casts of weights: in bf16,
+# eager, 42 to 123 GiB by estimate.py. A smaller GPU reports what does not fit.
 GPU_CASES = {
     "gpt2-125m T1024": ["configs/gpt2-125m.json", "--bsz", 128, "--seq-len", 1024],
     "gpt2-1.5b T1024": ["configs/gpt2-1.5b.json", "--bsz", 32, "--seq-len", 1024],
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(case: str, flags: list, formats: list[str], args: argparse.Namespace, device) -> None:
-    """One case in every format, round after round; a file that every run replaces."""
+    """One case in every format, round after round; every run replaces the file."""
     measured: dict[str, list[dict]] = {}
     refused: dict[str, str] = {}
     path, slug = None, "".join(c if c.isalnum() else "-" for c in case)

@@ -2,7 +2,7 @@
 
     python benchmarks/recompute.py [--rounds N] [--output-dir DIR]
 
-Prints a table and keeps every run whole. A setting that does not fit the device is named as such.
+Prints a table and keeps all of every run. A setting that does not fit the device is reported.
 """
 
 import argparse
@@ -28,7 +28,7 @@ GPU_CASES = {
     "gpt2-1.5b T1024": ["configs/gpt2-1.5b.json", "--bsz", 16, "--seq-len", 1024],
     "llama-70b-proxy T4096": ["configs/llama-70b-proxy.json", "--bsz", 2, "--seq-len", 4096],
 }
-# Memory by kind is looked at on request there.
+# A CPU reports memory by kind on request only.
 CPU_CASES = {
     "llama-tiny T256": [
         "configs/llama-tiny.json",

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What launch.sh and launch_amd.sh share; sourced by them. They set: script, vendor, image, build, and the
-# functions find_gpus (sets n_gpus, or fails with a message) and gpu_arguments (fills args).
+# Shared by launch.sh and launch_amd.sh, which source it. They set script, vendor, image, build, and
+# the functions find_gpus (sets n_gpus, or fails with a message) and gpu_arguments (fills args).
 set -euo pipefail
 : "${script:?}" "${vendor:?}" "${image:?}" "${build:?}"
 
@@ -8,7 +8,7 @@ repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 workdir=/workspace/llm-train-bench
 root=${BENCH_TEST_ROOT:-} # tests put other /dev, /sys and /proc trees before the paths looked at
 
-die() { # one line, what helps after it
+die() { # one line: the problem, then what helps
     echo "$script: $1" >&2
     exit "${2:-1}"
 }
@@ -18,8 +18,8 @@ usage() {
 Usage: docker/$script [OPTIONS] [COMMAND ...]
 
 Starts a container with this repository, all GPUs, shared memory, RDMA devices and caches, as your own user,
-and runs COMMAND in it (by default a shell). If it runs already, COMMAND runs in it, with its GPUs and
-directories, and ends with the command it was started with; --name starts another.
+and runs COMMAND in it (by default a shell). If the container runs already, COMMAND runs in it, with
+its GPUs and directories, and ends when the container's first command ends; --name starts another.
 
   --gpus LIST      which GPUs: all (default), or numbers: 0,1
   --cpu            no GPUs, and the image llm-train-bench:cpu
@@ -88,7 +88,7 @@ parse() {
     asked=${asked:-${BENCH_IMAGE:-}}
     image=${asked:-$image}
     [[ $gpus =~ ^(all|[0-9]+(,[0-9]+)*)$ ]] || die "--gpus $gpus: must be all, or numbers: 0,1" 2
-    user_name=$(id -un 2>/dev/null || id -u) # a number where nobody knows the name
+    user_name=$(id -un 2>/dev/null || id -u) # the number if the name is unknown
     container=${container:-llm-train-bench-${user_name//[^A-Za-z0-9_.-]/_}-$vendor}
     output=$(absolute "${output:-$repo/runs}")
     cache=$(absolute "$cache")
@@ -130,7 +130,7 @@ find_engine() {
     fi
 }
 
-short_name() { # podman tells an image's name in full
+short_name() { # podman gives an image's full name
     local name=${1#localhost/}
     name=${name#docker.io/}
     name=${name#library/}
@@ -139,7 +139,7 @@ short_name() { # podman tells an image's name in full
 
 find_image() {
     "$engine" image inspect "$image" >/dev/null 2>&1 || die "no image $image; build it: $build"
-    # A container cannot know what image it runs: the run records what is told here.
+    # A container cannot know its image: the run records the digest passed in here.
     digest=$("$engine" image inspect --format \
         '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' "$image")
 }
@@ -154,7 +154,7 @@ user_arguments() {
         user=0:0 # rootless docker: root inside is you
     fi
     if [ -n "$podman$selinux" ]; then
-        args+=(--security-opt label=disable) # or the mounted directories cannot be read
+        args+=(--security-opt label=disable) # otherwise the mounted directories cannot be read
     fi
     args+=(--user "$user")
     # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
@@ -181,29 +181,29 @@ mount_arguments() {
 network_arguments() {
     args+=(--network host --ipc=host --ulimit stack=67108864)
     if [ -z "$rootless" ] || [ "$(ulimit -H -l)" = unlimited ]; then
-        args+=(--ulimit memlock=-1) # who is not root cannot raise it, and the engine would not start
+        args+=(--ulimit memlock=-1) # a rootless engine cannot raise it and would not start
     fi
     if [ -d "$root/dev/infiniband" ] && [ -n "$(ls -A "$root/sys/class/infiniband" 2>/dev/null)" ]; then
         args+=(--device /dev/infiniband --cap-add IPC_LOCK)
     fi
 }
 
-# Variables of the host that concern a run: they go before those of the image and of amd.env.
+# Variables of the host that concern a run: they override those of the image and of amd.env.
 passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP)_'
 passed_on+='|^CUDA_VISIBLE_DEVICES$|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
 
-# What lies where on the host is not where it lies in the image.
+# Paths on the host are not those in the image.
 kept_back='_(PATH|HOME|DIR|PLATFORM)$'
 
 environment_arguments() {
     local name revision
     while IFS= read -r name; do
-        # With --gpus the container has no others, and numbers its own from 0.
+        # With --gpus the container has these GPUs only, and numbers them from 0.
         if [ "$gpus" = all ] || [[ $name != *_VISIBLE_DEVICES ]]; then
             args+=(-e "$name")
         fi
     done < <(compgen -e | grep -E "$passed_on" | grep -Ev "$kept_back" | sort)
-    # The mounted tree's, not the image's.
+    # The revision of the mounted tree, not of the image.
     revision=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)
     args+=(-e "BENCH_GIT_SHA=$revision")
 }
@@ -240,7 +240,8 @@ main() {
     IFS='|' read -r state its_image its_tree < <("$engine" container inspect --format \
         '{{.State.Running}}|{{.Config.Image}}|{{index .Config.Labels "llm-train-bench.tree"}}' "$container" 2>/dev/null || true) || true
     if [ -n "$state" ]; then
-        [ -z "$fixed" ] || die "$fixed: container $container is there already, with its own; --name starts another"
+        [ -z "$fixed" ] ||
+            die "$fixed: container $container is there, and cannot change it; --name starts another"
         [ -z "$asked" ] || [ "$(short_name "$asked")" = "$(short_name "$its_image")" ] ||
             die "--image $asked: container $container is there already, of $its_image; --name starts another"
         [ "$its_tree" = "$repo" ] ||

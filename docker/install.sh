@@ -22,7 +22,7 @@ PY
 }
 
 freeze >"$directory/base.txt"
-# The image's makers built these against each other; of torchao we need no more than its Python.
+# The image's makers built these against each other; we need only the Python part of torchao.
 grep -iE '^(torch|triton|pytorch[-_]triton|transformer[-_]engine|flash[-_]attn|nvidia[-_]|numpy|apex|aiter|amd)' \
     "$directory/base.txt" | grep -viE '^torchao==' >"$directory/kept.txt" || true
 

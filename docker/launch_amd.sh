@@ -9,7 +9,8 @@ find_gpus() {
     [ -e "$root/dev/kfd" ] || die "no /dev/kfd: load AMD's driver (sudo modprobe amdgpu), or --cpu to go without"
     [ -r "$root/dev/kfd" ] && [ -w "$root/dev/kfd" ] ||
         die "/dev/kfd is not yours to use: sudo usermod -aG render,video $user_name, then log in again"
-    # Not each render node is a GPU: an MI300X outside a virtual machine has eight. CPUs have no SIMD units.
+    # Not every render node is a GPU: an MI300X outside a virtual machine has eight. CPUs have no
+    # SIMD units.
     local properties
     nodes=()
     for properties in $(compgen -G "$root/sys/class/kfd/kfd/topology/nodes/*/properties" | sort -V); do

@@ -74,8 +74,11 @@ class ModelConfig:
         """Numbers of all key heads of a position, and as many of values."""
         return self.num_key_value_heads * self.head_dim
 
-    def block_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a block's linear layers; `up` is gate and up together in a gated MLP."""
+    def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        """(out, in) of a block's linear layers; `up` is gate and up together in a gated MLP.
+
+        All blocks of the families here are alike; formulas ask for each, so that they need not be.
+        """
         d, f = self.hidden_size, self.intermediate_size
         return {
             "qkv": (self.query_size + 2 * self.kv_size, d),

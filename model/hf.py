@@ -48,6 +48,10 @@ LLAMA_NAMES = {
 }
 
 
+# A parameter's name to the files and tensors that make it up.
+Pretrained = dict[str, list[tuple[Path, str]]]
+
+
 def hf_names(config: ModelConfig, name: str) -> list[str]:
     """The Hugging Face tensors that, stacked along dimension 0, make up our parameter `name`."""
     gpt2 = config.model_type == "gpt2"
@@ -92,14 +96,14 @@ def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, 
         yield hf_name, part.contiguous()
 
 
-def check_pretrained(
-    model: Transformer, directory: str | Path
-) -> dict[str, list[tuple[Path, str]]]:
+def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretrained | None:
     """Where each parameter of a (meta-device) model lies in a directory of safetensors.
 
-    ConfigError if a tensor is missing, does not fit, or the directory's config says another model;
+    None without a directory. ConfigError if a tensor is missing, does not fit, or the directory's config says another model;
     only the files' headers are read.
     """
+    if directory is None:
+        return None
     directory, config = Path(directory), model.config
     if (directory / "config.json").exists():
         theirs = load_config(directory, config.vocab_multiple)
@@ -136,16 +140,7 @@ def check_pretrained(
     return found
 
 
-@torch.no_grad()
-def load_pretrained(model: Transformer, found: dict[str, list[tuple[Path, str]]]) -> None:
-    """Fill a materialised model from what check_pretrained found, one parameter at a time."""
-    for name, parameter in model.weights():
-        read_pretrained(parameter, name, model.config, found)
-
-
-def read_pretrained(
-    parameter: Tensor, name: str, config: ModelConfig, found: dict[str, list[tuple[Path, str]]]
-) -> None:
+def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, found: Pretrained) -> None:
     """Set one whole parameter in place; padding rows become zero."""
     parts = []
     for path, hf_name in found[name]:

@@ -13,18 +13,25 @@ import torch
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.hf import Pretrained, read_pretrained
 from model.transformer import Transformer
 
 
 @torch.no_grad()
-def materialize(model: Transformer, device: torch.device, seed: int) -> None:
+def materialize(
+    model: Transformer, device: torch.device, seed: int, weights: Pretrained | None = None
+) -> None:
     """Give a meta-device model storage on `device` and initial values, in place.
 
-    The same seed and kind of device give the same values.
+    The same seed and kind of device give the same values. With `weights` (model.hf.check_pretrained)
+    they are read instead, one parameter at a time.
     """
     model.to_empty(device=device)
     for name, parameter in model.weights():
-        fill(parameter, name, model.config, seed)
+        if weights:
+            read_pretrained(parameter, name, model.config, weights)
+        else:
+            fill(parameter, name, model.config, seed)
 
 
 def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:

@@ -13,14 +13,14 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """The files that take longest first, so that no worker is left alone with one at the end."""
+    """The slowest files first, so that no worker is left alone with one at the end."""
     longest = ("launch", "distributed", "combinations", "train", "sweep", "profile", "containers")
     ranks = {f"test_{name}.py": i for i, name in enumerate(longest)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Figures that tests have seen, though they passed: record_property("figure", ...)."""
+    """Prints the figures of passed tests too: record_property("figure", ...)."""
     passed = terminalreporter.stats.get("passed", [])
     figures = [text for test in passed for key, text in test.user_properties if key == "figure"]
     if figures:
@@ -31,6 +31,6 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect():
-    """A run collects garbage before it measures, which takes longest for what pytest and imports hold."""
+    """A run collects garbage before it measures: objects of pytest and imports would slow that."""
     gc.collect()
     gc.freeze()

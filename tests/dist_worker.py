@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node N tests/dist_worker.py CASES.json
 
-CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, of rank 0,
+CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, for rank 0:
 
 - traffic.json: the bytes that collectives were really handed, by kind,
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
@@ -53,7 +53,7 @@ KINDS = {
 
 
 class Meter:
-    """In place of a CPU's energy counter: a machine that takes 100 W, as each of its ranks sees it."""
+    """Stands in for a CPU's energy counter: each rank sees a machine that takes 100 W."""
 
     source = "tests/dist_worker.py"
 
@@ -73,7 +73,7 @@ class Meter:
 class Traffic(TorchDispatchMode):
     """Adds up the tensors handed to collectives; single numbers (loss, norm) are left out.
 
-    And what tensors hold, until `looking` ends.
+    Also counts the bytes that tensors hold, until `looking` ends.
     """
 
     def __init__(self):
@@ -83,12 +83,12 @@ class Traffic(TorchDispatchMode):
         self.most_held, self.looking = 0, True
 
     def built(self, *args):
-        """In place of build_optimizer: the model is there."""
+        """Stands in for build_optimizer: by then the model exists."""
         self.looking = False
         return build_optimizer(*args)
 
     def _look_at(self, tensor) -> None:
-        tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor what this rank has
+        tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, this rank's part
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
             if storage._cdata not in self.held:
@@ -102,7 +102,7 @@ class Traffic(TorchDispatchMode):
             kind, position = KINDS[name]
             tensors = args[position]
             for t in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-                # Bytes: a gather of several formats at once.
+                # uint8: a gather of several formats at once.
                 if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
                     self.calls[kind] += 1
@@ -117,7 +117,7 @@ class Traffic(TorchDispatchMode):
 
 
 def sharded_llama(ranks, device, *flags, seq_len=8):
-    """The arguments and the model of a run of train_fsdp.py as it stands before its optimizer."""
+    """The arguments and the model of a run of train_fsdp.py, just before its optimizer is built."""
     args = parse_args(["configs/llama-tiny.json", *flags], "train_fsdp.py")
     config = load_config(args.config)
     with torch.device("meta"):
@@ -141,7 +141,7 @@ def held_bytes(ranks, device) -> int:
 
 
 def embedding_gradient_error(ranks, device) -> float:
-    """Relative distance of the embedding's gradient under bf16 from that in fp32; few tokens, often."""
+    """Relative distance of the embedding's gradient: bf16 against fp32; few tokens, each often."""
     gradients = []
     for amp in ("off", "bf16"):
         _, model = sharded_llama(ranks, device, "--amp", amp, seq_len=256)
@@ -153,7 +153,7 @@ def embedding_gradient_error(ranks, device) -> float:
 
 
 def dtypes_in_a_block(ranks, device) -> list[str]:
-    """Of activations and rotary tables as attention gets them under bf16."""
+    """Dtypes of activations and rotary tables as attention gets them under bf16."""
     _, model = sharded_llama(ranks, device)
     seen = []
     model.blocks[1].attn.register_forward_pre_hook(

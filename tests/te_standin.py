@@ -1,7 +1,7 @@
-"""What Transformer Engine's modules are called, hold and compute, in plain PyTorch: no FP8, no GPU.
+"""Names, parameters and results of Transformer Engine's modules in plain PyTorch: no FP8, no GPU.
 
-By the documentation of version 2.20. It shows that our use of them is consistent, and nothing about
-the library itself; tests/test_gpu.py does that.
+It follows the documentation of version 2.20. It shows that our use of the modules is consistent,
+and nothing about the library itself; tests/test_gpu.py does that.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class QuantizedTensor:
 
 @contextlib.contextmanager
 def quantized_model_init(enabled, recipe):
-    """Modules built in here make their matrices anew when they are given storage."""
+    """Modules built inside it make their matrices anew when they get storage."""
     global quantizing
     assert recipe is not None
     quantizing = enabled
@@ -39,7 +39,7 @@ class Module(nn.Module):
         self.kept, self.n_reused = {}, 0
 
     def cast(self, name, first):
-        """A weight as it was at a step's first micro batch, when FP8 would be made of it."""
+        """A weight as it was at a step's first micro batch, when it would be cast to FP8."""
         weight = getattr(self, name)
         if first is None:
             return weight

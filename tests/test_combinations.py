@@ -52,9 +52,9 @@ TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-ste
         "--no-tensorboard"]  # fmt: skip
 
 
-# Inductor takes a C++ compiler ten seconds and more for each kind of cell: by default it generates
-# code for this one (tests/test_train.py has others), and the rest run
-# the graphs that were captured and differentiated. `make test-cells` lets Inductor do all.
+# Inductor needs ten seconds or more in a C++ compiler for each kind of cell. By default it
+# generates code for this one (tests/test_train.py has others); the rest run the graphs as captured
+# and differentiated. `make test-cells` lets Inductor do all.
 WITH_INDUCTOR = {("train_fsdp.py", "bf16", "off", "block")}
 
 
@@ -68,7 +68,7 @@ def traced_only(c: Combination) -> bool:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """All cells that a CPU can run: those of train.py here, beside one torchrun start with the others."""
+    """All cells that a CPU can run: train.py's here, the others in one torchrun start beside it."""
     out = tmp_path_factory.mktemp("cells")
     cases = [
         (
@@ -125,8 +125,8 @@ def finished(tmp_path_factory):
 def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
     """The same losses as eager, unrecomputed train.py in that format, and the toggles were on.
 
-    Attention tells: it gets what the matmul before it made, and is called again where its block (one
-    of two) recomputes; where its output was kept (`op`), no kernel runs for that.
+    Attention tells: it gets the format that the matmul before it made. It is called again if its
+    block (one of two) recomputes. If its output was kept (`op`), no kernel runs for that.
     """
     result = json.loads((finished / name(c) / "result.json").read_text())
     plain = Combination("train.py", c.amp, c.fp8, "off", "off")
@@ -147,7 +147,7 @@ def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
 
 
 def test_number_formats_differ(finished):
-    """What agrees within a format is not simply always the same."""
+    """Losses agree within a format, but not between formats."""
     plain = {
         (amp, fp8): losses(finished, Combination("train.py", amp, fp8, "off", "off"))
         for amp, fp8 in (("off", "off"), ("bf16", "off"), ("fp16", "off"), ("bf16", "torchao"))

@@ -82,7 +82,7 @@ def rows_of(*paths, tokens=None, prices=NONE, **options):
 
 
 def within(old, new) -> bool:
-    """Whether all that is in one JSON value is in the other."""
+    """Whether everything in one JSON value is in the other."""
     if isinstance(old, dict):
         return all(key in new and within(value, new[key]) for key, value in old.items())
     if isinstance(old, list):
@@ -94,7 +94,7 @@ def within(old, new) -> bool:
     "path", sorted((ROOT / "tests/results").glob("*.json")), ids=lambda p: p.stem
 )
 def test_results_of_earlier_versions_are_still_read(path):
-    """A result is kept for years: a field may come with a default, and none may go or change."""
+    """A result is kept for years: a new field needs a default, and none may go or change."""
     assert within(json.loads(path.read_text()), read_result(path).model_dump(mode="json"))
     (row,) = rows_of(path).values()
     assert row.record.tokens_per_sec > 0 and "status" not in " ".join(row.marks)
@@ -120,7 +120,7 @@ def test_megatron():
 
 
 def test_primus():
-    """Colours, pairs of present and mean, a line printed twice, tokens/s per GPU as printed."""
+    """Colours, pairs of current and mean, a line printed twice, tokens/s per GPU as printed."""
     r = log("primus")
     assert (r.suite, r.n_gpus, r.seq_len, r.global_batch) == ("Primus", 8, 8192, 128)
     assert len(r.losses) == 12 and r.losses[4][0] == 5 and r.losses[5][0] == 6
@@ -171,7 +171,7 @@ def test_what_a_log_does_not_say_is_said(capsys):
 
 @pytest.mark.parametrize("escape", ["\x1b", ""], ids=["terminal", "web log"])
 def test_colours_are_no_part_of_the_figures(escape):
-    """As torchtitan prints them; collected from a web page, the escape characters are gone."""
+    """As torchtitan prints them, and as copied from a web page, without the escape characters."""
     lines = [
         f"[titan] root - INFO - {escape}[31mstep: {i:2}  {escape}[32mloss: {escape}[1m{8 - i:7.4f}  "
         f"{escape}[38;2;54;234;195mmemory: {escape}[0m66.91GiB(37.51%)  {escape}[34mtps: {escape}[1m"
@@ -343,7 +343,7 @@ def test_ratio_and_its_interval(result, tmp_path):
     # Two means of 40 steps with 1 % noise each: +- 1.96 x 1 % x sqrt(2 / 40) = 0.44 %.
     assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.0044, rel=0.35)
     assert rows["c"].verdict == "within noise" and rows["d"].verdict == "slower"
-    # Surely different steps, but two runs of one setting are no more alike.
+    # The steps surely differ, but two runs of one setting differ as much.
     rows = rows_of(
         *(
             variant(result, tmp_path / "sure", n, speed, noise=1e-4)
@@ -426,7 +426,7 @@ def test_cost_energy_and_days_by_hand(result, tmp_path):
     assert rows["a"].days == pytest.approx(3.0)
     assert rows["b"].usd_per_trillion == pytest.approx(2.0 / 3600 / 640 * 1e12)  # the default price
     assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
-    # Without a word on its power: the limit it ran under, else the datasheet's.
+    # If its power is not given: the limit it ran under, otherwise the datasheet's.
     limit = [{"rank": 0, "power_limit_w": 320.0}]
     c = variant(result, tmp_path, "c", device__hardware="MI300X", devices=limit)
     rows = rows_of(b, c)
@@ -435,7 +435,7 @@ def test_cost_energy_and_days_by_hand(result, tmp_path):
 
 
 def test_names_and_figures_that_other_libraries_trip_over(tmp_path, capsys):
-    """Equal step times, whose interval has no width; names with markup and formulas in them."""
+    """Equal step times: their interval has no width. Names with markup and formulas in them."""
     paths = []
     for name, seconds in (("run [old] $x_{$", "1.00"), ("run [bold] b", "1.25")):
         paths.append(tmp_path / f"{name}.log")
@@ -451,7 +451,7 @@ def test_names_and_figures_that_other_libraries_trip_over(tmp_path, capsys):
 
 
 def test_a_sweep_is_read_once_wherever_it_lies(result, tmp_path, capsys):
-    """Moved since, its rows name runs that lie elsewhere; killed, it has probes but no CSV yet."""
+    """If moved, its rows name runs that lie elsewhere; if killed, it has probes but no CSV yet."""
     run = variant(result, tmp_path / "s" / "runs", "x-1-0")
     variant(result, tmp_path / "s" / "probes", "x-1-probe")
     (tmp_path / "s" / "rows.jsonl").write_text("")
@@ -552,7 +552,7 @@ def test_baselines_say_where_they_come_from(baselines, result):
         ({"speed": 1.0}, "ok", 0),
         ({"speed": 0.97}, "ok", 0),
         ({"speed": 0.90}, "SLOWER", 1),
-        ({"speed": 0.94, "noise": 0.2}, "not certain", 0),  # one number below, but who knows
+        ({"speed": 0.94, "noise": 0.2}, "not certain", 0),  # one number is below, but uncertain
         ({"metrics__peak_rss_gib": 1.2}, "MORE MEMORY", 1),
         ({"speed": 0.5, "metrics__peak_rss_gib": 2.0}, "SLOWER and MORE MEMORY", 1),
         ({"devices": [{"rank": 0, "power_limit_w": 700.0}]}, "ok", 0),  # the baseline's is unknown
@@ -621,7 +621,7 @@ def test_what_got_slower_says_what_changed(result, tmp_path, capsys):
 
 def test_a_flag_that_came_later_leaves_baselines_alone(result, tmp_path):
     new = read_result(result / "result.json")
-    args = {k: v for k, v in new.args.items() if k != "grad_clip"}  # of a version without it
+    args = {k: v for k, v in new.args.items() if k != "grad_clip"}  # from a version without it
     old = new.model_copy(update={"args": args})
     assert new.args["grad_clip"] == 1.0 and baseline_key(old) == baseline_key(new)
     other = new.model_copy(update={"args": args | {"grad_clip": 0.5}})

@@ -151,7 +151,7 @@ def test_metadata_is_ignored_and_strange_keys_are_reported():
 
 
 def test_absent_keys_take_the_defaults_of_transformers():
-    """Only the required keys given: the resolved values are those of transformers' own classes."""
+    """With only the required keys, the resolved values are those of transformers' own classes."""
     required = "model_type vocab_size hidden_size num_hidden_layers num_attention_heads".split()
     required += ["intermediate_size"]
     for family in ("llama", "mistral", "qwen2", "qwen3"):
@@ -180,7 +180,7 @@ def test_hash_is_of_the_shape_not_of_the_text(tmp_path):
     spaced.write_text(json.dumps(LLAMA, indent=8, sort_keys=True))
     assert load_config(spaced).hash == parse_config(LLAMA, Path("a.json")).hash
     assert parse_config(LLAMA | {"rope_theta": 501.0}, "a.json").hash != load_config(spaced).hash
-    # Padding rows are a setting of speed: runs with and without are of one model.
+    # Padding rows only change the speed: runs with and without them have one model.
     assert load_config(spaced, 128).hash == load_config(spaced).hash
-    # Nor does a new version of this code change it: baselines are kept by it.
+    # A new version of this code does not change it either: it is part of a baseline's key.
     assert load_config(ROOT / "configs/gpt2-tiny.json").hash == "3e645ee571da3ebc"

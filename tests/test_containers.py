@@ -51,7 +51,7 @@ elif argv[:2] == ["container", "inspect"]:
 
 
 class Machine:
-    """A machine of our making: an engine that records, GPUs, a root for /dev, /sys and /proc."""
+    """A simulated machine: an engine that records, GPUs, a root for /dev, /sys and /proc."""
 
     def __init__(self, tmp_path: Path):
         self.path = tmp_path / "bin"
@@ -159,7 +159,7 @@ def test_dockerignore_keeps_out_what_is_large_or_private():
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
-    """A virtual environment that stands for a vendor's image: torch and numpy of the vendor's own."""
+    """A virtual environment that stands for a vendor's image, with the vendor's torch and numpy."""
     directory = tmp_path_factory.mktemp("image")
     subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
     site = next((directory / "venv/lib").glob("python*/site-packages"))
@@ -198,7 +198,7 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert {"tyro", "pydantic", "rich", "tensorboard", "matplotlib", "nvidia-ml-py"} <= names
     version = (directory / "bench/torch.version").read_text().strip()
     assert version == "2.14.0a0+b2c75dd062.nv26.09"
-    # What needs no torch runs there.
+    # Scripts that need no torch run there.
     for command in (
         ["estimate.py", "configs/gpt2-125m.json", "--gpu", "h100"],
         ["compare.py", "--help"],
@@ -328,7 +328,7 @@ def test_re_entry_runs_in_the_container_that_is_there(ready):
     code, _, error = ready.launch("nvidia-smi", "-L", NNODES="2")
     assert code == 0 and "entering it" in error
     call = ready.started()
-    # It runs on the image it was started with, which may not be what the name means now.
+    # It runs on the image it was started with; the name may mean another one now.
     assert not any(v.startswith("BENCH_IMAGE") for v in values(call, "-e"))
     assert call[:3] == ["docker", "exec", "-i"] and call[-2:] == ["nvidia-smi", "-L"]
     assert "NNODES" in values(call, "-e")
@@ -336,7 +336,7 @@ def test_re_entry_runs_in_the_container_that_is_there(ready):
     assert ready.calls("start") == []
     (ready.state / "calls.jsonl").unlink()
     (ready.state / "container").write_text(f"false|llm-train-bench:nvidia|{ROOT}")
-    (ready.state / "no_image").touch()  # its tag may be gone, it runs
+    (ready.state / "no_image").touch()  # it runs, even if its tag is gone
     assert ready.launch("true")[0] == 0
     assert len(ready.calls("start")) == 1 and ready.started()[1] == "exec"
 
@@ -422,7 +422,7 @@ def test_rootless_docker_asks_for_no_more_memory_to_lock_than_there_is(ready):
 
 
 def test_nodes_wait_for_the_first(machine):
-    """And know whether they are the one where all meet."""
+    """Each node also knows if it is the one where all meet."""
     machine.put("python", '#!/bin/sh\necho "$@"\n')
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -574,7 +574,7 @@ def test_amd_start(machine):
 
 
 def test_an_amd_gpu_is_not_each_render_node(machine):
-    """Eight MI300X outside virtual machines have 64; the driver's topology knows which is whose."""
+    """Eight MI300X outside virtual machines have 64; the driver's topology maps them to GPUs."""
     machine.engine()
     machine.amd(64)
     for node in range(10):  # two CPUs come first
@@ -650,7 +650,7 @@ def test_manifests_are_valid(name):
     for manifest in manifests(name):
         validator = jsonschema.Draft7Validator(schema(SCHEMAS[manifest["kind"]]))
         assert not [e.message for e in validator.iter_errors(manifest)]
-        # The schema is not one that anything passes.
+        # The schema refuses what is wrong.
         manifest["spec"]["nodes"] = 2
         assert list(validator.iter_errors(manifest))
 
@@ -677,7 +677,7 @@ def test_manifests_agree_with_themselves():
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "docker"])
 def test_slurm_variants(kind, tmp_path):
-    """Each variant, against an srun that says what it was asked for."""
+    """Each variant, against an srun that records its arguments."""
     fake = tmp_path / "bin"
     fake.mkdir()
     record = tmp_path / "calls.jsonl"

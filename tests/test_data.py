@@ -128,7 +128,7 @@ def test_synthetic_tokens_are_the_samples_own_however_many_are_made_at_once(ahea
     whole = SyntheticTokens(1000, 64, 31, 5, CPU)
     (samples,) = whole.micro_batches(range(1))
     monkeypatch.setattr(SyntheticTokens, "AHEAD", ahead)
-    plan = range(2, 60, 8)  # of the second of four ranks with two samples each
+    plan = range(2, 60, 8)  # the second of four ranks, two samples each
     found = list(SyntheticTokens(1000, 2, 31, 5, CPU).micro_batches(plan))
     assert len(found) == len(plan) == 8
     for first, ids in zip(plan, found, strict=True):
@@ -164,7 +164,7 @@ def test_ids_outside_the_vocabulary_are_found_before_the_first_step(counting_fil
 
 
 def test_prepare_with_a_tokenizer(tmp_path):
-    """Documents are encoded by the given tokenizer.json, each with its end-of-text token behind it."""
+    """Documents are encoded by the given tokenizer.json, each followed by its end-of-text token."""
     import tokenizers
 
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"])
@@ -211,7 +211,7 @@ def prepared(out) -> list[list[bytes]]:
     "sizes", [[1] * 60, [60], [1, 1, 1, 500, 1]], ids=["many", "one", "unlike"]
 )
 def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
-    """Every byte is in one of the two files: whole documents, or the end of what they are together."""
+    """Every byte is in one of the two files: val.bin has whole documents or the end of the text."""
     (tmp_path / "in").mkdir()
     texts = [f"document {i}: {'x' * 40}\n" * n for i, n in enumerate(sizes)]
     for i, text in enumerate(texts):
@@ -233,7 +233,7 @@ def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
 
 
 def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, capsys):
-    """Both: one of them beside a new one might hold what that is checked on."""
+    """Both stay: an old train.bin beside a new val.bin might hold the validation text."""
     (tmp_path / "in").mkdir()
     for i in range(40):
         (tmp_path / "in" / f"{i:02}.txt").write_text(f"document {i}")

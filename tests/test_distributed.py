@@ -99,7 +99,7 @@ def runs(tmp_path_factory):
     np.random.default_rng(0).integers(0, 256, 1024).astype(np.uint16).tofile(out / "val.bin")
     for world in (2, 4):
         cases = [
-            # That Inductor's code keeps the losses, tests/test_combinations.py and test_train.py show.
+            # test_combinations.py and test_train.py show that Inductor's code keeps the losses.
             (safe(name), script, BASE + RANKS + flags, "compile" in name)
             for name, (ranks, script, flags) in CASES.items()
             if ranks == world
@@ -158,7 +158,7 @@ def test_dropout_draws_other_numbers_on_every_rank(name, runs):
 
 
 def test_buckets_and_prefetch_are_those_asked_for(runs):
-    """Before the first attention the root and the first block are gathered, and what is prefetched."""
+    """Before the first attention the root, the first block and prefetched ones are gathered."""
     calls = {n: json.loads((runs / safe(n) / "calls.json").read_text()) for n in
              ("ddp2", "ddp2-small-buckets", "fsdp2-keep", "fsdp2", "fsdp2-sac1/2")}  # fmt: skip
     ahead = [c.get("gathers before attention") for c in calls.values()]
@@ -323,7 +323,7 @@ def test_weights_are_exported_in_full_after_a_validation_in_bf16(runs):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
 def test_parameters_that_are_replaced_after_sharding_train_as_plain_ones(name, world, runs):
-    """As FP8 weights are; with tests/te_standin.py in the place of Transformer Engine."""
+    """FP8 weights are replaced like that; tests/te_standin.py stands in for Transformer Engine."""
     losses = json.loads((runs / f"converted{world}-{name}.json").read_text())
     assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)
     assert losses["plain"][-1] < losses["plain"][0]
@@ -363,10 +363,10 @@ def test_memory_falls_as_more_blocks_recompute(compiled, record_property):
     record_property("figure", f"activation bytes by --sac-freq, compiled {compiled}: {shown}")
     everything = held[None] - held[1, 1]
     assert held[1, 1] < 0.3 * held[None]
-    # Each of the four blocks gives up the same.
+    # Each of the four blocks saves the same amount.
     assert held[None] - held[1, 4] == pytest.approx(everything / 4, rel=0.1)
     assert held[None] - held[1, 2] == pytest.approx(everything / 2, rel=0.1)
-    if compiled:  # eager, what the policy keeps is not autograd's to see
+    if compiled:  # in eager mode autograd does not see what the policy keeps
         assert 2 * held[1, 1] < held["op"] < 0.8 * held[None]
 
 

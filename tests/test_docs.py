@@ -148,11 +148,11 @@ def tiny_world(tmp_path, monkeypatch, a_run):
         if "--use-fp8" in flags:
             small.append("--fp8-emulate")  # what there is without a GPU
         if script == "train.py":
-            # The commands are what is tried here, not the code Inductor generates for them.
+            # This tries the commands, not the code Inductor generates for them.
             with without_inductor():
                 assert run_train("configs/gpt2-tiny.json", *flags, *small) == 0
         else:
-            # Four layers, of which --sac-freq 1/4 can choose one.
+            # Four layers, so that --sac-freq 1/4 can choose one.
             tiny = "llama" if "--sac-freq" in flags else "gpt2"
             command = [sys.executable, script, f"configs/{tiny}-tiny.json", *flags, *small]
             environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}

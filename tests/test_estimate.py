@@ -111,7 +111,7 @@ KEPT = [
 
 @pytest.mark.parametrize(("model", "changed", "flags"), KEPT, ids=str)
 def test_a_block_keeps_what_the_formula_says(model, changed, flags):
-    """What autograd saves of one block; compiled, what torch's partitioner lets it save."""
+    """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
     args = parse_args([f"configs/{model}.json", "--bsz", "2", *flags], "train.py")
     config = dataclasses.replace(
         load_config(args.config), num_hidden_layers=1, windows=(None,), **changed
@@ -236,7 +236,7 @@ def test_attentions_backward_and_what_cudnn_does_not_take():
             for kernel in ("auto", "flash")
         )
         assert auto == flash
-    # A window of 4096 in 16384 tokens: as much work as its keys, 3584.125 in the mean.
+    # A window of 4096 in 16384 tokens: the work is that of its keys, 3584.125 on average.
     windowed = speed("mistral-7b-v0.1", 16384, 1, "--bsz", "1")
     whole = speed("mistral-7b-v0.1", 4096, 1, "--bsz", "4", "--attention", "flash")
     assert windowed.attention_s / whole.attention_s == pytest.approx(3584.1 / 2048.5, rel=0.04)
@@ -287,7 +287,7 @@ def test_speed_moves_the_right_way():
 
 
 def test_a_gather_costs_its_whole_latency():
-    """At thousands of ranks: the exposed part is no more than all of it, and a block's gather is one."""
+    """At thousands of ranks the exposed part is at most all of it; a block is gathered at once."""
     small = speed("gpt2-tiny", 256, 512, "--bsz", "1")
     assert 0 < small.exposed_s <= small.communication_s
     always, never, forward = (
@@ -312,7 +312,7 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
     recipe = "tensorwise" if flag == "--fp8-all-gather" else "current"
     fp8 = ["--bsz", "1", "--use-fp8", "--fp8-recipe", recipe]
     plain, low = (speed("llama-3.1-8b", 4096, 64, *fp8, *more) for more in ([], [flag]))
-    # Of 2 + 2 bytes gathered and 4 reduced a parameter of a block, two are saved.
+    # Each parameter of a block has 2 + 2 bytes gathered and 4 reduced; FP8 saves two of these.
     saved = 1 - low.communication_s / plain.communication_s
     assert 0.18 < saved < 0.25
     before, after = (memory("llama-3.1-8b", 4096, 8, 1, *fp8, *more) for more in ([], [flag]))

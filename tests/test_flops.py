@@ -41,7 +41,7 @@ def counted(shape, seq_len: int, train: bool) -> float:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
 def test_shipped_config_agrees_with_torch(path):
-    """torch counts the masked half of attention too, as `palm` does, and a window not at all."""
+    """torch counts the masked half of attention too, as `palm` does, and ignores windows."""
     shape = load_config(path)
     seq_len = min(512, shape.max_position_embeddings)
     ours = flops_per_token(shape, seq_len, causal=False)
@@ -91,7 +91,7 @@ def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
 
 
 def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
-    """Counted with torchao's modules (emulated): an autograd function keeps its input at its end."""
+    """With torchao's modules (emulated): their autograd functions save the input at their end."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     shape, seq_len = config("llama"), 16

@@ -1,4 +1,4 @@
-"""What only a GPU can show; `make gpu-check` runs it on a machine that has one."""
+"""Tests that need a GPU; `make gpu-check` runs them on a machine that has one."""
 
 import contextlib
 import gzip
@@ -30,10 +30,10 @@ from tests.test_combinations import name as cell_name
 
 pytestmark = pytest.mark.gpu
 MARKS = {"te": pytest.mark.transformer_engine, "torchao": pytest.mark.torchao}
-# As wide as gpt2-125m, on real text (bytes), of which there is something to learn in few steps.
+# As wide as gpt2-125m, on real text (bytes): a few steps can learn something from it.
 TEXT = Path(tempfile.gettempdir()) / f"llm-train-bench-gpu-tests-{os.getpid()}"
-# The learning rate is one at which rounding stays rounding: on a CPU bf16 is within 5e-4 of fp32 in every
-# step; at ten times that the loss jumps to 9, and two ways to compute the same end far apart.
+# At this learning rate rounding stays rounding: on a CPU bf16 is within 5e-4 of fp32 in every step.
+# At ten times that rate the loss jumps to 9, and two ways to compute the same end far apart.
 FLAGS = ["--bsz", 4, "--seq-len", 256, "--device", "cuda", "--n-steps", 8, "--warmup-steps", 4,
          "--lr", 1e-4, "--lr-warmup-steps", 2, "--data", TEXT / "train.bin"]  # fmt: skip
 SMALL = [TEXT / "small.json", *FLAGS]
@@ -73,8 +73,9 @@ def plain(tmp_path_factory):
 
 
 def assert_alike(found, plain, tolerance=1e-2):
-    """Losses over the run; and, where the weights are still the same, the norm of the gradients, of
-    which the blocks' are by far the largest part: losses fall for some steps without them.
+    """Losses over the run and, while the weights are still the same, the norm of the gradients.
+
+    The blocks' are by far the largest part of it: losses fall for some steps without them.
     """
     assert [s["loss"] for s in found] == pytest.approx([s["loss"] for s in plain], rel=tolerance)
     norms = [s[0]["grad_norm"] for s in (found, plain)]
@@ -141,14 +142,14 @@ def test_a_vocabulary_of_odd_size_learns_as_a_padded_one(tmp_path):
 
 
 def run_ranks(script, out, *argv):
-    """Steps of a run whose one rank is a process of its own, with NCCL."""
+    """Steps of a run with one rank in a separate process, with NCCL."""
     return run_apart(script, out, *argv, "--nproc", "1")
 
 
 def run_apart(script, out, *argv):
-    """Steps of a run in a process of its own.
+    """Steps of a run in a separate process.
 
-    So are profiled runs: CUPTI before 13.1 loses or mislabels kernels of a process's later captures.
+    Profiled runs need it: CUPTI before 13.1 loses or mislabels kernels of later captures.
     """
     command = [sys.executable, script, *map(str, argv), "--output-dir", str(out)]
     process = subprocess.Popen(
@@ -174,7 +175,7 @@ CELLS = [
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
-    """Transformer Engine's and CUDA graphs' in every entrypoint; the others run on a CPU."""
+    """Cells of Transformer Engine and CUDA graphs in every entrypoint; the others run on a CPU."""
     argv = [a for a in cell_flags(cell) if a != "--fp8-emulate"]
     if cell.entrypoint == "train.py":
         found = steps(tmp_path / "x", *argv)
@@ -240,7 +241,7 @@ def test_flex_attention_sees_the_window_and_no_more():
 
 
 def test_groups_in_fp32_run_in_a_fused_kernel():
-    """And give what the plain kernel gives."""
+    """They give the same as the plain kernel."""
     q, k, v = (torch.randn(2, n, 256, 64, device="cuda") for n in (8, 2, 2))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         fused = attend(q, k, v, None, 0.0)
@@ -265,14 +266,14 @@ def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):
     for name, flags in {"fp32": [], "tf32": ["--tf32"]}.items():
         found[name] = losses(tmp_path, name, "--amp", "off", *flags)
         assert only_result(tmp_path / name)["environment"]["tf32"] is (name == "tf32")
-    # The first, which is the same bit by bit; later ones differ by the order of sums.
+    # The first loss repeats bit by bit; later ones differ by the order of sums.
     assert found["tf32"][0] != found["fp32"][0]
     assert found["tf32"] == pytest.approx(found["fp32"], rel=1e-2)
 
 
 @pytest.mark.alone
 def test_memory_falls_as_more_blocks_recompute(tmp_path):
-    """Of the 1B shape: activations by about the part that is recomputed, and the peak with them."""
+    """In the 1B shape activations fall by about the recomputed part, and the peak with them."""
     short = ["--n-steps", 2, "--warmup-steps", 2, "--lr-warmup-steps", 0, "--bsz", 16]
     held, peaks = [], []
     for freq in (None, "1/4", "1/2", "1/1"):
@@ -314,8 +315,9 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, tmp_path):
     )
 
 
-# A 16-layer shape of 1B parameters, as wide as llama-3.2-1b. Two layers of it on a CPU, FP8 emulated, end
-# 0.3 % from bf16 at this rate, and 2.6 % at three times that, where the first steps are chaos.
+# A 16-layer shape of 1B parameters, as wide as llama-3.2-1b. On a CPU, with FP8 emulated, two
+# layers of it end 0.3 % from bf16 at this rate, and 2.6 % at three times that, since the first
+# steps are chaos there.
 ONE_B = [TEXT / "one_b.json", "--data", TEXT / "train.bin",
          "--bsz", 4, "--seq-len", 1024, "--device", "cuda", "--n-steps", 45, "--warmup-steps", 5,
          "--lr", 1e-4, "--lr-warmup-steps", 10]  # fmt: skip
@@ -382,7 +384,7 @@ def test_fp8_composes(backend, flags, one_b, bf16_losses):
 @pytest.mark.transformer_engine
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_te_blocks_compute_what_plain_ones_do(family):
-    """The same weights: equal without FP8 up to bf16, with it up to FP8's rounding."""
+    """With the same weights they agree up to bf16's rounding, or with FP8 up to FP8's."""
     import dataclasses
 
     from bench.apply.fp8.choose import apply_fp8
@@ -416,7 +418,7 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     with torch.autocast("cuda", torch.bfloat16):
         plain(ids, ids).backward()
         te(ids, ids).backward()
-    # What a step's first micro batch cast serves the others, whatever the weights are by then.
+    # The weights cast in a step's first micro batch serve the others, even if the weights change.
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         outputs = []
         for micro in (0, 1, 0):
@@ -457,7 +459,7 @@ def test_fp8_primary_weights(recipe, tmp_path):
     assert_alike(found["primary"], found["cast"])
     r, cast = only_result(tmp_path / "primary"), only_result(tmp_path / "cast")
     assert r["fp8"]["primary_weights"] and r["fp8"]["all_gather"]
-    # A byte a number against four: only what is gathered has a transpose.
+    # One byte per weight instead of four: only gathered weights have a transpose.
     saved = cast["memory"]["parameters_gib"] - r["memory"]["parameters_gib"]
     numbers = r["fp8"]["n_parameters"] / 2**30
     assert saved == pytest.approx(3 * numbers, rel=0.03)
@@ -476,15 +478,15 @@ LONG_STEPS = ["--profile", "--profile-steps", 15, "--bsz", 16, "--seq-len", 512]
 
 
 def profile_of(out, *argv):
-    """The profile of a run of train.py, whose classes add up to the step by CUDA events."""
+    """The profile of a run of train.py; its classes add up to the step by CUDA events."""
     steps = run_apart("train.py", out, *SMALL, *argv)
     p = only_result(out)["profile"]
     print(json.dumps(p, indent=1))
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
-    # The first step's time by the clock has the profiler's start in it.
+    # The first step's time by the clock includes the profiler's start.
     clocked = [s["step_time_s"] for s in steps if s["step"] > p["first_step"]]
-    # By the trace the steps have the drawing of ranges and an empty queue at the start in them.
+    # By the trace the steps include the drawing of ranges and an empty queue at the start.
     assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.05)
     return p
 
@@ -493,7 +495,7 @@ def profile_of(out, *argv):
 def test_profile_breaks_a_step_down(tmp_path):
     p = profile_of(tmp_path / "x", *LONG_STEPS)
     assert {"matmul bf16", "attention", "elementwise", "loss", "optimizer"} <= set(p["classes_s"])
-    assert "matmul" not in p["classes_s"], "a matmul whose format its name does not tell"
+    assert "matmul" not in p["classes_s"], "a matmul with no format in its name"
     assert 0 <= p["host_gaps_s"] <= p["classes_s"]["idle"] + 1e-9
     assert 50 < p["matmul_tflops"] < 990
     # The formula's FLOPs are those of the recorded shapes.

@@ -76,5 +76,5 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
         assert d["source"]
         # Sparse figures are twice the dense ones, and dense FP8 is twice BF16.
         assert d["fp8_tflops"] is None or 1.9 < d["fp8_tflops"] / d["bf16_tflops"] < 2.1
-        measured = d["measured_bf16_tflops"]  # nobody ever came as near to the peak as 95 %
+        measured = d["measured_bf16_tflops"]  # nobody ever reached 95 % of the peak
         assert measured is None or 0.45 < measured / d["bf16_tflops"] < 0.95

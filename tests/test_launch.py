@@ -1,4 +1,4 @@
-"""Starting, joining and ending several ranks, as processes of their own."""
+"""Starting, joining and ending several ranks, as separate processes."""
 
 import contextlib
 import json
@@ -32,10 +32,10 @@ SHORT = ["--n-steps", "4", "--warmup-steps", "1"]
 
 
 def start(script, out, *argv, prefix=(sys.executable,), env=None):
-    """The process, with a mark in its environment by which all it starts can be found."""
+    """The process, with a mark in its environment that finds everything it starts."""
     command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
     mark = f"{MARK}={uuid.uuid4().hex}"
-    # Of a launcher that the tests themselves run under nothing must come through.
+    # Nothing must come through from a launcher that runs the tests themselves.
     launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_",
                 "TORCHELASTIC_", "LOCAL_WORLD_SIZE")  # fmt: skip
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
@@ -126,7 +126,7 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
             ["--pt-compile", "--compile-mode", "reduce-overhead", "--warmup-steps", "3"],
             "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed",
         ),
-        # These are found by the ranks, and still one line.
+        # The ranks find these errors; each is still one line.
         (
             ["--global-bsz", "6"],
             "--global-bsz 6 is not a multiple of --bsz 2 x 2 ranks = 4; 4 or 8",
@@ -223,7 +223,7 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
     assert finish(process)[0] == 1
     r = only_result(tmp_path)
     assert r["status"] == "interrupted" and r["error"] == "interrupted by SIGTERM"
-    # All that was finished is there, also what came after the last handing on.
+    # All finished steps are there, also those after the last write.
     steps = read_steps(tmp_path)
     assert r["metrics"]["n_measured_steps"] == len(steps) - 1
     assert r["metrics"]["final_loss"] == steps[-1]["loss"]
@@ -236,19 +236,19 @@ import bench.run.life
 import train_ddp
 from bench.run.launch import _failure_time, launch_ranks
 
-# As on a GPU, where a collective with a lost peer never returns; but sooner than the CPU's would.
+# As on a GPU, where a collective with a lost peer never returns, but with a shorter wait.
 bench.run.patience = lambda device, timeout_s: timeout_s / 200
 sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
 """
 
 
 def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
-    """A lost host sends no signal, and on a GPU no error comes of a collective that waits for it."""
+    """A lost host sends no signal, and on a GPU a collective that waits for it raises no error."""
     script = tmp_path / "train_ddp.py"
     script.write_text(NO_STEP)
     process = start(str(script), tmp_path / "runs", *FOREVER, "--dist-timeout", "600")
     assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
-    time.sleep(3.5)  # steps that do follow each other end nothing
+    time.sleep(3.5)  # as long as steps follow each other, nothing ends
     ranks = ranks_of(process)
     os.kill(ranks[1], signal.SIGSTOP)
     assert wait_until(lambda: 0 not in ranks_of(process), 15)
@@ -268,7 +268,7 @@ def test_our_watch_ends_a_rank_before_nccl_would():
 
 
 def test_the_watch_counts_from_step_to_step_only(monkeypatch):
-    """Not before the first, not while there are others, and not when all are done."""
+    """Not before the first step, not while steps follow each other, and not after the last."""
     ended, last_resorts = [], []
     later = lambda seconds, exit: last_resorts.append((seconds, exit))  # noqa: E731
     monkeypatch.setattr("faulthandler.dump_traceback_later", later)
@@ -320,7 +320,7 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     ],
 )
 def test_whose_error_it_is(error, lost):
-    """What a collective raises is another rank's doing, or this one's own."""
+    """An error in a collective comes from another rank or from this one."""
     assert classify(error)[1].startswith("lost another rank") is lost
 
 
@@ -340,7 +340,7 @@ def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
-    """By those that wait for it, and within --dist-timeout: NCCL itself would wait without an end."""
+    """The ranks that wait name it within --dist-timeout: NCCL itself would wait without an end."""
     port = free_port()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", str(port))):  # fmt: skip
@@ -354,8 +354,8 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
 
 
 def test_the_rank_that_failed_first_is_named():
-    """Who is killed for not ending in time comes later than the error that was the cause; who was
-    killed in the first place comes before what the others then say."""
+    """A rank killed for not ending in time comes after the error that was the cause; a rank killed
+    in the first place comes before what the others then say."""
 
     def failure(at_s, exitcode, told):
         said = {"message": "x", "extraInfo": {"time_ns": at_s * 1e9}} if told else "<NONE>"
@@ -399,7 +399,7 @@ def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch)
 
 
 def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_path):
-    """Not each of the 64 the same: what a file lacks, one of a machine says; but all tell their agent."""
+    """Not all 64 say the same: one per machine reports a missing file, but all tell their agent."""
 
     class Left(BaseException):
         pass
@@ -437,7 +437,7 @@ def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_pa
 def test_ctrl_c_ends_all(tmp_path):
     process = start("train_ddp.py", tmp_path, *FOREVER)
     assert wait_until(lambda: training(tmp_path), 240), process.poll()
-    # More than once, as an impatient user does and, right after the terminal, the ranks' agent.
+    # More than once: the user may be impatient, and the ranks' agent signals after the terminal.
     interrupt(process, times=20)
     code, _, err = finish(process)
     assert code == 1 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
@@ -499,7 +499,7 @@ def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_host
     agents = []
     for node, name in enumerate(two_hosts):
         launcher = torchrun(node, 29400, host="10.77.0.1", local=f"10.77.0.{node + 1}")
-        # A namespace shares its host's name, by which torchrun tells who keeps the store.
+        # A namespace shares its host's name, and torchrun decides by that name who keeps the store.
         launcher += ["--rdzv-conf", f"is_host={1 - node}"]
         env = {"GLOO_SOCKET_IFNAME": name}
         prefix = ["ip", "netns", "exec", name, *launcher]
@@ -533,7 +533,7 @@ def check_lost_node(agents, out, lose, rank=1):
             120,
         )
         assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
-        # Which agent got rank 0 is theirs to decide.
+        # The agents decide which of them gets rank 0.
         lost = next(a for a in agents if rank in ranks_of(a))
         kept = next(a for a in agents if a is not lost)
         lose(lost)
@@ -544,7 +544,7 @@ def check_lost_node(agents, out, lose, rank=1):
         assert "Traceback" not in err.split(f"rank {1 - rank}: lost")[0]
         (kept,) = out.glob(f"*/errors/rank{1 - rank}.txt")
         assert kept.read_text().startswith("failed: lost another rank")
-        # Only rank 0 writes the result: where it is lost, all there is of the run says that it runs.
+        # Only rank 0 writes the result: if it is lost, the result still says that the run goes on.
         assert only_result(out)["status"] == ("failed" if rank else "running")
         assert only_result(out)["batch"]["data_parallel_size"] == 2
         # The other side of a cut ends too; its agent waits longer for its store than ranks do.
@@ -615,7 +615,7 @@ def test_launchers_are_recognised():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_ranks_by_slurm_environment(told, tmp_path):
-    """Two processes with srun's variables find each other without torchrun: at MASTER_ADDR, or else at
+    """Two processes with srun's variables find each other without torchrun: at MASTER_ADDR or
     the first host of the node list, at a port that the job's number gives."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()

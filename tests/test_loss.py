@@ -37,7 +37,7 @@ def test_equals_plain_cross_entropy(elements):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_logits_have_aligned_rows(compiled):
-    """A vocabulary like 50257 would keep the matmuls they go into off tensor cores' wide loads."""
+    """With a vocabulary like 50257 the matmuls they enter would miss tensor cores' wide loads."""
     hidden, weight, labels = (t.detach() for t in tensors())
     fn = torch.compile(logits_loss, backend="aot_eager") if compiled else logits_loss
     _, grad = fn(hidden, weight, labels, V)
@@ -50,7 +50,7 @@ def test_gradients_of_logits_have_aligned_rows(compiled):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("converts", [False, True])
 def test_few_passes_are_exact_in_every_format(converts, dtype):
-    """To the rounding of the format they end in; with labels of almost no and almost all probability."""
+    """Up to the rounding of the final format; labels have almost no or almost all probability."""
     logits = (8 * torch.randn(64, 211, generator=torch.Generator().manual_seed(0))).to(dtype)
     target = torch.cat((logits[:32].argmax(-1), logits[32:].argmin(-1)))[:, None]
     logits[0, 5], target[0] = 60.0, 5

@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Driver:
-    """A GPU at 400 W whose clock falls from 1980 to 1500 MHz when it is hot."""
+    """A GPU at 400 W; its clock falls from 1980 to 1500 MHz when it is hot."""
 
     def __init__(self):
         self.start = time.perf_counter()
@@ -134,7 +134,7 @@ def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
 
     use = measured(cap)
     assert use.throttled == {"power cap": pytest.approx(0.5, abs=0.2)}
-    # But a single sample is less than a counter says.
+    # But a single sample counts less than a counter.
     meter = PowerMeter(GPU)
     nvml.bits = 0
     meter.begin()
@@ -236,7 +236,7 @@ def test_amd(newer, monkeypatch):
     }
     module.amdsmi_get_temp_metric = lambda h, kind, what: 58
     module.amdsmi_get_gpu_metrics_info = metrics
-    # 8 has only opened the driver; what 7 holds is not told.
+    # Process 8 has only opened the driver; the memory of 7 is not known.
     module.amdsmi_get_gpu_process_list = lambda h: [
         {"pid": os.getpid(), "mem": 2**33}, {"pid": 7}, {"pid": 8, "mem": 2**20},
     ]  # fmt: skip
@@ -259,7 +259,7 @@ def test_amd(newer, monkeypatch):
 
 
 def test_the_second_die_of_a_package_has_no_power_of_its_own():
-    """Of an MI250X: 0 W and a limit of 0 W are no readings."""
+    """On an MI250X 0 W and a limit of 0 W are no readings."""
     sensor = AmdSensor.__new__(AmdSensor)
     sensor.handle, sensor.smi = (
         None,
@@ -302,7 +302,7 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
 
 
 def test_nvmls_names_are_its_own():
-    """Bits and fields as nvidia-ml-py, which is made from NVIDIA's header, has them."""
+    """Bits and fields are those of nvidia-ml-py, which is made from NVIDIA's header."""
     pynvml = pytest.importorskip("pynvml")
     reasons = {
         "power cap": "SwPowerCap", "hardware slowdown": "HwSlowdown", "sync boost": "SyncBoost",

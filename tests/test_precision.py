@@ -53,7 +53,7 @@ def at_home(monkeypatch):
 
 
 def linear_after_one_step(scaler: LossScaler | None, max_norm: float) -> tuple[list, float]:
-    """How far a step of SGD (AdamW does not see how large a gradient is) moved the parameters."""
+    """How far a step of SGD moved the parameters (AdamW does not see how large a gradient is)."""
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     before = [p.detach().clone() for p in model.parameters()]
@@ -201,7 +201,7 @@ def test_the_scale_doubles_after_2000_good_steps():
 
 
 def test_skipped_steps_are_counted(tmp_path, monkeypatch):
-    """From a scale far too large the run finds down to one that works."""
+    """The run lowers a scale that is far too large to one that works."""
     monkeypatch.setattr(LossScaler, "START", 2.0**26)
     argv = [*TINY, "--n-steps", 20, "--amp", "fp16", "--output-dir", tmp_path]
     assert run_train(*argv) == 0
@@ -244,7 +244,7 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
 
 
 def test_each_recipe_is_its_own():
-    """rowwise and rowwise_with_gw_hp compute the same forward, and another gradient of the weight."""
+    """rowwise and rowwise_with_gw_hp have the same forward, but other gradients of the weight."""
     logits, gradients = {}, {}
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         model, _ = fp8_model(recipe, FAMILIES["llama"])
@@ -270,7 +270,7 @@ def test_layers_that_do_not_fit_stay_and_are_named():
 
 
 def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
-    """Before Ampere: torch.compile would leave such blocks eager, and say it in a warning."""
+    """Before Ampere torch.compile would leave such blocks eager and only warn about it."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     args = parse_args(["configs/gpt2-tiny.json"], "train.py")
@@ -306,7 +306,7 @@ def te_in_place(monkeypatch):
      ("blockwise", "Float8BlockScaling"), ("mxfp8", "MXFP8BlockScaling")],
 )  # fmt: skip
 def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
-    """And asked whether the hardware has it; modules of its names stand for Transformer Engine's."""
+    """TE is also asked if the hardware has it; modules with TE's names stand in for TE's own."""
     names = ("transformer_engine", "transformer_engine.common", "transformer_engine.common.recipe",
              "transformer_engine.pytorch", "transformer_engine.pytorch.quantization")  # fmt: skip
     for name in names:
@@ -331,7 +331,7 @@ TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-wa
 
 @pytest.mark.parametrize("more", [[], ["--sac-freq", "1/2"]], ids=" ".join)
 def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_place, tmp_path):
-    """And cast them anew in the next step: with old ones the losses would be others."""
+    """They cast them anew in the next step: with old casts the losses would differ."""
     flags = [*TINY, "--grad-acc-steps", "2", *more]
     for name, these in (("plain", TE[3:]), ("te", TE)):
         assert run_train(*flags, *these, "--output-dir", tmp_path / name) == 0
@@ -451,7 +451,7 @@ def test_ideal_time_divides_each_matmul_by_its_own_peak(recipe, fp8_passes, tmp_
     [([], 1e-6, True), ([], 100, False), (["--amp", "off"], 1e-6, True), (EMULATED, 1e-6, False)],
 )
 def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_path):
-    """By a wrong peak, or by kernels that did nothing; of emulated FP8 no rate is known."""
+    """The cause is a wrong peak, or kernels that did nothing; emulated FP8 has no known rate."""
     assert run_train(*TINY, *flags, "--peak-tflops", peak, "--output-dir", tmp_path) == 0
     result = Result.model_validate(only_result(tmp_path))
     assert ("faster than its peak" in result.unfit) == beyond
@@ -459,7 +459,7 @@ def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_pat
 
 
 def test_counts_of_compilation_are_those_of_the_run(tmp_path):
-    """And not of earlier ones in the same process."""
+    """Earlier runs in the same process do not count."""
     counts = []
     for name in ("first", "second"):
         torch._dynamo.reset()  # which run_train does too
@@ -676,6 +676,6 @@ def test_a_spoilt_roof_is_not_kept(use, rate, kept, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("flops", [1e9, 4e9])
 def test_gemm_rate_is_a_rate(flops):
-    """Of work that takes a millisecond and a little more: as many TFLOP/s as GFLOP are claimed for it."""
+    """Work of a little over a millisecond: as many TFLOP/s as GFLOP are claimed for it."""
     best, median = gemm.rate(lambda i: time.sleep(1e-3), flops, 0.2, CPU)
     assert 0.1 < median * 1e9 / flops <= best * 1e9 / flops < 1

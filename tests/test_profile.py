@@ -82,7 +82,7 @@ def test_ranges_lie_where_they_belong(trace):
         assert [s.name for s in found] == [f"blocks.{i}{end}" for i in order]
         assert outer.start <= found[0].start and found[-1].end <= outer.end
         assert all(a.end <= b.start + 1 for a, b in itertools.pairwise(found))
-        # A block is most of what there is to do: the ranges are no empty marks.
+        # The blocks are most of the work: their ranges are no empty marks.
         assert sum(s.length for s in found) > 0.4 * outer.length
 
 
@@ -104,7 +104,8 @@ def test_classes_add_up_to_the_steps_own_times(run, trace):
 def test_formula_and_recorded_shapes_agree_on_the_matmuls(run, trace):
     """FLOPs by formula (recomputed blocks and padded rows too) are those of the shapes in the trace.
 
-    But for the matmul at which a recomputation stops: its call is in the trace, its work is not done.
+    The exception is the matmul at which a recomputation stops: the trace has its call, but its work
+    is not done.
     """
     by_formula = only_result(run)["profile"]["matmul_flops"]
     stopped = 2 * 256 * 688 * 256
@@ -113,7 +114,7 @@ def test_formula_and_recorded_shapes_agree_on_the_matmuls(run, trace):
 
 
 def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, capsys):
-    """The fraction of the measured roof too, which no trace knows; and no rate where the run has none."""
+    """The fraction of the measured roof too, which no trace knows. No rate if the run has none."""
     shutil.copytree(next(run.iterdir()), tmp_path / "run")
     path, result = tmp_path / "run/trace/rank0.pt.trace.json.gz", tmp_path / "run/result.json"
     content = json.loads(result.read_text())
@@ -144,7 +145,7 @@ def test_stacks_name_modules_and_lines(run):
 
 
 def test_memory_by_kind(run):
-    """Parameters as many as the model has, padding included; gradients as large, AdamW's state twice."""
+    """Parameters are the model's, with padding; gradients as large, AdamW's state twice that."""
     r = only_result(run)
     m, config = r["memory"], r["model"]["shape"]
     padding = (384 - config["vocab_size"]) * config["hidden_size"] * 2
@@ -158,7 +159,7 @@ def test_memory_by_kind(run):
 
 
 def test_hfu_counts_what_is_repeated(run):
-    """One of four blocks: its matmuls but the last, and its attention, 4 T d or half of that."""
+    """One of four blocks: its matmuls except the last, and its attention, 4 T d or half of that."""
     m = only_result(run)["metrics"]
     matmuls = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 256 * 2 * 688)
     again = matmuls + 4 * 64 * 256
@@ -170,7 +171,7 @@ def test_hfu_counts_what_is_repeated(run):
 
 
 def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
-    """Of a device whose roof is known: 0.5 TFLOP/s."""
+    """On a device with a known roof: 0.5 TFLOP/s."""
     entry = {"bf16_tflops": 0.5, "fp8_tflops": None, "source": "this test"}
     (tmp_path / "roofs.json").write_text(
         json.dumps({device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}})

@@ -44,7 +44,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(n):
     """95 % for independent values, also for three of them (a sweep's repeats)."""
     mean, ratio = coverage(np.random.default_rng(0).standard_normal, n)
     assert 0.92 <= mean <= 0.98
-    assert 0.92 <= ratio <= 1.0  # of three and three it is wider than it needs to be
+    assert 0.92 <= ratio <= 1.0  # for three and three it is wider than it needs to be
 
 
 def test_intervals_of_steps_that_follow_each_other():
@@ -76,7 +76,7 @@ def test_drift_is_of_the_last_third_to_the_first():
 
 
 def window(times, **known):
-    """Metrics and notes of a window of such steps, of which some is known before."""
+    """Metrics and notes of a window of such steps; `known` metrics are set before."""
     parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s"), 0.0)
     steps = [
         types.SimpleNamespace(step=i, loss=1.0, step_time_s=t, optimizer_time_s=t, **parts)
@@ -108,7 +108,7 @@ def test_energy_is_over_the_window():
 
 
 def test_time_between_steps_belongs_to_the_step_that_follows():
-    """What serves files and screen is paid for: no gap can hide it."""
+    """Time spent on files and screen counts: no gap can hide it."""
     device = torch.device("cpu")
     log = StepLog(device, 5, [lambda steps: time.sleep(0.02)])
     log.INTERVAL_S = -1.0

@@ -71,8 +71,8 @@ def start(path, out, *argv):
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
-    """Three settings, of which one runs out of memory and one has no data, twice each; the sweep is
-    killed outright while its second run runs, and started again."""
+    """Three settings, twice each: one runs out of memory and one has no data. The sweep is killed
+    outright during its second run, and started again."""
     os.chdir(ROOT)
     out = tmp_path_factory.mktemp("sweep")
     cells = [{"bsz": 2}, {"bsz": 400_000}, {"bsz": 3, "data": "missing.bin"}]
@@ -191,7 +191,7 @@ def test_rows_survive_a_torn_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"key": "a", "x": 1}\n{"key": "b"}\n{"key": "c", "x"')
     rows = Rows(path)
-    rows.forget("failed")  # of a row without a status nothing is known
+    rows.forget("failed")  # nothing is known of a row without a status
     assert list(rows.rows) == ["a", "b"]
     rows.add({"key": "d"})
     del rows
@@ -238,7 +238,7 @@ def test_quoted_numbers_are_numbers():
 
 
 def test_auto_batch_has_a_bound_without_a_gpu():
-    """What the machine's memory cannot hold is not tried."""
+    """A size that the machine's memory cannot hold is not tried."""
     (cell,) = make_cells(experiment(training={"bsz": 3, "seq_len": 256}), "cpu")
     first, most = guess_batch(cell, None)
     assert first == 3 and 10 < most < 10**6
@@ -480,7 +480,7 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
 
 
 def test_memory_of_every_version_and_kind_is_ranked():
-    """Rows of before CUDA graphs counted have no kind; a resumed sweep has both."""
+    """Rows from before CUDA graphs counted have no kind; a resumed sweep has both."""
     common = {"model": "m", "status": "ok", "axes": {}, "mfu": None, "tokens_per_sec": 1.0,
               "step_times_s": [1.0] * 5}  # fmt: skip
     old = common | {"key": "a-0", "peak_allocated_gib": None, "peak_rss_gib": 1.5}
@@ -490,7 +490,7 @@ def test_memory_of_every_version_and_kind_is_ranked():
 
 
 def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
-    """The same command on a changed config or other data must not find the rows of before."""
+    """The same command on a changed config or other data must not find the earlier rows."""
     values = json.loads((ROOT / "configs/gpt2-tiny.json").read_text())
     path, data = tmp_path / "Llama-3.2-1B" / "config.json", tmp_path / "x.bin"
     path.parent.mkdir()
@@ -503,7 +503,7 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
     data.write_bytes(b"1234")
     keys.append(cell_key(cell, 0))
     assert keys[0] == keys[1] and len(set(keys)) == 3
-    # Nor may it end a sweep that is under way: its rows are those that were asked for.
+    # An edit must not end a running sweep either: its rows are those that were asked for.
     monkeypatch.setattr(
         sweep, "run_cell", lambda cell, repeat, directory, timeout_s: edit(cell, repeat)
     )
@@ -558,7 +558,7 @@ def test_ranking_by_hand():
     # Student's interval of 200, 220 and 210: 4.303 x 10 / sqrt(3) = 24.8 to either side.
     assert ranked[0].low == pytest.approx(210 - 24.8, abs=4)
     assert ranked[0].high == pytest.approx(210 + 24.8, abs=4)
-    # Of two repeats by their steps: times of 1 +- 0.1 s.
+    # With two repeats it is over their steps: times of 1 +- 0.1 s.
     times = np.random.default_rng(0).normal(1, 0.1, 40).tolist()
     (two,) = rank([row(f"a-{i}", 100) | {"step_times_s": times} for i in range(2)])
     assert 94 < two.low < 99 < two.tokens_per_sec == 100 < 101 < two.high < 106

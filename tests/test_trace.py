@@ -172,7 +172,7 @@ def rasterized(trace, begin: float, end: float) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", ["cuda_h100_training", "rocm_mi300x_ddp"])
 def test_recorded_steps_add_up(name):
-    """The classes are the step, and agree with a count that knows nothing of the sweep."""
+    """The classes add up to the step, and agree with a count that does not use the sweep."""
     trace = read_trace(TRACES / f"{name}.json.gz")
     b = break_down(trace)
     assert sum(b.classes.values()) == pytest.approx(b.step_time_s, rel=1e-6)
@@ -263,7 +263,7 @@ def test_figures_are_those_of_one_step(tmp_path):
 
 
 def test_ranges_name_the_loss_and_the_optimizer(tmp_path):
-    """An elementwise kernel is of the range it was launched in; so is a matmul, but not the loss's."""
+    """An elementwise kernel is of the range that launched it; so is a matmul, except the loss's."""
     kernels = [
         ("gemm bf16", 0, 10, 7),
         ("add", 10, 20, 7),
@@ -278,7 +278,7 @@ def test_ranges_name_the_loss_and_the_optimizer(tmp_path):
 
 
 def test_work_from_before_the_first_step_is_left_out(tmp_path):
-    """The GPU still runs a kernel of an earlier step, whose launch the trace does not have."""
+    """The GPU still runs a kernel of an earlier step; the trace does not have its launch."""
     steps = [("ProfilerStep#5", 0, 100)]
     trace = gpu_trace(
         tmp_path / "t.json", [("old", -5, 20, 7), ("new", 20, 120, 7)], [(1, 1)], steps
@@ -294,7 +294,7 @@ def test_older_work_beside_the_steps_own(tmp_path):
     b = break_down(trace)
     assert b.classes["matmul bf16"] == pytest.approx(40e-6)
     assert b.step_time_s == pytest.approx(50e-6)
-    # Without a launch of any kernel nothing can be said to be older.
+    # Without any kernel's launch no kernel is known to be older.
     trace = gpu_trace(tmp_path / "u.json", [("gemm bf16", 10, 50, 7)], [(77, 1)],
                       [("ProfilerStep#5", 0, 60)])  # fmt: skip
     assert break_down(trace).classes["matmul bf16"] == pytest.approx(40e-6)
@@ -314,7 +314,7 @@ def test_report_and_comparison(capsys, tmp_path):
     assert rows[1].split("|")[1].strip() == "idle"  # what grew most comes first
     before, after = (break_down(read_trace(p)).classes["idle"] for p in (one, two))
     assert f"{1e3 * (after - before):+.3f}" in rows[1]
-    # One kernel's name can stand in several classes, each of which has a row of its own.
+    # One kernel's name can stand in several classes; each class has a row.
     before, after = ({(c.name, c.kind): c.time_s for c in break_down(read_trace(p)).kernels}
                      for p in (one, two))  # fmt: skip
     assert len({name for name, _ in before}) < len(before)

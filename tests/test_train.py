@@ -130,7 +130,7 @@ def test_steps_file_and_tensorboard_say_the_same(run):
 
 
 def test_the_table_says_what_the_result_does(run):
-    """Every figure another one: a line that shows its neighbour's is seen."""
+    """Every figure differs, so a line that shows its neighbour's is caught."""
     (path,) = run.glob("*/result.json")
     result = read_result(path)
     figures = {
@@ -172,7 +172,7 @@ def test_the_table_says_what_the_result_does(run):
 
 
 def test_dropout_is_for_training_alone(tmp_path, learnable):
-    """Without a learning rate: validation is the same before and after, and training as without it."""
+    """At learning rate 0, validation is the same before and after, and does not change training."""
     values = json.loads((ROOT / "configs/gpt2-tiny.json").read_text()) | {"resid_pdrop": 0.5}
     (tmp_path / "dropout.json").write_text(json.dumps(values))
     argv = [tmp_path / "dropout.json", *FP32[1:], "--data", learnable, "--lr", "0"]
@@ -206,7 +206,7 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
         ("bf16 compile", 1e-2, "--bsz", 4, "--amp", "bf16", "--pt-compile"),
         ("fp16", 1e-2, "--bsz", 4, "--amp", "fp16"),
     ):
-        # Another shape to generate code for takes long, and shows nothing of accumulation.
+        # Generating code for another shape takes long, and shows nothing about accumulation.
         traced = name == "compile accumulate"
         with without_inductor() if traced else contextlib.nullcontext():
             other = losses(tmp_path, name, *argv, *flags)
@@ -217,7 +217,7 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
 
 
 def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
-    """JSON holds no NaN: null, a note, and the validation loss too."""
+    """JSON holds no NaN: the result has null and a note, for the validation loss too."""
     losses(tmp_path, "x", *FP32, "--data", learnable, "--val-data", learnable, "--lr", "1e30",
            "--optimizer", "sgd", "--grad-clip", 0)  # fmt: skip
     r = only_result(tmp_path / "x")

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 import torch
 
 from bench.errors import CompileError
-from bench.settings.combinations import GRAPH_MODES
-from bench.settings.flags import Args
 from model.transformer import Transformer
 
 
@@ -31,21 +29,22 @@ class CompileCounts:
     graphs_refused: int = 0
 
 
-def apply_compile(model: Transformer, args: Args) -> None:
-    """Compile every block's forward, and the loss of one chunk of rows.
+def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = False) -> None:
+    """Compile every block's forward, and the loss of one chunk of rows; without a mode nothing.
 
     Block by block, since identical blocks share one compiled graph: compile time does not grow with
     depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
-    `fullgraph` turns a graph break into an error.
+    `fullgraph` turns a graph break into an error. `exact_casts` rounds between fused kernels as eager
+    code does, which FP8 scaled by rows needs before torch 2.13.
     """
+    if mode is None:
+        return
     # Under DDP it would cut every block's graph at the buckets' ends, as if blocks were not apart.
     torch._dynamo.config.optimize_ddp = False
     if torch.__version__ < "2.13":
         # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
-        exact = args.use_fp8 and args.fp8_recipe.startswith("rowwise")
         asked = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"
-        torch._inductor.config.emulate_precision_casts = exact or asked
-    mode = args.compile_mode
+        torch._inductor.config.emulate_precision_casts = exact_casts or asked
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
@@ -59,11 +58,6 @@ def apply_compile(model: Transformer, args: Args) -> None:
     )
     chunk = torch.compile(model.loss.chunk_fn, mode=mode, fullgraph=True, dynamic=False)
     model.loss.chunk_fn = _named(chunk, "loss")
-
-
-def uses_cuda_graphs(args: Args, device: torch.device) -> bool:
-    """Whether blocks run as CUDA graphs."""
-    return args.pt_compile and args.compile_mode in GRAPH_MODES and device.type == "cuda"
 
 
 def compile_counts() -> CompileCounts:

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.apply.tokens import open_tokens
 from bench.errors import UsageError
-from bench.results.schema import Batch
-from bench.settings.flags import Args, total_steps
-from model.config import ModelConfig
+from bench.formulas.work import Batch
+from bench.settings.flags import DataFlags
 
 
 class SyntheticTokens:
@@ -121,33 +120,33 @@ Validation = tuple[FileTokens, Sequence[int]]
 
 
 def open_data(
-    args: Args, config: ModelConfig, batch: Batch, device: torch.device
+    flags: DataFlags, vocab_size: int, batch: Batch, n_steps: int, device: torch.device
 ) -> tuple[Source, Validation | None]:
     """Training data and, if asked for, validation data; UsageError if one cannot serve the run."""
-    seq_len = batch.seq_len
-    if args.data == "synthetic":
-        source = SyntheticTokens(config.vocab_size, args.bsz, seq_len, args.seed, device)
+    bsz, seq_len = batch.micro_batch, batch.seq_len
+    if flags.data == "synthetic":
+        source = SyntheticTokens(vocab_size, bsz, seq_len, flags.seed, device)
     else:
-        source = FileTokens(args.data, config.vocab_size, args.bsz, seq_len, args.seed)
-        source.check(total_steps(args) * batch.global_batch)
-    if not args.val_data:
+        source = FileTokens(flags.data, vocab_size, bsz, seq_len, flags.seed)
+        source.check(n_steps * batch.global_batch)
+    if not flags.val_data:
         return source, None
-    val_source = FileTokens(args.val_data, config.vocab_size, args.bsz, seq_len, 0)
+    val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0)
     # No window twice, but where there are not enough for one batch.
-    n_batches = max(1, min(args.val_batches, val_source.n_windows // args.bsz))
-    n_samples = n_batches * args.bsz
+    n_batches = max(1, min(flags.val_batches, val_source.n_windows // bsz))
+    n_samples = n_batches * bsz
     val_source.check(n_samples)
-    return source, (val_source, range(0, n_samples, args.bsz))
+    return source, (val_source, range(0, n_samples, bsz))
 
 
-def sample_plan(n_steps: int, batch: Batch, rank: int = 0) -> Sequence[int]:
-    """First sample of every micro batch a rank processes, in order.
+def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0) -> Sequence[int]:
+    """First sample of every micro batch that one of the ranks with data of its own processes, in order.
 
     Step k takes samples k x G ... (k + 1) x G - 1, G the global batch; each micro step deals its
     micro batches out to the ranks in turn.
     """
     micro = batch.micro_batch * batch.data_parallel_size
-    first = rank * batch.micro_batch
+    first = data_rank * batch.micro_batch
     return range(first, n_steps * batch.global_batch + first, micro)
 
 

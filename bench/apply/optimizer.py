@@ -1,50 +1,46 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
-import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from bench.apply.fp8.base import Fp8
 from bench.apply.precision import LossScaler
-from bench.settings.flags import Args, window_end
-
-FUSED_ADAMW = functools.partial(torch.optim.AdamW, fused=True)
+from bench.settings.flags import OptimizerFlags
 
 
 def build_optimizer(
-    model: nn.Module, args: Args, adamw: Callable[..., torch.optim.Optimizer] = FUSED_ADAMW
+    model: nn.Module, flags: OptimizerFlags | None, fp8: Fp8 | None = None
 ) -> torch.optim.Optimizer | None:
     """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
-    if args.pass_type != "step":
+    if flags is None:
         return None
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": matrices, "weight_decay": flags.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if args.optimizer == "sgd":
+    if flags.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
         sharded = isinstance(matrices[0], DTensor)
-        optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, fused=not sharded)
+        optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
         for p in [] if sharded else model.parameters():
             # Where fp16 overflows in the first step the fused kernel leaves what it never filled.
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
-    return adamw(groups, lr=args.lr, betas=(args.beta1, args.beta2))
+    return (fp8 or Fp8()).adamw(groups, lr=flags.lr, betas=(flags.beta1, flags.beta2))
 
 
-def learning_rate(step: int, args: Args) -> float:
-    """Rate of step 0, 1, ...: linear rise, then a cosine down to the minimum at the last step."""
-    total = window_end(args)
-    if step < args.lr_warmup_steps:
-        return args.lr * (step + 1) / (args.lr_warmup_steps + 1)
-    progress = (step - args.lr_warmup_steps) / max(1, total - 1 - args.lr_warmup_steps)
-    lowest = args.lr * args.min_lr_ratio
-    return lowest + 0.5 * (args.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
+def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
+    """Rate of step 0, 1, ...: linear rise, then a cosine down to the minimum at the last of `n_steps`."""
+    if step < flags.lr_warmup_steps:
+        return flags.lr * (step + 1) / (flags.lr_warmup_steps + 1)
+    progress = (step - flags.lr_warmup_steps) / max(1, n_steps - 1 - flags.lr_warmup_steps)
+    lowest = flags.lr * flags.min_lr_ratio
+    return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def optimizer_step(

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from bench.errors import UsageError
-from bench.settings.flags import Args
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 
@@ -18,19 +17,19 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
     return torch.autocast(device.type, AMP_DTYPES[amp])
 
 
-def set_precision(args: Args, device: torch.device) -> None:
+def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
     """Allow TF32 in every fp32 matmul of the process, or forbid it.
 
     UsageError for a format that the device has not, and which PyTorch would emulate or ignore.
     """
     gpu = device.type == "cuda"
-    if args.amp == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if amp == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(device)
         raise UsageError(f"--amp bf16: {name} has no bf16 matmuls; use --amp fp16")
-    if args.tf32 and (not gpu or torch.version.hip or not torch.cuda.is_tf32_supported()):
+    if tf32 and (not gpu or torch.version.hip or not torch.cuda.is_tf32_supported()):
         raise UsageError("--tf32: is for NVIDIA GPUs from Ampere on; leave it out")
-    torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = args.tf32
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
 
 
 class LossScaler:

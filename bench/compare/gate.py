@@ -18,8 +18,10 @@ from bench.errors import UsageError
 from bench.files import write_whole
 from bench.results.result_files import read_result
 from bench.results.schema import Result
-from bench.settings.flags import Args
-from bench.settings.hyperparameters import NOT_HYPERPARAMETERS
+from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
+
+# 2: keys without validation and --global-bsz.
+BASELINES_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,15 +33,20 @@ class Verdict:
     unknown: bool = False  # there was nothing to judge by
 
 
-def baseline_key(r: Result) -> str:
-    """Hardware, model and world size in words, and a hash of the shape and of all settings."""
-    # What is as always is left out: a new flag must not make every baseline another's.
-    always = {f.name: f.default for f in dataclasses.fields(Args)}
-    passed_over = NOT_HYPERPARAMETERS | {"n_steps", "warmup_steps", "config"}
+def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
+    """Hardware, model and world size in words, and a hash of the shape and of all settings.
+
+    A key of version 1 has validation and --global-bsz in it, on which speed does not depend.
+    """
+    passed_over = of_kind(OUTPUT, LENGTH)
+    if version == 1:
+        passed_over -= {"val_data", "val_batches", "global_bsz"}
+    # A flag at its default is left out: a new flag must not make every baseline another's.
+    default = defaults(Args)
     settings = {
         k: v
         for k, v in r.args.items()
-        if k not in passed_over and (k not in always or v != always[k])
+        if k not in passed_over and (k not in default or v != default[k])
     }
     text = json.dumps([r.model.hash, r.entrypoint, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -100,7 +107,7 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
     name, why = f"{r.run_name}", unfit(r)
     if why:
         return Verdict(f"UNFIT {name}: {why}; run it again", True)
-    baseline = baselines.get(baseline_key(r))
+    baseline = baselines.get(baseline_key(r)) or baselines.get(baseline_key(r, version=1))
     if baseline is None:
         line = f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one"
         return Verdict(line, False, unknown=True)
@@ -138,6 +145,10 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
     """The stored baselines by key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("schema_version", 1) not in range(1, BASELINES_VERSION + 1):
+            raise ValueError(
+                f"schema_version {content['schema_version']}: this version reads up to {BASELINES_VERSION}"
+            )
         baselines = dict(content["baselines"])
         for key, entry in baselines.items():
             rate, memory = entry["tokens_per_sec_per_gpu"], entry.setdefault("memory_gib", None)
@@ -161,7 +172,11 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
 def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
     """Write all of them, sorted."""
     about = "Written by compare.py --update-baselines; see docs/COMPARE.md."
-    content = {"about": about, "baselines": dict(sorted(baselines.items()))}
+    content = {
+        "about": about,
+        "schema_version": BASELINES_VERSION,
+        "baselines": dict(sorted(baselines.items())),
+    }
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 

@@ -14,7 +14,7 @@ LOSS = rf"(?i:(nan|[-+]?inf)|{NUMBER})"
 
 
 @dataclasses.dataclass
-class Step:
+class LoggedStep:
     """One logged step: rates per GPU, memory in GiB."""
 
     step: int
@@ -33,7 +33,7 @@ class Step:
 class Log:
     """All that a log says."""
 
-    steps: list[Step]
+    steps: list[LoggedStep]
     suite: str
     n_gpus: int | None = None
     seq_len: int | None = None
@@ -73,7 +73,7 @@ def parse_megatron(text: str) -> Log:
         tps = tps or _number(line, rf"tokens/s/GPU inst/harmonic mean: {NUMBER}")
         tps = tps or _number(line, rf"tokens/sec/gpu: {NUMBER}")
         steps.append(
-            Step(
+            LoggedStep(
                 step=int(match[1]),
                 time_s=milliseconds and milliseconds / 1e3,
                 tokens_per_sec_per_gpu=tps,
@@ -98,12 +98,12 @@ def parse_megatron(text: str) -> Log:
 
 
 def parse_nemo(text: str) -> Log:
-    """NeMo's `Training epoch E, iteration i/N | key: value | ...`; Megatron-Bridge's `Step Time`."""
+    """NeMo's `Training epoch E, iteration i/N | key: value | ...`; Megatron-Bridge's `LoggedStep Time`."""
     steps = []
     for line in _lines(text, "Training epoch", "iteration", "train_step_timing in s:"):
         memory = _number(line, rf"(?:max_memory_allocated|peak_memory_usage): {NUMBER}")
         steps.append(
-            Step(
+            LoggedStep(
                 step=_whole(line, rf"global_step: {NUMBER}")
                 or _whole(line, r"iteration (\d+)/")
                 or 0,
@@ -123,14 +123,14 @@ def parse_nemo(text: str) -> Log:
 
 
 def parse_bridge(text: str) -> Log:
-    """Megatron-Bridge, `Step Time : 2.22s GPU utilization: 1177.2MODEL_TFLOP/s/GPU`, steps unnumbered."""
+    """Megatron-Bridge, `LoggedStep Time : 2.22s GPU utilization: 1177.2MODEL_TFLOP/s/GPU`, steps unnumbered."""
     steps = [
-        Step(
+        LoggedStep(
             step=i,
-            time_s=_number(line, rf"Step Time : {NUMBER}s"),
+            time_s=_number(line, rf"LoggedStep Time : {NUMBER}s"),
             tflops=_number(line, rf"GPU utilization: {NUMBER}\s*MODEL_TFLOP") or None,
         )
-        for i, line in enumerate(_lines(text, "Step Time :", "MODEL_TFLOP/s/GPU"))
+        for i, line in enumerate(_lines(text, "LoggedStep Time :", "MODEL_TFLOP/s/GPU"))
     ]
     return Log(
         steps, "Megatron-Bridge", global_batch=_whole(text, r"global[_ ]batch[_ ]size:\s*(\d+)")
@@ -148,7 +148,7 @@ def parse_automodel(text: str) -> Log:
         if total and each:
             n = round(total / each)
         steps.append(
-            Step(
+            LoggedStep(
                 step=_whole(line, r"\bstep (\d+)") or 0,
                 tokens_per_sec=total,
                 tokens_per_sec_per_gpu=each,
@@ -169,7 +169,7 @@ def parse_torchtitan(text: str) -> Log:
             continue
         mfu = _number(line, rf"mfu: {NUMBER}%")
         steps.append(
-            Step(
+            LoggedStep(
                 step=_whole(line, r"step:\s*(\d+)") or 0,
                 tokens_per_sec_per_gpu=tps,
                 tflops=_number(line, rf"tflops: {NUMBER}"),
@@ -201,7 +201,7 @@ def _product(values: Iterable[str]) -> int:
 
 def parse_composer(text: str) -> Log:
     """llm-foundry's (Composer's) `[batch=i/N]:` and the `Train name: value` lines below it."""
-    steps: list[Step] = []
+    steps: list[LoggedStep] = []
     n = None
     for block in re.split(r"(?m)^.*?(?=\[batch=\d+/\d+\]:)", text)[1:]:
         head = re.match(r"\[batch=(\d+)/", block)
@@ -216,7 +216,7 @@ def parse_composer(text: str) -> Log:
         memory = value.get("memory/peak_allocated_mem") or value.get("memory/peak_active_mem")
         flops = value.get("throughput/device/flops_per_sec")
         steps.append(
-            Step(
+            LoggedStep(
                 step=int(head[1]),
                 tokens_per_sec_per_gpu=each,
                 tokens_per_sec=total,

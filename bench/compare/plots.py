@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from bench.compare.ratios import Row
+from bench.compare.ratios import Compared
 from bench.errors import UsageError
 
 COLOURS = ("#3b6fb6", "#d9822b", "#4c9f70", "#b64a6f", "#7b61a8", "#8c8c3a", "#4aa3a8", "#8a5a44")
 
 
-def draw(rows: list[Row], path: Path, tokens: float | None) -> None:
+def draw(rows: list[Compared], path: Path, tokens: float | None) -> None:
     """Nine panels: rate, step times, memory, MFU, cost, energy, days, loss and learning rate."""
     try:
         import matplotlib

@@ -10,15 +10,14 @@ from bench.compare.records import Record
 from bench.errors import UsageError
 from bench.formulas.hardware import device_called, find_hardware
 from bench.formulas.time_statistics import bootstrap_ratio
-from bench.settings.hyperparameters import differing
-from bench.sweep.experiment import read_experiment
+from bench.settings.flags import differing
 
 # Runs of one setting differ by as much, which the interval of two runs' steps knows nothing of.
 RUNS_DIFFER = 0.01
 
 
 @dataclasses.dataclass
-class Row:
+class Compared:
     """A run beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster."""
 
     record: Record
@@ -64,12 +63,12 @@ def compare(
     tokens: float | None,
     reference: str | None = None,
     identical: bool = False,
-) -> list[Row]:
+) -> list[Compared]:
     """Rows in groups of one model and length, each against its first comparable run.
 
     With `identical`, hyperparameters that only concern speed must agree too.
     """
-    rows = [Row(r, group_of(r), marks=list(r.marks)) for r in records]
+    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in records]
     if reference is not None and reference not in {r.label for r in records}:
         known = ", ".join(r.label for r in records)
         raise UsageError(f"--reference {reference}: no run of that name; there are {known}")
@@ -124,7 +123,7 @@ def _short(value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _fill_ratio(row: Row, reference: Record) -> None:
+def _fill_ratio(row: Compared, reference: Record) -> None:
     ours, theirs = row.record.tokens_per_sec_per_gpu, reference.tokens_per_sec_per_gpu
     if not ours or not theirs:
         return
@@ -135,7 +134,7 @@ def _fill_ratio(row: Row, reference: Record) -> None:
         row.ratio_low, row.ratio_high = (row.ratio * end / middle for end in spread)
 
 
-def _fill_cost(row: Row, prices: Prices, tokens: float | None) -> None:
+def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
     r, entry = row.record, device_called(row.record.hardware)
     names = [n for n in (r.hardware, entry and entry.name) if n]
     price = next((prices.usd_per_hour[n] for n in names if n in prices.usd_per_hour), None)
@@ -152,23 +151,17 @@ def _fill_cost(row: Row, prices: Prices, tokens: float | None) -> None:
         row.days = tokens / r.tokens_per_sec / 86400
 
 
-def prices_of(experiment: str | None, usd_per_hour: Sequence[str], tdp_w: Sequence[str]) -> Prices:
-    """Prices and power from the experiment file and the flags, which go before it."""
-    usd, watts = {}, {}
-    from_file: set[str] = set()
-    if experiment:
-        for machine in read_experiment(experiment).hardware.values():
-            if machine.gpu is None:
-                continue
-            try:
-                name = find_hardware(machine.gpu).name
-            except UsageError as error:
-                raise UsageError(f"{experiment}: gpu {error}") from None
-            from_file.add(name)
-            if machine.usd_per_hour:
-                usd[name] = machine.usd_per_hour
-            if machine.tdp_w:
-                watts[name] = machine.tdp_w
+def prices_of(
+    machines: Mapping[str, tuple[float | None, float | None]],
+    usd_per_hour: Sequence[str],
+    tdp_w: Sequence[str],
+) -> Prices:
+    """Prices and power of an experiment's machines, and of the flags, which go before them.
+
+    `machines` gives US$ per hour and W by the name of the hardware.
+    """
+    usd = {name: price for name, (price, _) in machines.items() if price}
+    watts = {name: power for name, (_, power) in machines.items() if power}
     for flag, given, into in (
         ("usd-per-hour", usd_per_hour, usd),
         ("tdp-w", tdp_w, watts),
@@ -184,7 +177,7 @@ def prices_of(experiment: str | None, usd_per_hour: Sequence[str], tdp_w: Sequen
             with contextlib.suppress(UsageError):  # else a machine of one's own
                 name = find_hardware(name).name
             into[name] = number
-    return Prices(usd, watts, from_file)
+    return Prices(usd, watts, set(machines))
 
 
 def check_prices(prices: Prices, records: list[Record]) -> None:

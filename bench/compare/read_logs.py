@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.compare.log_formats import PARSERS, Log, Step
+from bench.compare.log_formats import PARSERS, Log, LoggedStep
 from bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from bench.errors import UsageError
 
@@ -44,7 +44,7 @@ def parse_log(text: str) -> Log | None:
     return log
 
 
-def last_start(steps: list[Step]) -> int:
+def last_start(steps: list[LoggedStep]) -> int:
     """Where the last of several runs in one log begins: from there on the steps count anew.
 
     A line that comes late, from another rank, goes back a little or is at once followed by later steps,

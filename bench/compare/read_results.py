@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from bench.compare.records import Record, steady, unfinished_loss
 from bench.errors import UsageError
-from bench.results.result_files import first_problem
-from bench.results.schema import Result
-from bench.settings.hyperparameters import FLAGS, LENGTH, NOT_HYPERPARAMETERS, SPEED_SETTINGS
+from bench.results.result_files import first_problem, parse_result
+from bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
 
@@ -35,7 +34,7 @@ def read_json(path: Path) -> list[Record]:
 def read_ours(content: dict[str, Any], path: Path) -> Record:
     """A result.json; losses and learning rates from the steps.jsonl beside it."""
     try:
-        r = Result.model_validate(content)
+        r = parse_result(content)
     except ValidationError as error:
         why = first_problem(error)
         raise UsageError(f"{path}: not a result of this version: {why}") from None
@@ -89,13 +88,11 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         power_limit_w=r.power_limit_w,
         losses=[(i, x) for i, x in losses if x is not None],
         learning_rates=rates,
-        hyperparameters={
-            k: v for k, v in a.items() if k not in NOT_HYPERPARAMETERS | SPEED_SETTINGS
-        }
+        hyperparameters={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH, SPEED)}
         | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
         marks=r.unfit,
         notes=list(r.notes),
-        arguments={k: v for k, v in a.items() if k not in NOT_HYPERPARAMETERS | LENGTH}
+        arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )
 
@@ -165,10 +162,8 @@ def read_csv(path: Path) -> list[Record]:
 
     def flags(row: dict[str, str]) -> dict[str, Any]:
         """The sweep's axes, which stand before the figures."""
-        given = {name: text for name, text in row.items() if name in FLAGS and text}
-        return {
-            name: _value(text) for name, text in given.items() if name not in NOT_HYPERPARAMETERS
-        }
+        given = {name: text for name, text in row.items() if name in SETTABLE and text}
+        return {n: _value(text) for n, text in given.items() if n not in of_kind(OUTPUT)}
 
     return [
         Record(
@@ -176,8 +171,8 @@ def read_csv(path: Path) -> list[Record]:
             suite="llm-train-bench",
             label=row["key"],
             settings=" ".join(f"{name}={value}" for name, value in flags(row).items()),
-            hyperparameters={k: v for k, v in flags(row).items() if k not in SPEED_SETTINGS},
-            arguments={k: v for k, v in flags(row).items() if k not in LENGTH},
+            hyperparameters={k: v for k, v in flags(row).items() if k in of_kind(LEARNT)},
+            arguments={k: v for k, v in flags(row).items() if k not in of_kind(LENGTH)},
             model=row["model"],
             hardware=row.get("hardware") or None,
             n_gpus=whole(row, "n_gpus"),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from bench.compare.ratios import Row
+from bench.compare.ratios import Compared
 from bench.compare.records import Record
 from bench.errors import UsageError
 from bench.tables import markdown_table, memory_text, number
@@ -24,7 +24,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells(row: Row, tokens: float | None) -> list[str]:
+def cells(row: Compared, tokens: float | None) -> list[str]:
     """A row of the table as text."""
     r = row.record
     ratio = "1" if row.is_reference else number(row.ratio, ".3f")
@@ -53,7 +53,7 @@ def memory(r: Record) -> str:
     return memory_text(r.memory_gib, r.memory_kind, ".1f")
 
 
-def tables(rows: list[Row], tokens: float | None) -> list[Table]:
+def tables(rows: list[Compared], tokens: float | None) -> list[Table]:
     """One table a group."""
     made = []
     for group in dict.fromkeys(row.group for row in rows):
@@ -66,7 +66,7 @@ def tables(rows: list[Row], tokens: float | None) -> list[Table]:
     return made
 
 
-def show(rows: list[Row], tokens: float | None) -> None:
+def show(rows: list[Compared], tokens: float | None) -> None:
     """The tables on the screen."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
     for table in tables(rows, tokens):
@@ -76,7 +76,7 @@ def show(rows: list[Row], tokens: float | None) -> None:
 
 
 def write(
-    rows: list[Row],
+    rows: list[Compared],
     directory: Path,
     tokens: float | None,
     plot: bool,
@@ -107,7 +107,7 @@ def write(
 
 
 def html(
-    rows: list[Row], tokens: float | None, image: str | None, remarks: list[str], priced: bool
+    rows: list[Compared], tokens: float | None, image: str | None, remarks: list[str], priced: bool
 ) -> str:
     """The report: one file that needs no other."""
     try:
@@ -115,11 +115,11 @@ def html(
     except ImportError:
         raise UsageError("report.html needs jinja2: pip install -e '.[report]'") from None
     source = (Path(__file__).parent / "report.html.j2").read_text(encoding="utf-8")
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[Compared]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
 
-    def bar(row: Row, members: list[Row]) -> int:
+    def bar(row: Compared, members: list[Compared]) -> int:
         highest = max((m.record.tokens_per_sec_per_gpu or 0.0 for m in members), default=0.0)
         return round(90 * (row.record.tokens_per_sec_per_gpu or 0.0) / highest) if highest else 0
 
@@ -149,7 +149,7 @@ def sweep_remarks(paths: Sequence[str]) -> list[str]:
     return lines
 
 
-def summary(members: list[Row]) -> str | None:
+def summary(members: list[Compared]) -> str | None:
     """One sentence on a group: the fastest, and how far ahead of the reference it certainly is."""
     ahead = [m for m in members if m.verdict == "faster"]
     if not ahead:

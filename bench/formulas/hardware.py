@@ -36,6 +36,11 @@ class Hardware:
     fitted: dict[str, float]
     source: str
 
+    @property
+    def platform(self) -> str:
+        """`amd` or `nvidia`."""
+        return "amd" if self.name.startswith("MI") else "nvidia"
+
 
 @functools.cache
 def devices() -> tuple[Hardware, ...]:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 BOOTSTRAP_SAMPLES = 2000
-PARTS = 10
+WINDOW_PARTS = 10
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom, and the normal one.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.960
@@ -65,7 +65,7 @@ def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:
     """
     import numpy as np
 
-    means = part_means(sample)
+    means = means_of_parts(sample)
     if len(means) < 2:
         return None
     low, high = np.percentile(resampled_means(means, seed=0), [2.5, 97.5])
@@ -82,7 +82,7 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, floa
 
     if min(len(a), len(b)) < 3:
         return None
-    x, y = part_means(a), part_means(b)
+    x, y = means_of_parts(a), means_of_parts(b)
     ratios = resampled_means(x, seed=0) / resampled_means(y, seed=1)
     low, high = np.percentile(ratios, [2.5, 97.5])
     middle, wider = float(x.mean() / y.mean()), expansion(min(len(x), len(y)))
@@ -91,12 +91,12 @@ def bootstrap_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, floa
     return max(0.0, low), center + wider * (float(high) - middle)
 
 
-def part_means(sample: Sequence[float]):
+def means_of_parts(sample: Sequence[float]):
     """Means of up to ten consecutive parts of about equal length, as an array."""
     import numpy as np
 
     x = np.asarray(sample, dtype=np.float64)
-    return np.array([part.mean() for part in np.array_split(x, min(PARTS, len(x)))])
+    return np.array([part.mean() for part in np.array_split(x, min(WINDOW_PARTS, len(x)))])
 
 
 def resampled_means(values, seed: int):

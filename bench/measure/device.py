@@ -35,6 +35,13 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
+def platform_of(device: torch.device) -> str:
+    """`nvidia`, `amd` or `cpu`."""
+    if device.type == "cpu":
+        return "cpu"
+    return "amd" if torch.version.hip else "nvidia"
+
+
 def keep_freed_memory() -> None:
     """Let this process keep what it frees on a CPU, as PyTorch's allocator does on a GPU.
 

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.apply.compile import uses_cuda_graphs
 from bench.measure.device import GIB, reset_peak_memory
 from bench.measure.steps import StepLog
 from bench.results.schema import Memory, Result
-from bench.settings.flags import Args, profiled_steps
+from bench.settings.plan import Schedule
 
 # Events of the allocator's history that are kept, the latest ones; each is about 1 KiB.
 HISTORY = 200_000
@@ -25,27 +24,27 @@ class MemoryReport:
 
     On a GPU the allocator's counters are read at the ends of its parts. A CPU has no such counters:
     there the profiler lists what the step allocates, which takes seconds and is done on request
-    (--memory-snapshot).
+    (--memory-snapshot). Where `looks` is false, as under CUDA graphs, nothing is told.
     """
 
     def __init__(
         self,
         result: Result,
         log: StepLog,
-        args: Args,
+        schedule: Schedule,
+        looks: bool,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
     ):
         self.result, self.log = result, log
         self.model, self.optimizer = model, optimizer
         self.cuda = log.device.type == "cuda"
-        self.step = args.warmup_steps - 1
+        self.step = schedule.warmup - 1
         # The optimizer's state must be there before, and two profilers do not go together. What a CUDA
         # graph allocates it holds from its recording on: no step shows it.
-        graphs = uses_cuda_graphs(args, log.device)
-        if not (self.cuda or args.memory_snapshot) or args.warmup_steps < 2 or graphs:
+        if not looks or schedule.warmup < 2:
             self.step = -1
-        elif self.step in profiled_steps(args):
+        elif self.step in schedule.profiled:
             self.step = -1
             result.notes.append("no memory by kind: a profiler looked at the last warm-up step")
 
@@ -54,9 +53,8 @@ class MemoryReport:
         if step != self.step:
             return
         self.gradients = 0
-        self.draw_before = self.log.draw
         self.meter = CudaMeter(self.log.device) if self.cuda else CpuMeter()
-        self.log.draw = self._part
+        self.log.watchers.append(self._part)
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
@@ -70,7 +68,7 @@ class MemoryReport:
         """Fill the result, if this was the step."""
         if step != self.step:
             return
-        self.log.draw = self.draw_before
+        self.log.watchers.remove(self._part)
         activations, rise = self.meter.read()
         parameters, states = n_bytes(self.model.parameters(), self.log.device), 0
         if self.optimizer is not None:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from bench.results.result_files import PARTS, Step
-from bench.run.failures import held
+from bench.formulas.work import STEP_PARTS
+from bench.results.result_files import Step
 
 Stamp = torch.cuda.Event | float
 
@@ -59,8 +59,14 @@ class StepLog:
     INTERVAL_S = 1.0
 
     def __init__(
-        self, device: torch.device, n_steps: int, sinks: list[Callable[[list[Step]], None]]
+        self,
+        device: torch.device,
+        n_steps: int,
+        sinks: list[Callable[[list[Step]], None]],
+        guard: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
+        """`guard` is the context in which the main thread hands steps on: all sinks or none get them."""
+        self.guard = guard
         self.clock = Clock(device)
         self.device = device
         self.sinks = sinks
@@ -68,8 +74,8 @@ class StepLog:
         self.pending: deque[_Pending] = deque()
         self.marks: list[tuple[str, Stamp]] = []
         self.last_drain = 0.0
-        # How a range is drawn: a context manager of its name; bench/run/profiling.py sets it.
-        self.draw: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext
+        # How a part of a step is marked while someone looks: functions from its name to a context.
+        self.watchers: list[Callable[[str], contextlib.AbstractContextManager]] = []
         # Allocated once: pinning memory is slow, and would happen inside the window.
         self.values = torch.zeros(n_steps, 2, pin_memory=device.type == "cuda")
 
@@ -79,10 +85,19 @@ class StepLog:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """One of the PARTS of a step: stamps its end, and draws it as a range while a profiler looks."""
-        with self.draw(name):
+        """One of the STEP_PARTS: stamps its end, and draws it as a range while a profiler looks."""
+        with self.watched(name):
             yield
         self._mark(name)
+
+    def watched(self, name: str) -> contextlib.AbstractContextManager:
+        """The context of a part of a step for those who look at it; the first began to look first."""
+        if not self.watchers:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for watcher in self.watchers:
+            stack.enter_context(watcher(name))
+        return stack
 
     def _mark(self, part: str) -> None:
         self.marks.append((part, self.clock.stamp()))
@@ -107,7 +122,7 @@ class StepLog:
         self.last_drain = time.perf_counter()
         # To all sinks or to none; Python's signal handlers run in the main thread alone.
         main = threading.current_thread() is threading.main_thread()
-        with held() if main else contextlib.nullcontext():
+        with self.guard() if main else contextlib.nullcontext():
             finished = []
             while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
                 finished.append(self._read(self.pending.popleft()))
@@ -117,7 +132,7 @@ class StepLog:
                     sink(finished)
 
     def _read(self, pending: _Pending) -> Step:
-        parts = dict.fromkeys(PARTS, 0.0)
+        parts = dict.fromkeys(STEP_PARTS, 0.0)
         for (_, begin), (part, end) in zip(pending.marks, pending.marks[1:], strict=False):
             parts[part] += self.clock.seconds(begin, end)
         loss, grad_norm = pending.values.tolist()

@@ -20,43 +20,42 @@ from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import autocast
 from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
+from bench.formulas.work import Work
 from bench.parallel.fsdp import apply_fsdp
-from bench.settings.flags import Args
-from bench.settings.plan import resolve_batch, resolve_recompute
-from model.config import ModelConfig
+from bench.parallel.mesh import build_mesh
+from bench.settings.flags import OptimizerFlags
 from model.transformer import Transformer
 
 CPU = torch.device("cpu")
 
 
-def traced_memory(args: Args, config: ModelConfig, seq_len: int, script: str, world: int) -> int:
+def traced_memory(work: Work, optimizer: OptimizerFlags | None) -> int:
     """Bytes on one rank at the peak of forward and backward, optimizer state included."""
-    if args.pt_compile or args.use_fp8:
+    if work.compiled or work.fp8:
         raise UsageError(
             "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
         )
-    with _fake_ranks(world), warnings.catch_warnings():
+    with _fake_ranks(work.world), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fsdp = script == "train_fsdp.py"
         with torch.device("meta"):
-            model = Transformer(config, seq_len)
-        apply_recompute(model, resolve_recompute(args, config), args.sac_policy)
-        if fsdp:
-            apply_fsdp(model, CPU, world, args)
+            model = Transformer(work.config, work.batch.seq_len)
+        apply_recompute(model, work.recompute)
+        if work.fsdp:
+            apply_fsdp(model, build_mesh(CPU, work.fsdp.mesh, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(F, "rms_norm", _as_on_gpu),
         ):
-            return _track(model, args, resolve_batch(args, seq_len, world).grad_acc_steps, fsdp)
+            return _track(model, work, optimizer)
 
 
-def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> int:
+def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
     model.to_empty(device=CPU)
-    optimizer = build_optimizer(model, args)
-    shape = (args.bsz, model.seq_len)
+    optimizer, fsdp, train = build_optimizer(model, flags), work.fsdp is not None, work.trains
+    shape = (work.batch.micro_batch, model.seq_len)
     inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     if fsdp:
         tracker = FSDPMemTracker(model, optimizer)
@@ -64,12 +63,11 @@ def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> int:
     else:
         tracker = MemTracker()
         tracker.track_external(model, *([optimizer] if optimizer else []), inputs, labels)
-    train = args.pass_type != "forward"
     for step in range(2):  # the first makes the optimizer's state
         # The optimizer stays outside: sharded, it computes with fake tensors of the whole size.
         with tracker:
-            for _ in range(micro_steps if step else 1):
-                with autocast("off" if fsdp else args.amp, CPU), torch.set_grad_enabled(train):
+            for _ in range(work.batch.grad_acc_steps if step else 1):
+                with autocast("off" if fsdp else work.amp, CPU), torch.set_grad_enabled(train):
                     loss = model(inputs, labels)
                 if train:
                     loss.backward()
@@ -79,7 +77,7 @@ def _track(model: Transformer, args: Args, micro_steps: int, fsdp: bool) -> int:
         model.zero_grad()
     (kinds,) = tracker.get_tracker_snapshot("peak").values()
     total = next(n for kind, n in kinds.items() if getattr(kind, "value", kind).lower() == "total")
-    if optimizer and not fsdp and args.optimizer == "adamw":
+    if optimizer and not fsdp and work.optimizer == "adamw":
         # This tracker does not see the state that came to be between its two passes (SGD's is older).
         states = (t for state in optimizer.state.values() for t in state.values())
         total += sum(t.numel() * t.element_size() for t in states)

@@ -203,6 +203,13 @@ def gather(ranks: Ranks, value: Any) -> list[Any]:
     return values
 
 
+def average_over_ranks(value: torch.Tensor) -> None:
+    """Mean of a tensor over all ranks, in place, in stream order."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+
+
 def leave() -> None:
     """Take the process group apart after a run that went well."""
     if dist.is_initialized():

@@ -3,17 +3,12 @@
 import dataclasses
 import statistics
 
-from bench.formulas.flops import (
-    PASS_FORWARDS,
-    flops_per_token,
-    linear_parameters,
-    recomputed_flops_per_token,
-)
+from bench.formulas.flops import flops_per_token, recomputed_flops_per_token
+from bench.formulas.parameters import linear_parameters
 from bench.formulas.time_statistics import describe, drift
-from bench.results.result_files import PARTS, Step, finite
-from bench.results.schema import POWER_CAP, DeviceUse, RankInfo, Result
-from bench.settings.flags import parse_sac_freq
-from model.config import ModelConfig
+from bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Work
+from bench.results.result_files import Step, finite
+from bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
 
 # Part by which energy and samples of power may differ.
 POWER_AGREES = 0.2
@@ -38,9 +33,11 @@ class RankTimes:
     graphs_recorded: int | None = None
 
 
-def part_means(steps: list[Step]) -> dict[str, float]:
+def mean_part_times(steps: list[Step]) -> dict[str, float]:
     """Mean time [s] of each part of a step."""
-    return {part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in PARTS}
+    return {
+        part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in STEP_PARTS
+    }
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
@@ -165,7 +162,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
             f"the window's last third was {m.step_time_drift:+.1%} to its first in step time: the device "
             "may not have been in a steady state; use more --warmup-steps and --n-steps"
         )
-    for part, mean in part_means(measured).items():
+    for part, mean in mean_part_times(measured).items():
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)
     tokens = result.batch.tokens_per_step * len(times)
@@ -179,27 +176,27 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         m.usd_per_million_tokens = price / 3600 / m.tokens_per_sec_per_gpu * 1e6
 
 
-def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
+def fill_flop_metrics(result: Result, work: Work) -> None:
     """FLOPs per token, the rate they ran at, and that rate against the peak, into `result`."""
-    m, T, args = result.metrics, result.batch.seq_len, result.args
-    m.flops_per_token_palm = flops_per_token(config, T, False, args["pass_type"])
-    m.flops_per_token_causal = flops_per_token(config, T, True, args["pass_type"])
+    m, config, T = result.metrics, work.config, work.batch.seq_len
+    m.flops_per_token_palm = flops_per_token(config, T, False, work.pass_type)
+    m.flops_per_token_causal = flops_per_token(config, T, True, work.pass_type)
     if m.tokens_per_sec_per_gpu is None:
         return
     m.model_tflops_per_gpu = m.tokens_per_sec_per_gpu * m.flops_per_token_palm / 1e12
     m.model_tflops_per_gpu_causal = m.tokens_per_sec_per_gpu * m.flops_per_token_causal / 1e12
     d = result.device
-    m.roof_time_fraction, _ = _time_fraction(result, d.roof_bf16_tflops, d.roof_fp8_tflops)
+    m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)
     if d.peak_bf16_tflops is None:
         result.notes.append(f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one")
         return
     m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
     m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
-    again = recomputed(result, config)
+    again = recomputed_flops_per_token(work)
     m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
-    again = recomputed(result, config, causal=True)
+    again = recomputed_flops_per_token(work, causal=True)
     m.hfu_causal = m.mfu_causal * (1 + again / m.flops_per_token_causal)
-    m.ideal_time_fraction, why = _time_fraction(result, d.peak_bf16_tflops, d.peak_fp8_tflops)
+    m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, d.peak_fp8_tflops)
     if why is not None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
     if (result.part_of_peak or 0) > 1:
@@ -209,49 +206,34 @@ def fill_flop_metrics(result: Result, config: ModelConfig) -> None:
         )
 
 
-def recomputed(
-    result: Result, config: ModelConfig, attention: bool = True, causal: bool = False
-) -> float:
-    """FLOPs per token that a run's activation checkpointing repeats."""
-    freq, policy = parse_sac_freq(result.args["sac_freq"]), result.args["sac_policy"]
-    # A compiler repeats what is needed only. Else a checkpoint stops at the last tensor that backward
-    # asks for, which is the last matmul's input unless a dropout's mask or the outputs of an FP8
-    # library's own functions come later.
-    fp8_down = result.fp8 and not any(n.endswith("mlp.down") for n in result.fp8.high_precision)
-    early = result.args["pt_compile"] or not (fp8_down or config.residual_dropout)
-    return recomputed_flops_per_token(
-        config, result.batch.seq_len, freq, policy, early, attention=attention, causal=causal
-    )
+def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
+    """FLOPs of a step's matmuls (without attention) on one device, and their seconds at the measured roof.
 
-
-def matmul_work(result: Result, config: ModelConfig) -> tuple[float, float | None]:
-    """What the matmuls of a step (attention apart) need on one device: FLOPs, and seconds at the
-    measured roof; None for those where it is not known.
-
-    All that is computed counts: recomputed blocks and padded vocabulary rows too.
+    The seconds are None where the roof is not known. All that is computed counts: recomputed blocks and
+    padded vocabulary rows too.
     """
-    passes, d, b = PASS_FORWARDS[result.args["pass_type"]], result.device, result.batch
+    passes, d, config = PASS_FORWARDS[work.pass_type], result.device, work.config
     linear = linear_parameters(config)
     blocks = sum(linear.values()) - linear["head"]
     linear["head"] = config.padded_vocab_size * config.hidden_size
-    tokens = b.micro_batch * b.grad_acc_steps * b.seq_len
-    flops = 2 * passes * sum(linear.values()) + recomputed(result, config, attention=False)
-    low = fp8_flops_per_token(result)
-    if low:  # of what repeats, the converted layers
-        part = result.fp8.n_parameters / blocks
-        low += part * recomputed(result, config, attention=False)
-    if result.args["amp"] == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
+    tokens = work.batch.micro_tokens * work.batch.grad_acc_steps
+    again = recomputed_flops_per_token(work, attention=False)
+    flops = 2 * passes * sum(linear.values()) + again
+    low = fp8_flops_per_token(result.fp8, work)
+    if low:  # the converted layers' part of what repeats
+        low += result.fp8.n_parameters / blocks * again
+    if work.amp == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return tokens * flops, None
     seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)
     return tokens * flops, tokens * seconds / 1e12
 
 
 def _time_fraction(
-    result: Result, bf16_tflops: float | None, fp8_tflops: float | None
+    result: Result, work: Work, bf16_tflops: float | None, fp8_tflops: float | None
 ) -> tuple[float | None, str | None]:
     """Time that the useful matmuls need at these rates over the time measured, or why none."""
-    m, low = result.metrics, fp8_flops_per_token(result)
-    if result.args["amp"] == "off":
+    m, low = result.metrics, fp8_flops_per_token(result.fp8, work)
+    if work.amp == "off":
         return None, "the rate of fp32 matmuls is not tabulated"
     if result.fp8 and result.fp8.emulated:
         return None, "FP8 was emulated"
@@ -262,11 +244,11 @@ def _time_fraction(
     return seconds * m.tokens_per_sec_per_gpu, None
 
 
-def fp8_flops_per_token(result: Result) -> float:
+def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
     """Those of a token's useful FLOPs that ran in FP8 matmuls."""
-    if result.fp8 is None or result.fp8.emulated:
+    if fp8 is None or fp8.emulated:
         return 0.0
-    passes = PASS_FORWARDS[result.args["pass_type"]]
-    if passes == 3 and result.fp8.recipe == "rowwise_with_gw_hp":
+    passes = PASS_FORWARDS[work.pass_type]
+    if passes == 3 and fp8.recipe == "rowwise_with_gw_hp":
         passes = 2  # the gradient of the weight is a bf16 matmul
-    return 2 * passes * result.fp8.n_parameters
+    return 2 * passes * fp8.n_parameters

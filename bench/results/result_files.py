@@ -61,11 +61,26 @@ def without_nan(value: Any) -> Any:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result.json, checked against the schema; pydantic's ValidationError if it is none, or OSError."""
-    return Result.model_validate_json(Path(path).read_text(encoding="utf-8"))
+    """A result.json of any version; ValueError (pydantic's, for a wrong schema) or OSError if it is none."""
+    return parse_result(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-PARTS = ("data", "forward", "backward", "optimizer")
+def parse_result(content: Any) -> Result:
+    """The content of a result.json of any version; pydantic's ValidationError if it is none."""
+    if isinstance(content, dict) and content.get("schema_version") == 1:
+        content = content | {"schema_version": 2, "profile": _profile_of_1(content.get("profile"))}
+    return Result.model_validate(content)
+
+
+def _profile_of_1(profile: Any) -> Any:
+    """A profile of schema version 1, whose gaps were four fields, as one of version 2."""
+    if not isinstance(profile, dict):
+        return profile
+    names = {"count": "host_gaps", "time_s": "host_gaps_s", "longest_s": "longest_host_gap_s",
+             "by_part": "host_gaps_by_part_s"}  # fmt: skip
+    gaps = {name: profile.get(old) for name, old in names.items()}
+    rest = {k: v for k, v in profile.items() if k not in names.values()}
+    return rest | {"host_gaps": None if gaps["count"] is None else gaps}
 
 
 @dataclasses.dataclass(frozen=True)

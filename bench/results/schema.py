@@ -1,109 +1,158 @@
-"""What a result is: its schema. docs/METRICS.md says what each field means. Needs no torch."""
+"""What a result is: its schema, with the meaning of each field. Needs no torch.
+
+docs/METRICS.md's tables are made of it (make docs).
+"""
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from bench.files import Strict, about
+from bench.formulas.work import Batch
+from bench.results.metrics import Metrics
 from bench.settings.combinations import GRAPH_MODES
+from bench.trace.breakdown_schema import CostlyKernel, HostGaps
 
-SCHEMA_VERSION = 1
+# 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.
+SCHEMA_VERSION = 2
 # Part of the window below which throttled clocks are a sample's chance.
 HELD_DOWN = 0.01
 # The one reason to hold clocks down that belongs to a GPU at work: under full load it is at its limit.
 POWER_CAP = "power cap"
 
 
-class Strict(BaseModel):
-    """A part of a file of ours; keys that its schema does not know are errors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 class ModelInfo(Strict):
     """The model that ran."""
 
-    name: str
-    path: str
-    hash: str
-    n_parameters: int
-    n_matmul_parameters: int
-    shape: dict[str, Any]
-    config: dict[str, Any]
-    ignored_keys: list[str]
+    name: str = about("Name of the config file, or of the directory of a `config.json`.")
+    path: str = about("Its path as given.")
+    hash: str = about(
+        "First 16 hex digits of the SHA-256 of the resolved shape. Two files of one `model_type` "
+        "that mean the same model have the same hash; their names and `--pad-vocab` do not change "
+        "it."
+    )
+    n_parameters: int = about(
+        "Trainable parameters without padding rows, a tied head counted once."
+    )
+    n_matmul_parameters: int = about(
+        "N of the FLOP formulas: parameters that multiply, i.e. linear layers and head, without "
+        "embeddings, norms and biases."
+    )
+    shape: dict[str, Any] = about("The resolved values in one vocabulary for all families.")
+    config: dict[str, Any] = about("The config file's content.")
+    ignored_keys: list[str] = about(
+        "Keys of the file that this project does not know; they had no effect."
+    )
 
 
 class Device(Strict):
     """The device and the peaks it is held against."""
 
-    type: Literal["cuda", "cpu"]
-    name: str
-    memory_gib: float | None
-    count: int
-    hardware: str
-    peak_bf16_tflops: float | None
-    peak_fp8_tflops: float | None
-    peak_source: str
-    roof_bf16_tflops: float | None = None
-    roof_fp8_tflops: float | None = None
-    roof_source: str = "unknown"
+    type: Literal["cuda", "cpu"] = about("`cuda` (NVIDIA and AMD) or `cpu`.")
+    name: str = about("As the driver gives it.")
+    memory_gib: float | None = about("Memory of one GPU [GiB]; `null` on a CPU.")
+    count: int = about("Ranks: one per GPU; on a CPU, the processes that share it.")
+    hardware: str = about(
+        "The entry of `configs/hardware.json` that was used, or the device's own name."
+    )
+    peak_bf16_tflops: float | None = about(
+        "Dense BF16 datasheet peak of one device [TFLOP/s]; `null` for a device that is not listed "
+        "by its whole name."
+    )
+    peak_fp8_tflops: float | None = about("Dense FP8 peak, likewise.")
+    peak_source: str = about("Where the peaks come from.")
+    roof_bf16_tflops: float | None = about(
+        "Sustained BF16 matmul rate of the best shape on a warm device of this kind [TFLOP/s]. "
+        "`benchmarks/gemm.py` measures it into `configs/roofs.json`; `null` where it never ran. A "
+        "model can exceed it: the GPU cools during work other than matmuls, and then clocks "
+        "higher.",
+        default=None,
+    )
+    roof_fp8_tflops: float | None = about(
+        "The same in FP8, for one forward matmul with fast accumulation and two backward ones "
+        "without it, as libraries run them in training. `--pass-type forward` is compared with the "
+        "same mixture.",
+        default=None,
+    )
+    roof_source: str = about("When and with what it was measured.", default="unknown")
 
 
 class Fp8Info(Strict):
     """What ran in FP8."""
 
-    backend: Literal["te", "torchao"]
-    version: str
-    recipe: str
-    emulated: bool
-    all_gather: bool
-    primary_weights: bool = False
-    n_linear_layers: int
-    n_parameters: int
-    high_precision: dict[str, str]
-
-
-class Batch(Strict):
-    """What one optimizer step processes."""
-
-    micro_batch: int
-    grad_acc_steps: int
-    data_parallel_size: int
-    global_batch: int
-    seq_len: int
-    tokens_per_step: int
+    backend: Literal["te", "torchao"] = about(
+        "`te` (Transformer Engine) or `torchao`. With accumulation, `te` casts weights once a "
+        "step; in `train_fsdp.py`, which shards them, in every micro step."
+    )
+    version: str = about("Its version.")
+    recipe: str = about(
+        "How tensors are scaled to FP8. With `delayed` and `--sac-freq`, Transformer Engine "
+        "reduces the amax values over all ranks once more for each recomputed block."
+    )
+    emulated: bool = about("Computed in higher precision: the losses are FP8's, the speed is not.")
+    all_gather: bool = about("FSDP gathered the weights of the blocks in FP8.")
+    primary_weights: bool = about(
+        "The weights of the blocks were kept in FP8, their fp32 copies in the optimizer.",
+        default=False,
+    )
+    n_linear_layers: int = about("Linear layers that were converted.")
+    n_parameters: int = about("Parameters of these layers that multiply in FP8.")
+    high_precision: dict[str, str] = about("The parts that stayed in high precision, and why.")
 
 
 class RankInfo(Strict):
     """One rank of several."""
 
-    rank: int
-    host: str
-    step_time_mean_s: float
-    data_time_mean_s: float
-    forward_time_mean_s: float
-    backward_time_mean_s: float
-    optimizer_time_mean_s: float
-    peak_memory_gib: float | None
-    probe_tflops: float | None = None
+    rank: int = about("Number of the rank.")
+    host: str = about("Its machine.")
+    step_time_mean_s: float = about("Its own mean step time [s].")
+    data_time_mean_s: float = about("The parts of that, as above [s].")
+    forward_time_mean_s: float = about("Under FSDP it contains waiting for gathers.")
+    backward_time_mean_s: float = about("Contains waiting for other ranks.")
+    optimizer_time_mean_s: float = about("Likewise.")
+    peak_memory_gib: float | None = about(
+        "Its peak: allocated on a GPU (without tensors inside CUDA graphs), resident on a CPU."
+    )
+    probe_tflops: float | None = about(
+        "Rate of its device by itself just before the window, on a square matmul (2048, bf16; on a "
+        "CPU 256, fp32), for a tenth of a second [TFLOP/s]. Compare it with other ranks, not with "
+        "a peak.",
+        default=None,
+    )
 
 
 class DeviceUse(Strict):
     """Power, clocks and company of one rank's device over the window; None where it does not say."""
 
-    rank: int
-    energy_j: float | None = None
-    average_power_w: float | None = None
-    sampled_power_mean_w: float | None = None
-    peak_power_w: float | None = None
-    power_limit_w: float | None = None
-    sm_clock_mean_mhz: float | None = None
-    sm_clock_min_mhz: float | None = None
-    sm_clock_limit_mhz: float | None = None
-    memory_clock_mean_mhz: float | None = None
-    temperature_max_c: float | None = None
-    n_samples: int = 0
-    throttled: dict[str, float] | None = None
-    other_processes: int | None = None
+    rank: int = about("Number of the rank.")
+    energy_j: float | None = about(
+        "Joules by the device's counter. If ranks share a machine's CPUs, the machine's first rank "
+        "counts them.",
+        default=None,
+    )
+    average_power_w: float | None = about("That over the window [W].", default=None)
+    sampled_power_mean_w: float | None = about(
+        "Mean of the samples [W]; a note reports an energy counter that is more than 20 % off.",
+        default=None,
+    )
+    peak_power_w: float | None = about("Highest sample [W].", default=None)
+    power_limit_w: float | None = about("Limit in force [W].", default=None)
+    sm_clock_mean_mhz: float | None = about(
+        "Mean clock of the multiprocessors [MHz].", default=None
+    )
+    sm_clock_min_mhz: float | None = about("Lowest sample [MHz].", default=None)
+    sm_clock_limit_mhz: float | None = about("Highest clock the device has [MHz].", default=None)
+    memory_clock_mean_mhz: float | None = about("Mean memory clock [MHz].", default=None)
+    temperature_max_c: float | None = about("Highest temperature [degrees C].", default=None)
+    n_samples: int = about("Samples taken.", default=0)
+    throttled: dict[str, float] | None = about(
+        "Reasons for which the clocks were held down, each with its part of the window; empty if "
+        "there were none.",
+        default=None,
+    )
+    other_processes: int | None = about(
+        "Other processes on the GPU: the largest number seen when the window opened, about once a "
+        "second within it, and when it closed.",
+        default=None,
+    )
 
     @property
     def held_down(self) -> dict[str, float]:
@@ -114,137 +163,125 @@ class DeviceUse(Strict):
 class Memory(Strict):
     """Memory of one step by kind, on rank 0."""
 
-    step: int
-    parameters_gib: float
-    gradients_gib: float
-    optimizer_gib: float
-    activations_gib: float
-    workspace_gib: float
-    peak_gib: float
-
-
-class CostlyKernel(Strict):
-    """A kernel, or on a CPU an operator, of a profiled step."""
-
-    name: str
-    kind: str
-    calls: float
-    time_s: float
+    step: int = about("The step that was looked at.")
+    parameters_gib: float = about("Parameters held by this rank.")
+    gradients_gib: float = about("Their gradients when the backward is done.")
+    optimizer_gib: float = about("Optimizer state.")
+    activations_gib: float = about(
+        "Memory that the first forward pass leaves for the backward: activations, the gradients of "
+        "head and logits, low-precision copies of weights, and under FSDP the weights that stay "
+        "gathered."
+    )
+    workspace_gib: float = about(
+        "The rest of the peak: `peak_gib` - parameters - optimizer - the larger of activations and "
+        "gradients. With accumulation both are subtracted, and under DDP too, as its buckets "
+        "always exist."
+    )
+    peak_gib: float = about("Most memory in tensors during the step.")
 
 
 class Profile(Strict):
     """Where the time of the profiled steps went, on rank 0."""
 
-    first_step: int
-    n_steps: int
-    in_window: bool
-    step_time_s: float
-    slowdown: float | None = None
-    classes_s: dict[str, float]
-    communication_overlapped_s: float
-    host_gaps: float | None
-    host_gaps_s: float | None
-    longest_host_gap_s: float | None
-    host_gaps_by_part_s: dict[str, float]
-    costliest: list[CostlyKernel]
-    matmul_flops: float | None
-    matmul_tflops: float | None
-    matmul_roof_fraction: float | None
-
-
-class Metrics(Strict):
-    """Everything measured; None where it could not be, with the reason in `notes`."""
-
-    n_measured_steps: int = 0
-    window_s: float | None = None
-    step_time_median_s: float | None = None
-    step_time_mean_s: float | None = None
-    step_time_std_s: float | None = None
-    step_time_cv: float | None = None
-    step_time_min_s: float | None = None
-    step_time_max_s: float | None = None
-    step_time_p10_s: float | None = None
-    step_time_p90_s: float | None = None
-    step_time_ci95_low_s: float | None = None
-    step_time_ci95_high_s: float | None = None
-    step_time_drift: float | None = None
-    data_time_mean_s: float | None = None
-    forward_time_mean_s: float | None = None
-    backward_time_mean_s: float | None = None
-    optimizer_time_mean_s: float | None = None
-    setup_s: float | None = None
-    warmup_s: float | None = None
-    first_step_s: float | None = None
-    compile_s: float | None = None
-    n_compiled_graphs: int | None = None
-    n_graph_breaks: int | None = None
-    n_recompilations: int | None = None
-    window_compile_s: float | None = None
-    window_graphs_recorded: int | None = None
-    tokens_per_sec: float | None = None
-    tokens_per_sec_per_gpu: float | None = None
-    flops_per_token_palm: float | None = None
-    flops_per_token_causal: float | None = None
-    model_tflops_per_gpu: float | None = None
-    model_tflops_per_gpu_causal: float | None = None
-    mfu: float | None = None
-    mfu_causal: float | None = None
-    hfu: float | None = None
-    hfu_causal: float | None = None
-    ideal_time_fraction: float | None = None
-    roof_time_fraction: float | None = None
-    peak_allocated_gib: float | None = None
-    peak_reserved_gib: float | None = None
-    allocator_retries: int | None = None
-    peak_rss_gib: float | None = None
-    slowest_rank: int | None = None
-    rank_imbalance: float | None = None
-    slowest_device: int | None = None
-    device_imbalance: float | None = None
-    all_gather_bytes: int | None = None
-    reduce_scatter_bytes: int | None = None
-    all_reduce_bytes: int | None = None
-    energy_j: float | None = None
-    energy_source: str | None = None
-    average_power_w: float | None = None
-    tokens_per_joule: float | None = None
-    usd_per_million_tokens: float | None = None
-    clocks_held_down: bool | None = None
-    power_cap_fraction: float | None = None
-    device_shared: bool | None = None
-    first_loss: float | None = None
-    final_loss: float | None = None
-    skipped_steps: int | None = None
-    val_loss_before: float | None = None
-    val_loss: float | None = None
+    first_step: int = about("First captured step.")
+    n_steps: int = about("How many.")
+    in_window: bool = about(
+        "Whether profiling touched measured steps; the figures above are then those of a slowed "
+        "run."
+    )
+    step_time_s: float = about("A captured step, by the trace [s].")
+    slowdown: float | None = about(
+        "That over `step_time_median_s`: the cost of profiling.", default=None
+    )
+    classes_s: dict[str, float] = about(
+        "Seconds of a step by class; they add up to `step_time_s`. `matmul` with the format of its "
+        "inputs where known, `attention`, `elementwise` (norms and activations too), `loss` and "
+        "`optimizer` (by the range they were launched in; matmuls of the loss count as matmuls), "
+        "`communication` (exposed; it includes waiting in a collective for slower ranks), "
+        "`copies`, `idle` or `host`."
+    )
+    communication_overlapped_s: float = about(
+        "Communication with computation running at the same time [s]."
+    )
+    host_gaps: HostGaps | None = about(
+        "Idle gaps of the GPU that the host caused: the next kernel's launch began after the gap did; "
+        "`null` on a CPU:"
+    )
+    costliest: list[CostlyKernel] = about("The ten kernels (on a CPU operators) that take longest:")
+    matmul_flops: float | None = about(
+        "FLOPs of a step's matmuls on this device, by formula: without attention, with recomputed "
+        "matmuls and padded rows."
+    )
+    matmul_tflops: float | None = about("`matmul_flops` over the time their kernels run [TFLOP/s].")
+    matmul_roof_fraction: float | None = about(
+        "The time the matmuls would take at the measured `roof_*_tflops` over the time they took."
+    )
 
 
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
-    status: Literal["running", "ok", "oom", "failed", "interrupted"] = "running"
-    error: str | None = None
-    notes: list[str] = []
-    run_name: str
-    entrypoint: str
-    command: list[str]
-    started_at: str
-    ended_at: str | None = None
-    args: dict[str, Any]
-    model: ModelInfo
-    device: Device
-    batch: Batch
-    fp8: Fp8Info | None = None
-    attention_kernel: str | None = None
-    environment: dict[str, Any]
-    metrics: Metrics = Metrics()
-    memory: Memory | None = None
-    profile: Profile | None = None
-    step_times_s: list[float] = []
-    warmup_step_times_s: list[float] = []
-    ranks: list[RankInfo] = []
-    devices: list[DeviceUse] = []
+    schema_version: Literal[2] = about("Version of this schema: 2.", default=SCHEMA_VERSION)
+    status: Literal["running", "ok", "oom", "failed", "interrupted"] = about(
+        "`ok`; `oom` out of memory; `failed`; `interrupted` by a signal; `running` while it runs, "
+        "and for good if the process was killed outright.",
+        default="running",
+    )
+    error: str | None = about("Why it ended, on one line, unless `ok`.", default=None)
+    notes: list[str] = about(
+        "Facts that a reader of the figures must know: unknown peaks, ignored config keys, a loss "
+        "that is not finite.",
+        default=[],
+    )
+    run_name: str = about("Name of the run's directory.")
+    version: str | None = about(
+        "Version of this project; `null` in results of schema version 1.", default=None
+    )
+    entrypoint: str = about("Script that ran.")
+    command: list[str] = about("Its command line.")
+    started_at: str = about("Start, UTC, ISO 8601.")
+    ended_at: str | None = about("End, likewise.", default=None)
+    args: dict[str, Any] = about(
+        "All arguments; `seq_len` and `grad_acc_steps` with their resolved values."
+    )
+    model: ModelInfo = about("The model, see below.")
+    device: Device = about("The device and its peaks, see below.")
+    batch: Batch = about("Sizes of a step, see below.")
+    fp8: Fp8Info | None = about(
+        "The parts that ran in FP8, see below; `null` without `--use-fp8`.", default=None
+    )
+    attention_kernel: str | None = about(
+        "The kernel that computed attention: `flash`, `cudnn`, `efficient` or `math`, as PyTorch "
+        "chooses for these heads, or `flex`. If some layers have a sliding window, it is their "
+        "kernel. `null` where PyTorch does not tell.",
+        default=None,
+    )
+    environment: dict[str, Any] = about(
+        "Host, operating system, Python, library (NCCL or RCCL too) and driver versions, TF32 "
+        "state, name and digest of the container image (`image`, if the launcher passed them on), "
+        "the environment variables that change speed or numerics, git revision (`git_sha`), and "
+        "whether the tree had changes outside `benchmarks/results` and `configs/roofs.json` "
+        "(`git_dirty`)."
+    )
+    metrics: Metrics = about("All that was measured, see below.", default=Metrics())
+    memory: Memory | None = about(
+        "Memory of one step by kind, see below; `null` on a CPU without `--memory-snapshot`, and "
+        "under CUDA graphs.",
+        default=None,
+    )
+    profile: Profile | None = about(
+        "Where the time of the profiled steps went, see below; `null` without `--profile`. A run "
+        "with it is no baseline.",
+        default=None,
+    )
+    step_times_s: list[float] = about(
+        "Time of each measured step [s]; with several ranks, the times of the rank that took "
+        "longest in total.",
+        default=[],
+    )
+    warmup_step_times_s: list[float] = about("Time of each warm-up step [s].", default=[])
+    ranks: list[RankInfo] = about("With several ranks one entry each, see below.", default=[])
+    devices: list[DeviceUse] = about("Power and clocks, one entry a rank, see below.", default=[])
 
     @property
     def unfit(self) -> list[str]:

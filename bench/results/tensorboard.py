@@ -1,6 +1,5 @@
 """TensorBoard: scalars of each step, what ran as text, and hparams with the final metrics."""
 
-import dataclasses
 import json
 import os
 import platform
@@ -12,20 +11,10 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from bench.results.metrics import FINAL_METRICS
 from bench.results.result_files import Step, finite
 from bench.results.schema import Result
-from bench.settings.flags import Args
-
-# Those of bench/results/schema.py that runs are compared by.
-FINAL_METRICS = (
-    "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "model_tflops_per_gpu", "mfu",
-    "hfu", "ideal_time_fraction", "peak_allocated_gib", "peak_reserved_gib", "peak_rss_gib",
-    "average_power_w", "tokens_per_joule", "compile_s", "final_loss", "val_loss",
-)  # fmt: skip
-
-
-# Arguments that tell runs apart even at their defaults; of others only what was chosen is shown.
-ALWAYS = ("amp", "bsz", "seq_len", "grad_acc_steps", "pt_compile", "use_fp8", "sac_freq")
+from bench.settings.flags import Args, declared, defaults
 
 
 def _cell(value) -> str:
@@ -121,8 +110,8 @@ class TensorBoardFile:
         """The arguments and the final metrics, for the HPARAMS tab, in which runs compare."""
         from torch.utils.tensorboard.summary import hparams
 
-        defaults = {f.name: f.default for f in dataclasses.fields(Args)}
-        chosen = {k: v for k, v in result.args.items() if k in ALWAYS or v != defaults[k]}
+        default, flags = defaults(Args), declared(Args)
+        chosen = {k: v for k, v in result.args.items() if flags[k].headline or v != default[k]}
         given = chosen | {
             "model": result.model.name,
             "device": result.device.name,

@@ -14,26 +14,21 @@ import torch
 
 from bench.errors import Interrupted, UsageError
 from bench.measure.device import cpu_count
-from bench.parallel import ranks as dist
-from bench.parallel.ranks import ALONE, Ranks, find_ranks
+from bench.parallel.ranks import ALONE, Ranks, find_ranks, leave
 from bench.run.failures import PARENT, exit_code, has_parent, report
-from bench.settings.checks import flag_of
 from bench.settings.command_line import parse_args
-from bench.settings.flags import Args
+from bench.settings.flags import Args, RankFlags, flag_of
 
 
-def launch(train: Callable[[Args], None], argv: Sequence[str], prog: str) -> int:
+def launch(train: Callable[[Args], None], argv: Sequence[str], script: str) -> int:
     """Run on one device; whatever happens becomes one line and an exit code.
 
     0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure of our own
     shows a traceback.
     """
 
-    def body() -> None:
-        args = parse_args(argv, prog)
-        train(args)
-
-    return _guarded(body, prog, ALONE)
+    prog = Path(script).name
+    return _guarded(lambda: train(parse_args(argv, prog)), prog, ALONE)
 
 
 def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], script: str) -> int:
@@ -48,19 +43,19 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
             end_with_parent()
         args = parse_args(argv, prog)
         if not has_parent():
-            _check_joining(args)
+            _check_joining(args.part(RankFlags))
         train(args, ranks)
         # Only now: DDP must be gone before its process group, or the two can wait for each other.
         gc.collect()
-        dist.leave()
+        leave()
 
     return _guarded(body, prog, ranks)
 
 
-def _check_joining(args: Args) -> None:
+def _check_joining(flags: RankFlags) -> None:
     """UsageError for what only a script that starts its own ranks can do."""
     for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
-        if getattr(args, flag):
+        if getattr(flags, flag):
             raise UsageError(
                 f"{flag_of(flag)}: this script was started by a launcher, which decides "
                 f"that; leave it out and use {instead}"

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import faulthandler
 import os
-import platform
 import shutil
 import signal
 import sys
@@ -15,34 +14,23 @@ from typing import Self
 
 import torch
 
-from bench.apply.compile import compile_counts, uses_cuda_graphs
+from bench.apply.compile import CompileCounts, compile_counts
 from bench.apply.fp8.base import Fp8
 from bench.apply.precision import LossScaler
 from bench.errors import CompileError, UsageError
 from bench.formulas.flops import flops_per_token
-from bench.measure.device import peak_memory, reset_peak_memory
-from bench.measure.matmul_rate import device_tflops
-from bench.measure.memory import AllocatorRecord
-from bench.measure.power import PowerMeter
+from bench.measure.device import peak_memory
 from bench.measure.steps import StepLog
-from bench.parallel import ranks as dist
-from bench.parallel.ranks import ALONE, Ranks
+from bench.parallel.ranks import ALONE, Ranks, broadcast, broken_group
 from bench.results.console import ProgressDisplay, print_header, print_result
-from bench.results.figures import (
-    RankTimes,
-    fill_flop_metrics,
-    fill_rank_metrics,
-    fill_step_metrics,
-    part_means,
-)
+from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.results.result_files import ResultFile, StepsFile
-from bench.results.schema import Batch
 from bench.results.tensorboard import TensorBoardFile
-from bench.run.failures import NO_CAUSE, classify, first_error, handled_by, keep_error, report
+from bench.run.failures import NO_CAUSE, classify, first_error, handled_by, held, keep_error, report
 from bench.run.hang import HangWatch, patience
 from bench.run.provenance import open_result
-from bench.settings.flags import Args, total_steps
-from model.config import ModelConfig
+from bench.run.window import Window
+from bench.settings.plan import Plan
 
 
 class Run:
@@ -53,64 +41,47 @@ class Run:
     """
 
     def __init__(
-        self,
-        entrypoint: str,
-        args: Args,
-        config: ModelConfig,
-        device: torch.device,
-        batch: Batch,
-        ranks: Ranks = ALONE,
-        fp8: Fp8 | None = None,
+        self, plan: Plan, device: torch.device, ranks: Ranks = ALONE, fp8: Fp8 | None = None
     ):
-        self.args, self.config, self.device, self.ranks = args, config, device, ranks
+        self.plan, self.device, self.ranks = plan, device, ranks
         self.fp8 = fp8 or Fp8()
-        self.scaler = LossScaler(device) if args.amp == "fp16" else None
-        self.result = open_result(
-            entrypoint, args, config, device, batch, ranks.world, self.fp8.info
-        )
-        self.result.run_name = dist.broadcast(ranks, self.result.run_name)
-        self.directory = Path(args.output_dir) / self.result.run_name
+        self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
+        self.result = open_result(plan, device, self.fp8.info)
+        self.result.run_name = broadcast(ranks, self.result.run_name)
+        self.directory = Path(plan.output.output_dir) / self.result.run_name
 
     def __enter__(self) -> Self:
-        problem = None
-        sinks = []
+        problem, sinks = None, []
         if self.ranks.main:
             try:
                 sinks = self._open_files()
             except UsageError as error:
                 problem = str(error)
-        if problem := dist.broadcast(self.ranks, problem):
+        if problem := broadcast(self.ranks, problem):
             raise UsageError(problem)
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
-        self.log = StepLog(self.device, total_steps(self.args), sinks)
-        here = platform.node()
-        others = dist.gather(self.ranks, (here, os.getpid()))
-        self.power = PowerMeter(self.device, {pid for host, pid in others if host == here})
-        self.probe_tflops = None
-        self.allocator = None
-        if self.device.type == "cuda":
-            name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
-            self.allocator = AllocatorRecord(self.directory / name, self.args.memory_snapshot)
-        reset_peak_memory(self.device)
+        self.log = StepLog(self.device, self.plan.schedule.total, sinks, guard=held)
+        name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
+        self.window = Window(
+            self.device, self.ranks, self.plan.work.cuda_graphs, self.directory / name,
+            self.plan.profile.memory_snapshot,
+        )  # fmt: skip
         self.hang, self.ending = None, threading.Lock()
         if self.ranks.world > 1:
-            self.hang = HangWatch(
-                self._end_hanging,
-                patience(self.device, self.args.dist_timeout),
-                dist.broken_group,
-            )
+            limit = patience(self.device, self.plan.ranks.dist_timeout)
+            self.hang = HangWatch(self._end_hanging, limit, broken_group)
         if self.ranks.main:
             self.file.write(self.result)
-            print_header(self.result)
+            print_header(self.result, self.plan.work)
         return self
 
     def _open_files(self) -> list:
-        args, batch = self.args, self.result.batch
+        plan, r = self.plan, self.result
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir()
-            self.file = ResultFile(self.directory, total_steps(args))
+            self.file = ResultFile(self.directory, plan.schedule.total)
             sinks = [StepsFile(self.directory / "steps.jsonl")]
         except FileExistsError as error:
             raise UsageError(
@@ -120,26 +91,21 @@ class Run:
         except OSError as error:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise UsageError(
-                f"--output-dir {args.output_dir}: cannot be written: {error.strerror}; choose another"
+                f"--output-dir {plan.output.output_dir}: cannot be written: {error.strerror}; "
+                "choose another"
             ) from None
-        sinks.append(ProgressDisplay(total_steps(args)))
-        if not args.no_tensorboard:
+        sinks.append(ProgressDisplay(plan.schedule.total))
+        if not plan.output.no_tensorboard:
+            work = plan.work
+            flops = flops_per_token(work.config, work.batch.seq_len, False, work.pass_type)
             sinks.append(
                 TensorBoardFile(
-                    self.directory / "tensorboard",
-                    flops_per_token(self.config, batch.seq_len, False, args.pass_type),
-                    self.result.device.peak_bf16_tflops,
-                    self.result.device.count,
+                    self.directory / "tensorboard", flops, r.device.peak_bf16_tflops, r.device.count,
                     lambda: peak_memory(self.device),
                 )
-            )
-            sinks[-1].describe(self.result)
+            )  # fmt: skip
+            sinks[-1].describe(r)
         return sinks
-
-    def set_traffic(self, moved: dict[str, int]) -> None:
-        """Bytes that a step hands to collectives, by kind."""
-        for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-            setattr(self.result.metrics, f"{kind}_bytes", moved.get(kind, 0))
 
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""
@@ -155,34 +121,11 @@ class Run:
         """The measured window starts; the device is idle."""
         warmup = sum(s.step_time_s for s in self.log.steps)
         self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
-        self.compiled_before = compile_counts()
-        if self.allocator:
-            self.allocator.stop()
-        if self.ranks.world > 1:
-            self.probe_tflops = device_tflops(self.device)
-        reset_peak_memory(self.device)
-        dist.meet(self.ranks)  # or the energy has the waiting for others in it
-        self.power.begin()
+        self.window.open()
 
     def end_window(self) -> None:
         """The measured window has ended; the device is idle. With several ranks all must come here."""
-        device = self.power.end(self.ranks.rank)
-        self.log.drain()
-        before, after = self.compiled_before, compile_counts()
-        recorded = after.graphs_recorded_again - before.graphs_recorded_again
-        if self.device.type == "cpu" and self.ranks.local_rank and device.energy_j is not None:
-            # The counter is the whole machine's; its first rank speaks for all.
-            device = device.model_copy(update={"energy_j": 0.0, "average_power_w": None})
-        measured = self.log.of_phase("measure")
-        memory = peak_memory(self.device)
-        times = RankTimes(
-            self.ranks.rank, platform.node(), [s.step_time_s for s in measured],
-            part_means(measured), device, memory, self.probe_tflops,
-            compile_s=after.seconds - before.seconds,
-            n_recompilations=after.recompilations - before.recompilations,
-            graphs_recorded=recorded if uses_cuda_graphs(self.args, self.device) else None,
-        )  # fmt: skip
-        fill_rank_metrics(self.result, dist.gather(self.ranks, times))
+        fill_rank_metrics(self.result, self.window.close(self.log))
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         when = time.time()
@@ -190,9 +133,7 @@ class Run:
             self.hang.close()
         # While the result is written, a second Ctrl-C must not cut it off.
         with handled_by(signal.SIG_IGN):
-            self.power.close()
-            if self.allocator:
-                self.allocator.close()
+            self.window.release()
             if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
                 keep_error(self.directory, self.ranks.rank, error)
             if self.ranks.main:
@@ -232,20 +173,10 @@ class Run:
         with contextlib.suppress(Exception):  # a second failure must not hide the first
             self.log.drain()
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
-        fill_flop_metrics(r, self.config)
-        m.energy_source = self.power.source
-        if self.args.pt_compile:
-            counts, before = compile_counts(), self.compiled_at_start
-            m.compile_s = counts.seconds - before.seconds
-            m.n_compiled_graphs = counts.graphs - before.graphs
-            m.n_graph_breaks = counts.graph_breaks - before.graph_breaks
-            m.n_recompilations = max(0, counts.recompilations - before.recompilations)
-            refused = counts.graphs_refused - before.graphs_refused
-            if refused and uses_cuda_graphs(self.args, self.device):
-                r.notes.append(
-                    f"{refused} compiled graphs run without CUDA graphs, which PyTorch refused for them; "
-                    "TORCH_LOGS=cudagraphs says why"
-                )
+        fill_flop_metrics(r, self.plan.work)
+        m.energy_source = self.window.power.source
+        if self.plan.work.compiled:
+            self._count_compilations(self.compiled_at_start, compile_counts())
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
         if self.scaler is not None and (error is None or self.device.type == "cpu"):
@@ -266,3 +197,17 @@ class Run:
         if error is None:
             print_result(r)
         print(f"{r.status}: {self.file.path}", file=sys.stderr, flush=True)
+
+    def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
+        """What torch.compile did since the run began."""
+        m = self.result.metrics
+        m.compile_s = after.seconds - before.seconds
+        m.n_compiled_graphs = after.graphs - before.graphs
+        m.n_graph_breaks = after.graph_breaks - before.graph_breaks
+        m.n_recompilations = max(0, after.recompilations - before.recompilations)
+        refused = after.graphs_refused - before.graphs_refused
+        if refused and self.plan.work.cuda_graphs:
+            self.result.notes.append(
+                f"{refused} compiled graphs run without CUDA graphs, which PyTorch refused for them; "
+                "TORCH_LOGS=cudagraphs says why"
+            )

@@ -8,44 +8,43 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bench.apply.compile import compile_errors_named, uses_cuda_graphs
+from bench.apply.compile import compile_errors_named
 from bench.apply.data import Validation, batches
 from bench.apply.optimizer import learning_rate, optimizer_step
 from bench.apply.precision import autocast
 from bench.measure.device import synchronize
 from bench.measure.memory import MemoryReport
-from bench.parallel.fsdp import average_over_ranks
-from bench.parallel.ranks import meet
+from bench.parallel.ranks import average_over_ranks, meet
 from bench.run.life import Run
 from bench.run.profiling import build_capture
-from bench.settings.flags import Args, phase_of, total_steps, window_end
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
+# A step's forward and backward passes: from its number to its loss, whose gradients are left behind.
+Passes = Callable[[int], Tensor]
 
 
 def measure(
     run: Run,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    micro_batches: Batches,
-    no_sync: NoSync = contextlib.nullcontext,
+    step_fn: Callable[[int, str], None],
 ) -> None:
     """Run the warm-up steps and the measured ones; times, losses and energy go into `run`.
 
-    `no_sync` is the context of the micro steps before a step's last one (DDP's, which leaves the
-    gradients unreduced). Between the first and the last measured step nothing but training happens:
-    no synchronisation, no evaluation; files and screen are served about once a second.
+    `step_fn(step, phase)` is one optimizer step (build_step). Between the first and the last measured
+    step nothing but training happens: no synchronisation, no evaluation; files and screen are served
+    about once a second.
     """
-    args = run.args
-    step_fn = build_step(run, model, optimizer, micro_batches, no_sync)
+    schedule, work = run.plan.schedule, run.plan.work
     captures = build_capture(run, model)
-    watchers = [MemoryReport(run.result, run.log, args, model, optimizer), *captures]
+    looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
+    watchers = [MemoryReport(run.result, run.log, schedule, looks, model, optimizer), *captures]
     # Forward passes name their block themselves.
     with uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
-        for step in range(total_steps(args)):
-            if step == args.warmup_steps:
+        for step in range(schedule.total):
+            if step == schedule.warmup:
                 synchronize(run.device)
                 run.log.drain()
                 gc.collect()
@@ -55,12 +54,12 @@ def measure(
                 run.log.start()
             for watcher in watchers:
                 watcher.before(step)
-            step_fn(step, phase_of(step, args))
+            step_fn(step, schedule.phase_of(step))
             if captures:
                 run.end_steps()  # writing a trace takes as long as it does
             for watcher in watchers:
                 watcher.after(step)
-            if step == window_end(args) - 1:
+            if step == schedule.window_end - 1:
                 synchronize(run.device)
                 run.end_window()
                 run.log.start()
@@ -82,31 +81,19 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def build_step(
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    micro_batches: Batches,
-    no_sync: NoSync,
-) -> Callable[[int, str], None]:
-    """The function of one step for the run's --pass-type: `step_fn(step, phase)`."""
-    args, log, device = run.args, run.log, run.device
-    tokens = run.result.batch.tokens_per_step
-    n_micro = run.result.batch.grad_acc_steps
-    scaler = run.scaler
-    fp8 = run.fp8
-    amp = forward_amp(args, model)
-    train = args.pass_type != "forward"
-    sharded = sharded_modules(model)
-    graphs = uses_cuda_graphs(args, device)
-    parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
-    if graphs and train:
-        # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
-        # next replay; into one that exists already it is added.
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
+def build_passes(
+    run: Run, model: nn.Module, micro_batches: Batches, no_sync: NoSync = contextlib.nullcontext
+) -> Passes:
+    """Forward and backward of all micro batches of a step, one after the other.
 
-    def step_fn(step: int, phase: str) -> None:
+    `no_sync` is the context of the micro steps before a step's last one (DDP's, which leaves the
+    gradients unreduced).
+    """
+    work, log, device, scaler, fp8 = run.plan.work, run.log, run.device, run.scaler, run.fp8
+    n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
+    amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
+
+    def passes(step: int) -> Tensor:
         total = torch.zeros((), device=device)
         for micro in range(n_micro):
             run.begin_micro_step(step)
@@ -124,15 +111,37 @@ def build_step(
                         (loss if scaler is None else loss * scaler.scale).backward()
                 else:
                     reshard(sharded)
+        return total
+
+    return passes
+
+
+def build_step(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, passes: Passes
+) -> Callable[[int, str], None]:
+    """The function of one optimizer step, `step_fn(step, phase)`: passes, clipping, optimizer, log."""
+    work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
+    flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
+    tokens = work.batch.tokens_per_step
+    parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
+    keeps_gradients = work.cuda_graphs and work.trains
+    if keeps_gradients:
+        # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
+        # next replay; into one that exists already it is added.
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def step_fn(step: int, phase: str) -> None:
+        total = passes(step)
         rate, norm = 0.0, None
-        with log.draw("optimizer"):
-            if args.pass_type == "step":
-                rate = learning_rate(step, args)
-                norm = optimizer_step(parameters, optimizer, rate, args.grad_clip, scaler)
+        with log.watched("optimizer"):
+            if optimizer is not None:
+                rate = learning_rate(step, flags, n_steps)
+                norm = optimizer_step(parameters, optimizer, rate, flags.grad_clip, scaler)
                 fp8.after_step(model)
-            if graphs and train:  # in place, and not with a kernel for each
+            if keeps_gradients:  # in place, and not with a kernel for each
                 torch._foreach_zero_([parameter.grad for parameter in parameters])
-            elif train:
+            elif work.trains:
                 for parameter in parameters:
                     parameter.grad = None
         average_over_ranks(total)
@@ -141,9 +150,17 @@ def build_step(
     return step_fn
 
 
-def forward_amp(args: Args, model: nn.Module) -> str:
+def forward_amp(amp: str, model: nn.Module) -> str:
     """The autocast of a forward pass: none for a sharded model, which casts when it gathers."""
-    return "off" if isinstance(model, FSDPModule) else args.amp
+    return "off" if isinstance(model, FSDPModule) else amp
+
+
+@contextlib.contextmanager
+def validated(run: Run, model: nn.Module, data: Validation | None) -> Iterator[None]:
+    """The validation loss before and after what happens in here, into `run`; never in the window."""
+    run.result.metrics.val_loss_before = evaluate(run, model, data)
+    yield
+    run.result.metrics.val_loss = evaluate(run, model, data)
 
 
 @torch.no_grad()
@@ -155,12 +172,12 @@ def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | Non
     """
     if data is None:
         return None
-    args, device = run.args, run.device
-    amp = forward_amp(args, model)
+    work, device = run.plan.work, run.device
+    amp = forward_amp(work.amp, model)
     model.eval()
     total = torch.zeros((), device=device)
     for inputs, labels in batches(*data, device):
-        if uses_cuda_graphs(args, device):
+        if work.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with autocast(amp, device):
             total += model(inputs, labels)

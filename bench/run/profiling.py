@@ -6,7 +6,6 @@ step it looks at to the last, so that other steps cost nothing.
 
 import contextlib
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +13,12 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
-from bench.errors import UsageError
 from bench.measure.device import synchronize
 from bench.measure.memory import quiet_profiler
 from bench.parallel.ranks import meet
 from bench.results.figures import matmul_work
 from bench.results.schema import Profile
 from bench.run.life import Run
-from bench.settings.flags import Args, captured_steps, in_window, profiled_steps
 from bench.trace.breakdown import break_down
 from bench.trace.read_trace import read_trace
 from model.transformer import Transformer
@@ -29,19 +26,11 @@ from model.transformer import Transformer
 Draw = Callable[[str], contextlib.AbstractContextManager]
 
 
-def check_capture(args: Args, device: torch.device) -> None:
-    """Refuse what only a GPU has."""
-    if args.nsys_start is not None and device.type != "cuda":
-        raise UsageError(
-            "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
-        )
-
-
 def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
     """The watchers that the run's flags ask for: none or one."""
-    if run.args.profile:
-        return [TorchCapture(run, model)]
-    return [NsysCapture(run, model)] if captured_steps(run.args) else []
+    kinds = {"torch": TorchCapture, "nsys": NsysCapture}
+    profiler = run.plan.schedule.profiler
+    return [kinds[profiler](run, model)] if profiler else []
 
 
 class TorchCapture:
@@ -51,9 +40,9 @@ class TorchCapture:
     """
 
     def __init__(self, run: Run, model: nn.Module):
-        self.run, self.args, self.model = run, run.args, model
-        self.steps = captured_steps(run.args)
-        self.first = profiled_steps(run.args).start
+        self.run, self.flags, self.model = run, run.plan.profile, model
+        self.steps = run.plan.schedule.captured
+        self.first = run.plan.schedule.profiled.start
         self.directory = run.directory / "trace"
 
     def before(self, step: int) -> None:
@@ -73,11 +62,11 @@ class TorchCapture:
             activities=activities,
             schedule=self._action,
             # On a CPU a matmul's name says nothing of its format.
-            record_shapes=self.args.profile_shapes or self.run.device.type == "cpu",
-            with_stack=self.args.profile_stacks,
+            record_shapes=self.flags.profile_shapes or self.run.device.type == "cpu",
+            with_stack=self.flags.profile_stacks,
             # Without it the stacks are in the trace but not in what export_stacks reads.
             experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
-            if self.args.profile_stacks
+            if self.flags.profile_stacks
             else None,
             acc_events=True,
         )
@@ -115,7 +104,7 @@ class TorchCapture:
         # The name that TensorBoard's profiler plugin looks for.
         path = self.directory / f"rank{self.run.ranks.rank}.pt.trace.json.gz"
         self.profiler.export_chrome_trace(str(path))
-        if self.args.profile_stacks:
+        if self.flags.profile_stacks:
             metric = (
                 "self_cuda_time_total" if self.run.device.type == "cuda" else "self_cpu_time_total"
             )
@@ -126,26 +115,23 @@ class TorchCapture:
             self.run.result.profile = self._breakdown(path)
 
     def _breakdown(self, path: Path) -> Profile:
-        flops, ideal_s = matmul_work(self.run.result, self.run.config)
+        work = self.run.plan.work
+        flops, ideal_s = matmul_work(self.run.result, work)
         b = break_down(read_trace(path), flops)
-        gaps = b.host_gaps
         # Attention in plain matmuls is among them by time, but not by FLOPs.
         kernel, on_cpu = self.run.result.attention_kernel, self.run.device.type == "cpu"
-        apart = "math" not in (kernel, self.args.attention) and not (
-            on_cpu and (self.run.config.attention_dropout or kernel == "flex")
+        apart = "math" not in (kernel, work.attention) and not (
+            on_cpu and (work.config.attention_dropout or kernel == "flex")
         )
         return Profile(
             first_step=self.steps.start,
             n_steps=b.n_steps,
-            in_window=in_window(self.args),
+            in_window=self.run.plan.schedule.captures_in_window,
             step_time_s=b.step_time_s,
-            classes_s=b.classes,
+            classes_s=b.classes_s,
             communication_overlapped_s=b.communication_overlapped_s,
-            host_gaps=gaps and gaps.count,
-            host_gaps_s=gaps and gaps.time_s,
-            longest_host_gap_s=gaps and gaps.longest_s,
-            host_gaps_by_part_s=gaps.by_part if gaps else {},
-            costliest=[dataclasses.asdict(c) for c in b.costliest],
+            host_gaps=b.host_gaps,
+            costliest=b.costliest,
             matmul_flops=b.matmul_flops,
             matmul_tflops=b.matmul_tflops if apart else None,
             matmul_roof_fraction=(ideal_s and b.matmul_s and ideal_s / b.matmul_s)
@@ -162,7 +148,7 @@ class NsysCapture:
     """
 
     def __init__(self, run: Run, model: nn.Module):
-        self.run, self.model, self.steps = run, model, captured_steps(run.args)
+        self.run, self.model, self.steps = run, model, run.plan.schedule.captured
 
     def before(self, step: int) -> None:
         """Start before the first step, with an idle device."""
@@ -208,8 +194,8 @@ def _profiler_api(start: bool) -> None:
 def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
     """Draw the parts of a step, each block's forward and backward, and the loss; close() ends it."""
     stack = contextlib.ExitStack()
-    run.log.draw = draw
-    stack.callback(setattr, run.log, "draw", contextlib.nullcontext)
+    run.log.watchers.append(draw)
+    stack.callback(run.log.watchers.remove, draw)
     transformer = next(m for m in model.modules() if isinstance(m, Transformer))
     for i, block in enumerate(transformer.blocks):
         _draw_forward(stack, block, f"blocks.{i}", draw)

@@ -13,39 +13,34 @@ from typing import Any
 
 import torch
 
+from bench import __version__
 from bench.apply.attention import attention_kernel
-from bench.apply.compile import uses_cuda_graphs
-from bench.formulas.flops import count_parameters, linear_parameters
 from bench.formulas.hardware import find_peaks, find_roof, name_of_part
+from bench.formulas.parameters import count_parameters, linear_parameters
+from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
-from bench.results.schema import Batch, Device, Fp8Info, ModelInfo, Result
+from bench.results.schema import Device, Fp8Info, ModelInfo, Result
 from bench.settings.combinations import GRAPH_MODES
-from bench.settings.flags import Args, captured_steps, in_window
+from bench.settings.flags import PeakFlags
 from bench.settings.machine import installed_version
-from model.config import ModelConfig
+from bench.settings.plan import Plan, Schedule
 
 
-def open_result(
-    entrypoint: str,
-    args: Args,
-    config: ModelConfig,
-    device: torch.device,
-    batch: Batch,
-    ranks: int,
-    fp8: Fp8Info | None,
-) -> Result:
+def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result:
     """The result of a run that begins now, named for it, without anything measured."""
     now = datetime.datetime.now(datetime.UTC)
-    name = args.run_name or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
-    if args.run_name and (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
+    work, config, given = plan.work, plan.work.config, plan.output.run_name
+    name = given or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
+    if given and (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
         name += f"-restart{attempt}"  # the attempt before has a result, too
-    resolved = {"seq_len": batch.seq_len, "grad_acc_steps": batch.grad_acc_steps}
-    return Result(
+    resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
+    result = Result(
         run_name=name,
-        entrypoint=entrypoint,
-        command=[entrypoint, *sys.argv[1:]],
+        version=__version__,
+        entrypoint=plan.script,
+        command=[plan.script, *sys.argv[1:]],
         started_at=now.isoformat(timespec="seconds"),
-        args=dataclasses.asdict(args) | resolved,
+        args=dataclasses.asdict(plan.args) | resolved,
         model=ModelInfo(
             name=config.name,
             path=config.path,
@@ -56,19 +51,22 @@ def open_result(
             config=config.raw,
             ignored_keys=list(config.unknown_keys),
         ),
-        device=_device(args, device, ranks),
-        batch=batch,
+        device=_device(plan.peaks, device, work.world),
+        batch=work.batch,
         fp8=fp8,
-        attention_kernel=attention_kernel(args, config, batch.seq_len, device),
+        attention_kernel=attention_kernel(work, plan.flex, device),
         environment=describe_environment(device),
-        notes=list(_notes(args, config, device, fp8)),
+        notes=list(_notes(work, plan.schedule, plan.profile.memory_snapshot, device)),
     )
+    for kind in ("all_gather", "reduce_scatter", "all_reduce") if work.ddp or work.fsdp else ():
+        setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
+    return result
 
 
-def _device(args: Args, device: torch.device, ranks: int) -> Device:
+def _device(given: PeakFlags, device: torch.device, ranks: int) -> Device:
     memory = device_memory_gib(device)
     part = name_of_part(device_name(device), memory)
-    peaks = find_peaks(part, args.peak_tflops, args.peak_fp8_tflops)
+    peaks = find_peaks(part, given.peak_tflops, given.peak_fp8_tflops)
     roof = find_roof(part)
     return Device(
         type=device.type,
@@ -86,23 +84,23 @@ def _device(args: Args, device: torch.device, ranks: int) -> Device:
 
 
 def _notes(
-    args: Args, config: ModelConfig, device: torch.device, fp8: Fp8Info | None
+    work: Work, schedule: Schedule, memory_snapshot: bool, device: torch.device
 ) -> Iterator[str]:
     """What a reader of the figures should know from the start, a line each."""
-    if uses_cuda_graphs(args, device):
+    if work.cuda_graphs:
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
-    elif args.pt_compile and args.compile_mode in GRAPH_MODES:
-        yield f"--compile-mode {args.compile_mode}: a CPU has no CUDA graphs"
-    if fp8 and fp8.emulated:
+    elif work.compile_mode in GRAPH_MODES:
+        yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
+    if work.fp8 and work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
-    if args.memory_snapshot and device.type == "cpu":
+    if memory_snapshot and device.type == "cpu":
         yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
-    if captured_steps(args):
-        where = "inside" if in_window(args) else "after"
+    if schedule.captured:
+        where = "inside" if schedule.captures_in_window else "after"
         yield f"a profiler looked at steps {where} the measured window"
-    if config.unknown_keys:
-        keys = ", ".join(config.unknown_keys)
-        yield f"{config.path}: keys nobody here knows are ignored: {keys}"
+    if work.config.unknown_keys:
+        keys = ", ".join(work.config.unknown_keys)
+        yield f"{work.config.path}: unknown keys are ignored: {keys}"
 
 
 ROOT = Path(__file__).parents[2]

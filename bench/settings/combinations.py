@@ -7,12 +7,12 @@ what to use instead.
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+
+from bench.settings.flags import Args, Script
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
-ENTRYPOINTS = ("train.py", "train_ddp.py", "train_fsdp.py")
 AXES = {
-    "entrypoint": ENTRYPOINTS,
+    "entrypoint": tuple(Script),
     "amp": ("off", "bf16", "fp16"),
     "fp8": ("off", "te", "torchao"),
     "compile": ("off", "on", "graphs"),
@@ -79,7 +79,7 @@ def refusal(combination: Combination) -> Rule | None:
     return next((rule for rule in RULES if rule.refuses(combination)), None)
 
 
-def combination_of(args: Any, entrypoint: str) -> Combination:
+def combination_of(args: Args, entrypoint: Script) -> Combination:
     """The cell that a run's arguments are in."""
     compiled = "off"
     if args.pt_compile:
@@ -116,7 +116,7 @@ def _cell(amp: str, fp8: str, compiled: str) -> str:
             for sac in AXES["sac"]
             if refusal(Combination(entrypoint, amp, fp8, compiled, sac)) is None
         )
-        for entrypoint in ENTRYPOINTS
+        for entrypoint in Script
     }
     if not any(works.values()):
         return "✗"

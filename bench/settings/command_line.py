@@ -1,60 +1,114 @@
 """From a command line to checked arguments; what is wrong with it becomes one line. Needs no torch."""
 
 import contextlib
-import functools
+import dataclasses
+import difflib
+import inspect
 import io
 import os
 import re
-import sys
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import types
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from bench.errors import UsageError
 from bench.settings.checks import check
-from bench.settings.flags import Args
-from model.json_keys import ConfigError
+from bench.settings.flags import Args, Script, declared, defaults, flag_of
 
 Parsed = TypeVar("Parsed")
-Main = Callable[[Sequence[str]], int]
 
 
-def parse_args(argv: Sequence[str], prog: str) -> Args:
+def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
-    return check(parse_dataclass(Args, argv, prog), prog)
+    script = Script(script)
+    return check(parse_dataclass(Args, argv, script, script), script)
 
 
-def parse_dataclass(kind: type[Parsed], argv: Sequence[str], prog: str) -> Parsed:
-    """A command line as a dataclass of that kind; what cannot be parsed is a UsageError."""
+def parse_dataclass(
+    kind: type[Parsed], argv: Sequence[str], prog: str, script: Script | None = None
+) -> Parsed:
+    """A command line as a dataclass of flags; what cannot be parsed is a UsageError.
+
+    --help shows the flags in the groups that declare them: with a `script` only those that it takes.
+    """
+    asked = {"-h", "--help"} & set(argv)
+    parser, groups = _grouped(kind, script if asked else None)
     messages = io.StringIO()
-    wide = contextlib.nullcontext() if {"-h", "--help"} & set(argv) else _columns("500")
+    wide = contextlib.nullcontext() if asked else _columns("500")
     try:
         with contextlib.redirect_stderr(messages), wide:
-            return tyro.cli(
-                kind, prog=prog, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
+            found = tyro.cli(
+                parser,
+                prog=prog,
+                args=list(argv),
+                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
             )
+    except BrokenPipeError:  # --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise SystemExit(0) from None
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise UsageError(f"{_first_message(messages.getvalue())}; see {prog} --help") from None
+        text = _first_message(messages.getvalue())
+        raise UsageError(f"{text}{_nearest(argv, kind)}; see {prog} --help") from None
+    values = {}
+    for group in groups:
+        part = getattr(found, group)
+        values |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    return kind(**values)
 
 
-def tool(prog: str) -> Callable[[Main], Main]:
-    """Decorates a tool's `main`: what is wrong with its input becomes one line, and exit code 2."""
+def _grouped(kind: type, script: Script | None) -> tuple[type, list[str]]:
+    """A dataclass that the parser reads: a field for each group of flags, headed by its docstring."""
+    hints, default, flags = get_type_hints(kind), defaults(kind), declared(kind)
+    groups: dict[str, type] = {}
+    for base in reversed(kind.__mro__):
+        names = [n for n in inspect.get_annotations(base) if n in flags]
+        if script:
+            names = [n for n in names if script in flags[n].scripts]
+        if names:
+            fields = [(n, *_argument(hints[n], default[n], flags[n])) for n in names]
+            group = dataclasses.make_dataclass(base.__name__, fields, frozen=True)
+            title = base.__name__.removesuffix("Flags").removesuffix("Args").lower()
+            told = base is not kind and base.__doc__.rstrip(".").lower() != title
+            group.__doc__ = base.__doc__ if told else ""
+            groups[title] = group
+    parser = dataclasses.make_dataclass(kind.__name__, list(groups.items()), frozen=True)
+    parser.__doc__ = kind.__doc__
+    return parser, list(groups)
 
-    def decorate(main: Main) -> Main:
-        @functools.wraps(main)
-        def guarded(argv: Sequence[str]) -> int:
-            try:
-                return main(argv)
-            except (UsageError, ConfigError) as error:
-                print(f"{prog}: {error}", file=sys.stderr)
-                return 2
 
-        return guarded
+def _argument(hint: Any, default: Any, flag: Any) -> tuple[Any, Any]:
+    """A flag's type with its help, and its field."""
+    options = get_args(hint)
+    optional = isinstance(hint, types.UnionType) and type(None) in options
+    plain = next(o for o in options if o is not type(None)) if optional else hint
+    metavar = flag.metavar or {int: "N", float: "X", str: "TEXT"}.get(plain)
+    # A default that says nothing is not shown.
+    quiet = default is None or isinstance(default, bool) or default in ((), "", dataclasses.MISSING)
+    shown = f"(default: {default})" if not quiet else ""
+    if default is dataclasses.MISSING:
+        shown = "(required)"
+    given = tyro.conf.arg(help=flag.help, metavar=metavar, help_behavior_hint=shown)
+    annotated = (
+        Annotated[hint, given, tyro.conf.Positional] if flag.positional else Annotated[hint, given]
+    )
+    if default is dataclasses.MISSING:
+        return annotated, dataclasses.field()
+    return annotated, dataclasses.field(default=default)
 
-    return decorate
+
+def _nearest(argv: Sequence[str], kind: type) -> str:
+    """The flag that a mistyped one was meant to be, if one is near."""
+    known = [flag_of(name) for name, flag in declared(kind).items() if not flag.positional]
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in (*known, "--help"):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            return f"; did you mean {near[0]}?" if near else ""
+    return ""
 
 
 @contextlib.contextmanager

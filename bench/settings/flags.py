@@ -1,180 +1,448 @@
-"""The flags of the three training scripts: one dataclass. Needs no torch."""
+"""The flags of the training scripts, each declared once with bounds, scripts and kind. Needs no torch.
+
+The class that declares a flag is its group in --help, headed by the docstring. Checks, help, compare.py,
+the gate and TensorBoard read what a flag declares here.
+"""
 
 import dataclasses
+import enum
 import re
-from typing import Annotated, Literal
-
-import tyro
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
 
 from bench.errors import UsageError
 
+Group = TypeVar("Group")
+
+
+class Script(enum.StrEnum):
+    """The training scripts, by the names of their files."""
+
+    ONE = "train.py"
+    DDP = "train_ddp.py"
+    FSDP = "train_fsdp.py"
+
+
+class Kind(enum.Enum):
+    """What a flag changes: what is learnt, how fast, how long, or only what is looked at and written."""
+
+    HYPERPARAMETER = "hyperparameter"
+    SPEED = "speed"
+    LENGTH = "length"
+    OUTPUT = "output"
+
+
+LEARNT, SPEED, LENGTH, OUTPUT = Kind.HYPERPARAMETER, Kind.SPEED, Kind.LENGTH, Kind.OUTPUT
+EVERYWHERE, SEVERAL = tuple(Script), (Script.DDP, Script.FSDP)
+LARGEST = 2**31
+
 
 @dataclasses.dataclass(frozen=True)
-class Args:
-    """Train a GPT-2 or Llama-family model for some steps and say exactly how fast that was."""
+class Flag:
+    """What a flag declares besides its name, type and default.
 
-    config: Annotated[str, tyro.conf.arg(metavar="CONFIG"), tyro.conf.Positional]
-    """Model: a Hugging Face config.json, or a directory that holds one."""
+    Values outside the bounds are refused; `needs` names the flag without which this one has no meaning.
+    """
 
-    # Batch and length of the run
-    bsz: int = 8
-    """Micro batch [samples per device]."""
-    seq_len: int | None = None
-    """Sequence length [tokens]; by default the model's own maximum, at most 4096."""
-    grad_acc_steps: int = 1
-    """Micro batches accumulated into one optimizer step."""
-    global_bsz: int | None = None
-    """Samples of one optimizer step over all ranks; sets --grad-acc-steps, and must divide evenly."""
-    n_steps: int = 50
-    """Measured steps."""
-    warmup_steps: int = 10
-    """Steps before the measured ones: compilation, autotuning, allocator; timed apart."""
-    pass_type: Literal["forward", "forward-backward", "step"] = "step"
-    """What a step is: forward alone (no gradients), with backward, or the full training step."""
+    help: str
+    kind: Kind | None = None
+    scripts: tuple[Script, ...] = EVERYWHERE
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    needs: str | None = None
+    headline: bool = False  # shown beside a run even at its default
+    metavar: str | None = None
+    positional: bool = False
 
-    # Where and in which precision
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Device; auto takes a GPU (NVIDIA or AMD, both called cuda) if there is one."""
-    amp: Literal["bf16", "fp16", "off"] = "bf16"
-    """Mixed precision of the matmuls; parameters stay fp32. off is true fp32."""
-    tf32: bool = False
-    """Let fp32 matmuls use TF32 tensor cores (NVIDIA)."""
-    use_fp8: bool = False
-    """Run the linear layers of the blocks in FP8."""
-    fp8_backend: Literal["auto", "te", "torchao"] = "auto"
-    """FP8 library; auto takes what has the recipe, else te, or torchao with --pt-compile or emulation."""
-    fp8_recipe: Literal[
+
+def flag(default: Any, help: str, kind: Kind | None = None, **declared: Any) -> Any:
+    """A field of a dataclass of flags; `declared` are the fields of `Flag`."""
+    content = {"flag": Flag(help, kind, **declared)}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=content)
+    return dataclasses.field(default=default, metadata=content)
+
+
+def positional(metavar: str, help: str, default: Any = dataclasses.MISSING, kind=None) -> Any:
+    """A field that stands on the command line without a flag."""
+    return flag(default, help, kind, metavar=metavar, positional=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlags:
+    """Model."""
+
+    config: str = positional(
+        "CONFIG", "Model: a Hugging Face config.json, or a directory that holds one.", kind=LENGTH
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchFlags:
+    """Batch and length of the run."""
+
+    bsz: int = flag(8, "Micro batch [samples per device].", SPEED, at_least=1, headline=True)
+    seq_len: int | None = flag(
+        None, "Sequence length [tokens]; by default the model's own maximum, at most 4096.", LEARNT,
+        above=0, headline=True,
+    )  # fmt: skip
+    grad_acc_steps: int = flag(
+        1, "Micro batches accumulated into one optimizer step.", SPEED, at_least=1, headline=True
+    )
+    global_bsz: int | None = flag(
+        None,
+        "Samples of one optimizer step over all ranks; sets --grad-acc-steps, and must divide evenly.",
+        LENGTH, at_least=1,
+    )  # fmt: skip
+    n_steps: int = flag(50, "Measured steps.", LENGTH, at_least=1, at_most=10**7)
+    warmup_steps: int = flag(
+        10, "Steps before the measured ones: compilation, autotuning, allocator; timed apart.", LENGTH,
+        at_least=0, at_most=10**7,
+    )  # fmt: skip
+    pass_type: Literal["forward", "forward-backward", "step"] = flag(
+        "step", "What a step is: forward alone (no gradients), with backward, or the full training step.",
+        LEARNT,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionFlags:
+    """Device and number formats."""
+
+    device: Literal["auto", "cuda", "cpu"] = flag(
         "auto",
-        "delayed",
-        "current",
-        "blockwise",
-        "mxfp8",
-        "tensorwise",
-        "rowwise",
-        "rowwise_with_gw_hp",
-    ] = "auto"
-    """How tensors are scaled to FP8; te: current (default), delayed, blockwise, mxfp8; torchao:
-    tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16)."""
-    fp8_emulate: bool = False
-    """Compute what FP8 would, in higher precision, on any device (torchao); says nothing of speed."""
-    fp8_all_gather: bool = False
-    """FSDP: gather the blocks' weights in FP8 (torchao, tensorwise)."""
-    fp8_primary_weights: bool = False
-    """FSDP: keep and gather the blocks' weights in FP8, in fp32 in the optimizer alone (te)."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = "auto"
-    """Attention kernel; auto lets PyTorch choose. flex is for sliding windows."""
+        "Device; auto takes a GPU (NVIDIA or AMD, both called cuda) if there is one.",
+        OUTPUT,
+    )
+    amp: Literal["bf16", "fp16", "off"] = flag(
+        "bf16", "Mixed precision of the matmuls; parameters stay fp32. off is true fp32.", SPEED,
+        headline=True,
+    )  # fmt: skip
+    tf32: bool = flag(False, "Let fp32 matmuls use TF32 tensor cores (NVIDIA).", SPEED)
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = flag(
+        "auto", "Attention kernel; auto lets PyTorch choose. flex is for sliding windows.", SPEED
+    )
 
-    # Compilation
-    pt_compile: bool = False
-    """Compile each block and the loss with torch.compile."""
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Flags:
+    """FP8."""
+
+    use_fp8: bool = flag(False, "Run the linear layers of the blocks in FP8.", SPEED, headline=True)
+    fp8_backend: Literal["auto", "te", "torchao"] = flag(
+        "auto",
+        "FP8 library; auto takes the one that has the recipe. Without a recipe it takes te, or torchao "
+        "with --pt-compile or emulation.",
+        SPEED, needs="use_fp8",
+    )  # fmt: skip
+    fp8_recipe: Literal[
+        "auto", "delayed", "current", "blockwise", "mxfp8", "tensorwise", "rowwise", "rowwise_with_gw_hp"
+    ] = flag(
+        "auto",
+        "How tensors are scaled to FP8; te: current (default), delayed, blockwise, mxfp8; torchao: "
+        "tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16).",
+        SPEED, needs="use_fp8",
+    )  # fmt: skip
+    fp8_emulate: bool = flag(
+        False,
+        "Compute what FP8 would, in higher precision, on any device (torchao); says nothing of speed.",
+        SPEED, needs="use_fp8",
+    )  # fmt: skip
+    fp8_all_gather: bool = flag(
+        False, "Gather the blocks' weights in FP8 (torchao, tensorwise).", SPEED, needs="use_fp8",
+        scripts=(Script.FSDP,),
+    )  # fmt: skip
+    fp8_primary_weights: bool = flag(
+        False, "Keep and gather the blocks' weights in FP8, in fp32 in the optimizer alone (te).", SPEED,
+        needs="use_fp8", scripts=(Script.FSDP,),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileFlags:
+    """Compilation."""
+
+    pt_compile: bool = flag(
+        False, "Compile each block and the loss with torch.compile.", SPEED, headline=True
+    )
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = "default"
-    """Mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs."""
-
-    # Activation checkpointing
-    sac_freq: str | None = None
-    """Recompute activations of q of every p blocks in backward: 1/1 all, 1/4 every fourth."""
-    sac_policy: Literal["block", "op"] = "block"
-    """What a chosen block recomputes: block all of it, op all but matmuls, attention, collectives."""
-
-    # Model and data
-    init_from: str | None = None
-    """Directory of Hugging Face safetensors to start from, instead of random values."""
-    pad_vocab: int = 1
-    """Pad embedding and head to a multiple of this many rows (128 helps); the loss is unchanged."""
-    data: str = "synthetic"
-    """Training tokens: synthetic (random, made on the device) or a .bin file (prepare_data.py)."""
-    val_data: str | None = None
-    """A .bin file to report a validation loss on, before and after training."""
-    val_batches: int = 8
-    """Micro batches of the validation loss."""
-    n_workers: int = 0
-    """Data loading processes; 0 reads in the training process."""
-    seed: int = 0
-    """Seed of parameters, data order, synthetic tokens and dropout."""
-
-    # Optimizer
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer (fused); sgd has momentum 0.9."""
-    lr: float = 6e-4
-    """Peak learning rate."""
-    min_lr_ratio: float = 0.1
-    """Learning rate at the end of the cosine, the last measured step, as a part of the peak."""
-    lr_warmup_steps: int = 10
-    """Steps over which the learning rate rises linearly from 0."""
-    weight_decay: float = 0.1
-    """Weight decay of matrices; vectors have none."""
-    beta1: float = 0.9
-    """AdamW's beta 1."""
-    beta2: float = 0.95
-    """AdamW's beta 2."""
-    grad_clip: float = 1.0
-    """Largest gradient norm; 0 turns clipping off."""
-
-    # Output
-    output_dir: str = "runs"
-    """Where the run's directory is made."""
-    run_name: str | None = None
-    """Name of the run's directory; by default date, time, model and process id."""
-    export: bool = False
-    """At the end, write the model as Hugging Face safetensors into the run's directory."""
-    no_tensorboard: bool = False
-    """Do not write TensorBoard scalars."""
-
-    # Several devices: train_ddp.py and train_fsdp.py
-    nproc: int | None = None
-    """DDP, FSDP: processes to start when no launcher did; by default one per GPU, two on a CPU."""
-    dist_timeout: float = 600.0
-    """DDP, FSDP: seconds after which a rank gives up waiting for another; NCCL a quarter later."""
-    max_restarts: int = 0
-    """DDP, FSDP: how often all ranks start anew, from the beginning, after one failed."""
-    bucket_cap_mb: float = 25.0
-    """DDP: gradients are reduced in buckets of this size [MiB]."""
-    grad_compression: Literal["off", "bf16"] = "off"
-    """DDP: reduce gradients in bf16, halving the traffic."""
-    reshard_after_forward: Literal["always", "never"] = "always"
-    """FSDP: free gathered blocks after forward, and gather them again in backward; or keep them."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """FSDP: what gradients are reduced in."""
-    prefetch: int = 1
-    """FSDP: blocks gathered ahead of the one that runs; 0 leaves it to PyTorch."""
-    dp_replicate: int = 1
-    """FSDP: replicas of the sharded model (HSDP); must divide the number of ranks."""
-    cpu_offload: bool = False
-    """FSDP: keep sharded parameters, gradients and optimizer state in host memory."""
-
-    # Where the time and the memory go
-    profile: bool = False
-    """Capture some steps with torch.profiler: traces per rank, and a breakdown in result.json."""
-    profile_start: int | None = None
-    """First captured step, from 0; by default two extra steps after the measured ones."""
-    profile_steps: int = 3
-    """Captured steps."""
-    profile_shapes: bool = False
-    """Record the shapes and dtypes of each operator's inputs as well."""
-    profile_stacks: bool = False
-    """Record Python stacks and module names as well, and write them as stacks (flame graphs)."""
-    nsys_start: int | None = None
-    """First step, from 0, between cudaProfilerStart and -Stop (nsys profile -c cudaProfilerApi)."""
-    nsys_end: int | None = None
-    """Step after the last of these."""
-    memory_snapshot: bool = False
-    """Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's memory viewer."""
-
-    # What the figures are held against
-    peak_tflops: float | None = None
-    """Dense BF16 peak of the device [TFLOP/s], where configs/hardware.json does not know it."""
-    peak_fp8_tflops: float | None = None
-    """Dense FP8 peak, likewise."""
-    usd_per_hour: float | None = None
-    """Price of one device [US$/h], for usd_per_million_tokens."""
+    ] = flag(
+        "default", "Mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs.", SPEED
+    )
 
 
-def parse_sac_freq(text: str | None) -> tuple[int, int] | None:
-    """ "q/p" as two whole numbers, 0 < q <= p; None for None; UsageError with the reason."""
-    if text is None:
-        return None
+@dataclasses.dataclass(frozen=True)
+class RecomputeFlags:
+    """Activation checkpointing."""
+
+    sac_freq: str | None = flag(
+        None, "Recompute activations of q of every p blocks in backward: 1/1 all, 1/4 every fourth.",
+        SPEED, metavar="Q/P", headline=True,
+    )  # fmt: skip
+    sac_policy: Literal["block", "op"] = flag(
+        "block",
+        "What a chosen block recomputes: block all of it, op all but matmuls, attention, collectives.",
+        SPEED,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataFlags:
+    """Weights and data."""
+
+    init_from: str | None = flag(
+        None, "Directory of Hugging Face safetensors to start from, instead of random values.", LEARNT,
+        metavar="DIR",
+    )  # fmt: skip
+    pad_vocab: int = flag(
+        1, "Pad embedding and head to a multiple of this many rows (128 helps); the loss is unchanged.",
+        SPEED, at_least=1,
+    )  # fmt: skip
+    data: str = flag(
+        "synthetic",
+        "Training tokens: synthetic (random, made on the device) or a .bin file (prepare_data.py).",
+        LEARNT, metavar="FILE",
+    )  # fmt: skip
+    val_data: str | None = flag(
+        None, "A .bin file to report a validation loss on, before and after training.", LENGTH,
+        metavar="FILE",
+    )  # fmt: skip
+    val_batches: int = flag(8, "Micro batches of the validation loss.", LENGTH, at_least=1)
+    n_workers: int = flag(
+        0, "Data loading processes; 0 reads in the training process.", OUTPUT, at_least=0
+    )
+    seed: int = flag(
+        0, "Seed of parameters, data order, synthetic tokens and dropout.", LEARNT, at_least=0,
+        at_most=2**63 - 1,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerFlags:
+    """Optimizer."""
+
+    optimizer: Literal["adamw", "sgd"] = flag(
+        "adamw", "Optimizer (fused); sgd has momentum 0.9.", LEARNT
+    )
+    lr: float = flag(6e-4, "Peak learning rate.", LEARNT, at_least=0)
+    min_lr_ratio: float = flag(
+        0.1,
+        "Learning rate at the end of the cosine, the last measured step, as a part of the peak.",
+        LEARNT, at_least=0, at_most=1,
+    )  # fmt: skip
+    lr_warmup_steps: int = flag(
+        10, "Steps over which the learning rate rises linearly from 0.", LEARNT, at_least=0
+    )
+    weight_decay: float = flag(
+        0.1, "Weight decay of matrices; vectors have none.", LEARNT, at_least=0
+    )
+    beta1: float = flag(0.9, "AdamW's beta 1.", LEARNT, at_least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's beta 2.", LEARNT, at_least=0, below=1)
+    grad_clip: float = flag(1.0, "Largest gradient norm; 0 turns clipping off.", LEARNT, at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputFlags:
+    """Output."""
+
+    output_dir: str = flag("runs", "Where the run's directory is made.", OUTPUT, metavar="DIR")
+    run_name: str | None = flag(
+        None, "Name of the run's directory; by default date, time, model and process id.", OUTPUT,
+        metavar="NAME",
+    )  # fmt: skip
+    export: bool = flag(
+        False, "At the end, write the model as Hugging Face safetensors into the run's directory.",
+        OUTPUT,
+    )  # fmt: skip
+    no_tensorboard: bool = flag(False, "Do not write TensorBoard scalars.", OUTPUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFlags:
+    """Several devices."""
+
+    nproc: int | None = flag(
+        None, "Processes to start when no launcher did; by default one per GPU, two on a CPU.", OUTPUT,
+        scripts=SEVERAL, at_least=1,
+    )  # fmt: skip
+    dist_timeout: float = flag(
+        600.0, "Seconds after which a rank gives up waiting for another; NCCL a quarter later.", OUTPUT,
+        scripts=SEVERAL, above=0,
+    )  # fmt: skip
+    max_restarts: int = flag(
+        0, "How often all ranks start anew, from the beginning, after one failed.", OUTPUT,
+        scripts=SEVERAL, at_least=0,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class DdpFlags:
+    """DDP."""
+
+    bucket_cap_mb: float = flag(
+        25.0, "Gradients are reduced in buckets of this size [MiB].", SPEED, scripts=(Script.DDP,),
+        above=0,
+    )  # fmt: skip
+    grad_compression: Literal["off", "bf16"] = flag(
+        "off", "Reduce gradients in bf16, halving the traffic.", SPEED, scripts=(Script.DDP,)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FsdpFlags:
+    """FSDP."""
+
+    reshard_after_forward: Literal["always", "never"] = flag(
+        "always", "Free gathered blocks after forward, and gather them again in backward; or keep them.",
+        SPEED, scripts=(Script.FSDP,),
+    )  # fmt: skip
+    reduce_dtype: Literal["fp32", "bf16"] = flag(
+        "fp32", "Format in which gradients are reduced.", SPEED, scripts=(Script.FSDP,)
+    )
+    prefetch: int = flag(
+        1, "Blocks gathered ahead of the one that runs; 0 leaves it to PyTorch.", SPEED,
+        scripts=(Script.FSDP,), at_least=0,
+    )  # fmt: skip
+    dp_replicate: int = flag(
+        1, "Replicas of the sharded model (HSDP); must divide the number of ranks.", SPEED,
+        scripts=(Script.FSDP,), at_least=1,
+    )  # fmt: skip
+    cpu_offload: bool = flag(
+        False, "Keep sharded parameters, gradients and optimizer state in host memory.", SPEED,
+        scripts=(Script.FSDP,),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileFlags:
+    """Where the time and the memory go."""
+
+    profile: bool = flag(
+        False, "Capture some steps with torch.profiler: traces per rank, and a breakdown in result.json.",
+        OUTPUT,
+    )  # fmt: skip
+    profile_start: int | None = flag(
+        None, "First captured step, from 0; by default two extra steps after the measured ones.", OUTPUT,
+        needs="profile", at_least=0,
+    )  # fmt: skip
+    profile_steps: int = flag(
+        3, "Captured steps.", OUTPUT, needs="profile", at_least=1, at_most=10**5
+    )
+    profile_shapes: bool = flag(
+        False,
+        "Record the shapes and dtypes of each operator's inputs as well.",
+        OUTPUT,
+        needs="profile",
+    )
+    profile_stacks: bool = flag(
+        False,
+        "Record Python stacks and module names as well, and write them as stacks (flame graphs).",
+        OUTPUT, needs="profile",
+    )  # fmt: skip
+    nsys_start: int | None = flag(
+        None,
+        "First step, from 0, between cudaProfilerStart and -Stop (nsys profile -c cudaProfilerApi).",
+        OUTPUT, at_least=0,
+    )  # fmt: skip
+    nsys_end: int | None = flag(None, "Step after the last of these.", OUTPUT)
+    memory_snapshot: bool = flag(
+        False,
+        "Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's memory viewer.",
+        OUTPUT,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakFlags:
+    """What the figures are held against."""
+
+    peak_tflops: float | None = flag(
+        None, "Dense BF16 peak of the device [TFLOP/s], where configs/hardware.json does not know it.",
+        OUTPUT, above=0,
+    )  # fmt: skip
+    peak_fp8_tflops: float | None = flag(None, "Dense FP8 peak, likewise.", OUTPUT, above=0)
+    usd_per_hour: float | None = flag(
+        None, "Price of one device [US$/h], for usd_per_million_tokens.", OUTPUT, above=0
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Args(  # dataclasses take fields from the last base first
+    PeakFlags, ProfileFlags, FsdpFlags, DdpFlags, RankFlags, OutputFlags, OptimizerFlags, DataFlags,
+    RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
+):  # fmt: skip
+    """Train a GPT-2 or Llama-family model for some steps and say exactly how fast that was."""
+
+    def part(self, group: type[Group]) -> Group:
+        """One group of the flags."""
+        return group(**{f.name: getattr(self, f.name) for f in dataclasses.fields(group)})
+
+
+def declared(kind: Any) -> dict[str, Flag]:
+    """What each flag of a dataclass (or of an object of one) declares, by its name."""
+    return {f.name: f.metadata["flag"] for f in dataclasses.fields(kind)}
+
+
+def defaults(kind: Any) -> dict[str, Any]:
+    """The flags' defaults."""
+    return {f.name: f.default for f in dataclasses.fields(kind)}
+
+
+# Flags that a sweep may set: it chooses model and place itself.
+SETTABLE = declared(Args).keys() - {"config", "output_dir", "run_name"}
+
+
+def of_kind(*kinds: Kind) -> set[str]:
+    """Names of the training scripts' flags of these kinds."""
+    return {name for name, flag in declared(Args).items() if flag.kind in kinds}
+
+
+def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
+    """Names of the arguments that both sides have with different values, output flags apart."""
+    names = [n for n in left if n in right and n not in of_kind(OUTPUT)]
+    return [n for n in names if left[n] != right[n]]
+
+
+def changed(args: Any, names: Iterable[str]) -> str | None:
+    """The first of these flags that is not at its default."""
+    default = defaults(args)
+    return next((name for name in names if getattr(args, name) != default[name]), None)
+
+
+def flag_of(name: str) -> str:
+    """A field as it is written on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_bounds(args: Any) -> None:
+    """UsageError for a flag outside its declared bounds, or without the flag that it needs."""
+    for name, flag in declared(args).items():
+        if flag.needs and not getattr(args, flag.needs) and changed(args, [name]):
+            raise UsageError(f"{flag_of(name)} needs {flag_of(flag.needs)}")
+        value = getattr(args, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if why := _outside(flag, value):
+            raise UsageError(f"{flag_of(name)} {value}: must be {why}")
+
+
+def _outside(flag: Flag, value: float) -> str | None:
+    """What a value must be, where it is not."""
+    if flag.below is not None and not flag.at_least <= value < flag.below:
+        return f"from {flag.at_least:g} to below {flag.below:g}"
+    if flag.above is not None and not flag.above < value < float("inf"):
+        return f"above {flag.above:g} and finite"
+    if flag.at_least is not None and not flag.at_least <= value < float("inf"):
+        return f"at least {flag.at_least:g}"
+    most = LARGEST if flag.at_most is None and isinstance(value, int) else flag.at_most
+    return f"at most {most}" if most is not None and value > most else None
+
+
+def parse_sac_freq(text: str) -> tuple[int, int]:
+    """ "q/p" as two whole numbers, 0 < q <= p; UsageError with the reason."""
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if not match:
         raise UsageError(
@@ -188,48 +456,3 @@ def parse_sac_freq(text: str | None) -> tuple[int, int] | None:
             f"--sac-freq {text}: q must be from 1 to p = {p}; leave the flag out for none"
         )
     return q, p
-
-
-# Steps before the first captured one in which tracing is on already: what it costs at first is over.
-PROFILER_WARMUP = 2
-
-
-def window_end(args: Args) -> int:
-    """Steps until the measured window closes: warm-up and measured ones."""
-    return args.warmup_steps + args.n_steps
-
-
-def captured_steps(args: Args) -> range:
-    """The steps that --profile or --nsys-start captures, counted from 0; empty without."""
-    if args.profile:
-        start = args.profile_start
-        start = window_end(args) + PROFILER_WARMUP if start is None else start
-        return range(start, start + args.profile_steps)
-    if args.nsys_start is not None and args.nsys_end is not None:
-        return range(args.nsys_start, args.nsys_end)
-    return range(0)
-
-
-def profiled_steps(args: Args) -> range:
-    """The steps in which a profiler is on, warming up or capturing."""
-    steps = captured_steps(args)
-    first = max(0, steps.start - PROFILER_WARMUP) if args.profile else steps.start
-    return range(first, steps.stop)
-
-
-def in_window(args: Args) -> bool:
-    """Whether a profiler is on in some of the measured steps."""
-    steps = profiled_steps(args)
-    return bool(steps) and steps.start < window_end(args) and steps.stop > args.warmup_steps
-
-
-def total_steps(args: Args) -> int:
-    """All steps of a run: until the window has closed and the capture has ended."""
-    return max(window_end(args), captured_steps(args).stop)
-
-
-def phase_of(step: int, args: Args) -> str:
-    """`warmup`, `measure`, or `profile` for a step that is run only to be captured."""
-    if step < args.warmup_steps:
-        return "warmup"
-    return "measure" if step < window_end(args) else "profile"

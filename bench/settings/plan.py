@@ -1,12 +1,200 @@
-"""Sizes that follow from arguments, model and ranks together. Needs no torch."""
+"""The plan of a run: what flags, config and world mean together, resolved once. Needs no torch.
+
+Every entrypoint, estimate.py and each cell of a sweep make it in one call. It refuses what does not
+fit; every room below takes the slice that it needs. Memory it does not judge.
+"""
+
+import dataclasses
+import functools
+from typing import Literal
 
 from bench.errors import UsageError
-from bench.formulas.flops import chosen_blocks
-from bench.results.schema import Batch
-from bench.settings.flags import Args, parse_sac_freq
-from model.config import ModelConfig
+from bench.formulas.collectives import traffic
+from bench.formulas.parameters import layer_names
+from bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
+from bench.settings.combinations import GRAPH_MODES
+from bench.settings.flags import (
+    Args,
+    BatchFlags,
+    DataFlags,
+    Fp8Flags,
+    OptimizerFlags,
+    OutputFlags,
+    PeakFlags,
+    ProfileFlags,
+    RankFlags,
+    Script,
+    parse_sac_freq,
+)
+from model.config import ModelConfig, load_config
 
+Platform = Literal["nvidia", "amd", "cpu"]
 LONGEST_DEFAULT = 4096
+# Steps before the first captured one in which tracing is on already: what it costs at first is over.
+PROFILER_WARMUP = 2
+# Activations that Transformer Engine's MLP has (model/te.py), by our names.
+TE_ACTIVATIONS = ("gelu_tanh", "relu", "silu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: warm-up, the measured window, and those that a profiler captures."""
+
+    warmup: int
+    measured: int
+    captured: range = range(0)
+    profiler: Literal["torch", "nsys"] | None = None
+
+    @property
+    def window_end(self) -> int:
+        """Steps until the measured window closes."""
+        return self.warmup + self.measured
+
+    @property
+    def total(self) -> int:
+        """All steps: until the window has closed and the capture has ended."""
+        return max(self.window_end, self.captured.stop)
+
+    @property
+    def profiled(self) -> range:
+        """The steps in which a profiler is on, warming up or capturing."""
+        first = self.captured.start - (PROFILER_WARMUP if self.profiler == "torch" else 0)
+        return range(max(0, first), self.captured.stop)
+
+    @property
+    def captures_in_window(self) -> bool:
+        """Whether a profiler is on in some of the measured steps."""
+        steps = self.profiled
+        return bool(steps) and steps.start < self.window_end and steps.stop > self.warmup
+
+    def phase_of(self, step: int) -> str:
+        """`warmup`, `measure`, or `profile` for a step that is run only to be captured."""
+        if step < self.warmup:
+            return "warmup"
+        return "measure" if step < self.window_end else "profile"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run, resolved. `args` are kept for the record alone; functions take one of the parts."""
+
+    script: Script
+    args: Args
+    platform: Platform
+    work: Work
+    schedule: Schedule
+    flex: bool
+    """Whether sliding windows go through FlexAttention."""
+
+    @functools.cached_property
+    def traffic(self) -> dict[str, int]:
+        """Bytes per rank and step handed to collectives, by kind."""
+        return traffic(self.work)
+
+    @property
+    def data(self) -> DataFlags:
+        """Weights, token files, seed."""
+        return self.args.part(DataFlags)
+
+    @property
+    def optimizer(self) -> OptimizerFlags | None:
+        """The optimizer and its schedule; None where a step has none."""
+        return self.args.part(OptimizerFlags) if self.work.pass_type == "step" else None
+
+    @property
+    def output(self) -> OutputFlags:
+        """Where results go, and which."""
+        return self.args.part(OutputFlags)
+
+    @property
+    def profile(self) -> ProfileFlags:
+        """What is captured of the profiled steps."""
+        return self.args.part(ProfileFlags)
+
+    @property
+    def ranks(self) -> RankFlags:
+        """Processes and their patience."""
+        return self.args.part(RankFlags)
+
+    @property
+    def peaks(self) -> PeakFlags:
+        """Peaks and price that the user gave."""
+        return self.args.part(PeakFlags)
+
+
+def make_plan(
+    args: Args,
+    script: Script,
+    world: int = 1,
+    platform: Platform = "nvidia",
+    config: ModelConfig | None = None,
+) -> Plan:
+    """Resolve checked arguments for `world` ranks on a platform.
+
+    `config` is the model's, where it is read already. UsageError or ConfigError where the run could
+    not work.
+    """
+    config = config or load_config(args.config, args.pad_vocab)
+    schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags))
+    if schedule.profiler == "nsys" and platform == "cpu":
+        raise UsageError(
+            "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
+        )
+    seq_len = resolve_seq_len(args.seq_len, config)
+    fsdp = ddp = None
+    if script is Script.FSDP:
+        if args.cpu_offload and platform == "cpu":
+            raise UsageError(
+                "--cpu-offload: the parameters are in host memory already; leave it out"
+            )
+        fsdp = Fsdp(
+            shards=resolve_shards(args.dp_replicate, world),
+            replicas=args.dp_replicate,
+            reshard=args.reshard_after_forward == "always",
+            reduce_dtype=args.reduce_dtype,
+            prefetch=args.prefetch,
+            cpu_offload=args.cpu_offload,
+        )
+    elif script is Script.DDP:
+        ddp = Ddp(args.bucket_cap_mb, args.grad_compression)
+    work = Work(
+        config=config,
+        batch=resolve_batch(args.part(BatchFlags), seq_len, world),
+        world=world,
+        pass_type=args.pass_type,
+        amp=args.amp,
+        tf32=args.tf32,
+        attention=args.attention,
+        compile_mode=args.compile_mode if args.pt_compile else None,
+        cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
+        recompute=resolve_recompute(args.sac_freq, args.sac_policy, config),
+        optimizer=args.optimizer,
+        ddp=ddp,
+        fsdp=fsdp,
+    )
+    flex = resolve_flex(work, platform)
+    if args.use_fp8:
+        fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
+        work = dataclasses.replace(work, fp8=fp8)
+    return Plan(script, args, platform, work, schedule, flex)
+
+
+def make_schedule(steps: BatchFlags, profile: ProfileFlags) -> Schedule:
+    """The steps of a run; UsageError for a capture that begins too late."""
+    end = steps.warmup_steps + steps.n_steps
+    captured, profiler = range(0), None
+    if profile.profile:
+        start = end + PROFILER_WARMUP if profile.profile_start is None else profile.profile_start
+        captured, profiler = range(start, start + profile.profile_steps), "torch"
+    elif profile.nsys_start is not None:
+        captured, profiler = range(profile.nsys_start, profile.nsys_end), "nsys"
+    if captured and captured.start > end + PROFILER_WARMUP:
+        flag = "profile-start" if profile.profile else "nsys-start"
+        raise UsageError(
+            f"--{flag} {captured.start}: the run's own steps end before {end}, and it is "
+            f"prolonged for a capture up to step {end + PROFILER_WARMUP} at the latest"
+        )
+    return Schedule(steps.warmup_steps, steps.n_steps, captured, profiler)
 
 
 def resolve_seq_len(wanted: int | None, config: ModelConfig) -> int:
@@ -22,48 +210,165 @@ def resolve_seq_len(wanted: int | None, config: ModelConfig) -> int:
     return wanted
 
 
-def resolve_batch(args: Args, seq_len: int, world: int = 1) -> Batch:
-    """Global batch = micro batch x accumulation x ranks, exactly; UsageError if it does not divide."""
-    micro = args.bsz * world
-    accumulation = args.grad_acc_steps
-    if args.global_bsz is not None:
-        accumulation, rest = divmod(args.global_bsz, micro)
+def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int = 1) -> Batch:
+    """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
+
+    UsageError if --global-bsz does not divide.
+    """
+    micro = flags.bsz * data_parallel_size
+    accumulation = flags.grad_acc_steps
+    if flags.global_bsz is not None:
+        accumulation, rest = divmod(flags.global_bsz, micro)
         if rest or not accumulation:
-            below = args.global_bsz // micro * micro
+            below = flags.global_bsz // micro * micro
             nearest = " or ".join(str(n) for n in (below, below + micro) if n)
             raise UsageError(
-                f"--global-bsz {args.global_bsz} is not a multiple of --bsz {args.bsz} x {world} "
-                f"ranks = {micro}; {nearest} would be"
+                f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {flags.bsz} x "
+                f"{data_parallel_size} ranks = {micro}; {nearest} would be"
             )
     return Batch(
-        micro_batch=args.bsz,
+        micro_batch=flags.bsz,
         grad_acc_steps=accumulation,
-        data_parallel_size=world,
+        data_parallel_size=data_parallel_size,
         global_batch=micro * accumulation,
         seq_len=seq_len,
         tokens_per_step=micro * accumulation * seq_len,
     )
 
 
-def resolve_recompute(args: Args, config: ModelConfig) -> list[int]:
-    """Blocks that --sac-freq chooses of this model; UsageError where it would choose none."""
-    n = config.num_hidden_layers
-    blocks = chosen_blocks(n, parse_sac_freq(args.sac_freq))
-    if args.sac_freq and not blocks:
+def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
+    """Blocks that --sac-freq q/p chooses, spread evenly: 1/2 every second, from the second on.
+
+    UsageError where it would choose none.
+    """
+    if freq is None:
+        return Recompute()
+    (q, p), n = parse_sac_freq(freq), config.num_hidden_layers
+    blocks = tuple(i for i in range(n) if (i + 1) * q // p > i * q // p)
+    if not blocks:
         raise UsageError(
-            f"--sac-freq {args.sac_freq} recomputes no block: {config.path} has only {n} of them; "
+            f"--sac-freq {freq} recomputes no block: {config.path} has only {n} of them; "
             f"1/{n} recomputes one"
         )
-    return blocks
+    return Recompute(blocks, policy)
 
 
-def resolve_shards(args: Args, world: int, device_type: str) -> int:
+def resolve_shards(replicas: int, world: int) -> int:
     """Ranks that share one copy of the model under FSDP; UsageError if that is impossible."""
-    if args.cpu_offload and device_type == "cpu":
-        raise UsageError("--cpu-offload: the parameters are in host memory already; leave it out")
-    if world % args.dp_replicate:
+    if world % replicas:
         raise UsageError(
-            f"--dp-replicate {args.dp_replicate} does not divide {world} ranks; "
+            f"--dp-replicate {replicas} does not divide {world} ranks; "
             f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)} do"
         )
-    return world // args.dp_replicate
+    return world // replicas
+
+
+def resolve_flex(work: Work, platform: Platform) -> bool:
+    """Whether sliding windows go through FlexAttention; UsageError for a kernel that cannot serve."""
+    config, name = work.config, work.attention
+    windowed = work.windowed
+    if name == "flex" and not windowed:
+        raise UsageError(
+            "--attention flex: no layer has a sliding window shorter than the sequence; "
+            "use --attention auto"
+        )
+    if name == "flex" and platform == "cpu" and work.trains:
+        raise UsageError(
+            "--attention flex: FlexAttention has no backward on a CPU; use --attention auto, "
+            "or --pass-type forward"
+        )
+    if name == "cudnn" and windowed:
+        raise UsageError(
+            "--attention cudnn: under a sliding window's mask its gradients can be NaN "
+            "(pytorch/pytorch#196678); use --attention auto"
+        )
+    flex = windowed and (name == "flex" or (name == "auto" and platform != "cpu"))
+    if flex and config.attention_dropout:
+        raise UsageError(
+            f"{config.path}: attention_dropout {config.attention_dropout} does not work with "
+            "FlexAttention, which applies the sliding window; set it to 0, or use --attention math"
+        )
+    return flex
+
+
+def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
+    """Which of a block's linear layers run in FP8; UsageError where sizes stand against it."""
+    fp8 = Fp8Work(
+        backend=flags.fp8_backend,
+        recipe=flags.fp8_recipe,
+        emulated=flags.fp8_emulate,
+        all_gather=flags.fp8_all_gather,
+        primary_weights=flags.fp8_primary_weights,
+    )
+    layers, kept = (_te_layers if fp8.backend == "te" else _torchao_layers)(fp8, work, platform)
+    return dataclasses.replace(fp8, layers=layers, high_precision=kept)
+
+
+def _torchao_layers(fp8: Fp8Work, work: Work, platform: Platform):
+    config, tokens = work.config, work.batch.micro_tokens
+    # The gradient of the weight is summed over tokens, which need not divide where it is no FP8.
+    if tokens % 16 and fp8.recipe != "rowwise_with_gw_hp":
+        raise UsageError(
+            f"--use-fp8: --bsz x --seq-len = {tokens} tokens is not a multiple of 16, which FP8 "
+            "matmuls need; change either"
+        )
+    names = layer_names(config)
+    layers, kept = [], {"head": "always", "embeddings, norms, attention": "no linear layers"}
+    for kind, (n, k) in config.block_shapes().items():
+        if n % 16 or k % 16:
+            kept[f"blocks.*.{names[kind]}"] = f"{k} x {n} is not in multiples of 16"
+            continue
+        layers.append(kind)
+        if fp8.all_gather and n % work.fsdp.shards:
+            raise UsageError(
+                f"--fp8-all-gather: {n} rows of blocks.0.{names[kind]} do not divide evenly "
+                f"over {work.fsdp.shards} ranks; leave it out"
+            )
+    if not layers:
+        raise UsageError(
+            "--use-fp8: no linear layer of the blocks has sizes in multiples of 16; leave it out"
+        )
+    return tuple(layers), kept
+
+
+def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
+    config, kind, tokens = work.config, fp8.recipe, work.batch.micro_tokens
+    multiple = 16
+    if kind == "mxfp8":  # scales of 32; hipBLASLt's matmuls sum over multiples of 128
+        multiple = 128 if platform == "amd" else 32
+    if tokens % multiple:
+        raise UsageError(
+            f"--fp8-recipe {kind}: --bsz x --seq-len = {tokens} tokens is not a multiple of "
+            f"{multiple}; change either"
+        )
+    shapes = config.block_shapes()
+    modules = {"attn.qkv": ("qkv",), "attn.out": ("out",), "mlp": ("up", "down")}
+    sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
+    kept = {
+        name: f"{k} x {n} is not in multiples of {multiple}"
+        for name, (n, k) in sizes.items()
+        if n % multiple or k % multiple
+    }
+    if config.activation not in TE_ACTIVATIONS:
+        kept["mlp"] = f"Transformer Engine has no {config.activation}"
+    if kept.keys() == modules.keys():
+        raise UsageError(
+            f"--use-fp8: no layer of {config.path} can run in FP8 by Transformer Engine: "
+            f"{'; '.join(f'{name}: {why}' for name, why in kept.items())}; leave it out"
+        )
+    layers = tuple(layer for name in modules.keys() - kept for layer in modules[name])
+    layers = tuple(layer for layer in shapes if layer in layers)
+    if fp8.primary_weights:
+        shards, rows, names = work.fsdp.shards, 32 if kind == "mxfp8" else 1, layer_names(config)
+        if shards == 1 and kind == "mxfp8":
+            raise UsageError(  # torch's FSDP copies one tensor a weight there, mxfp8's are two
+                "--fp8-primary-weights: --fp8-recipe mxfp8 needs two or more ranks; use current"
+            )
+        for layer in layers:
+            if shapes[layer][0] % (shards * rows):
+                raise UsageError(
+                    f"--fp8-primary-weights: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
+                    f"divide over {shards} ranks in multiples of {rows}; leave it out"
+                )
+    high = {"head": "always", "embeddings, attention": "no linear layers"}
+    return layers, high | {f"blocks.*.{name}": why for name, why in kept.items()}

@@ -1,13 +1,36 @@
 """A tool's process from its arguments to its exit code. Needs nothing but Python."""
 
+import functools
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from bench.errors import UsageError
+from model.json_keys import ConfigError
 
-def run_tool(main: Callable[[Sequence[str]], int]) -> NoReturn:
+Main = Callable[[Sequence[str]], int]
+
+
+def tool(prog: str) -> Callable[[Main], Main]:
+    """Decorates a tool's `main`: what is wrong with its input becomes one line, and exit code 2."""
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def guarded(argv: Sequence[str]) -> int:
+            try:
+                return main(argv)
+            except (UsageError, ConfigError) as error:
+                print(f"{prog}: {error}", file=sys.stderr)
+                return 2
+
+        return guarded
+
+    return decorate
+
+
+def run_tool(main: Main) -> NoReturn:
     """A tool's whole process: its exit code, one line on Ctrl-C, none when its output is closed."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

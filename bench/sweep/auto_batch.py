@@ -11,11 +11,9 @@ from bench.formulas.hardware import find_hardware
 from bench.formulas.memory_model import estimate_memory, largest_batch
 from bench.settings.command_line import parse_args
 from bench.settings.machine import detect_platform
-from bench.settings.plan import resolve_batch, resolve_seq_len, resolve_shards
 from bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
 from bench.sweep.experiment import Experiment
-from bench.sweep.grid import Cell
-from model.config import load_config
+from bench.sweep.grid import Cell, plan_of
 
 
 def check_auto_batch(e: Experiment) -> None:
@@ -63,22 +61,17 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
     out of it may take other processes down.
     """
     args = parse_args(cell.argv(), cell.script)
-    config = load_config(args.config, args.pad_vocab)
-    seq_len = resolve_seq_len(args.seq_len, config)
-    world = args.nproc or 1
-    shards = resolve_shards(args, world, "cuda") if cell.script == "train_fsdp.py" else None
+    hardware = find_hardware(gpu) if gpu is not None else None
+    platform = hardware.platform if hardware else detect_platform()
+    work = plan_of(args, cell.script, args.nproc, platform).work
 
     def memory(bsz: int) -> float:
-        this = dataclasses.replace(args, bsz=bsz)
-        micro = resolve_batch(this, seq_len, world).grad_acc_steps
-        found = estimate_memory(
-            config, this, seq_len, micro, shards, gpu is not None, cell.script == "train_ddp.py"
-        )
-        return found.on_device(world) if gpu else found.peak
+        found = estimate_memory(work.with_micro_batch(bsz), fused_norm=hardware is not None)
+        return found.on_device(work.world) if hardware else found.peak
 
-    if gpu is not None:
-        return max(1, largest_batch(memory, find_hardware(gpu).memory_gib * 2**30)), math.inf
-    if detect_platform() != "cpu":
+    if hardware is not None:
+        return max(1, largest_batch(memory, hardware.memory_gib * 2**30)), math.inf
+    if platform != "cpu":
         return args.bsz, math.inf
     free = 2.0**40
     with contextlib.suppress(OSError, StopIteration):

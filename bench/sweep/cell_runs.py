@@ -18,20 +18,14 @@ from typing import Any
 
 from bench.errors import UsageError
 from bench.files import write_whole
+from bench.results.metrics import CSV_COLUMNS
 from bench.results.result_files import read_result
 from bench.results.schema import Result
 from bench.sweep.grid import Cell
 from model.config import ConfigError, load_config, model_name
 
 ROOT = Path(__file__).parents[2]
-METRICS = (
-    "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_median_s", "step_time_mean_s",
-    "step_time_std_s", "step_time_cv", "step_time_ci95_low_s", "step_time_ci95_high_s",
-    "model_tflops_per_gpu", "mfu", "hfu", "ideal_time_fraction", "peak_allocated_gib",
-    "peak_reserved_gib", "peak_rss_gib", "energy_j", "average_power_w", "tokens_per_joule",
-    "usd_per_million_tokens", "compile_s", "final_loss",
-)  # fmt: skip
-Row = dict[str, Any]
+CellRow = dict[str, Any]
 
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
@@ -54,7 +48,7 @@ def _versions(cell: Cell) -> list[str]:
     return found
 
 
-def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> Row:
+def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> CellRow:
     """Run a setting once below `directory`/runs, unless an earlier sweep finished it; return its row.
 
     The status is the run's own, `timeout`, or `failed` with the last line it printed.
@@ -62,7 +56,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     key = cell_key(cell, repeat)
     runs = directory / ("probes" if repeat == "probe" else "runs")
     run, log = runs / key, directory / "logs" / f"{key}.log"
-    row: Row = {
+    row: CellRow = {
         "key": key,
         "repeat": repeat,
         "script": cell.script,
@@ -84,7 +78,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "error": result.error,
         "result": str(_attempts(run)[-1] / "result.json"),
     }
-    row |= {name: getattr(result.metrics, name) for name in METRICS}
+    row |= {name: getattr(result.metrics, name) for name in CSV_COLUMNS}
     row["memory_gib"], row["memory_kind"] = result.peak_memory
     row["step_times_s"] = result.step_times_s
     row |= {
@@ -97,7 +91,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     return row
 
 
-def outcome(row: Row) -> str:
+def outcome(row: CellRow) -> str:
     """A row's status, and its rate or what went wrong."""
     if row["status"] == "ok":
         return f"ok {row['tokens_per_sec']:,.0f} tokens/s"
@@ -181,7 +175,7 @@ class Rows:
 
     def __init__(self, path: Path):
         self.path = path
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, CellRow] = {}
         self._lock()
         if path.exists():
             whole = [line for line in path.read_bytes().split(b"\n") if line]
@@ -218,7 +212,7 @@ class Rows:
     def _rewrite(self) -> None:
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
 
-    def add(self, row: Row) -> None:
+    def add(self, row: CellRow) -> None:
         """Append and flush to disk."""
         self.rows[row["key"]] = row
         with self.path.open("a", encoding="utf-8") as f:

@@ -13,10 +13,11 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from bench.errors import UsageError
+from bench.formulas.hardware import find_hardware
 from bench.results.result_files import first_problem
-from bench.settings.hyperparameters import FLAGS
+from bench.settings.flags import SETTABLE, Script
+from bench.settings.plan import Platform
 
-Platform = Literal["nvidia", "amd", "cpu"]
 Value = bool | int | float | str | None
 Flags = dict[str, Value]
 
@@ -42,7 +43,7 @@ class Experiment(BaseModel, extra="forbid"):
 
     experiment: str = Field(pattern=r"^[\w.-]+$")
     methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
-    script: Literal["train.py", "train_ddp.py", "train_fsdp.py"] = "train.py"
+    script: Script = Script.ONE
     hardware: dict[Platform, Machine] = {}
     parallel: Parallel = Parallel()
     models: list[str] = Field(min_length=1)
@@ -97,6 +98,19 @@ def read_experiment(path: str | Path) -> Experiment:
         raise UsageError(f"{path}: {first_problem(error)}") from None
 
 
+def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]]:
+    """US$ per hour and TDP [W] of an experiment file's machines, by the name of their hardware."""
+    found = {}
+    for machine in read_experiment(path).hardware.values():
+        if machine.gpu is not None:
+            try:
+                name = find_hardware(machine.gpu).name
+            except UsageError as error:
+                raise UsageError(f"{path}: gpu {error}") from None
+            found[name] = machine.usd_per_hour, machine.tdp_w
+    return found
+
+
 def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
     """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one.
 
@@ -129,7 +143,7 @@ def from_command_line(
     for setting in settings:
         flag, equals, values = setting.partition("=")
         flag = flag.lstrip("-").replace("-", "_")
-        if not equals or flag not in FLAGS:
+        if not equals or flag not in SETTABLE:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         try:
             parsed = [yaml.safe_load(v) if v else None for v in values.split(",")]

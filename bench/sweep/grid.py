@@ -6,13 +6,11 @@ from typing import Any, get_args, get_type_hints
 
 from bench.errors import UsageError
 from bench.formulas.hardware import find_hardware
-from bench.settings.checks import flag_of
 from bench.settings.command_line import parse_args
-from bench.settings.flags import Args
-from bench.settings.hyperparameters import FLAGS, differing
-from bench.settings.plan import resolve_batch, resolve_recompute, resolve_seq_len, resolve_shards
-from bench.sweep.experiment import Experiment, Flags, Machine, Platform, Value
-from model.config import ConfigError, load_config, model_name
+from bench.settings.flags import SETTABLE, Args, Script, defaults, differing, flag_of
+from bench.settings.plan import Plan, Platform, make_plan
+from bench.sweep.experiment import Experiment, Flags, Machine, Value
+from model.config import ConfigError, model_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +67,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
-        unknown = sorted(set(flags) - FLAGS)
+        unknown = sorted(set(flags) - SETTABLE)
         if unknown:
             raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
@@ -77,14 +75,8 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
         cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
         try:
-            args = parse_args(cell.argv(), e.script)
-            config = load_config(args.config, args.pad_vocab)
-            seq_len = resolve_seq_len(args.seq_len, config)
-            resolve_recompute(args, config)
-            if world := _world(flags, e, machine):
-                resolve_batch(args, seq_len, world)
-                if e.script == "train_fsdp.py":
-                    resolve_shards(args, world, "cuda")
+            world = _world(flags, e, machine)
+            plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
         except (UsageError, ConfigError) as error:
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
@@ -110,7 +102,7 @@ def _meant(name: str, value: Value, where: str) -> Value:
 
 def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
     """Ranks of a run; None where that is left to the machine it runs on."""
-    if e.script == "train.py":
+    if e.script is Script.ONE:
         return 1
     return flags.get("nproc") or (machine.gpus if machine else None)
 
@@ -119,7 +111,7 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
     """Check that replicas x shards are the GPUs, and global = micro x data parallel x accumulation."""
     flags = dict(flags)
     machine = e.hardware.get(platform)
-    if e.script == "train.py" and machine and machine.gpus > 1:
+    if e.script is Script.ONE and machine and machine.gpus > 1:
         raise UsageError(
             f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
         )
@@ -140,7 +132,7 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
         )
     if p.dp_replicate > 1:
         flags["dp_replicate"] = p.dp_replicate
-    if e.script != "train.py" and machine:
+    if e.script is not Script.ONE and machine:
         if flags.get("nproc", machine.gpus) != machine.gpus:
             raise UsageError(
                 f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
@@ -155,10 +147,11 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
             raise UsageError(
                 f"{where}: global_bsz and grad_acc_steps: hardware must say how many GPUs"
             )
-        right = (flags.get("bsz") or Args.bsz) * world * steps
+        bsz = flags.get("bsz") or defaults(Args)["bsz"]
+        right = bsz * world * steps
         if size != right:
             raise UsageError(
-                f"{where}: global_bsz {size}, but {flags.get('bsz') or Args.bsz} (bsz) x "
+                f"{where}: global_bsz {size}, but {bsz} (bsz) x "
                 f"{world} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
             )
         del flags["global_bsz"]
@@ -176,7 +169,8 @@ def differences(e: Experiment) -> list[str]:
     for platform in platforms:
         cells = make_cells(e, platform)
         resolved[platform] = [
-            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform))) for cell in cells
+            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform)), platform)
+            for cell in cells
         ]
     lines = []
     for a, b in itertools.pairwise(platforms):
@@ -191,12 +185,18 @@ def differences(e: Experiment) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _resolved(cell: Cell, world: int | None) -> dict[str, Any]:
+def _resolved(cell: Cell, world: int | None, platform: Platform) -> dict[str, Any]:
     """All arguments of a cell, and its global batch where the number of ranks is known."""
     args = parse_args(cell.argv(), cell.script)
     content = dataclasses.asdict(args) | {"config": cell.config}
     if world:
-        config = load_config(args.config, args.pad_vocab)
-        batch = resolve_batch(args, resolve_seq_len(args.seq_len, config), world)
-        content["global_batch"] = batch.global_batch
+        plan = plan_of(args, cell.script, world, platform)
+        content["global_batch"] = plan.work.batch.global_batch
     return content
+
+
+def plan_of(args: Args, script: str, world: int | None, platform: Platform) -> Plan:
+    """The plan of a cell; where the number of ranks is not known, without what hangs on it."""
+    if world is None:
+        args = dataclasses.replace(args, global_bsz=None, dp_replicate=1)
+    return make_plan(args, Script(script), world or 1, platform)

@@ -9,17 +9,18 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench.formulas.time_statistics import bootstrap_mean
-from bench.sweep.cell_runs import METRICS, Row
+from bench.results.metrics import CSV_COLUMNS
+from bench.sweep.cell_runs import CellRow
 from bench.tables import markdown_table, memory_text, number
 
 
-def write_csv(rows: list[Row], path: Path) -> None:
+def write_csv(rows: list[CellRow], path: Path) -> None:
     """All rows, without the lists; a column for each axis."""
     rows = [{"key": row["key"]} | row["axes"] | row for row in rows]
     names = list(
         dict.fromkeys(name for row in rows for name in row if name not in ("step_times_s", "axes"))
     )
-    last = [n for n in (*METRICS, "error", "result", "command") if n in names]
+    last = [n for n in (*CSV_COLUMNS, "error", "result", "command") if n in names]
     names = [n for n in names if n not in last] + last
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, names, extrasaction="ignore")
@@ -42,12 +43,12 @@ class Ranked:
     memory_kind: str | None
 
 
-def rank(rows: list[Row]) -> list[Ranked]:
+def rank(rows: list[CellRow]) -> list[Ranked]:
     """Settings by tokens/s, best first, with 95 % intervals; those that never ran last.
 
     Over the repeats' own rates where there are three or more, else over the steps of the runs.
     """
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[CellRow]] = {}
     for row in rows:
         groups.setdefault(row["key"].rsplit("-", 1)[0], []).append(row)
     ranked = []
@@ -88,14 +89,14 @@ def rank(rows: list[Row]) -> list[Ranked]:
     return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
 
 
-def _memory(row: Row) -> tuple[float | None, str | None]:
+def _memory(row: CellRow) -> tuple[float | None, str | None]:
     """A row's peak memory [GiB] and its kind, which rows of earlier versions do not tell."""
     if "memory_gib" in row:
         return row["memory_gib"], row["memory_kind"]
     return row["peak_allocated_gib"] or row["peak_rss_gib"], None
 
 
-def _label(row: Row) -> str:
+def _label(row: CellRow) -> str:
     return " ".join([row["model"], *(f"{name}={value}" for name, value in row["axes"].items())])
 
 

@@ -7,11 +7,11 @@ A moment belongs to the kernel that computes, to communication if nothing comput
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from bench.results.result_files import PARTS
+from bench.formulas.work import STEP_PARTS
 from bench.trace.breakdown_schema import (
     HOST,
     Breakdown,
-    Gaps,
+    HostGaps,
     by_time,
     mark_of,
     marked,
@@ -60,7 +60,7 @@ def break_down_gpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
     return Breakdown(
         n_steps=n,
         step_time_s=(end - begin) / n / 1e6,
-        classes=per_step(classes, n),
+        classes_s=per_step(classes, n),
         communication_overlapped_s=max(0.0, overlapped) / n / 1e6,
         host_gaps=_host_gaps(trace, gaps, n),
         kernels=by_time(calls, time, n),
@@ -128,7 +128,7 @@ def _recorded_flops(trace: Trace, matmuls: list[Span]) -> float | None:
     return total
 
 
-def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> Gaps | None:
+def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> HostGaps | None:
     """Those idle moments that end with a kernel the host had not begun to give when they began."""
     if not trace.launches:
         return None
@@ -137,7 +137,7 @@ def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> Gaps | 
             s
             for spans in trace.host.values()
             for s in spans
-            if s.category == "user_annotation" and s.name in PARTS
+            if s.category == "user_annotation" and s.name in STEP_PARTS
         ]
     )
     by_start = {s.start: s for s in reversed(trace.gpu)}
@@ -152,7 +152,7 @@ def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> Gaps | 
         around = [parts.innermost(thread, launch.start) for thread in parts.by_thread]
         name = next((a.name for a in around if a), "other")
         by_part[name] += stop - start
-    return Gaps(
+    return HostGaps(
         count=len(late) / n,
         time_s=sum(late) / n / 1e6,
         longest_s=max(late, default=0.0) / 1e6,
@@ -204,7 +204,7 @@ def break_down_cpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
     return Breakdown(
         n_steps=n,
         step_time_s=(end - begin) / n / 1e6,
-        classes=per_step(classes, n),
+        classes_s=per_step(classes, n),
         communication_overlapped_s=(union(elsewhere) - waiting) / n / 1e6,
         host_gaps=None,
         kernels=by_time(calls, time, n),

@@ -1,10 +1,10 @@
 """The parts of a breakdown, and what is the same for GPU and CPU. Needs no torch."""
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
 
+from bench.files import Strict, about
 from bench.trace.kernel_names import ELEMENTWISE, LOSS, MATMUL, OPTIMIZER
 from bench.trace.read_trace import Span
 
@@ -12,43 +12,40 @@ HOST = "host"
 N_COSTLIEST = 10
 
 
-@dataclasses.dataclass(frozen=True)
-class Costly:
-    """A kernel (on a CPU an operator): its calls and time [s] per step."""
+class CostlyKernel(Strict):
+    """A kernel, or on a CPU an operator."""
 
-    name: str
-    kind: str
-    calls: float
-    time_s: float
+    name: str = about("- its name;")
+    kind: str = about("- its class;")
+    calls: float = about("- calls a step;")
+    time_s: float = about("- seconds a step.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Gaps:
+class HostGaps(Strict):
     """Moments in which the GPU waited for the host to give it its next kernel, per step."""
 
-    count: float
-    time_s: float
-    longest_s: float
-    by_part: dict[str, float]
+    count: float = about("- how many a step;")
+    time_s: float = about("- their sum [s];")
+    longest_s: float = about("- the longest [s];")
+    by_part: dict[str, float] = about("- that sum by the part of the step that launched late [s].")
 
 
-@dataclasses.dataclass(frozen=True)
-class Breakdown:
+class Breakdown(Strict):
     """Seconds per step; the classes add up to `step_time_s`."""
 
     n_steps: int
     step_time_s: float
-    classes: dict[str, float]
+    classes_s: dict[str, float]
     communication_overlapped_s: float
-    host_gaps: Gaps | None
-    kernels: list[Costly]
+    host_gaps: HostGaps | None
+    kernels: list[CostlyKernel]
     matmul_s: float
     matmul_flops: float | None
     # Known of runs of ours alone, which know the device's measured rate.
     matmul_roof_fraction: float | None = None
 
     @property
-    def costliest(self) -> list[Costly]:
+    def costliest(self) -> list[CostlyKernel]:
         """The kernels that take longest."""
         return self.kernels[:N_COSTLIEST]
 
@@ -91,9 +88,9 @@ def per_step(micros: dict[str, float], n: int) -> dict[str, float]:
     return {name: value / n / 1e6 for name, value in ordered if value > 0}
 
 
-def by_time(calls: Counter, time: Counter, n: int) -> list[Costly]:
+def by_time(calls: Counter, time: Counter, n: int) -> list[CostlyKernel]:
     """Kernels or operators, those that take longest first."""
     return [
-        Costly(name, kind, calls[name, kind] / n, micros / n / 1e6)
+        CostlyKernel(name=name, kind=kind, calls=calls[name, kind] / n, time_s=micros / n / 1e6)
         for (name, kind), micros in time.most_common()
     ]

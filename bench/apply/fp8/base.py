@@ -1,40 +1,41 @@
-"""What FP8 asks of a run, whichever library does it."""
+"""What FP8 does to a run, whichever library computes it."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.apply.optimizer import FUSED_ADAMW
 from bench.results.schema import Fp8Info
 
 
-@dataclasses.dataclass
 class Fp8:
-    """What FP8 asks of a run; as it stands here, without FP8: nothing."""
+    """A run without FP8; the libraries' classes override what they do otherwise."""
 
     info: Fp8Info | None = None
-    # The context of the forward pass of the n-th micro batch of a step.
-    forward: Callable[[int], contextlib.AbstractContextManager] = lambda micro: (
-        contextlib.nullcontext()
-    )
-    # Names of the weights that FSDP gathers in FP8.
-    gathered: Collection[str] = ()
-    # What checkpoints a block's forward.
-    checkpoint: Callable[..., Any] = checkpoint
-    # Called on the model after each optimizer step.
-    after_step: Callable[[nn.Module], None] = lambda model: None
-    # Gives a sharded model storage, before its values are set.
-    allocate: Callable[[nn.Module, torch.device], Any] = lambda model, device: model.to_empty(
-        device=device
-    )
-    # Builds AdamW from parameter groups and options.
-    adamw: Callable[..., torch.optim.Optimizer] = FUSED_ADAMW
-    # Where the optimizer holds the weights: sets one's rows there, exactly, given the whole's amax.
-    set_exact: Callable[[torch.optim.Optimizer, Any, torch.Tensor, torch.Tensor], None] | None = (
-        None
-    )
+    # Whether the optimizer holds the weights' exact values, of which the model has FP8 copies.
+    exact_in_optimizer = False
+
+    def forward(self, micro: int) -> contextlib.AbstractContextManager:
+        """The context of the forward pass of a step's n-th micro batch."""
+        return contextlib.nullcontext()
+
+    def checkpoint(self, forward, *args, **options) -> Tensor:
+        """Run a block's forward and recompute it in backward."""
+        return checkpoint(forward, *args, **options)
+
+    def after_step(self, model: nn.Module) -> None:
+        """What is due after each optimizer step."""
+
+    def allocate(self, model: nn.Module, device: torch.device) -> None:
+        """Give a sharded meta-device model storage, before its values are set."""
+        model.to_empty(device=device)
+
+    def adamw(self, groups: list[dict], **options) -> torch.optim.Optimizer:
+        """AdamW from parameter groups and options."""
+        return torch.optim.AdamW(groups, fused=True, **options)
+
+    def set_exact(
+        self, optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor, amax: Tensor
+    ) -> None:
+        """Set a parameter's exact rows in the optimizer, given the largest magnitude of the whole."""

@@ -5,25 +5,16 @@ import torch
 from bench.apply.fp8.base import Fp8
 from bench.apply.fp8.te import apply_te
 from bench.apply.fp8.torchao import apply_torchao
-from bench.results.schema import Batch
-from bench.settings.flags import Args
+from bench.formulas.work import Work
 from model.transformer import Transformer
 
 
-def apply_fp8(
-    model: Transformer,
-    args: Args,
-    device: torch.device,
-    batch: Batch,
-    shards: int = 1,
-) -> Fp8:
+def apply_fp8(model: Transformer, work: Work, device: torch.device) -> Fp8:
     """Convert the blocks of a meta-device model as --use-fp8 asks, in place.
 
-    UsageError where hardware, sizes or an absent library stand against it. Embeddings, norms,
-    attention, head and loss stay in high precision.
+    UsageError where the hardware or an absent library stands against it. Embeddings, norms, attention,
+    head and loss stay in high precision.
     """
-    if not args.use_fp8:
+    if work.fp8 is None:
         return Fp8()
-    if args.fp8_backend == "te":
-        return apply_te(model, args, device, batch, shards)
-    return apply_torchao(model, args, device, batch.micro_batch * batch.seq_len, shards)
+    return {"te": apply_te, "torchao": apply_torchao}[work.fp8.backend](model, work, device)

@@ -8,83 +8,62 @@ from torch import nn
 
 from bench.apply.fp8.base import Fp8
 from bench.errors import UsageError
+from bench.formulas.parameters import layer_names
+from bench.formulas.work import Work
 from bench.results.schema import Fp8Info
-from bench.settings.flags import Args
 from model.transformer import Transformer
 
 
-def apply_torchao(
-    model: Transformer, args: Args, device: torch.device, tokens: int, shards: int
-) -> Fp8:
-    """Convert the blocks' linear layers, in place; `tokens` are those of a micro batch on a device.
+class TorchaoFp8(Fp8):
+    """torchao's FP8 matmuls."""
 
-    UsageError where hardware, sizes or an absent library stand against it.
-    """
+    def __init__(self, info: Fp8Info):
+        self.info = info
+
+    def after_step(self, model: nn.Module) -> None:
+        """The scales of the weights that the next step gathers in FP8, all at once."""
+        if self.info.all_gather:
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def apply_torchao(model: Transformer, work: Work, device: torch.device) -> TorchaoFp8:
+    """Convert the blocks' linear layers, in place; UsageError without the hardware or the library."""
     # Its compiled extensions serve other purposes, and warn where they do not fit the machine.
     os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
     try:
         import torchao
-        from torchao.float8 import (
-            Float8LinearConfig,
-            convert_to_float8_training,
-            precompute_float8_dynamic_scale_for_fsdp,
-        )
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         raise UsageError(f"--fp8-backend torchao: {error}; pip install -e '.[fp8]'") from None
-    recipe = args.fp8_recipe
-    if not args.fp8_emulate:
-        _check_device(device, recipe)
-    # The gradient of the weight is summed over tokens, which need not divide where it is no FP8.
-    if tokens % 16 and recipe != "rowwise_with_gw_hp":
-        raise UsageError(
-            f"--use-fp8: --bsz x --seq-len = {tokens} tokens is not a multiple of 16, which FP8 "
-            "matmuls need; change either"
-        )
-    linear, kept = {}, {"head": "always", "embeddings, norms, attention": "no linear layers"}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or not name.startswith("blocks."):
-            continue
-        sizes = module.in_features, module.out_features
-        if any(size % 16 for size in sizes):
-            pattern = f"blocks.*.{name.split('.', 2)[2]}"
-            kept[pattern] = f"{sizes[0]} x {sizes[1]} is not in multiples of 16"
-        else:
-            linear[name] = module
-    if not linear:
-        raise UsageError(
-            "--use-fp8: no linear layer of the blocks has sizes in multiples of 16; leave it out"
-        )
-    if args.fp8_all_gather:
-        for name, module in linear.items():
-            if module.out_features % shards:
-                raise UsageError(
-                    f"--fp8-all-gather: {module.out_features} rows of {name} do not divide evenly "
-                    f"over {shards} ranks; leave it out"
-                )
+    fp8, names = work.fp8, layer_names(work.config)
+    if not fp8.emulated:
+        _check_device(device, fp8.recipe)
+    ends = tuple(f".{names[layer]}" for layer in fp8.layers)
+    linear = {
+        n: m for n, m in model.named_modules() if n.startswith("blocks.") and n.endswith(ends)
+    }
     convert_to_float8_training(
         model,
         config=dataclasses.replace(
-            Float8LinearConfig.from_recipe_name(recipe),
-            emulate=args.fp8_emulate,
-            enable_fsdp_float8_all_gather=args.fp8_all_gather,
+            Float8LinearConfig.from_recipe_name(fp8.recipe),
+            emulate=fp8.emulated,
+            enable_fsdp_float8_all_gather=fp8.all_gather,
         ),
         module_filter_fn=lambda module, name: name in linear,
     )
     info = Fp8Info(
         backend="torchao",
         version=torchao.__version__,
-        recipe=recipe,
-        emulated=args.fp8_emulate,
-        all_gather=args.fp8_all_gather,
+        recipe=fp8.recipe,
+        emulated=fp8.emulated,
+        all_gather=fp8.all_gather,
         n_linear_layers=len(linear),
         n_parameters=sum(module.weight.numel() for module in linear.values()),
-        high_precision=kept,
+        high_precision=fp8.high_precision,
     )
-    fp8 = Fp8(info)
-    if args.fp8_all_gather:
-        fp8.gathered = {f"{name}.weight" for name in linear}
-        fp8.after_step = precompute_float8_dynamic_scale_for_fsdp
-    return fp8
+    return TorchaoFp8(info)
 
 
 def _check_device(device: torch.device, recipe: str) -> None:

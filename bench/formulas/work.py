@@ -1,0 +1,163 @@
+"""One training step as the formulas see it: what is computed, in which formats, on how many ranks.
+
+Needs no torch. bench/settings/plan.py makes a `Work` of the flags, the config and the world.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from model.config import ModelConfig
+
+# The parts of a step, in their order.
+STEP_PARTS = ("data", "forward", "backward", "optimizer")
+# A backward costs two forwards.
+PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
+
+
+def meant(meaning: str) -> Any:
+    """A field with what it means, for docs/METRICS.md."""
+    return dataclasses.field(metadata={"about": meaning})
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What one optimizer step processes."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of result.json's schema)
+
+    micro_batch: int = meant("Samples per device and forward pass.")
+    grad_acc_steps: int = meant("Micro batches per optimizer step.")
+    data_parallel_size: int = meant("Ranks that get different data.")
+    global_batch: int = meant("`micro_batch` x `grad_acc_steps` x `data_parallel_size` [samples].")
+    seq_len: int = meant("Tokens per sample.")
+    tokens_per_step: int = meant("`global_batch` x `seq_len`.")
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of one micro batch on one device."""
+        return self.micro_batch * self.seq_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """Blocks that recompute their activations in backward, and what of them: `block` or `op`."""
+
+    blocks: tuple[int, ...] = ()
+    policy: str = "block"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Work:
+    """What runs in FP8: `layers` names the converted ones of a block's linear layers.
+
+    `high_precision` says why the others are not, by their names in the model.
+    """
+
+    backend: str
+    recipe: str
+    emulated: bool = False
+    all_gather: bool = False
+    primary_weights: bool = False
+    layers: tuple[str, ...] = ("qkv", "out", "up", "down")
+    high_precision: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether FSDP gathers the converted weights in FP8."""
+        return self.all_gather or self.primary_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Ddp:
+    """DDP's buckets [MiB], and the format in which gradients are reduced: `off` is fp32, or `bf16`."""
+
+    bucket_cap_mb: float = 25.0
+    grad_compression: str = "off"
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a reduced gradient's number."""
+        return 2 if self.grad_compression == "bf16" else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Fsdp:
+    """FSDP: `shards` ranks share one copy of the model; HSDP has `replicas` of it."""
+
+    shards: int
+    replicas: int = 1
+    reshard: bool = True
+    reduce_dtype: str = "fp32"
+    prefetch: int = 1
+    cpu_offload: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The dimensions of the process grid, the outermost first."""
+        return {"dp_replicate": self.replicas, "dp_shard": self.shards}
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a reduced gradient's number."""
+        return 2 if self.reduce_dtype == "bf16" else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One optimizer step. At most one of `ddp` and `fsdp` is there; without both one device works."""
+
+    config: ModelConfig
+    batch: Batch
+    world: int = 1
+    pass_type: str = "step"
+    amp: str = "bf16"
+    tf32: bool = False
+    attention: str = "auto"
+    fp8: Fp8Work | None = None
+    compile_mode: str | None = None  # None: eager
+    cuda_graphs: bool = False
+    recompute: Recompute = Recompute()
+    optimizer: str = "adamw"
+    ddp: Ddp | None = None
+    fsdp: Fsdp | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return self.pass_type != "forward"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks and loss go through torch.compile."""
+        return self.compile_mode is not None
+
+    @property
+    def exact_casts(self) -> bool:
+        """Whether compiled kernels must round as eager ones do: FP8 scaled by rows needs it."""
+        return self.fp8 is not None and self.fp8.recipe.startswith("rowwise")
+
+    @property
+    def matmul_bytes(self) -> int:
+        """Bytes of a number on its way into a matmul (FP8 apart), and of a gathered weight's."""
+        return 4 if self.amp == "off" else 2
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer has a sliding window shorter than the sequence."""
+        return any(w is not None and w < self.batch.seq_len for w in self.config.windows)
+
+    @property
+    def layers(self) -> range:
+        """The numbers of the blocks."""
+        return range(self.config.num_hidden_layers)
+
+    @functools.cached_property
+    def block_parameters(self) -> list[int]:
+        """Numbers in the matrices of each block."""
+        shapes = (self.config.block_shapes(i).values() for i in self.layers)
+        return [sum(n * k for n, k in block) for block in shapes]
+
+    def with_micro_batch(self, bsz: int) -> "Work":
+        """The same step with another micro batch; only memory formulas may ask, totals stay."""
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, micro_batch=bsz))
