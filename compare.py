@@ -1,4 +1,4 @@
-"""What results say: ratios with intervals, cost, plots, a report; and whether something got slower.
+"""Compare results: ratios with intervals, cost, plots, a report; and whether something got slower.
 
     python compare.py runs/A runs/B --tokens 1e12
     python compare.py results/ megatron.log --log-seq-len 4096 --output-dir comparison
@@ -13,9 +13,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from bench.compare.find_results import read_records
 from bench.compare.gate import gate
@@ -23,47 +21,87 @@ from bench.compare.ratios import check_prices, compare, prices_of
 from bench.compare.records import LogFacts
 from bench.compare.report import show, sweep_remarks, write
 from bench.errors import UsageError
-from bench.settings.checks import above_zero
-from bench.settings.command_line import parse_dataclass, tool
-from bench.settings.tool_main import run_tool
+from bench.settings.command_line import parse_dataclass
+from bench.settings.flags import check_bounds, flag, positional
+from bench.settings.tool_main import run_tool, tool
+from bench.sweep.experiment import machines_of
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareArgs:
-    """Compare training runs, whoever ran them; or hold results against baselines."""
+class RunsFlags:
+    """The runs to compare."""
 
-    results: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH"), tyro.conf.Positional]
-    """result.json, results.csv, another suite's JSON, a log, or directories with any of these."""
-    output_dir: str | None = None
-    """Write compare.csv, compare.md, compare.png and report.html here."""
-    no_plot: bool = False
-    """Leave out compare.png (and its picture in the report)."""
-    reference: str | None = None
-    """Run that the others are held against; by default the first comparable one of each group."""
-    methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
-    """identical_config: runs whose settings differ in anything are not compared."""
-    one_model: bool = False
-    """Compare all runs of one length with each other, whatever their files call the model."""
-    tokens: float | None = None
-    """Tokens of a whole training, for the days it takes."""
-    experiment: str | None = None
-    """Experiment file with prices and TDP by platform."""
-    usd_per_hour: tuple[str, ...] = ()
-    """Prices as HARDWARE=US$ per GPU-hour, for example "H100 SXM=2.5"."""
-    tdp_w: tuple[str, ...] = ()
-    """Power limits as HARDWARE=W."""
-    log_seq_len: int | None = None
-    """Sequence length of logs that do not tell it."""
-    log_gpus: int | None = None
-    """GPUs of logs that do not tell how many."""
-    log_hardware: str | None = None
-    """GPU of logs that do not tell which."""
-    baseline: str | None = None
-    """Hold results against these baselines: one line each, exit code 1 if one got worse."""
-    tolerance: str = "5%"
-    """How much slower, or larger in memory, is still good."""
-    update_baselines: bool = False
-    """Make the results the baselines."""
+    results: tuple[str, ...] = positional(
+        "PATH",
+        "result.json, results.csv, another suite's JSON, a log, or directories with any of these.",
+    )
+    reference: str | None = flag(
+        None, "Run that the others are held against; by default the first comparable one of each group.",
+        metavar="RUN",
+    )  # fmt: skip
+    methodology: Literal["maximum_performance", "identical_config"] = flag(
+        "maximum_performance",
+        "identical_config: runs whose settings differ in anything are not compared.",
+    )
+    one_model: bool = flag(
+        False,
+        "Compare all runs of one length with each other, whatever their files call the model.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportFlags:
+    """The report."""
+
+    output_dir: str | None = flag(
+        None, "Write compare.csv, compare.md, compare.png and report.html here.", metavar="DIR"
+    )
+    no_plot: bool = flag(False, "Leave out compare.png (and its picture in the report).")
+    tokens: float | None = flag(None, "Tokens of a whole training, for the days it takes.", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PriceFlags:
+    """Prices and power."""
+
+    experiment: str | None = flag(
+        None, "Experiment file with prices and TDP by platform.", metavar="FILE.yaml"
+    )
+    usd_per_hour: tuple[str, ...] = flag(
+        (),
+        'Prices as HARDWARE=US$ per GPU-hour, for example "H100 SXM=2.5".',
+        metavar="HARDWARE=US$",
+    )
+    tdp_w: tuple[str, ...] = flag((), "Power limits as HARDWARE=W.", metavar="HARDWARE=W")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogFlags:
+    """Facts that logs of other suites do not tell."""
+
+    log_seq_len: int | None = flag(None, "Sequence length of logs that do not tell it.", above=0)
+    log_gpus: int | None = flag(None, "GPUs of logs that do not tell how many.", above=0)
+    log_hardware: str | None = flag(None, "GPU of logs that do not tell which.", metavar="HARDWARE")
+
+
+@dataclasses.dataclass(frozen=True)
+class GateFlags:
+    """The gate against baselines."""
+
+    baseline: str | None = flag(
+        None, "Hold results against these baselines: one line each, exit code 1 if one got worse.",
+        metavar="FILE",
+    )  # fmt: skip
+    tolerance: str = flag(
+        "5%", "How much slower, or larger in memory, is still good.", metavar="PERCENT",
+        needs="baseline",
+    )  # fmt: skip
+    update_baselines: bool = flag(False, "Make the results the baselines.", needs="baseline")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareArgs(GateFlags, LogFlags, PriceFlags, ReportFlags, RunsFlags):
+    """Compare training runs, whoever ran them; or hold results against baselines."""
 
 
 @tool("compare.py")
@@ -73,14 +111,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
-        above_zero(args, "tokens", "log_seq_len", "log_gpus")
+        check_bounds(args)
         if args.baseline:
             if args.output_dir:
                 raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
             return gate(args.results, Path(args.baseline), args.tolerance, args.update_baselines)
-        if args.update_baselines or args.tolerance != CompareArgs.tolerance:
-            flag = "--update-baselines" if args.update_baselines else "--tolerance"
-            raise UsageError(f"{flag} needs --baseline FILE")
         facts = LogFacts(args.log_seq_len, args.log_gpus, args.log_hardware)
         records = read_records(args.results, say, facts)
         for record in records:

@@ -1,9 +1,9 @@
-"""Is this machine ready? Drivers, GPUs, who holds their memory, libraries, and the command that mends it.
+"""Is this machine ready? Drivers, GPUs, who holds their memory, libraries, and commands to mend it.
 
     python doctor.py
 
 Looks only: it changes nothing, and ends nobody's process. Exit code 1 if something needed is missing.
-Needs no library, since a missing one is what it is to tell.
+Needs no library, since it must report a missing one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(findings: list[Finding]) -> None:
-    """A table; what to do about a finding stands on a line of its own."""
+    """Print a table; the advice on a finding has a separate line."""
     signs = {"ok": "ok", "missing": "--", "bad": "!!"}
     width = max(len(f.what) for f in findings)
     for f in findings:
@@ -143,7 +143,7 @@ def drivers(kind: str) -> list[Finding]:
 
 
 def nvidia() -> list[Finding]:
-    """What nvidia-smi says."""
+    """Findings from nvidia-smi."""
     found = []
     text = _output("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.used,memory.total",
                    "--format=csv,noheader,nounits")  # fmt: skip
@@ -178,7 +178,7 @@ def nvidia() -> list[Finding]:
 
 
 def amd() -> list[Finding]:
-    """What rocm-smi says."""
+    """Findings from rocm-smi."""
     text = _output("rocm-smi", "--showproductname", "--showdriverversion", "--showmeminfo", "vram",
                    "--json")  # fmt: skip
     try:
@@ -203,7 +203,7 @@ def amd() -> list[Finding]:
 
 
 def libraries(kind: str) -> list[Finding]:
-    """What is installed, and what each missing one is for."""
+    """Installed libraries, and the purpose of each missing one."""
     found = []
     for name, purpose, advice, needed in LIBRARIES:
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
@@ -237,8 +237,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def compiler() -> list[Finding]:
-    """What --pt-compile needs: on a CPU a C++ compiler, on a GPU one of C and Python's headers."""
-    # Inductor takes g++ and no other on Linux, Triton gcc or clang, unless told.
+    """Compilers for --pt-compile: C++ on a CPU; C, with Python's headers, on a GPU."""
+    # On Linux Inductor takes only g++, and Triton gcc or clang, unless CXX or CC names another.
     cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     name = cxx if shutil.which(cxx) else None
     names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]

@@ -14,16 +14,15 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 
 from bench.apply.tokens import write_tokens
 from bench.errors import UsageError
 from bench.files import walk
-from bench.settings.command_line import parse_dataclass, tool
-from bench.settings.tool_main import run_tool
+from bench.settings.command_line import parse_dataclass
+from bench.settings.flags import check_bounds, flag, positional
+from bench.settings.tool_main import run_tool, tool
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -33,22 +32,27 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 class PrepareArgs:
     """Turn text files into token files: train.bin and val.bin."""
 
-    inputs: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT"), tyro.conf.Positional] = ()
-    """Text files, or directories whose .txt, .md, .rst and .py files are taken."""
-    output_dir: str = "data"
-    """Where train.bin and val.bin are written."""
-    stdlib: bool = False
-    """Take the sources of Python's own standard library, which every machine has."""
-    tokenizer: str | None = None
-    """A Hugging Face tokenizer.json; by default each byte is a token (vocabulary 256)."""
-    val_fraction: float = 0.1
-    """Part of the documents that goes into val.bin instead."""
+    inputs: tuple[str, ...] = positional(
+        "TEXT", "Text files, or directories whose .txt, .md, .rst and .py files are taken.", ()
+    )
+    output_dir: str = flag("data", "Where train.bin and val.bin are written.", metavar="DIR")
+    stdlib: bool = flag(
+        False, "Take the sources of Python's own standard library, which every machine has."
+    )
+    tokenizer: str | None = flag(
+        None, "A Hugging Face tokenizer.json; by default each byte is a token (vocabulary 256).",
+        metavar="FILE",
+    )  # fmt: skip
+    val_fraction: float = flag(
+        0.1, "Part of the documents that goes into val.bin instead.", at_least=0, below=1
+    )
 
 
 @tool("prepare_data.py")
 def main(argv: list[str]) -> int:
     """Write the two files; 0 when done, 2 and one line on bad input, 1 where writing fails."""
     args = parse_dataclass(PrepareArgs, argv, "prepare_data.py")
+    check_bounds(args)
     try:
         prepare(args)
     except OSError as error:
@@ -61,9 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def prepare(args: PrepareArgs) -> None:
-    """Tokenise all documents and write those chosen for validation into a file of their own."""
-    if not 0 <= args.val_fraction < 1:
-        raise UsageError(f"--val-fraction {args.val_fraction}: must be from 0 to below 1")
+    """Tokenise all documents and write those chosen for validation into a separate file."""
     inputs = [Path(i) for i in args.inputs]
     if args.stdlib:
         inputs.append(Path(sysconfig.get_path("stdlib")))
@@ -84,7 +86,7 @@ def prepare(args: PrepareArgs) -> None:
     size = {path: path.stat().st_size for path in paths}
     part = sum(size[path] for path in held_out) / max(1, sum(size.values()))
     if args.val_fraction and not args.val_fraction / 4 < part <= min(0.99, 2 * args.val_fraction):
-        # Too few documents, or too unlike ones, to hold whole ones out: the end of the text is.
+        # Documents are too few or too unlike to hold out whole ones: hold out the end of the text.
         arrays = [encode(text) for text in read_texts(paths, inputs)]
         stream = np.concatenate(arrays or [np.zeros(0, np.uint8)])
         cut = round(len(stream) * (1 - args.val_fraction))
@@ -94,8 +96,8 @@ def prepare(args: PrepareArgs) -> None:
         parts = {name: map(encode, read_texts(some, inputs)) for name, some in split.items()}
     if not args.val_fraction:
         del parts["val"]
-    # Only when all is written do the files of an earlier call go: one of them beside one of ours might
-    # have what it trains on in what it is checked on.
+    # Files of an earlier call go only when all is written. One of them beside one of ours could put
+    # training text into the validation.
     with tempfile.TemporaryDirectory(dir=out) as unfinished:
         for name, arrays in parts.items():
             total = write_tokens(Path(unfinished) / name, arrays, vocab_size)
@@ -124,15 +126,15 @@ def find_texts(given: Path, stdlib: bool) -> list[Path]:
 
 
 def in_validation(path: Path, fraction: float) -> bool:
-    """Whether a document is held out: decided by its name, so that it stays so as others come."""
+    """Whether a document is held out. Its name decides: adding others does not change that."""
     digest = hashlib.sha256("/".join(path.resolve().parts[-2:]).encode()).digest()
     return int.from_bytes(digest[:4], "little") < fraction * 2**32
 
 
 def read_texts(paths: list[Path], named: list[Path]) -> Iterator[str]:
-    """Contents one after the other, blank ones left out; what is no UTF-8 text is a UsageError.
+    """Contents one after the other, blank ones left out; UsageError for text that is not UTF-8.
 
-    But for sources found in a directory, which may declare another encoding; a few do.
+    Sources found in a directory are skipped instead: a few declare another encoding.
     """
     for path in paths:
         try:
@@ -155,7 +157,7 @@ def load_encoder(tokenizer: str | None):
         loaded = Tokenizer.from_file(tokenizer)
     except Exception as error:  # the library raises bare Exceptions
         raise UsageError(f"--tokenizer {tokenizer}: not a tokenizer.json: {error}") from None
-    loaded.no_truncation()  # as whoever trained with it may have saved it
+    loaded.no_truncation()  # the file may have been saved with either
     loaded.no_padding()
     ends = [i for i in map(loaded.token_to_id, END_TOKENS) if i is not None][:1]
     if not ends:

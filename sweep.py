@@ -4,8 +4,9 @@
     python sweep.py --models configs/gpt2-tiny.json --set bsz=4,8 pt-compile=true,false --repeats 3
     python sweep.py --models configs/gpt2-125m.json --set pt-compile=true --auto-bsz
 
-A run that fails is a row, not the end. Started again with the same --output-dir after being killed at any
-point, it goes on where it was. docs/SWEEPS.md explains the experiment file. Needs no torch itself.
+A run that fails is a row, not the end. A sweep can be killed at any point: started again with the
+same --output-dir, it goes on where it was. docs/SWEEPS.md explains the experiment file. Needs no
+torch itself.
 """
 
 import dataclasses
@@ -16,57 +17,72 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
 from pydantic import ValidationError
 
 from bench.errors import UsageError
 from bench.files import write_whole
 from bench.results.result_files import first_problem
-from bench.settings.checks import changed, flag_of
-from bench.settings.command_line import parse_dataclass, tool
+from bench.settings.command_line import parse_dataclass
+from bench.settings.flags import Script, changed, check_bounds, flag, flag_of, positional
 from bench.settings.machine import detect_platform
-from bench.settings.tool_main import run_tool
+from bench.settings.plan import Platform
+from bench.settings.tool_main import run_tool, tool
 from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
 from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
-from bench.sweep.experiment import Experiment, Platform, from_command_line, read_experiment
+from bench.sweep.experiment import Experiment, from_command_line, read_experiment
 from bench.sweep.grid import Cell, differences, make_cells
 from bench.sweep.ranking import rank, show, write_csv
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepArgs:
-    """Run many settings, one process each, and rank them."""
+class WhatFlags:
+    """The settings to run."""
 
-    experiment: Annotated[str, tyro.conf.arg(metavar="[FILE.yaml]"), tyro.conf.Positional] = ""
-    """An experiment file; without one, --models and --set say what to run."""
-    models: tuple[str, ...] = ()
-    """Model configs."""
-    script: Literal["train.py", "train_ddp.py", "train_fsdp.py"] = "train.py"
-    """Script that runs them."""
-    set: tuple[str, ...] = ()
-    """flag=value for all, or flag=value,value,... for an axis of the grid."""
-    repeats: int = 1
-    """How often each setting runs; interleaved, so that a drifting machine drifts for all."""
-    timeout_s: float = 3600.0
-    """Seconds after which a run is ended."""
-    auto_bsz: bool = False
-    """Find the largest --bsz that runs, for each setting, and use it."""
-    platform: Literal["auto", "nvidia", "amd", "cpu"] = "auto"
-    """Which platform's part of the experiment file holds; auto looks at the drivers."""
-    output_dir: str | None = None
-    """Where rows, results and tables go; by default sweeps/ and the experiment's name."""
-    retry: bool = False
-    """Run again what failed or timed out before in the same --output-dir."""
-    dry_run: bool = False
-    """Print the settings and stop."""
+    experiment: str = positional(
+        "[FILE.yaml]", "An experiment file; without one, --models and --set say what to run.", ""
+    )
+    models: tuple[str, ...] = flag((), "Model configs.", metavar="CONFIG")
+    script: Literal[tuple(map(str, Script))] = flag("train.py", "Script that runs them.")
+    set: tuple[str, ...] = flag(
+        (),
+        "flag=value for all, or flag=value,value,... for an axis of the grid.",
+        metavar="FLAG=VALUE",
+    )
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag(
+        "auto", "The platform whose part of the experiment file counts; auto looks at the drivers."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HowFlags:
+    """How they run."""
+
+    repeats: int = flag(
+        1, "How often each setting runs; interleaved, so that a drifting machine drifts for all.",
+        at_least=1,
+    )  # fmt: skip
+    timeout_s: float = flag(3600.0, "Seconds after which a run is ended.", above=0)
+    auto_bsz: bool = flag(False, "Find the largest --bsz that runs, for each setting, and use it.")
+    output_dir: str | None = flag(
+        None, "Where rows, results and tables go; by default sweeps/ and the experiment's name.",
+        metavar="DIR",
+    )  # fmt: skip
+    retry: bool = flag(False, "Run again what failed or timed out before in the same --output-dir.")
+    dry_run: bool = flag(False, "Print the settings and stop.")
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepArgs(HowFlags, WhatFlags):
+    """Run many settings, one process each, and rank them."""
 
 
 @tool("sweep.py")
 def main(argv: Sequence[str]) -> int:
     """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok, or on Ctrl-C."""
     args = parse_dataclass(SweepArgs, argv, "sweep.py")
+    check_bounds(args)
     experiment, where = read(args)
     platform = detect_platform() if args.platform == "auto" else args.platform
     cells = make_cells(experiment, platform, where)
@@ -75,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
     unlike = differences(experiment)
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):
-        # One directory for each such command, to which the same command comes back.
+        # Each such command has one directory, and finds it again.
         text = json.dumps([[cell.script, *cell.argv()] for cell in cells])
         directory = directory.with_name(f"{directory.name}-{zlib.crc32(text.encode()):08x}")
     if experiment.methodology == "identical_config":
@@ -144,13 +160,13 @@ def run_all(
 ) -> list[CellRow]:
     """Run what has no row yet: all settings once, then all of them again, and so on.
 
-    Returns the rows of all of it, those from before first.
+    Returns all rows, those from before first.
     """
     if args.auto_bsz:
         machine = experiment.hardware.get(platform)
         gpu = machine.gpu if machine else None
         cells = [with_largest_batch(c, rows, directory, experiment.timeout_s, gpu) for c in cells]
-    # A key is asked for once: a file that is edited meanwhile makes another.
+    # Each key is made once: a file that is edited meanwhile would give another key.
     measured, todo = [], []
     for repeat, cell in itertools.product(range(experiment.repeats), cells):
         if row := rows.rows.get(cell_key(cell, repeat)):

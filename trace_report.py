@@ -3,7 +3,7 @@
     python trace_report.py runs/RUN/trace/rank0.pt.trace.json.gz
     python trace_report.py BEFORE.json.gz AFTER.json.gz
 
-Reads traces of torch.profiler, ours and those of any other PyTorch program, of CPU, CUDA and ROCm.
+Reads torch.profiler's traces from our runs or any other PyTorch program, on CPU, CUDA and ROCm.
 Needs no torch and no GPU.
 """
 
@@ -12,14 +12,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import tyro
 from rich.console import Console
 
 from bench.errors import UsageError
-from bench.settings.command_line import parse_dataclass, tool
-from bench.settings.tool_main import run_tool
+from bench.settings.command_line import parse_dataclass
+from bench.settings.flags import flag, positional
+from bench.settings.tool_main import run_tool, tool
 from bench.tables import markdown_table, milliseconds, short
 from bench.trace.breakdown import break_down
 from bench.trace.breakdown_schema import Breakdown
@@ -33,11 +33,10 @@ Key = TypeVar("Key")
 class ReportArgs:
     """Say where the time of a traced step went, and what changed between two traces."""
 
-    traces: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TRACE [TRACE]"), tyro.conf.Positional]
-    """One trace, or two to compare: .json or .json.gz."""
-
-    json: bool = False
-    """Print JSON in place of tables."""
+    traces: tuple[str, ...] = positional(
+        "TRACE [TRACE]", "One trace, or two to compare: .json or .json.gz."
+    )
+    json: bool = flag(False, "Print JSON in place of tables.")
 
 
 @tool("trace_report.py")
@@ -59,17 +58,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def understand(path: str) -> tuple[Trace, Breakdown]:
-    """A trace and its breakdown; UsageError for what is none."""
+    """A trace and its breakdown; UsageError if it is no trace."""
     trace = read_trace(path)
     run = profile_of_run(trace.path)
-    # Where that has no rate, attention's matmuls are among them, and the run's FLOPs not all.
+    # A run without a rate had attention in plain matmuls, which its FLOPs leave out.
     flops = run.get("matmul_flops") if run.get("matmul_tflops") else None
     b = break_down(trace, flops)
     return trace, b.model_copy(update={"matmul_roof_fraction": run.get("matmul_roof_fraction")})
 
 
 def profile_of_run(path: str) -> dict:
-    """What a run of ours says of its profile, where the trace lies in its directory; else empty."""
+    """The profile in our run's result if the trace lies in its directory; otherwise empty."""
     file = Path(path).resolve().parent.parent / "result.json"
     try:
         return dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
@@ -98,7 +97,7 @@ def print_one(console: Console, trace: Trace, b: Breakdown) -> None:
 
 
 def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Breakdown]) -> None:
-    """What two traces differ in, by class and by kernel, the largest loss first."""
+    """The differences of two traces, by class and by kernel, the largest loss first."""
     before, after = found
     for which, trace in zip(("before", "after"), traces, strict=True):
         console.print(f"{which}: {trace.path}: {trace.device_name or 'device not named'}")
@@ -126,7 +125,7 @@ def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Brea
 
 
 def changes(before: dict[Key, float], after: dict[Key, float]) -> list[tuple[Key, float, float]]:
-    """Name, value before and after, by how much it grew."""
+    """Name, value before, value after; the largest growth first."""
     names = [*before, *(name for name in after if name not in before)]
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
     return sorted(rows, key=lambda row: row[1] - row[2])

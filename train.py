@@ -29,7 +29,7 @@ def train(args: Args) -> None:
     work, files, n_steps = plan.work, plan.data, plan.schedule.total
     set_precision(work.amp, work.tf32, device)
     select_attention(work, device)
-    torch.manual_seed(files.seed)  # dropout; parameters and data have generators of their own
+    torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex)

@@ -1,4 +1,4 @@
-"""Train a language model with DistributedDataParallel; starts one process per GPU, or joins a launcher's."""
+"""Train with DistributedDataParallel; starts one process per GPU, or joins a launcher's."""
 
 import sys
 

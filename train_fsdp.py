@@ -1,4 +1,4 @@
-"""Train a language model with FSDP2 (fully_shard) or HSDP; starts one process per GPU, or joins a launcher's."""
+"""Train with FSDP2 (fully_shard) or HSDP; starts one process per GPU, or joins a launcher's."""
 
 import sys
 
@@ -25,7 +25,7 @@ from model.transformer import Transformer
 
 
 def train(args: Args, ranks: Ranks) -> None:
-    """One run from arguments to result.json, as one of several ranks."""
+    """One rank's run: recompute, compile, shard, then give values; each wraps what came before."""
     device = pick_device(args.device, ranks.local_rank)
     plan = make_plan(args, Script.FSDP, ranks.world, platform_of(device))
     work, files, n_steps = plan.work, plan.data, plan.schedule.total

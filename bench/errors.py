@@ -6,12 +6,12 @@ class UsageError(Exception):
 
 
 class OwnError(UsageError):
-    """One that the other ranks of this machine do not have."""
+    """A UsageError that the machine's other ranks do not have."""
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; the message is its name. Like KeyboardInterrupt no Exception:
-    what catches those must not swallow it."""
+    """A signal asked the run to end; the message is its name. Like KeyboardInterrupt, it is no
+    Exception: `except Exception` must not swallow it."""
 
 
 class CompileError(Exception):
@@ -23,4 +23,4 @@ class NotJoined(Exception):
 
 
 class NoStep(Exception):
-    """This rank waits for another, or is stuck itself: which of the two it cannot tell."""
+    """This rank waits for another, or is stuck itself: it cannot tell which."""

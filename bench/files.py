@@ -22,7 +22,7 @@ def about(meaning: str, default: Any = ...) -> Any:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in one piece: whatever ends the process, what was there stays or the new is whole."""
+    """Write a file whole: whatever ends the process, the file is all old or all new."""
     path = path.resolve()  # a link stays one
     spare = path.with_suffix(".new")
     spare.write_text(text, encoding="utf-8")
@@ -30,9 +30,9 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each directory from `top` down, through links and once, with the sorted names of its files.
+    """Each directory from `top` down, once, also through links, with its files' sorted names.
 
-    UsageError for one that cannot be read: what is in it would be missing without a word.
+    UsageError for one that cannot be read: its files would be missing silently.
     """
 
     def refuse(error: OSError) -> None:

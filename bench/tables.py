@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def markdown_table(*columns: str, left: Collection[str] = (), title: str | None = None) -> Table:
-    """An empty table; figures stand to the right, text (the first column and those of `left`) left."""
+    """An empty table: figures go right, text (the first column and those in `left`) goes left."""
     table = Table(box=box.MARKDOWN, title=title, title_justify="left")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 or name in left else "right")
@@ -20,7 +20,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def memory_text(gib: float | None, kind: str | None, form: str) -> str:
-    """Peak memory [GiB], and of what kind where it is not what tensors took."""
+    """Peak memory [GiB], and its kind if that is not `allocated` (by tensors)."""
     return number(gib, form) + (f" {kind}" if gib and kind not in (None, "allocated") else "")
 
 

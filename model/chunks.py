@@ -1,11 +1,11 @@
 """How many rows of logits the loss makes at a time. Needs no torch."""
 
-# Elements of one chunk's logits: 512 MiB in fp32, and up to a vocabulary of 262144 matmuls of 512 rows
-# and more, which keeps them as fast as the whole.
+# Elements of one chunk's logits: 512 MiB in fp32. Up to a vocabulary of 262144, matmuls have 512
+# rows or more, and so are as fast as the whole.
 CHUNK_ELEMENTS = 2**27
 
 
 def chunk_rows(n_rows: int, vocab_size: int, elements: int = CHUNK_ELEMENTS) -> int:
-    """Rows per chunk: all, or a power of two from 16 on, so that chunks stay aligned for tensor cores."""
+    """Rows per chunk: all, or a power of two from 16 on, to stay aligned for tensor cores."""
     rows = max(16, 2 ** (max(1, elements // vocab_size).bit_length() - 1))
     return min(rows, n_rows)

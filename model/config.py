@@ -1,8 +1,8 @@
 """Model shapes, read from Hugging Face `config.json` files. Needs no torch.
 
-Every key of a file is accounted for: it is used, or known not to matter to a training step, or
-refused because it changes the computation in a way that is not implemented here, or (a key nobody
-knows) reported in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers 5.
+Every key of a file is accounted for. It is used, or known not to matter to a training step, or
+refused: it changes the computation in a way that is not implemented here. Unknown keys are reported
+in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers 5.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """One model's shape, in one vocabulary for all families (the names are Llama's in Hugging Face)."""
+    """One model's shape, with the same names for all families (Llama's in Hugging Face)."""
 
     name: str
     path: str
@@ -53,7 +53,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
-    """Sliding window of each layer (positions seen, the own one included), None for full attention."""
+    """Sliding window of each layer (positions seen, including its own), None for full attention."""
     embedding_dropout: float
     residual_dropout: float
     attention_dropout: float
@@ -66,12 +66,12 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Numbers of all query heads of a position."""
+        """Elements of all query heads at a position."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers of all key heads of a position, and as many of values."""
+        """Elements of all key heads at a position; value heads have as many."""
         return self.num_key_value_heads * self.head_dim
 
     def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
@@ -95,7 +95,7 @@ class ModelConfig:
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the resolved shape.
 
-        Neither the file's name nor padding rows, which are no part of the model, change it.
+        The file's name and padding rows do not change it: they are no part of the model.
         """
         shape = {k: v for k, v in self.shape().items() if k != "name"} | {"vocab_multiple": 1}
         text = json.dumps(shape, sort_keys=True)
@@ -112,7 +112,7 @@ class ModelConfig:
 
 
 def model_name(path: str | Path) -> str:
-    """What a model is called: by its config file, or the directory of its config.json."""
+    """A model's name: that of its config file, or of the directory of its config.json."""
     path = Path(path)
     if path.is_dir():
         return path.resolve().name

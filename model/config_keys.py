@@ -1,4 +1,4 @@
-"""What the keys of Hugging Face config files mean to a training step. Data only, no torch.
+"""The meaning of Hugging Face config keys for a training step. Data only, no torch.
 
 Sources: the configuration classes of transformers 4.37 to 5.23 for the families read here, and keys
 of neighbouring families that are copied into such files.
@@ -44,7 +44,7 @@ IGNORED = frozenset(
     """.split()
 )
 
-# Keys that change the computation, with the values besides null, false, 0 and empty that do not.
+# Keys that change the computation, and their neutral values besides null, false, 0 and empty.
 UNSUPPORTED: dict[str, tuple] = {
     **dict.fromkeys(
         """

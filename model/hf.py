@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What may differ between the config of the weights and that of the run: it is no part of the function.
+# Keys that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = {
     "name",
     "embedding_dropout",
@@ -28,7 +28,7 @@ TRAINING_KEYS = {
     "initializer_range",
     "pad_token_id",
 }
-# Of tables that old checkpoints kept beside the weights.
+# Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 GPT2_NAMES = {
     "attn_norm": "ln_1",
@@ -99,8 +99,8 @@ def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, 
 def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretrained | None:
     """Where each parameter of a (meta-device) model lies in a directory of safetensors.
 
-    None without a directory. ConfigError if a tensor is missing, does not fit, or the directory's config says another model;
-    only the files' headers are read.
+    None without a directory. ConfigError if a tensor is missing or does not fit, or if the directory's
+    config is of another model. Only the files' headers are read.
     """
     if directory is None:
         return None

@@ -1,10 +1,10 @@
 """Storage and first values of a model's parameters.
 
-The scheme, GPT-2's (Radford et al. 2019): weights are normal with the config's `initializer_range`
-as standard deviation, those that write into the residual stream (`attn.out`, `mlp.down`) divided by
-sqrt(2 x layers); norms start at one, biases at zero. Each parameter has a generator of its own,
-seeded by the run's seed and its name, so that its values depend neither on the order of creation
-nor on what else exists.
+The scheme is GPT-2's (Radford et al. 2019). Weights are normal. Their standard deviation is the
+config's `initializer_range`, divided by sqrt(2 x layers) for those that write into the residual
+stream (`attn.out`, `mlp.down`). Norms start at one, biases at zero. Each parameter has its own
+generator, seeded by the run's seed and its name. So its values depend neither on the order of
+creation nor on what else exists.
 """
 
 import hashlib

@@ -11,7 +11,7 @@ class ConfigError(ValueError):
 
 
 class Keys:
-    """Typed access to a config's keys, which remembers what was asked for and explains errors."""
+    """Typed access to a config's keys; remembers the keys asked for, and explains errors."""
 
     def __init__(self, raw: dict[str, Any], where: str, prefix: str = ""):
         self.raw, self.where, self.prefix = raw, where, prefix
@@ -25,7 +25,7 @@ class Keys:
         return ConfigError(f"{self.where}: {self.prefix}{key}{value}: {reason}")
 
     def get(self, key: str, default: Any = ...) -> Any:
-        """A key's value, whatever it is, or the default; without one the key must be there."""
+        """A key's value, whatever it is, or the default; without a default it must be there."""
         self.used.add(key)
         if key in self.raw:
             return self.raw[key]
@@ -34,14 +34,14 @@ class Keys:
         return default
 
     def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        """One of the allowed texts; any other is an error, like all in the methods below."""
+        """One of the allowed texts; any other is an error, as in the methods below."""
         value = self.get(key)
         if value not in allowed:
             raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
         return value
 
     def integer(self, key: str, default: Any = ..., minimum: int = 1) -> Any:
-        """A whole number; null is allowed exactly where the default is optional."""
+        """A whole number; null is allowed exactly where there is a default."""
         value = self.get(key, default)
         if value is None and default is not ...:
             return None
@@ -55,7 +55,7 @@ class Keys:
         return value
 
     def number(self, key: str, default: Any = ...) -> float:
-        """A finite number above 0; null is the default, where there is one."""
+        """A finite number above 0; null means the default, where there is one."""
         value = self.get(key, default)
         if value is None and default is not ...:
             return float(default)
@@ -113,7 +113,7 @@ class Keys:
             self.used.add(key)
 
     def unknown(self) -> tuple[str, ...]:
-        """Keys that are neither used nor known not to matter."""
+        """Keys that are neither used nor known as irrelevant."""
         return tuple(
             key
             for key in self.leftover()
@@ -122,6 +122,6 @@ class Keys:
 
 
 def kind_of(value: Any) -> str:
-    """What a JSON value is, in words for an error message."""
+    """A JSON value's kind, in words for an error message."""
     names = {list: "a list", dict: "an object", str: "text", bool: "true/false", type(None): "null"}
     return names.get(type(value), f"the number {value}")

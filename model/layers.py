@@ -70,7 +70,7 @@ def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
 def scale_rope(frequency: Tensor, scaling: RopeScaling | None) -> Tensor:
     """Stretch rotary frequencies (radians per position) for a longer context.
 
-    `linear` divides them all. `llama3` divides those whose wavelength exceeds the trained context,
+    `linear` divides them all. `llama3` divides those with wavelengths above the trained context,
     keeps the short ones, and blends in between (Llama 3.1 model card and reference code).
     """
     if scaling is None:
@@ -145,9 +145,9 @@ def _compiled_flex_attention():
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float
 ) -> Tensor:
-    """(B, H, T, D): attention of as large queries over (B, K, T, D) keys and values.
+    """(B, H, T, D): attention of queries of that size over (B, K, T, D) keys and values.
 
-    K divides H: that many queries in turn share keys and values. Causal if mask is None.
+    K divides H: H / K query heads in turn share keys and values. Causal if mask is None.
     """
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):

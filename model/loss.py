@@ -2,9 +2,9 @@
 
 The logits of N positions over V words are the largest tensor of a training step (N = 8192 and
 V = 128256 in fp32: 3.9 GiB, several times over in a plain backward). Here a chunk of rows is
-projected, its loss and the gradient of its logits are taken at once, and the gradient is folded
-into that of the hidden states and of the weight before the next chunk: three matmuls in all, as
-many as the plain way, none repeated.
+projected, and its loss and its logits' gradient are taken at once. Before the next chunk that
+gradient is folded into those of the hidden states and the weight. There are three matmuls, as many
+as the plain way, none repeated.
 """
 
 import torch
@@ -23,8 +23,8 @@ def logits_loss(
     Rows of `weight` from `vocab_size` on are padding and get no probability.
     """
     n, fused = weight.shape[0], torch.compiler.is_compiling()
-    # Rows that begin at multiples of 16 bytes. A matmul with others (a vocabulary of 50257) cannot load
-    # them by tensor cores' wide instructions:
+    # Rows begin at multiples of 16 bytes. A matmul cannot load others (a vocabulary of 50257) by
+    # tensor cores' wide instructions:
     # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
     padding = -n % 8
     low = None if fused else hidden.new_empty(hidden.shape[0], n + padding)[:, :n]
@@ -33,7 +33,7 @@ def logits_loss(
         logits[:, vocab_size:] = float("-inf")
     target = labels[:, None]
     if fused:
-        # One fused kernel, where a scatter would split it in two.
+        # One fused kernel; a scatter would split it in two.
         logits = logits.float()
         log_z = logits.logsumexp(dim=-1, keepdim=True)
         loss = (log_z - logits.gather(1, target)).sum()
@@ -46,11 +46,11 @@ def logits_loss(
 def in_few_passes(
     logits: Tensor, low: Tensor, target: Tensor, converts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of (n, V) logits for (n, 1) labels, and softmax minus one-hot, which goes into `low`.
+    """Summed loss of (n, V) logits for (n, 1) labels, and softmax minus one-hot, written to `low`.
 
-    `low` may be the logits' own memory. No more is taken than once the logits in fp32 (logsumexp and
-    softmax take it twice). `converts` says that kernels convert as they read and write, as a GPU's do;
-    for a CPU's that is dearer than apart.
+    `low` may be the logits' own memory. At most one fp32 copy of the logits is used (logsumexp and
+    softmax use two). With `converts` the kernels convert as they read and write, as a GPU's do; on
+    a CPU a separate conversion is cheaper.
     """
     wide = logits if converts else logits.float()
     highest = wide.amax(dim=-1, keepdim=True).float()
@@ -71,7 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(low_h) if want_grad else None
         grad_weight = None
         for start in range(0, n, rows):
-            grad = None  # the last chunk's may go before there are new logits
+            grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
             chunk_loss, grad = chunk_fn(low_h[part], low_w, labels[part], vocab_size)
             loss = loss + chunk_loss
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(grad, low_w, out=grad_hidden[part])
             # Each product is rounded to `dtype` once; the sum of several is kept in fp32.
             if dtype == torch.float16:
-                # A frequent label sums up beyond fp16's range, where no loss scale can reach.
+                # A frequent label's sum exceeds fp16's range, and no loss scale reaches it.
                 if grad.is_cuda and not torch.version.hip:
                     product = torch.mm(grad.t(), low_h[part], out_dtype=torch.float32)
                 else:

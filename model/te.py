@@ -1,8 +1,8 @@
-"""Blocks whose linear layers and norms are Transformer Engine's, computing what the plain ones do.
+"""Blocks with Transformer Engine's linear layers and norms; they compute what plain blocks do.
 
 The modules inside a block are replaced and its forward stays: rotary embedding, attention, windows
 and dropout are ours. Weight names are those of the plain block (`Transformer.weights`), so that
-first values and Hugging Face files are too. Written for Transformer Engine 2.2 and newer.
+first values and Hugging Face files are the same. Written for Transformer Engine 2.2 and newer.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from torch import nn
 from model.config import ModelConfig
 from model.transformer import Block, Transformer
 
-# Its gelu is the tanh approximation; of a gated MLP's rows the first half is the activated one.
+# Its gelu is the tanh approximation; a gated MLP activates the first half of its rows.
 ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu"}
 GATED_ACTIVATIONS = {"gelu_tanh": "geglu", "relu": "reglu", "silu": "swiglu"}
 
 
 def activations(config: ModelConfig) -> dict[str, str]:
-    """What Transformer Engine calls the activations that it has for this kind of MLP."""
+    """Transformer Engine's names of the activations that it has for this kind of MLP."""
     return GATED_ACTIVATIONS if config.gated_mlp else ACTIVATIONS
 
 
@@ -40,10 +40,10 @@ def convert(
 ) -> types.SimpleNamespace:
     """Replace the linear layers and norms of all blocks, on the meta device, in place.
 
-    But for those `kept`: `attn.qkv`, `attn.out` or `mlp`. Returns a namespace whose `first` says
-    whether the micro batch about to run is its step's first; with `cache_weights` the others take their
-    FP8 weights from it. (Sharded modules ignore that.) With a `primary_recipe` the matmuls' weights
-    will be in FP8 by it once they are given storage.
+    Those in `kept` stay: `attn.qkv`, `attn.out` or `mlp`. Returns a namespace: its `first` says
+    whether the micro batch about to run is its step's first. With `cache_weights` the others reuse
+    the first one's FP8 weights. (Sharded modules ignore that.) With a `primary_recipe` the matmuls'
+    weights will be in that FP8 once they have storage.
     """
     micro_batch = types.SimpleNamespace(first=True)
     with (

@@ -1,4 +1,4 @@
-"""The decoder both families are: embedding, blocks, final norm, head and loss.
+"""The decoder of both families: embedding, blocks, final norm, head and loss.
 
 GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and in biases; the
 config says which, and one block serves both.
@@ -26,10 +26,10 @@ from model.loss import LinearCrossEntropy
 
 
 def saved_ops(attention: bool = True) -> set:
-    """Operators whose outputs are dear to recompute: matmuls, attention, and collectives.
+    """Operators that are dear to recompute: matmuls, attention, and collectives.
 
-    Without `attention` for one with dropout: kept, it would not draw its random numbers again, and
-    what is recomputed after it would draw others than it did.
+    `attention` is False where attention has dropout. If kept, it would not draw its random numbers
+    again, and operators recomputed after it would draw other ones.
     """
     aten, c10d = torch.ops.aten, torch.ops._c10d_functional
     kernels = {
@@ -47,7 +47,7 @@ def saved_ops(attention: bool = True) -> set:
         aten.baddbmm.default,
         aten.linear.default,
         aten._scaled_mm.default,
-        aten.max.default,  # a tensor's one scale to FP8, which costs a pass over it
+        aten.max.default,  # for a tensor's one FP8 scale: a pass over the tensor
         c10d.reduce_scatter_tensor.default,
         c10d.all_gather_into_tensor.default,
         c10d.all_reduce.default,
@@ -81,11 +81,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A GPT-2 or Llama-family language model whose parameters are not yet initialised.
+    """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
     it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies sliding
-    windows by FlexAttention instead of a dense mask (on a CPU that has no backward).
+    windows by FlexAttention (no backward on a CPU) instead of a dense mask.
     """
 
     def __init__(self, config: ModelConfig, seq_len: int, flex: bool = False):
@@ -98,11 +98,11 @@ class Transformer(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = (RMSNorm if config.rms_norm else LayerNorm)(d, config.norm_eps)
-        # A tied head has no parameter of its own: a second name for one tensor would come apart
+        # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(d, V, bias=False)
         self.loss = LinearCrossEntropy(config.vocab_size)
-        # Where a block's modules were exchanged (model/te.py): the plain name of a parameter.
+        # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.rope: tuple[Tensor, Tensor] | None = None
         self.masks: dict[tuple[int, int], Tensor | BlockMask] = {}
@@ -113,7 +113,7 @@ class Transformer(nn.Module):
             yield self.native_name(name), parameter
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, T) int64 token ids, and labels alike, to the mean loss; without labels to logits."""
+        """(B, T) int64 token ids and labels to the mean loss; without labels to logits."""
         T, device = tokens.shape[1], tokens.device
         x = self.look_up(tokens)
         if self.positions is not None:
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         weight = self.embed.weight
         if weight.dtype == torch.float32 or weight.device.type != "cpu":
             return self.embed(tokens)
-        # Gathered by FSDP in low precision: a CPU would sum up its gradient in that, row by row.
+        # FSDP gathered it in low precision; a CPU would sum its gradient so, row by row.
         return F.embedding(tokens, weight.float(), self.embed.padding_idx).to(weight.dtype)
 
     @property

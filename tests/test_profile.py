@@ -305,7 +305,7 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
         (["--profile-steps", "5"], "--profile-steps needs --profile"),
         (["--profile", "--profile-steps", "0"], "--profile-steps 0: must be at least 1"),
         (["--profile", "--profile-start", "-1"], "--profile-start -1: must be at least 0"),
-        (["--profile", "--profile-start", "9"], "up to step 8 at the latest"),
+        (["--profile", "--profile-start", "9"], "start by step 8 at the latest"),
         (["--nsys-start", "1"], "--nsys-start and --nsys-end go together"),
         (["--nsys-start", "2", "--nsys-end", "2"], "--nsys-end 2: must be above --nsys-start 2"),
         (["--nsys-start", "2", "--nsys-end", "3"], "use --profile on a CPU"),

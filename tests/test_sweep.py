@@ -391,7 +391,7 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
         ),
         (
             {"script": "train_fsdp.py", "hardware": {"amd": {"gpus": 8}}, "parallel": {"dp_shard": 8}},
-            "hardware has no nvidia, so how many GPUs `parallel` is to share out is not known",
+            "hardware has no nvidia, so `parallel` has no number of GPUs to share out",
         ),
         (
             {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 4}},

@@ -43,7 +43,7 @@ def attention_kernel(work: Work, flex: bool, device: torch.device) -> str | None
 
 
 def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor]:
-    """Zeros (1, heads, T, head_dim) as queries, keys, values: as model/layers.py's `attend` has them."""
+    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, head_dim)."""
     config, dtype = work.config, AMP_DTYPES[work.amp]
     n, groups = config.num_attention_heads, config.num_key_value_heads
     if device.type == "cuda" and dtype == torch.float32:
@@ -72,7 +72,7 @@ def _probe(work: Work, device: torch.device) -> None:
                 enable_gqa=q.shape != k.shape,
             ).sum().backward()
     except RuntimeError as error:
-        # The second is what a GPU says (torch 2.11).
+        # The second is a GPU's message (torch 2.11).
         if not any(text in str(error) for text in ("No available kernel", "Invalid backend")):
             raise
         extras = " with a sliding window" if mask else ""

@@ -1,6 +1,6 @@
 """torch.compile, block by block: applying it, counting what it did, and saying what failed.
 
-The compiler is imported where it is used: that takes two seconds, which bad input need not wait for.
+The compiler is imported where it is used: that takes two seconds, and bad input need not wait.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from model.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class CompileCounts:
-    """What torch.compile has done in this process so far."""
+    """The work of torch.compile in this process so far."""
 
     seconds: float
     graphs: int
@@ -39,7 +39,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     """
     if mode is None:
         return
-    # Under DDP it would cut every block's graph at the buckets' ends, as if blocks were not apart.
+    # Under DDP it would cut block graphs at the buckets' ends, though blocks are apart already.
     torch._dynamo.config.optimize_ddp = False
     if torch.__version__ < "2.13":
         # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
@@ -51,8 +51,8 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     for i, block in enumerate(model.blocks):
         compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
         block.forward = _named(compiled, f"blocks.{i}")
-    # The loss function hands its chunk's gradient on to eager matmuls; out of a CUDA graph it would
-    # be overwritten by the next chunk.
+    # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
+    # next chunk would overwrite that.
     mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
         mode, mode
     )
@@ -63,7 +63,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
 def compile_counts() -> CompileCounts:
     """Wall time (since torch._dynamo.reset) and counts since the process started.
 
-    Recompilations are among the last 64 compilations, of which PyTorch keeps a record.
+    PyTorch keeps a record of the last 64 compilations; recompilations are counted in it.
     """
     if "torch._dynamo" not in sys.modules:
         return CompileCounts(0.0, 0, 0, 0)
@@ -97,7 +97,7 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
             return cause
         cause = cause.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # A backend's name comes on a line of its own before what it raised.
+    # A backend's name is on a separate line before its error.
     text = " ".join(lines[:2] if lines and lines[0].endswith("raised:") else lines[:1])
     if type(error).__name__ == "FailOnRecompileLimitHit":
         text = "more different graphs than torch._dynamo.config.recompile_limit allows"
@@ -110,13 +110,13 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
 
 
 def _compiler_errors(module: types.ModuleType) -> tuple[type[Exception], ...]:
-    """What torch._dynamo.exc raises; too many recompilations are of another family."""
+    """Errors of torch._dynamo.exc; the last, for too many recompilations, has another base."""
     return module.TorchDynamoException, module.FailOnRecompileLimitHit
 
 
 @contextlib.contextmanager
 def compile_errors_named(where: str) -> Iterator[None]:
-    """Turn what a compiler raises in here into a CompileError that names a part of the model."""
+    """Turn a compiler's exception in here into a CompileError that names a part of the model."""
     try:
         yield
     except Exception as error:
@@ -127,7 +127,7 @@ def compile_errors_named(where: str) -> Iterator[None]:
 
 
 def _named(compiled, where: str):
-    """The compiled function, whose compile errors name the part of the model."""
+    """The compiled function; its compile errors name the part of the model."""
     import torch._dynamo.exc
 
     errors = _compiler_errors(torch._dynamo.exc)

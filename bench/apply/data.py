@@ -34,8 +34,8 @@ class SyntheticTokens:
     def micro_batches(self, plan: range) -> Iterator[Tensor]:
         """(bsz, seq_len + 1) int64 ids for each first sample of a plan, on the device.
 
-        Several are made at once: of small micro batches the kernels' launches would cost a few percent
-        of a step.
+        Several are made at once: launches for each small micro batch would cost a few percent of a
+        step.
         """
         n = max(1, self.AHEAD // (self.row.shape[0] * self.stride))
         for start in range(0, len(plan), n):
@@ -115,7 +115,7 @@ class FileTokens(Dataset):
 
 
 Source = SyntheticTokens | FileTokens
-# What validation runs on: where the micro batches come from, and their first samples.
+# Validation data: where the micro batches come from, and their first samples.
 Validation = tuple[FileTokens, Sequence[int]]
 
 
@@ -132,7 +132,7 @@ def open_data(
     if not flags.val_data:
         return source, None
     val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0)
-    # No window twice, but where there are not enough for one batch.
+    # No window twice, unless there are too few for one batch.
     n_batches = max(1, min(flags.val_batches, val_source.n_windows // bsz))
     n_samples = n_batches * bsz
     val_source.check(n_samples)

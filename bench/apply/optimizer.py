@@ -28,7 +28,7 @@ def build_optimizer(
         sharded = isinstance(matrices[0], DTensor)
         optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
         for p in [] if sharded else model.parameters():
-            # Where fp16 overflows in the first step the fused kernel leaves what it never filled.
+            # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
     return (fp8 or Fp8()).adamw(groups, lr=flags.lr, betas=(flags.beta1, flags.beta2))
@@ -63,7 +63,7 @@ def optimizer_step(
     if scaler is not None:
         scaler.before_step(optimizer, norm)
     if max_norm:
-        # Scale and norm are on the device; the norm alone may be, without waiting for it.
+        # Scale and norm are on the device. Only a norm can be passed from there without a wait.
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm / scale)
     optimizer.step()
     return norm if scaler is None else norm / scale

@@ -1,4 +1,4 @@
-"""Number formats: autocast, TF32, what a device has of them, and the loss scaling that fp16 needs."""
+"""Number formats: autocast, TF32, what a device supports, and loss scaling for fp16."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ def autocast(amp: str, device: torch.device) -> contextlib.AbstractContextManage
 def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
     """Allow TF32 in every fp32 matmul of the process, or forbid it.
 
-    UsageError for a format that the device has not, and which PyTorch would emulate or ignore.
+    UsageError for a format that the device lacks: PyTorch would emulate or ignore it.
     """
     gpu = device.type == "cuda"
     if amp == "bf16" and gpu and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -35,9 +35,9 @@ def set_precision(amp: str, tf32: bool, device: torch.device) -> None:
 class LossScaler:
     """Dynamic loss scaling for fp16 (Micikevicius et al. 2018), without waiting for the device.
 
-    Whether a gradient overflowed is read off the norm of all of them, which under FSDP is the norm
-    over all ranks: so every rank skips the same steps. The optimizer must be fused, for it divides by
-    the scale and skips by itself.
+    The norm of all gradients shows whether one overflowed. Under FSDP it is the norm over all
+    ranks, so every rank skips the same steps. The optimizer must be fused: it divides by the scale
+    and skips by itself.
     """
 
     START, GROWTH_STEPS, LOWEST = 2.0**16, 2000, 2.0**-14

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: which blocks recompute in backward, and what of them."""
+"""Selective activation checkpointing: which blocks recompute in backward, and which parts."""
 
 import functools
 

@@ -61,7 +61,7 @@ def open_tokens(path: str | Path, vocab_size: int) -> np.ndarray:
 
 
 def _no_tokens(path: Path, dtype: np.dtype) -> str | None:
-    """Why a file without a header, of a size that would do, is something else; None if it may be one."""
+    """Why a file of fitting size without a header has no tokens; None if it may have some."""
     with path.open("rb") as f:
         start = f.read(4096)
     if start.startswith(b"\x93NUMPY"):

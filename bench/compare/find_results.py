@@ -11,7 +11,7 @@ from bench.compare.read_results import read_csv, read_json
 from bench.compare.records import LogFacts, Record, check_figures
 from bench.errors import UsageError
 
-# What a file of a known kind can make a reader stumble over.
+# Errors that a file of a known kind can cause in a reader.
 UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
               csv.Error)  # fmt: skip
 
@@ -19,8 +19,8 @@ UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticErro
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
     """The runs in files and directories.
 
-    A file that was named and is none of the known kinds is a UsageError. In a directory such a file is
-    told through `say` if it could have been one (a log, a JSON with figures), else passed over.
+    A named file of no known kind is a UsageError. In a directory, such a file is reported by `say`
+    if it could have been one (a log, a JSON with figures), and is otherwise skipped.
     """
     records = []
     for name in paths:
@@ -28,7 +28,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
         if path.is_dir():
             files = discover(path)
             there = {str(f.resolve()) for f in files}
-            # A row of a sweep whose run is there too says nothing that the run does not.
+            # A sweep's row says nothing new if its run is there too.
             found = [
                 r
                 for file in files
@@ -47,7 +47,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
 
 
 def _runs_of(row: Record, file: Path) -> set[str]:
-    """Where the run of a sweep's row may lie: where it was, or beside a file that was moved since."""
+    """Where a sweep row's run may lie: where it was, or beside the file if that was moved since."""
     if file.suffix != ".csv":
         return set()
     places = [file.parent / "runs" / row.label / "result.json"]
@@ -57,7 +57,7 @@ def _runs_of(row: Record, file: Path) -> set[str]:
 
 
 def discover(directory: Path) -> list[Path]:
-    """Files below a directory that may hold a run; of our own runs only their result.json."""
+    """Files below a directory that may hold a run; from our own runs only result.json."""
     found: list[Path] = []
     seen = set()
     for root, directories, files in os.walk(directory, followlinks=True):

@@ -1,7 +1,7 @@
 """Did it get slower? Results against stored baselines, judged on intervals. Needs no torch.
 
-A baseline belongs to hardware, model, settings and number of ranks; configs/baselines.json keeps it with
-where it came from.
+A baseline belongs to hardware, model, settings and number of ranks; configs/baselines.json keeps it
+and its origin.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
 
 
 def unfit(r: Result) -> str | None:
-    """Why a result can be no baseline, and cannot be held against one."""
+    """Why a result cannot be a baseline, nor be compared with one."""
     if r.unfit:
         return ", ".join(r.unfit)
     m = r.metrics
@@ -62,12 +62,12 @@ def unfit(r: Result) -> str | None:
         return "too few or too unlike steps for a rate with an interval"
     times = 0, m.step_time_ci95_low_s, m.step_time_ci95_high_s, math.inf
     if not 0 < m.tokens_per_sec_per_gpu < math.inf or list(times) != sorted(set(times)):
-        return "a rate or an interval that cannot be: was the file edited?"
+        return "an impossible rate or interval: was the file edited?"
     return None
 
 
 def entry_of(r: Result) -> dict[str, Any]:
-    """What is kept of a result: figures with their interval, and where they come from."""
+    """A result's baseline entry: figures with their interval, and where they come from."""
     m, e = r.metrics, r.environment
     return {
         "tokens_per_sec_per_gpu": m.tokens_per_sec_per_gpu,
@@ -89,7 +89,7 @@ def entry_of(r: Result) -> dict[str, Any]:
 
 
 def software(r: Result) -> dict[str, str]:
-    """What a run's speed can depend on besides our own code: name to version, where known."""
+    """Software that a run's speed can depend on, besides our own: name to version, where known."""
     e = r.environment
     found = dict(e.get("libraries") or {})
     found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
@@ -147,7 +147,7 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content.get("schema_version", 1) not in range(1, BASELINES_VERSION + 1):
             raise ValueError(
-                f"schema_version {content['schema_version']}: this version reads up to {BASELINES_VERSION}"
+                f"schema_version {content['schema_version']}: newer than {BASELINES_VERSION}"
             )
         baselines = dict(content["baselines"])
         for key, entry in baselines.items():
@@ -181,7 +181,7 @@ def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
 
 
 def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
-    """Results against the baselines in `path`, or (`update`) made them; returns the exit code.
+    """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
     `text` is the tolerance as it was given: 5%, or 0.05.
     """
@@ -214,7 +214,7 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
 
 
 def one_each(results: list[Result]) -> list[Result]:
-    """Of several runs of one setting (a sweep's repeats) the one with the median rate."""
+    """For each setting, the run with the median rate among its runs (a sweep's repeats)."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(baseline_key(result), []).append(result)

@@ -1,4 +1,4 @@
-"""What the loggers of other training suites print, parsed line by line. Needs no torch.
+"""Parses the log lines of other training suites. Needs no torch.
 
 Megatron-LM and Primus (which prints Megatron's line with more in it), NeMo, Megatron-Bridge, NeMo
 Automodel, torchtitan, llm-foundry (Composer). A parser finds nothing in a log of another suite.
@@ -61,7 +61,7 @@ def _lines(text: str, *needed: str) -> Iterable[str]:
 def parse_megatron(text: str) -> Log:
     """Megatron-LM's `iteration ... | elapsed time per iteration (ms): ...`, and Primus' form of it.
 
-    Of `a/b` pairs the first is this interval's, the second the mean; rates are per GPU.
+    In a pair `a/b`, `a` is this interval's value and `b` the mean; rates are per GPU.
     """
     steps = []
     for line in _lines(text, "iteration", "elapsed time per iteration (ms):"):
@@ -98,7 +98,7 @@ def parse_megatron(text: str) -> Log:
 
 
 def parse_nemo(text: str) -> Log:
-    """NeMo's `Training epoch E, iteration i/N | key: value | ...`; Megatron-Bridge's `LoggedStep Time`."""
+    """NeMo's `Training epoch E, iteration i/N | key: value | ...`; Megatron-Bridge's `Step Time`."""
     steps = []
     for line in _lines(text, "Training epoch", "iteration", "train_step_timing in s:"):
         memory = _number(line, rf"(?:max_memory_allocated|peak_memory_usage): {NUMBER}")
@@ -123,14 +123,14 @@ def parse_nemo(text: str) -> Log:
 
 
 def parse_bridge(text: str) -> Log:
-    """Megatron-Bridge, `LoggedStep Time : 2.22s GPU utilization: 1177.2MODEL_TFLOP/s/GPU`, steps unnumbered."""
+    """Megatron-Bridge, `Step Time : 2.22s GPU utilization: 1177.2MODEL_TFLOP/s/GPU`, steps unnumbered."""
     steps = [
         LoggedStep(
             step=i,
-            time_s=_number(line, rf"LoggedStep Time : {NUMBER}s"),
+            time_s=_number(line, rf"Step Time : {NUMBER}s"),
             tflops=_number(line, rf"GPU utilization: {NUMBER}\s*MODEL_TFLOP") or None,
         )
-        for i, line in enumerate(_lines(text, "LoggedStep Time :", "MODEL_TFLOP/s/GPU"))
+        for i, line in enumerate(_lines(text, "Step Time :", "MODEL_TFLOP/s/GPU"))
     ]
     return Log(
         steps, "Megatron-Bridge", global_batch=_whole(text, r"global[_ ]batch[_ ]size:\s*(\d+)")

@@ -47,7 +47,7 @@ def draw(rows: list[Compared], path: Path, tokens: float | None) -> None:
         if r.ratio_low is not None:
             rate, scale = r.record.tokens_per_sec_per_gpu, r.record.tokens_per_sec_per_gpu / r.ratio
             axes[0, 0].errorbar(
-                rate, i, # Of equal step times the ends are the rate itself, up to rounding.
+                rate, i, # With equal step times the ends are the rate, up to rounding.
                 xerr=[[max(0.0, rate - r.ratio_low * scale)], [max(0.0, r.ratio_high * scale - rate)]],
                 color="black", lw=1, capsize=2,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ratios between runs, what may be compared with what, cost and energy. Needs no torch."""
+"""Ratios between runs, which runs may be compared, cost and energy. Needs no torch."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from bench.formulas.hardware import device_called, find_hardware
 from bench.formulas.time_statistics import bootstrap_ratio
 from bench.settings.flags import differing
 
-# Runs of one setting differ by as much, which the interval of two runs' steps knows nothing of.
+# Runs of one setting differ by this much; the interval of two runs' steps does not show it.
 RUNS_DIFFER = 0.01
 
 
@@ -89,13 +89,13 @@ def compare(
 
 
 def group_of(r: Record) -> str:
-    """The runs of one model, by its name, and one sequence length are a group."""
+    """Runs with the same model name and sequence length are a group."""
     name = (r.model or "unknown model").lower()
     return f"{name} T{r.seq_len}" if r.seq_len else name
 
 
 def unlike(a: Record, b: Record, identical: bool) -> list[str]:
-    """Why b cannot be held against a: another model, another training, another way to count."""
+    """Why b cannot be compared with a: another model, another training, another way to count."""
     marks = []
     if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
         marks.append("another model under the same name")
@@ -106,7 +106,7 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
         left, right = a.arguments, b.arguments
     names = differing(left, right)
     if not identical:
-        # What suits each machine best is allowed to differ; what is learnt is not.
+        # Settings may differ to suit each machine; what is learnt may not.
         names = [n for n in names if n not in ("global_batch", "seed", "data")]
     marks += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
     if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
@@ -174,14 +174,14 @@ def prices_of(
                 number = 0.0
             if not equals or not 0 < number < math.inf:
                 raise UsageError(f"--{flag} {text}: must be HARDWARE=NUMBER above 0")
-            with contextlib.suppress(UsageError):  # else a machine of one's own
+            with contextlib.suppress(UsageError):  # or it is the user's own machine
                 name = find_hardware(name).name
             into[name] = number
     return Prices(usd, watts, set(machines))
 
 
 def check_prices(prices: Prices, records: list[Record]) -> None:
-    """A price for hardware that no run has is a slip of the pen."""
+    """UsageError for a price of hardware that no run has: a typing error."""
     names = {r.hardware for r in records if r.hardware}
     names |= {h.name for r in records if (h := device_called(r.hardware))}
     for name in (*prices.usd_per_hour, *prices.tdp_w):

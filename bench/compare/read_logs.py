@@ -15,7 +15,7 @@ from bench.errors import UsageError
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
-    """The run of a log; what it does not say itself may be given. UsageError if no suite wrote it."""
+    """The run of a log; `facts` add what it does not say. UsageError if no suite wrote it."""
     text = path.read_text(encoding="utf-8", errors="replace")
     log = parse_log(text)
     if log is None:
@@ -26,7 +26,7 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
 
 
 def parse_log(text: str) -> Log | None:
-    """What a log says, by the parser that finds most in it; None if none finds a step."""
+    """Parse a log with the parser that finds most steps in it; None if none finds a step."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text)  # colours, with or without their escape character
     found = [(parser(text), parser) for parser in PARSERS]
     log, parser = max(found, key=lambda pair: len(pair[0].steps))
@@ -45,10 +45,10 @@ def parse_log(text: str) -> Log | None:
 
 
 def last_start(steps: list[LoggedStep]) -> int:
-    """Where the last of several runs in one log begins: from there on the steps count anew.
+    """Where the last of several runs in one log begins: there the steps count anew.
 
-    A line that comes late, from another rank, goes back a little or is at once followed by later steps,
-    and not to the very first of many.
+    A late line from another rank is no new run. It goes back a little, or later steps follow at
+    once, and it does not go back to the very first of many.
     """
     start, seen, lowest = 0, [], 0
     for i, step in enumerate(steps):
@@ -68,7 +68,7 @@ def last_start(steps: list[LoggedStep]) -> int:
 
 
 def _after(text: str, n: int, parser: Callable[[str], Log]) -> str:
-    """What follows the n-th step of a log."""
+    """The text after the n-th step of a log."""
     lines = text.splitlines(keepends=True)
     low, high = 0, len(lines)
     while low < high:
@@ -89,7 +89,7 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         notes.append(
             f"several runs in this log: {log.earlier_steps} lines of earlier ones left out"
         )
-    # The first logged step is compilation and caches; where many were logged, a second one too.
+    # Compilation and caches spoil the first logged step; the second is left out too if many follow.
     body = steps[2:] if len(steps) > 5 else steps[1:] or steps
     times = steady([s.time_s for s in body if s.time_s])
     total, per_gpu = None, None

@@ -196,7 +196,7 @@ def read_csv(path: Path) -> list[Record]:
 
 
 def _value(text: str) -> Any:
-    """A cell of a CSV as what it was: a number, a truth value, or text."""
+    """The value of a cell of a CSV: a number, a truth value, or text."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except ValueError:

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class LogFacts:
-    """What a log does not say itself, given by the user."""
+    """Facts that a log does not say itself, given by the user."""
 
     seq_len: int | None = None
     n_gpus: int | None = None
@@ -49,7 +49,7 @@ class Record:
     hyperparameters: dict[str, Any] | None = None
     marks: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
-    arguments: dict[str, Any] | None = None  # of a run of ours: what is trained, and how fast
+    arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
 
 
@@ -60,7 +60,7 @@ POSITIVE = (
 
 
 def check_figures(r: Record) -> None:
-    """ValueError where a file gives something else than a figure above 0, or a name that is no text."""
+    """ValueError for a figure that is not a number above 0, or a name that is not text."""
     figures = [(name, getattr(r, name)) for name in POSITIVE]
     figures += [("step_times", t) for t in r.step_times_s]
     for name, value in figures:
@@ -78,7 +78,7 @@ def check_figures(r: Record) -> None:
 
 
 def unfinished_loss(losses: list[tuple[int, float]]) -> list[str]:
-    """The mark of a run whose last loss is not finite; none else."""
+    """A mark if the last loss is not finite; otherwise none."""
     last = losses[-1][1] if losses else None
     return ["loss not finite"] if isinstance(last, float) and not math.isfinite(last) else []
 

@@ -135,7 +135,7 @@ def html(
 
 
 def sweep_remarks(paths: Sequence[str]) -> list[str]:
-    """What sweeps under identical_config found to differ between their platforms."""
+    """Differences between platforms that sweeps under identical_config found."""
     lines = []
     for path in (Path(p) / "sweep.json" for p in paths):
         try:

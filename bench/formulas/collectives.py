@@ -89,7 +89,7 @@ def collective_time(
         bus = min(bus, c.network * gpu.nic_gb_per_s * inside)
     latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
     twice = 2 if kind == "all_reduce" else 1
-    if kind == "all_reduce":  # there NCCL has trees too
+    if kind == "all_reduce":  # NCCL has trees for it too
         hops = (inside - 1) * c.tree_gpu_s + math.log2(nodes) * c.tree_node_s
         latency = min(latency, c.latency_s + hops)
     return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
@@ -129,12 +129,12 @@ def _fsdp_time(
 
     def seconds(part: Shapes, gathers: int) -> tuple[float, float]:
         moved = fsdp_bytes(part, once)
-        size = moved.get("all_gather", 0) / gathers  # of one of them
+        size = moved.get("all_gather", 0) / gathers  # bytes of one gather
         gather = collective_time("all_gather", size, fsdp.shards, per_node, gpu, c)
         reduce = collective_time(
             "reduce_scatter", moved.get("reduce_scatter", 0), fsdp.shards, per_node, gpu, c
         )
-        # Replicas of one shard are as far apart as a copy of the model is long.
+        # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
         apart = max(1, per_node // fsdp.shards)
         reduced = moved.get("all_reduce", 0)
         return gather, reduce + collective_time("all_reduce", reduced, fsdp.replicas, apart, gpu, c)

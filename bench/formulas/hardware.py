@@ -1,4 +1,4 @@
-"""What is known of a device: datasheet peaks and measured matmul rates. Needs no torch."""
+"""Known rates of a device: datasheet peaks and measured matmul rates. Needs no torch."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from bench.errors import UsageError
 ROOFS_FILE = Path(__file__).parents[2] / "configs" / "roofs.json"
 HARDWARE_FILE = Path(__file__).parents[2] / "configs" / "hardware.json"
 
-# Part of the listed memory that a whole device has at least.
+# A whole device has at least this part of its listed memory.
 WHOLE = 0.8
 
 
@@ -44,7 +44,7 @@ class Hardware:
 
 @functools.cache
 def devices() -> tuple[Hardware, ...]:
-    """All that configs/hardware.json lists; UsageError where an entry has not just the keys there are."""
+    """All that configs/hardware.json lists; UsageError where an entry's keys are not Hardware's."""
     entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
     keys = {field.name for field in dataclasses.fields(Hardware)}
     for entry in entries:
@@ -57,7 +57,7 @@ def devices() -> tuple[Hardware, ...]:
 
 
 def device_called(name: str | None) -> Hardware | None:
-    """The device of just that name, its own or one that drivers give it."""
+    """The device with exactly that name, its own or one of the drivers'."""
     return next((d for d in devices() if name in (d.name, *d.driver_names)), None)
 
 
@@ -89,9 +89,9 @@ def find_roof(device_name: str) -> Roof:
 
 
 def name_of_part(device_name: str, memory_gib: float | None) -> str:
-    """A device's name as the driver gives it; of a partition with its memory.
+    """A device's name as the driver gives it; a partition's with its memory.
 
-    A partition of an AMD GPU keeps the name of the whole, and has much less memory than that.
+    A partition of an AMD GPU keeps the whole GPU's name, and has much less memory.
     """
     whole = device_called(device_name)
     if whole and memory_gib is not None and memory_gib < WHOLE * whole.memory_gib:
@@ -105,7 +105,7 @@ def find_peaks(
     """The peaks of the device of that name (`name_of_part`).
 
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
-    `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) go before the file.
+    `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) override the file.
     """
     found = Peaks(device_name, None, None, "unknown")
     if listed := device_called(device_name):
@@ -124,9 +124,9 @@ def find_peaks(
 
 
 def find_hardware(name: str) -> Hardware:
-    """A device by its name or the start of it, in any case: `h100`; UsageError with those there are.
+    """A device by its name or the start of it, in any case: `h100`; UsageError with the known ones.
 
-    The message begins with the name, before which the caller may say where it stood.
+    The message begins with the name, so that the caller may prefix where it stood.
     """
     low = name.lower()
     exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
@@ -141,27 +141,27 @@ def find_hardware(name: str) -> Hardware:
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
-    """What is no property of a device; the values are data, in configs/hardware.json (`speed_model`).
+    """Constants for all devices; configs/hardware.json has the values (`speed_model`).
 
-    Chosen so that the published figures come out, then rounded, but for attention's on A100 and Hopper.
-    A device's `fitted` go before them.
+    They are chosen so that the published figures come out, then rounded, except for attention's on
+    A100 and Hopper. A device's `fitted` values override them.
     """
 
-    # Of the highest matmul rate anybody measured, what a training step keeps up: clocks fall under load.
+    # Part of the highest measured matmul rate that a step keeps up: clocks fall under load.
     sustained: float
     # A matmul's side that halves its efficiency: its last tiles are partly empty.
     half_side: float
-    # Where a device's own highest rate was never measured, that part of its datasheet peak.
+    # Part of the datasheet peak to assume if a device's highest rate was never measured.
     bf16_of_peak: float
     fp8_of_peak: float
     fp32_of_peak: float
-    # Attention kernels, of the BF16 peak, with many keys and heads of 128.
+    # Part of the BF16 peak that attention kernels reach, with many keys and heads of 128.
     attention_forward: float
     attention_backward: float
-    # The same of cuDNN's, on devices where PyTorch prefers it; 0 elsewhere.
+    # The same for cuDNN's kernels, on devices where PyTorch prefers them; 0 elsewhere.
     cudnn_forward: float
     cudnn_backward: float
-    # Keys a query (in the mean), and size of a head, that halve their efficiency.
+    # Mean keys per query, and head size, that halve the efficiency of attention kernels.
     half_keys: float
     half_head: float
     # Part of the memory bandwidth that elementwise kernels reach.
@@ -181,8 +181,8 @@ class Constants:
     network: float
     # Computation slows down beside communication: it loses multiprocessors and bandwidth.
     beside_communication: float
-    # All wait for the slowest: what a step loses with each doubling of the nodes (torchtitan 8 to 128
-    # GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
+    # Part that a step loses with each doubling of the nodes, since all wait for the slowest
+    # (torchtitan 8 to 128 GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
     slowest_node: float
 
 

@@ -14,9 +14,9 @@ from bench.formulas.collectives import fp8_gather_bytes
 from bench.formulas.work import Work
 from model.chunks import chunk_rows
 
-# What is on a GPU besides PyTorch's tensors: CUDA context and libraries, and communication buffers, by
-# experience and not measured here; gaps in the allocator's memory, of which its own code left 1 to 7 % in
-# steps of 1 to 8 billion parameters, and 12 % where single tensors take gigabytes.
+# Memory on a GPU besides PyTorch's tensors. CUDA context and libraries, and communication buffers:
+# by experience, not measured here. The allocator's own code left gaps of 1 to 7 % in steps of 1 to
+# 8 billion parameters, and of 12 % where single tensors take gigabytes.
 CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.05
 
 
@@ -24,7 +24,7 @@ CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.05
 class MemoryEstimate:
     """Bytes on one device. `peak` is less than the sum: not all kinds exist at once.
 
-    `apart` is what FSDP's collectives hold besides in memory that other tensors cannot have.
+    `apart` is memory that FSDP's collectives hold besides; other tensors cannot use it.
     """
 
     parameters: float
@@ -162,19 +162,19 @@ def _low_precision_copies(work: Work) -> float:
 
 
 def _loss(work: Work, sizes: _Sizes) -> tuple[float, float]:
-    """Bytes of the chunked loss: its passing buffers, and the gradients it leaves behind."""
+    """Bytes of the chunked loss: its temporary buffers, and the gradients it leaves behind."""
     w, chunk = sizes.width, sizes.rows * work.config.padded_vocab_size
-    # Compiled, logits and their gradient; else logits in fp32, in whose memory their gradient is made.
+    # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
     logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
     if not work.trains:
         return logits, 0.0
     several = sizes.tokens > sizes.rows
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
-        # From the second chunk on its product with the hidden states is added to the sum.
+        # From the second chunk on, a chunk's product with the hidden states is added to the sum.
         logits = max(logits, w * chunk + (2 * sizes.vocabulary if w == 2 else 0))
     else:
-        # The sum is made when the logits are gone but for their gradient.
+        # When the sum is made, only the gradient of the logits is left.
         logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
     return logits, summed + w * sizes.tokens * work.config.hidden_size
 
@@ -182,10 +182,10 @@ def _loss(work: Work, sizes: _Sizes) -> tuple[float, float]:
 def block_activations(work: Work, fused_norm: bool = True) -> float:
     """Bytes that one block keeps for its backward when nothing of it is recomputed.
 
-    By what autograd saves of our blocks, as its hooks showed with torch 2.11, torchao 0.18 and
-    Transformer Engine 2.20: the inputs of norms, q, k, v and their rotated copies, the attention's output
-    and its log-sum-exp, the MLP's first output; besides, unless they are recomputed or in FP8, the other
-    inputs of matmuls.
+    Autograd's hooks showed what our blocks save, with torch 2.11, torchao 0.18 and Transformer
+    Engine 2.20: the inputs of norms; q, k, v and their rotated copies; the attention's output and
+    log-sum-exp; the MLP's first output. The other inputs of matmuls count too, unless they are
+    recomputed or in FP8.
     """
     config, fp8, w = work.config, work.fp8, work.matmul_bytes
     d, f = config.hidden_size, config.intermediate_size
@@ -199,7 +199,7 @@ def block_activations(work: Work, fused_norm: bool = True) -> float:
     extra = 0
     inputs = 2 * d + f  # norms' outputs, and the activation's
     if fp8 and fp8.backend == "te":
-        # A byte each; of the norm before the MLP in both orientations.
+        # A byte each, but two for the norm's output before the MLP: both orientations.
         extra = inputs + a + d + (f if fp8.recipe in ("blockwise", "mxfp8") else 0)
     elif not work.compiled or not fp8 or fp8.recipe == "rowwise_with_gw_hp":
         elements += inputs
@@ -213,9 +213,9 @@ def block_activations(work: Work, fused_norm: bool = True) -> float:
 
 
 def _passing_activations(work: Work) -> float:
-    """Bytes of a block whose activations are let go as it runs, at their most: in the MLP or before it.
+    """Most bytes of a block that frees activations as it runs: in the MLP or before it.
 
-    Besides the block's input, the MLP's, and the norm's output, which their callers hold.
+    They include the block's input, the MLP's input and the norm's output: their callers hold them.
     """
     config = work.config
     f, a, kv = config.intermediate_size, config.query_size, config.kv_size
@@ -243,13 +243,13 @@ def _kept(work: Work, fused_norm: bool) -> float:
 
 
 def _backward_buffers(work: Work) -> float:
-    """What gradients of the MLP's activations take beyond the activations freed by then."""
+    """Bytes of gradients of the MLP's activations, beyond the activations freed by then."""
     wide = 2 if work.config.gated_mlp else 1
     return work.matmul_bytes * work.batch.micro_tokens * wide * work.config.intermediate_size
 
 
 def largest_batch(memory_of, limit: float) -> int:
-    """The largest micro batch whose peak stays within `limit` bytes; 0 if not even one does.
+    """The largest micro batch that stays within `limit` bytes at its peak; 0 if not even 1 does.
 
     `memory_of(bsz)` gives the bytes of a micro batch, which grow with it.
     """

@@ -3,11 +3,11 @@
     matmuls      FLOPs over the highest measured rate, worse for small sides; no faster than memory
     attention    causal FLOPs over what its kernel reaches, less for few keys and small heads
     memory       bytes that norms, activations, casts, loss and optimizer read and write, over bandwidth
-    network      latency + bytes over bus bandwidth, a block's behind the computation of a block
+    network      latency + bytes over bus bandwidth, a block's hides behind a block's computation
     host         kernels x the time to launch one; a step is no shorter than that
 
-What is fitted, or a device's, is in configs/hardware.json; bytes and kernels that are counted off the
-code stand here. benchmarks/estimate_vs_published.py holds the outcome against what others have published.
+Fitted constants and device data are in configs/hardware.json; bytes and kernels counted from the
+code are here. benchmarks/estimate_vs_published.py compares the outcome with published figures.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     kernels = 3 if work.cuda_graphs else kernels * (1 if train else 1 / 3)
     host = c.launch_s * (layers + 2) * (kernels + (20 if shards else 0))
     step = micro_steps * max(compute, host) + optimizer
-    # Under DDP gradients travel once a step, under FSDP all does in every micro step.
+    # Under DDP gradients travel once a step; under FSDP everything travels in every micro step.
     travels = micro_steps if shards else 1
     slowest = 1 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
     return SpeedEstimate(
@@ -90,7 +90,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
 def matmul_time(
     work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware, c: Constants
 ) -> float:
-    """Seconds of one (m, k) x (k, n) matmul, with what casting its inputs to FP8 costs."""
+    """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
     width = work.matmul_bytes
     if fp8:
         rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
@@ -104,8 +104,8 @@ def matmul_time(
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
     seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / bandwidth)
     if fp8:
-        # Both inputs are read for their scale, then read and written in 8 bits; by rows, where the
-        # backward needs them scaled along the other side, twice.
+        # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
+        # does so twice: the backward needs them scaled along the other side.
         passes = 2 if work.fp8.recipe.startswith("rowwise") else 1
         seconds += passes * (m * k + k * n) * (2 + 2 + 1) / bandwidth
     return seconds

@@ -9,7 +9,7 @@ WINDOW_PARTS = 10
 # 97.5 % quantiles of Student's t for 1 to 9 degrees of freedom, and the normal one.
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 NORMAL = 1.960
-# Part by which steps may change over a window.
+# Step times may change by this fraction over a window.
 STEADY = 0.02
 
 
@@ -17,10 +17,10 @@ def describe(times: list[float]) -> dict[str, float | None]:
     """Median, mean, least, greatest, 10th and 90th percentile, standard deviation, 95 % interval [s];
     CV and drift, which have no unit.
 
-    The standard deviation is that of a sample (n - 1). Of a single step spread and interval are None.
+    The standard deviation is a sample's (n - 1). Spread and interval of a single step are None.
     The drift is the mean of the last third over that of the first, minus 1; None below nine steps.
     """
-    import numpy as np  # a tenth of a second, which --help of the tools need not wait for
+    import numpy as np  # takes 0.1 s; --help of the tools need not wait for it
 
     x = np.asarray(times, dtype=np.float64)
     mean = float(x.mean())
@@ -59,9 +59,9 @@ def drift(times: Sequence[float]) -> tuple[float | None, bool]:
 def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of the mean of values in their order; None for a single one.
 
-    Percentile bootstrap (Efron 1979), fixed seed, of the means of up to ten consecutive parts, since
-    steps near each other are alike (clocks, temperature), and expanded for the small number of parts
-    (Hesterberg 2015: by t / z and sqrt(k / (k - 1)); without it three values cover 73 %).
+    Percentile bootstrap (Efron 1979), fixed seed, of the means of up to ten consecutive parts:
+    steps near each other are alike (clocks, temperature). It is expanded for the small number of
+    parts (Hesterberg 2015: by t / z and sqrt(k / (k - 1)); without it three values cover 73 %).
     """
     import numpy as np
 
@@ -72,7 +72,7 @@ def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:
     center, wider = float(np.mean(sample)), expansion(len(means))
     middle = float(means.mean())
     low = center - wider * (middle - float(low))
-    # Two or three unlike times can make it wider than times can be.
+    # With two or three unlike times the interval can reach below 0; times cannot.
     return max(0.0, low) if min(sample) >= 0 else low, center + wider * (float(high) - middle)
 
 

@@ -22,7 +22,7 @@ def meant(meaning: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What one optimizer step processes."""
+    """Samples and tokens of one optimizer step."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of result.json's schema)
 
@@ -139,7 +139,7 @@ class Work:
 
     @property
     def matmul_bytes(self) -> int:
-        """Bytes of a number on its way into a matmul (FP8 apart), and of a gathered weight's."""
+        """Bytes per number of a matmul's inputs (except FP8) and of gathered weights."""
         return 4 if self.amp == "off" else 2
 
     @property

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cuda` or `cpu` to this rank's device; UsageError where there is no such device."""
+    """This rank's device for `auto`, `cuda` or `cpu`; UsageError where there is no such device."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         built = torch.version.cuda or torch.version.hip
@@ -45,10 +45,10 @@ def platform_of(device: torch.device) -> str:
 def keep_freed_memory() -> None:
     """Let this process keep what it frees on a CPU, as PyTorch's allocator does on a GPU.
 
-    By default glibc hands memory at the top of its heap back to the system, and has the pages of the
-    next tensors faulted in and zeroed again: 4 % of a small model's step. Tensors above 32 MiB, the
-    most that mallopt takes, keep coming from the system, so that the heap does not fragment. Without
-    glibc nothing is changed.
+    By default glibc returns memory at the top of its heap to the system. The next tensors' pages
+    are then faulted in and zeroed again: 4 % of a small model's step. Tensors above 32 MiB, the
+    most that mallopt takes, keep coming from the system, so that the heap does not fragment.
+    Without glibc nothing is changed.
     """
     m_trim_threshold, m_mmap_threshold = -1, -3  # mallopt(3)
     with contextlib.suppress(OSError, AttributeError):
@@ -111,8 +111,8 @@ def peak_memory(device: torch.device) -> dict[str, float | int | None]:
 def peak_resident_bytes() -> int:
     """Most memory this process had resident since its start.
 
-    From the kernel's own page where there is one: getrusage's figure is at least that of the process
-    that started this one.
+    Read from /proc/self/status if it exists: getrusage's figure is at least that of the parent
+    process.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -135,6 +135,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the device (or the host, on a CPU) ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # The last two: cuBLAS, cuDNN and NCCL on a card that is full without PyTorch's allocator knowing.
+    # The last two: cuBLAS, cuDNN and NCCL; the card is full, but PyTorch's allocator does not know.
     signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

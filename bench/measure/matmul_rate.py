@@ -1,4 +1,4 @@
-"""How fast this rank's device multiplies by itself, when it waits for nobody."""
+"""How fast this rank's device multiplies alone, without waiting for other ranks."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ def device_tflops(device: torch.device) -> float:
     cuda = device.type == "cuda"
     n = GPU_SIZE if cuda else CPU_SIZE
     dtype = torch.bfloat16 if cuda else torch.float32
-    generator = torch.Generator(device).manual_seed(0)  # the run's own numbers stay what they were
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator alone
     a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
     out = torch.empty_like(a)
 

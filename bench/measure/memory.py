@@ -1,4 +1,4 @@
-"""Where the memory goes: by kind over one step, and the allocator's own record of it."""
+"""Where the memory goes: one step's memory by kind, and the allocator's record."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from bench.measure.steps import StepLog
 from bench.results.schema import Memory, Result
 from bench.settings.plan import Schedule
 
-# Events of the allocator's history that are kept, the latest ones; each is about 1 KiB.
+# The allocator's history keeps this many of its latest events; each is about 1 KiB.
 HISTORY = 200_000
 
 
@@ -40,8 +40,8 @@ class MemoryReport:
         self.model, self.optimizer = model, optimizer
         self.cuda = log.device.type == "cuda"
         self.step = schedule.warmup - 1
-        # The optimizer's state must be there before, and two profilers do not go together. What a CUDA
-        # graph allocates it holds from its recording on: no step shows it.
+        # The optimizer's state must exist before, and two profilers cannot run together. A CUDA
+        # graph holds its memory from its recording on: no step shows it.
         if not looks or schedule.warmup < 2:
             self.step = -1
         elif self.step in schedule.profiled:
@@ -94,7 +94,7 @@ class MemoryReport:
 
 
 def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """Bytes of tensors on this rank's device: of a sharded one its shard, of an offloaded one none."""
+    """Bytes of tensors on this rank's device: a shard for a sharded one, 0 for an offloaded one."""
     with torch.no_grad():
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     held = [part for t in local for part in _parts(t)]
@@ -109,7 +109,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 class CudaMeter:
-    """What one step adds to the allocator's count of bytes in tensors."""
+    """Bytes that one step adds to the allocator's count of bytes in tensors."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -179,8 +179,8 @@ def quiet_profiler() -> None:
 class AllocatorRecord:
     """The CUDA allocator's record in a pickle for PyTorch's memory viewer (pytorch.org/memory_viz).
 
-    With `history` from now until `stop`, every allocation with its stack. In any case, when memory runs
-    out, what is allocated at that moment (and the history, while it is kept).
+    With `history` it lists every allocation with its stack, from now until `stop`. When memory
+    runs out, it always lists what is allocated then (and the history, while it is kept).
     """
 
     def __init__(self, path: Path, history: bool):

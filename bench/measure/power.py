@@ -16,7 +16,7 @@ import torch
 from bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
 from bench.results.schema import DeviceUse
 
-# Part of the samples that show a reason of which a counter at rest knows nothing.
+# A counter at rest is not believed if this part of the samples shows its reason.
 OFTEN = 0.1
 
 
@@ -28,10 +28,10 @@ class PowerMeter:
     """
 
     GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
-    SAMPLES_A_LOOK = 5  # around for other processes
+    SAMPLES_A_LOOK = 5  # between looks for other processes
 
     def __init__(self, device: torch.device, family: Collection[int] = ()):
-        """`family`: ids of this run's processes on this machine, which are no strangers."""
+        """`family`: ids of this run's processes on this machine, not counted as others."""
         self.family = frozenset({os.getpid(), *family})
         self.source = "none"
         self.sensor: Sensor | None = None
@@ -79,7 +79,7 @@ class PowerMeter:
         return None
 
     def end(self, rank: int) -> DeviceUse:
-        """What was seen since begin()."""
+        """Everything seen since begin()."""
         if self.sensor is None:
             return DeviceUse(rank=rank)
         now = self._ask(self.sensor.joules)
@@ -88,7 +88,7 @@ class PowerMeter:
             self.samples.append(sample)  # the window was shorter than the interval
         self.close()
         used = now - self.joules if now is not None and self.joules is not None else 0.0
-        joules = used if used > 0 else None  # a counter that did not move is none
+        joules = used if used > 0 else None  # a counter that did not move counts as none
         others = [n for n in (*self.others, self._ask(self._strangers)) if n is not None]
         power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
 
@@ -116,9 +116,9 @@ class PowerMeter:
         )
 
     def _throttled(self) -> dict[str, float] | None:
-        """The part of the window in which each reason held the clocks down; None if nothing tells.
+        """Part of the window for which each reason held the clocks down; None if nothing tells.
 
-        By the device's own counters where they move, which miss nothing, else by the samples.
+        The device's counters give it where they move: they miss nothing. Otherwise the samples do.
         """
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
@@ -143,7 +143,7 @@ class PowerMeter:
 
 
 def find_sensor(device: torch.device) -> Sensor:
-    """The sensor of a device; raises whatever says why there is none."""
+    """The sensor of a device; the exception says why there is none."""
     if device.type == "cpu":
         return RaplSensor()
     if torch.version.hip:

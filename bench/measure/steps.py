@@ -1,4 +1,4 @@
-"""What each step took and gave, read without making the device wait.
+"""Times and values of each step, read without making the device wait.
 
 The end of one step is the start of the next, so that the step times of a window add up to the window.
 """
@@ -106,7 +106,7 @@ class StepLog:
         self, step: int, phase: str, lr: float, tokens: int, loss: Tensor, grad_norm: Tensor | None
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed."""
-        # Of gradients offloaded to the CPU the norm is there too.
+        # If gradients are offloaded to the CPU, their norm is there too.
         norm = loss.new_full((), -1.0) if grad_norm is None else grad_norm.to(loss.device)
         on_device = torch.stack((loss, norm))
         values = self.values[step]
@@ -120,7 +120,7 @@ class StepLog:
     def drain(self) -> None:
         """Hand on the steps that the device has finished."""
         self.last_drain = time.perf_counter()
-        # To all sinks or to none; Python's signal handlers run in the main thread alone.
+        # A step goes to all sinks or none. Python's signal handlers run in the main thread alone.
         main = threading.current_thread() is threading.main_thread()
         with self.guard() if main else contextlib.nullcontext():
             finished = []

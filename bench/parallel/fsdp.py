@@ -84,10 +84,9 @@ def set_exact_values(
 def shard_values(
     model: Transformer, device: torch.device, seed: int, weights: Pretrained | None = None
 ) -> Iterator[tuple[DTensor, torch.Tensor, torch.Tensor]]:
-    """Each parameter of a sharded model, the first values [fp32] of the rows this rank holds, and of
-    the whole.
+    """Each parameter of a sharded model with its first values [fp32]: this rank's rows, and all.
 
-    They are those of an unsharded model. One parameter at a time is made whole (or read, with
+    They are the values of an unsharded model. One parameter at a time is made whole (or read, with
     `weights` from check_pretrained): the model never exists whole anywhere.
     """
     for name, parameter in model.weights():
@@ -110,5 +109,5 @@ def own_rows(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter with all its rows; for a sharded one a collective that all ranks must join."""
     value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    # What --fp8-all-gather gathers comes in torchao's wrapper around the plain tensor.
+    # --fp8-all-gather returns torchao's wrapper around the plain tensor.
     return getattr(value, "_tensor", value)

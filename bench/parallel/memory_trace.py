@@ -1,9 +1,9 @@
 """Peak memory of a training step without running it: our own model under fake tensors.
 
-The scripts' own model is built with their own `apply_*` functions for a process group of any size that is
-not there, and torch's memory trackers (MemTracker, FSDPMemTracker) follow one forward and backward. Takes
-seconds on a CPU, whatever the model's size. What it leaves out: compilation, Transformer Engine, the
-allocator's rounding, and what lives outside PyTorch (CUDA context, communication buffers).
+The scripts' own model is built with their own `apply_*` functions, for a fake process group of any
+size. Torch's memory trackers (MemTracker, FSDPMemTracker) follow one forward and backward. This
+takes seconds on a CPU, whatever the model's size. It leaves out compilation, Transformer Engine,
+the allocator's rounding, and memory outside PyTorch (CUDA context, communication buffers).
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
     (kinds,) = tracker.get_tracker_snapshot("peak").values()
     total = next(n for kind, n in kinds.items() if getattr(kind, "value", kind).lower() == "total")
     if optimizer and not fsdp and work.optimizer == "adamw":
-        # This tracker does not see the state that came to be between its two passes (SGD's is older).
+        # This tracker misses state that is made between its two passes (SGD's is older).
         states = (t for state in optimizer.state.values() for t in state.values())
         total += sum(t.numel() * t.element_size() for t in states)
     return total
@@ -104,7 +104,7 @@ def _as_on_gpu(x, shape, weight, eps):
 
 @contextlib.contextmanager
 def _fake_ranks(world: int) -> Iterator[None]:
-    """A process group of `world` ranks of which only rank 0 exists, and whose collectives do nothing."""
+    """A process group of `world` ranks: only rank 0 exists, and collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

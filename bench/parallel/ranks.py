@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from bench.errors import NotJoined, UsageError
 from bench.measure.device import cpu_count, is_out_of_memory
 
-# Where launchers say rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun (which may
-# have started Open MPI's daemons), MPICH.
+# Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
+# (it may have started Open MPI's daemons), MPICH.
 # SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -51,9 +51,9 @@ ALONE = Ranks()
 
 
 def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
-    """What a launcher put into the environment; None where there was none.
+    """The ranks that a launcher put into the environment; None without one.
 
-    A world of one counts as none but for torchrun's: `srun --pty bash`, say, is an ordinary shell.
+    A world of one counts only from torchrun: `srun --pty bash`, say, is an ordinary shell.
     """
     for names in LAUNCHERS:
         if names[0] in environ and names[1] in environ:
@@ -77,14 +77,14 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = _first_host(os.environ)
     if "MASTER_PORT" not in os.environ:
-        # The same on every rank of a job, and another for another job on the same hosts.
+        # One port for all ranks of a job, and another for another job on the same hosts.
         os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
     cuda = device.type == "cuda"
     timeout = collective_timeout(device, timeout_s)
-    if cuda:  # its other watchdog, which waits for the first
+    if cuda:  # NCCL's second watchdog waits for the first
         patience = str(int(max(480, 2 * timeout_s)))
         os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
-        # Else the first ends the process at once, before it could say what went wrong on the GPU.
+        # Otherwise the first ends the process before it can say what went wrong on the GPU.
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     if offload:  # the optimizer runs on the CPU, which the ranks of a machine share
         torch.set_num_threads(
@@ -116,7 +116,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
 def _wait_for_all(store: dist.Store, ranks: Ranks, timeout_s: float, at: str) -> None:
     """Return when every rank has come to the store; NotJoined names those that did not in time.
 
-    NCCL would wait for them in C, without an end, where no signal is heard either.
+    NCCL would wait for them in C without end, and would hear no signal there.
     """
     keys = [f"here/{rank}" for rank in range(ranks.world)]
     store.set(keys[ranks.rank], "")
@@ -134,9 +134,9 @@ def _wait_for_all(store: dist.Store, ranks: Ranks, timeout_s: float, at: str) ->
 
 
 def broken_group() -> str | None:
-    """What NCCL says went wrong with a group of this process; None while it says nothing.
+    """The error that NCCL reports for a group of this process; None while it reports none.
 
-    Of a peer that died elsewhere it tells no one but who asks.
+    NCCL tells of a peer that died elsewhere only when asked.
     """
     for group in list(distributed_c10d._world.pg_map):
         with contextlib.suppress(Exception):  # a group without NCCL
@@ -153,10 +153,10 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
 
 
 def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
-    """Where the ranks leave each other their addresses.
+    """The store for the ranks' addresses.
 
-    torchrun keeps one store over all restarts, in which those of the attempt before still stand; so
-    each attempt writes under a name of its own.
+    torchrun keeps one store over all restarts, with the addresses of the attempt before. So each
+    attempt writes under its own name.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""What a person sees: a progress bar while it runs, and a table to paste into a report."""
+"""Output for people: a progress bar during the run, and a table to paste into a report."""
 
 import sys
 
@@ -21,7 +21,7 @@ class ProgressDisplay:
         self.bar = None
         console = Console(stderr=True)
         if console.is_terminal:
-            # Drawn only when steps are handed on: a drawing thread of its own would take time from
+            # Drawn only when steps are handed on: a separate drawing thread would take time from
             # the loop.
             self.bar = Progress(
                 TextColumn("{task.description}"),
@@ -61,7 +61,7 @@ class ProgressDisplay:
 
 
 def print_header(result: Result, work: Work) -> None:
-    """What is about to run, with the resolved shape: two runs of one name may differ in it."""
+    """The coming run with its resolved shape: two runs of one name may differ in it."""
     m, b, d = result.model, result.batch, result.device
     s = m.shape
     heads = f"{s['num_attention_heads']}/{s['num_key_value_heads']} heads of {s['head_dim']}"

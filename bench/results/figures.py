@@ -1,4 +1,4 @@
-"""From finished steps to the figures of a result; docs/METRICS.md defines each."""
+"""Turns finished steps into the figures of a result; docs/METRICS.md defines each."""
 
 import dataclasses
 import statistics
@@ -10,15 +10,15 @@ from bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Work
 from bench.results.result_files import Step, finite
 from bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
 
-# Part by which energy and samples of power may differ.
+# Energy counter and power samples may differ by this fraction.
 POWER_AGREES = 0.2
-# Part by which a GPU is behind the others when it is worth a word.
+# A GPU that is further behind the others than this fraction is reported.
 SLOW_DEVICE = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """What one rank contributes to the result of all."""
+    """One rank's contribution to the result of all."""
 
     rank: int
     host: str
@@ -53,8 +53,8 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     _fill_compile_metrics(result, ranks)
-    # Of one rank, the slowest: the largest of every step would add up to more than the window, since
-    # ranks do not end a step at the same moment.
+    # Times of the slowest rank. The largest time of every step would add up to more than the
+    # window, since ranks do not end a step at the same moment.
     result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
     if len(ranks) == 1:
         return
@@ -70,8 +70,8 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         for r in ranks
     ]
     if not m.all_gather_bytes:
-        # Ranks wait for each other in backward, so that all have the same step time. Who is late
-        # shows in what it does before that, unless it waits for weights there.
+        # Ranks wait for each other in backward, so all have the same step time. A late rank shows
+        # in the parts before backward, unless it waits for weights there.
         own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
         m.slowest_rank = own.index(max(own))
         m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
@@ -88,7 +88,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
 
 
 def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
-    """What any rank compiled or recorded inside the window: all others waited for it."""
+    """Compiling and recording inside the window, on any rank: all others waited for it."""
     m = result.metrics
     spent = max(r.compile_s for r in ranks)
     if result.args["pt_compile"] or spent:  # FlexAttention compiles without being asked
@@ -110,7 +110,7 @@ def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
 
 
 def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
-    """Energy over all devices, and whether clocks or company spoilt the window, into `result`."""
+    """Energy of all devices, and if clocks or other processes spoilt the window, into `result`."""
     m = result.metrics
     result.devices = devices
     joules = [d.energy_j for d in devices]
@@ -159,8 +159,8 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         setattr(m, key, value)
     if drift(times)[1]:
         result.notes.append(
-            f"the window's last third was {m.step_time_drift:+.1%} to its first in step time: the device "
-            "may not have been in a steady state; use more --warmup-steps and --n-steps"
+            f"step time changed by {m.step_time_drift:+.1%} over the window (last third to first): "
+            "the device may not have been in a steady state; use more --warmup-steps and --n-steps"
         )
     for part, mean in mean_part_times(measured).items():
         setattr(m, f"{part}_time_mean_s", mean)
@@ -201,15 +201,16 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
     if (result.part_of_peak or 0) > 1:
         result.notes.append(
-            f"{result.part_of_peak:.0%} of the peak cannot be: that of {d.name!r} ({d.peak_source}) or a "
-            "time is wrong"
+            f"{result.part_of_peak:.0%} of the peak cannot be: the peak of {d.name!r} "
+            f"({d.peak_source}) or a time is wrong"
         )
 
 
 def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
-    """FLOPs of a step's matmuls (without attention) on one device, and their seconds at the measured roof.
+    """FLOPs of a step's matmuls on one device, and their seconds at the measured roof.
 
-    The seconds are None where the roof is not known. All that is computed counts: recomputed blocks and
+    Attention is left out. The seconds are None where the roof is not known. Everything computed counts:
+    recomputed blocks and
     padded vocabulary rows too.
     """
     passes, d, config = PASS_FORWARDS[work.pass_type], result.device, work.config
@@ -231,7 +232,7 @@ def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
 def _time_fraction(
     result: Result, work: Work, bf16_tflops: float | None, fp8_tflops: float | None
 ) -> tuple[float | None, str | None]:
-    """Time that the useful matmuls need at these rates over the time measured, or why none."""
+    """Part of the measured time that the useful matmuls need at these rates, or why none."""
     m, low = result.metrics, fp8_flops_per_token(result.fp8, work)
     if work.amp == "off":
         return None, "the rate of fp32 matmuls is not tabulated"
@@ -245,7 +246,7 @@ def _time_fraction(
 
 
 def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
-    """Those of a token's useful FLOPs that ran in FP8 matmuls."""
+    """Useful FLOPs per token that ran in FP8 matmuls."""
     if fp8 is None or fp8.emulated:
         return 0.0
     passes = PASS_FORWARDS[work.pass_type]

@@ -33,111 +33,6 @@ def metric(
 class Metrics(Strict):
     """Everything measured; None where it could not be, with the reason in `notes`."""
 
-    n_measured_steps: int = metric("Measured steps that finished.", default=0)
-    window_s: float | None = metric("Sum of their times.", unit="s")
-    step_time_median_s: float | None = metric(
-        "Median.",
-        unit="s",
-        row=("step time: median", "{step_time_median_s:.4f} s"),
-        always=True,
-        csv=True,
-        final=True,
-    )
-    step_time_mean_s: float | None = metric(
-        "Mean: `window_s` / `n_measured_steps`.",
-        unit="s",
-        row=(
-            "step time: mean [95 %]",
-            "{step_time_mean_s:.4f} s [{step_time_ci95_low_s:.4f}, {step_time_ci95_high_s:.4f}]",
-        ),
-        always=True,
-        csv=True,
-    )
-    step_time_std_s: float | None = metric(
-        "Standard deviation of the sample (n - 1).",
-        unit="s",
-        row=("step time: std, CV", "{step_time_std_s:.4f} s, {step_time_cv:.1%}"),
-        always=True,
-        csv=True,
-    )
-    step_time_cv: float | None = metric("Standard deviation over mean.", csv=True)
-    step_time_min_s: float | None = metric("Shortest.", unit="s")
-    step_time_max_s: float | None = metric("Longest.", unit="s")
-    step_time_p10_s: float | None = metric("10th percentile, linear interpolation.", unit="s")
-    step_time_p90_s: float | None = metric("90th percentile, likewise.", unit="s")
-    step_time_ci95_low_s: float | None = metric(
-        "Lower end of a 95 % interval of the mean: a percentile bootstrap over the means of ten "
-        "consecutive parts of the window, since neighbouring steps are alike. It is widened "
-        "because ten parts are few (Hesterberg 2015). It covers 95 % for independent steps. If "
-        "each step keeps half of the last one's deviation, it covers 92 % for a hundred steps and "
-        "83 % for twenty. It knows this run's steps, not how much runs differ. `null` for one "
-        "step.",
-        unit="s",
-        csv=True,
-    )
-    step_time_ci95_high_s: float | None = metric("Upper end.", unit="s", csv=True)
-    step_time_drift: float | None = metric(
-        "Mean step time of the window's last third over that of its first, minus 1; `null` below "
-        "nine steps. A note reports it beyond both 2 % and four standard errors: clocks fall while "
-        "a GPU warms up, and more `--warmup-steps` help."
-    )
-    data_time_mean_s: float | None = metric(
-        "Part of the mean step until its batch is on the device, with the host's bookkeeping since "
-        "the last step. A run's samples are checked before it starts, so a slow disk shows there "
-        "and not here.",
-        unit="s",
-        row=(
-            "data / forward / backward / optimizer",
-            "{data_time_mean_s:ms} / {forward_time_mean_s:ms} / {backward_time_mean_s:ms} / {optimizer_time_mean_s:ms} ms",
-        ),
-        always=True,
-    )
-    forward_time_mean_s: float | None = metric(
-        "Forward passes and loss. The gradients of the head and of the logits are taken here, with "
-        "the loss.",
-        unit="s",
-    )
-    backward_time_mean_s: float | None = metric("Backward passes.", unit="s")
-    optimizer_time_mean_s: float | None = metric(
-        "Clipping, optimizer, zeroing gradients.", unit="s"
-    )
-    setup_s: float | None = metric(
-        "From making the run's directory to the window, without the warm-up steps: building the "
-        "model, first validation.",
-        unit="s",
-    )
-    warmup_s: float | None = metric(
-        "Sum of the warm-up steps.", unit="s", row=("warm-up", "{warmup_s:.1f} s"), always=True
-    )
-    first_step_s: float | None = metric("The run's very first step.", unit="s")
-    compile_s: float | None = metric(
-        "Wall time torch.compile took in this process for tracing and code generation; autotuning "
-        "at first launches and recording CUDA graphs are in `warmup_s`. It is less if Inductor's "
-        "disk cache has the code from an earlier run. `null` when not compiled.",
-        unit="s",
-        row=("compilation", "{compile_s:.1f} s"),
-        csv=True,
-        final=True,
-    )
-    n_compiled_graphs: int | None = metric(
-        "Graphs that torch.compile captured, recompilations included; `null` when not compiled, "
-        "like the next three."
-    )
-    n_graph_breaks: int | None = metric(
-        "Times torch.compile had to fall back to Python between graphs. Blocks are compiled with "
-        "`fullgraph`, so there it is an error."
-    )
-    n_recompilations: int | None = metric(
-        "Graphs captured because an earlier one did not fit any more."
-    )
-    window_compile_s: float | None = metric(
-        "Compile time inside the window, with FlexAttention's, which compiles without being asked. "
-        "It should be 0; if not, the run is unfit for comparison and a note says so.",
-        unit="s",
-    )
-    window_graphs_recorded: int | None = metric(
-        "CUDA graphs recorded inside the window, which should be 0 too; `null` without CUDA graphs."
-    )
     tokens_per_sec: float | None = metric(
         "`tokens_per_step` x `n_measured_steps` / `window_s`, all devices together.",
         unit="tokens/s",
@@ -218,6 +113,115 @@ class Metrics(Strict):
         "As `ideal_time_fraction`, against the measured rates `roof_*_tflops` in place of the "
         "datasheet's."
     )
+    usd_per_million_tokens: float | None = metric(
+        "`--usd-per-hour` / 3600 / `tokens_per_sec_per_gpu` x 10^6.", unit="US$", csv=True
+    )
+    n_measured_steps: int = metric("Measured steps that finished.", default=0)
+    window_s: float | None = metric("Sum of their times.", unit="s")
+    step_time_median_s: float | None = metric(
+        "Median.",
+        unit="s",
+        row=("step time: median", "{step_time_median_s:.4f} s"),
+        always=True,
+        csv=True,
+        final=True,
+    )
+    step_time_mean_s: float | None = metric(
+        "Mean: `window_s` / `n_measured_steps`.",
+        unit="s",
+        row=(
+            "step time: mean [95 %]",
+            "{step_time_mean_s:.4f} s [{step_time_ci95_low_s:.4f}, {step_time_ci95_high_s:.4f}]",
+        ),
+        always=True,
+        csv=True,
+    )
+    step_time_std_s: float | None = metric(
+        "Standard deviation of the sample (n - 1).",
+        unit="s",
+        row=("step time: std, CV", "{step_time_std_s:.4f} s, {step_time_cv:.1%}"),
+        always=True,
+        csv=True,
+    )
+    step_time_cv: float | None = metric("Standard deviation over mean.", csv=True)
+    step_time_min_s: float | None = metric("Shortest.", unit="s")
+    step_time_max_s: float | None = metric("Longest.", unit="s")
+    step_time_p10_s: float | None = metric("10th percentile, linear interpolation.", unit="s")
+    step_time_p90_s: float | None = metric("90th percentile, likewise.", unit="s")
+    step_time_ci95_low_s: float | None = metric(
+        "Lower end of a 95 % interval of the mean: a percentile bootstrap over the means of ten "
+        "consecutive parts of the window, since neighbouring steps are alike. It is widened "
+        "because ten parts are few (Hesterberg 2015). It covers 95 % for independent steps. If "
+        "each step keeps half of the last one's deviation, it covers 92 % for a hundred steps and "
+        "83 % for twenty. It knows this run's steps, not how much runs differ. `null` for one "
+        "step.",
+        unit="s",
+        csv=True,
+    )
+    step_time_ci95_high_s: float | None = metric("Upper end.", unit="s", csv=True)
+    step_time_drift: float | None = metric(
+        "Mean step time of the window's last third over that of its first, minus 1; `null` below "
+        "nine steps. A note reports it beyond both 2 % and four standard errors: clocks fall while "
+        "a GPU warms up, and more `--warmup-steps` help."
+    )
+    data_time_mean_s: float | None = metric(
+        "Part of the mean step until its batch is on the device, with the host's bookkeeping since "
+        "the last step. A run's samples are checked before it starts, so a slow disk shows there "
+        "and not here.",
+        unit="s",
+        row=(
+            "data / forward / backward / optimizer",
+            "{data_time_mean_s:ms} / {forward_time_mean_s:ms} / {backward_time_mean_s:ms} / "
+            "{optimizer_time_mean_s:ms} ms",
+        ),
+        always=True,
+    )
+    forward_time_mean_s: float | None = metric(
+        "Forward passes and loss. The gradients of the head and of the logits are taken here, with "
+        "the loss.",
+        unit="s",
+    )
+    backward_time_mean_s: float | None = metric("Backward passes.", unit="s")
+    optimizer_time_mean_s: float | None = metric(
+        "Clipping, optimizer, zeroing gradients.", unit="s"
+    )
+    setup_s: float | None = metric(
+        "From making the run's directory to the window, without the warm-up steps: building the "
+        "model, first validation.",
+        unit="s",
+    )
+    warmup_s: float | None = metric(
+        "Sum of the warm-up steps.", unit="s", row=("warm-up", "{warmup_s:.1f} s"), always=True
+    )
+    first_step_s: float | None = metric("The run's very first step.", unit="s")
+    compile_s: float | None = metric(
+        "Wall time torch.compile took in this process for tracing and code generation; autotuning "
+        "at first launches and recording CUDA graphs are in `warmup_s`. It is less if Inductor's "
+        "disk cache has the code from an earlier run. `null` when not compiled.",
+        unit="s",
+        row=("compilation", "{compile_s:.1f} s"),
+        csv=True,
+        final=True,
+    )
+    n_compiled_graphs: int | None = metric(
+        "Graphs that torch.compile captured, recompilations included; `null` when not compiled, "
+        "like the next three."
+    )
+    n_graph_breaks: int | None = metric(
+        "Times torch.compile had to fall back to Python between graphs. Blocks are compiled with "
+        "`fullgraph`, so there it is an error."
+    )
+    n_recompilations: int | None = metric(
+        "Graphs captured because an earlier one did not fit any more."
+    )
+    window_compile_s: float | None = metric(
+        "Compile time inside the window, with FlexAttention's, which compiles without being asked. "
+        "It should be 0; if not, the run is unfit for comparison and a note says so.",
+        unit="s",
+    )
+    window_graphs_recorded: int | None = metric(
+        "CUDA graphs recorded inside the window, which should be 0 too; `null` without CUDA graphs."
+    )
     peak_allocated_gib: float | None = metric(
         "Most memory in tensors on the GPU. It leaves out tensors inside CUDA graphs; "
         "`peak_reserved_gib` has them.",
@@ -284,9 +288,6 @@ class Metrics(Strict):
     )
     tokens_per_joule: float | None = metric(
         "Tokens of the window / `energy_j`.", unit="tokens/J", csv=True, final=True
-    )
-    usd_per_million_tokens: float | None = metric(
-        "`--usd-per-hour` / 3600 / `tokens_per_sec_per_gpu` x 10^6.", unit="US$", csv=True
     )
     clocks_held_down: bool | None = metric(
         "Whether the clocks of any device were held down in more than 1 % of the window by "

@@ -17,7 +17,7 @@ RESERVED_BYTES_PER_STEP = 48
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of what a schema found wrong: where, and what."""
+    """The first error that a schema found: where, and what."""
     first = error.errors()[0]
     return ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
 
@@ -61,7 +61,7 @@ def without_nan(value: Any) -> Any:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result.json of any version; ValueError (pydantic's, for a wrong schema) or OSError if it is none."""
+    """A result.json of any version; ValueError (a wrong schema) or OSError if it is none."""
     return parse_result(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
@@ -113,7 +113,7 @@ class StepsFile:
         self.file.flush()
 
     def close(self) -> None:
-        # What could not be written was reported when it was written; the buffer may still hold it.
+        # A failed write was reported when it happened; the buffer may still hold its data.
         with contextlib.suppress(OSError):
             self.file.close()
 

@@ -13,9 +13,9 @@ from bench.trace.breakdown_schema import CostlyKernel, HostGaps
 
 # 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.
 SCHEMA_VERSION = 2
-# Part of the window below which throttled clocks are a sample's chance.
+# Clocks throttled in less than this part of the window may be a sample's chance.
 HELD_DOWN = 0.01
-# The one reason to hold clocks down that belongs to a GPU at work: under full load it is at its limit.
+# The one reason that is normal: under full load a GPU is at its power limit.
 POWER_CAP = "power cap"
 
 
@@ -76,7 +76,7 @@ class Device(Strict):
 
 
 class Fp8Info(Strict):
-    """What ran in FP8."""
+    """The layers that ran in FP8."""
 
     backend: Literal["te", "torchao"] = about(
         "`te` (Transformer Engine) or `torchao`. With accumulation, `te` casts weights once a "
@@ -120,7 +120,7 @@ class RankInfo(Strict):
 
 
 class DeviceUse(Strict):
-    """Power, clocks and company of one rank's device over the window; None where it does not say."""
+    """Power, clocks and other processes of a rank's device over the window; None where unknown."""
 
     rank: int = about("Number of the rank.")
     energy_j: float | None = about(
@@ -156,7 +156,7 @@ class DeviceUse(Strict):
 
     @property
     def held_down(self) -> dict[str, float]:
-        """What held its clocks down in more than a moment, and in which part of the window."""
+        """Reasons that held its clocks down for over a moment, each with its part of the window."""
         return {why: part for why, part in (self.throttled or {}).items() if part >= HELD_DOWN}
 
 
@@ -307,21 +307,21 @@ class Result(Strict):
 
     @property
     def part_of_peak(self) -> float | None:
-        """Time that the useful FLOPs need at the peaks over the measured one; above 1 one is wrong."""
+        """Time that useful FLOPs need at the peaks / measured time; above 1, one is wrong."""
         m = self.metrics
         without = m.ideal_time_fraction is None and not self.fp8  # as for fp32
         return m.mfu_causal if without else m.ideal_time_fraction
 
     @property
     def spoilt_by(self) -> list[str]:
-        """What held clocks down in more than a moment of the window, but for power caps."""
+        """Reasons except power caps that held clocks down for more than a moment of the window."""
         return sorted({why for d in self.devices for why in d.held_down} - {POWER_CAP})
 
     @property
     def peak_memory(self) -> tuple[float | None, str]:
         """The most memory of a rank [GiB], and of what kind: allocated, reserved or resident.
 
-        Tensors that live in CUDA graphs are not among the allocated, but in what was reserved.
+        Reserved memory includes tensors that live in CUDA graphs; allocated memory does not.
         """
         m, args = self.metrics, self.args
         if m.peak_allocated_gib is None:

@@ -24,7 +24,7 @@ def _cell(value) -> str:
 
 
 def _scalars(figures: dict[str, float | None]) -> Summary:
-    """Those of the figures that are known, each under its tag."""
+    """The known figures, each under its tag."""
     known = {tag: value for tag, value in figures.items() if finite(value) is not None}
     return Summary(value=[Summary.Value(tag=t, simple_value=v) for t, v in known.items()])
 
@@ -46,8 +46,8 @@ class TensorBoardFile:
         n_devices: int,
         memory: Callable[[], dict[str, float | None]],
     ):
-        # Written by the caller: a writing thread would take time from the loop whenever it liked, and
-        # has nobody to tell of a full disk.
+        # The caller writes: a writing thread would take time from the loop at any moment, and could
+        # tell nobody that the disk is full.
         directory.mkdir()
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self.file = (directory / name).open("wb")
@@ -91,8 +91,8 @@ class TensorBoardFile:
         self.records.write(event.SerializeToString())
 
     def describe(self, result: Result) -> None:
-        """What is about to run, as text."""
-        # Takes a second, which --help need not wait.
+        """Write as text what is about to run."""
+        # Takes a second; --help need not wait for it.
         from torch.utils.tensorboard.summary import text
 
         parts = {
@@ -107,7 +107,7 @@ class TensorBoardFile:
         self.file.flush()
 
     def conclude(self, result: Result) -> None:
-        """The arguments and the final metrics, for the HPARAMS tab, in which runs compare."""
+        """Write the arguments and the final metrics for the HPARAMS tab, which compares runs."""
         from torch.utils.tensorboard.summary import hparams
 
         default, flags = defaults(Args), declared(Args)

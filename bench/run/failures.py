@@ -1,4 +1,4 @@
-"""What a rank says and leaves behind when it fails, and which of several failed first."""
+"""How a failing rank reports and keeps its error, and which of several ranks failed first."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from model.config import ConfigError
 LOST = "lost another rank"
 # Their messages say all there is to say.
 EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep)
-# How messages begin that tell of a consequence: somewhere else something went wrong first.
+# Beginnings of messages about a consequence: something went wrong elsewhere first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
     "what helps: a smaller --bsz with more --grad-acc-steps, a shorter --seq-len, --amp bf16, "
@@ -50,7 +50,7 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
 
 def lost_a_rank(error: BaseException) -> bool:
     """Whether a collective failed because its other end is gone or silent."""
-    # Of gloo, of the store, and of NCCL and RCCL. All else that they raise is this rank's own trouble.
+    # Messages of gloo, the store, NCCL and RCCL. Their other errors are this rank's own trouble.
     signs = (
         "closed by peer",
         "reset by peer",
@@ -92,8 +92,8 @@ def full_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-# The id of a script that starts its ranks itself: what they have to say about an error goes into their
-# error files, and the parent prints the first of them.
+# Process id of a script that starts its ranks itself. Its ranks write errors into their error
+# files, and the parent prints the first one.
 PARENT = "LLM_TRAIN_BENCH_PARENT"
 
 
@@ -114,10 +114,10 @@ def keep_error(directory: Path, rank: int, error: BaseException) -> None:
 def first_error(
     directory: Path, before_s: float, consequences: bool = False
 ) -> tuple[str, str] | None:
-    """Status and message of the rank that failed first, and before a time (`time.time()`) [s].
+    """Status and message of the rank that failed first, before `before_s` (`time.time()`) [s].
 
-    Of its own; with `consequences`, if there is none, of one that lost another. Interrupted ones do
-    not count.
+    A rank that lost another counts only with `consequences`, and only if no other rank failed.
+    Interrupted ranks do not count.
     """
     found = []
     for path in (directory / "errors").glob("rank*.txt"):
@@ -137,10 +137,10 @@ def has_parent() -> bool:
 
 
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:
-    """One line, and for torchrun's agent a file.
+    """Print one line, and write a file for torchrun's agent.
 
-    Above the line a traceback where the fault is ours and no error file has it. What is wrong with the
-    arguments, a config or a file one rank of each machine says for all of them.
+    A traceback comes first if the fault is ours and no error file has it. If the arguments, a
+    config or a file are wrong, one rank of each machine says so for all.
     """
     _, text = classify(error)
     shown = is_our_fault(error) and not getattr(error, "kept", False)
@@ -173,7 +173,7 @@ def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
 
 @contextlib.contextmanager
 def handled_by(handler) -> Iterator[None]:
-    """SIGINT and SIGTERM go to this handler in here, or are ignored by signal.SIG_IGN.
+    """Send SIGINT and SIGTERM to this handler inside the block; signal.SIG_IGN ignores them.
 
     Only in the main thread, where Python's handlers run.
     """
@@ -187,7 +187,7 @@ def handled_by(handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """They take effect only afterwards."""
+    """SIGINT and SIGTERM act only after the block."""
     arrived: list[int] = []
     try:
         with handled_by(lambda number, frame: arrived.append(number)):

@@ -1,7 +1,7 @@
 """Ending a rank that hangs in a collective: there it runs no Python, and so no signal handler.
 
-A rank that waits on a GPU for a peer that is gone would else be killed by its agent half a minute after
-SIGTERM, or aborted by NCCL's own watchdog, without a word in its result.
+Otherwise a rank that waits on a GPU for a lost peer would be killed by its agent half a minute
+after SIGTERM, or aborted by NCCL's own watchdog. Its result would say nothing.
 """
 
 import faulthandler
@@ -21,7 +21,7 @@ from bench.run.failures import LOST
 
 
 def patience(device: torch.device, timeout_s: float) -> float | None:
-    """Seconds without a step after which a rank ends itself: before NCCL would, which says nothing.
+    """Seconds without a step until a rank ends itself: sooner than NCCL, which says nothing.
 
     None on a CPU, where the collectives themselves notice, and raise.
     """
@@ -29,13 +29,13 @@ def patience(device: torch.device, timeout_s: float) -> float | None:
 
 
 class HangWatch:
-    """Calls `end` from a thread, with an error and when it began (`time.time()`), where the main
-    thread does not react to a signal, nor to what `broken` says of the collectives, or has begun no
-    step for `timeout_s`.
+    """Calls `end` from a thread, with an error and when it began (`time.time()`), if the main
+    thread hangs: it ignores a signal or what `broken` says of the collectives, or begins no step
+    for `timeout_s`.
 
-    Python's own C handler tells of a signal at once through a socket (signal.set_wakeup_fd), whatever
-    the main thread does. Must be made in the main thread. Should the main thread hang where it lets no
-    other run, the process ends a tenth of `timeout_s` and ten seconds later with a traceback.
+    Python's own C handler tells of a signal at once through a socket (signal.set_wakeup_fd),
+    whatever the main thread does. Must be made in the main thread. If that hangs and lets no other
+    thread run, the process ends with a traceback, a tenth of `timeout_s` and ten seconds later.
     """
 
     PATIENCE_S = 5.0  # torchrun's agent kills after 30
@@ -85,7 +85,7 @@ class HangWatch:
         )
 
     def _waiting(self, text: str) -> NoStep:
-        """The error of a rank that waits, with where its main thread does so."""
+        """The error of a waiting rank, with its main thread's stack."""
         error = NoStep(text)
         frame = sys._current_frames().get(threading.main_thread().ident)
         error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
@@ -101,7 +101,7 @@ class HangWatch:
             faulthandler.dump_traceback_later(1.1 * self.timeout_s + 10.0, exit=True)
 
     def rest(self) -> None:
-        """What follows may take as long as it does."""
+        """From now on there is no time limit."""
         if self.last_step is not None:
             self.last_step, self.armed = None, -1.0
             faulthandler.cancel_dump_traceback_later()

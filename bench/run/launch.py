@@ -1,4 +1,4 @@
-"""Starting a script: alone, as one rank of a launcher's, or as the parent of its own ranks."""
+"""Starting a script: alone, as one rank under a launcher, or as the parent of its ranks."""
 
 import contextlib
 import ctypes
@@ -23,8 +23,8 @@ from bench.settings.flags import Args, RankFlags, flag_of
 def launch(train: Callable[[Args], None], argv: Sequence[str], script: str) -> int:
     """Run on one device; whatever happens becomes one line and an exit code.
 
-    0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure of our own
-    shows a traceback.
+    0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure that
+    is our fault shows a traceback.
     """
 
     prog = Path(script).name
@@ -32,7 +32,7 @@ def launch(train: Callable[[Args], None], argv: Sequence[str], script: str) -> i
 
 
 def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], script: str) -> int:
-    """Run as the rank that a launcher made this process, or start one process per device."""
+    """Run as one rank if a launcher started this process, or start one process per device."""
     prog = Path(script).name
     ranks = find_ranks(os.environ)
     if ranks is None:
@@ -53,7 +53,7 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
 
 
 def _check_joining(flags: RankFlags) -> None:
-    """UsageError for what only a script that starts its own ranks can do."""
+    """UsageError for flags that work only if the script starts its ranks itself."""
     for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
         if getattr(flags, flag):
             raise UsageError(
@@ -90,9 +90,9 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
 
 @contextlib.contextmanager
 def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
-    """SIGINT and SIGTERM end the run, once: what comes after the first must not cut its ending off.
+    """The first SIGINT or SIGTERM ends the run; later ones must not cut its ending off.
 
-    A rank is interrupted by the terminal and then again by its agent, which ends those it started.
+    The terminal interrupts a rank; then its agent interrupts it again, to end the ranks it started.
     """
 
     def end(number: int, frame) -> None:
@@ -108,7 +108,7 @@ def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
         yield
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is end:  # and not ignored since the first
+            if signal.getsignal(number) is end:  # still ours: the first signal sets SIG_IGN
                 signal.signal(number, handler)
 
 
@@ -117,8 +117,11 @@ def _interruption(number: signal.Signals) -> BaseException:
 
 
 def _failure_time(failure) -> float:
-    """When a rank failed [ns]. Without word from it: last if it was told to end; if it was killed, a
-    little before torchrun saw that (who is killed for not ending in time is so half a minute later)."""
+    """When a rank failed [ns]: by its own report if there is one.
+
+    Without one, a rank that was told to end is last, and a killed one failed a little before
+    torchrun saw it. Ranks that do not end in time are killed half a minute later.
+    """
     message = failure.error_file_data.get("message")
     if isinstance(message, dict):
         return message["extraInfo"].get("time_ns", 0)

@@ -37,7 +37,7 @@ class Run:
     """The record of one run: `with Run(...) as run` leaves a result.json behind in every case.
 
     Entering makes the run's directory. Leaving by an exception writes what was measured until then
-    with the status that fits, and lets the exception pass. Every rank has a Run; rank 0's writes.
+    with the status that fits, and the exception passes. Every rank has a Run; only rank 0's writes.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Run:
             self.hang.step()
 
     def end_steps(self) -> None:
-        """What follows is no step, and may take long."""
+        """The work that follows is no step, and may take long."""
         if self.hang:
             self.hang.rest()
 
@@ -144,7 +144,7 @@ class Run:
         """In another thread: the main one waits for a rank that will not come."""
         if not self.ending.acquire(blocking=False):
             return
-        # Whatever the driver is asked may hang as well; that much later this is over anyhow.
+        # A query to the driver may hang as well; after 30 s this process ends in any case.
         faulthandler.dump_traceback_later(30, exit=True)
         try:
             keep_error(self.directory, self.ranks.rank, error)
@@ -159,9 +159,9 @@ class Run:
             os._exit(1)
 
     def _ending(self, error: BaseException | None, when: float) -> tuple[str, str | None]:
-        """Status and error of the run; `when` it ended, since what failed after that is no cause."""
+        """Status and error of the run, which ended at `when`; later failures are not its cause."""
         status, text = classify(error)
-        # A rank that lost another, or is ended by their agent, is not what went wrong.
+        # A rank that lost another, or that the agent ended, is not the cause.
         interrupted = status == "interrupted"
         if text and (text.startswith(NO_CAUSE) or interrupted):
             status, text = first_error(self.directory, when, interrupted) or (status, text)

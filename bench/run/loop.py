@@ -49,14 +49,14 @@ def measure(
                 run.log.drain()
                 gc.collect()
                 run.begin_window()
-                meet(run.ranks)  # or the first step of some has the preparations of others in it
+                meet(run.ranks)  # or the first step would include other ranks' preparations
                 synchronize(run.device)
                 run.log.start()
             for watcher in watchers:
                 watcher.before(step)
             step_fn(step, schedule.phase_of(step))
             if captures:
-                run.end_steps()  # writing a trace takes as long as it does
+                run.end_steps()  # writing a trace may take long
             for watcher in watchers:
                 watcher.after(step)
             if step == schedule.window_end - 1:
@@ -72,7 +72,7 @@ def measure(
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection at moments of Python's choosing: it shows as outliers of step time."""
+    """Turn off automatic garbage collection, which shows as outliers of step time."""
     gc.collect()
     gc.disable()
     try:
@@ -126,8 +126,8 @@ def build_step(
     parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
     keeps_gradients = work.cuda_graphs and work.trains
     if keeps_gradients:
-        # A gradient made inside a CUDA graph lives in the graph's memory and is overwritten by its
-        # next replay; into one that exists already it is added.
+        # A gradient made inside a CUDA graph lives in the graph's memory, which the next replay
+        # overwrites. If the gradient exists already, the graph adds to it.
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -139,7 +139,7 @@ def build_step(
                 rate = learning_rate(step, flags, n_steps)
                 norm = optimizer_step(parameters, optimizer, rate, flags.grad_clip, scaler)
                 fp8.after_step(model)
-            if keeps_gradients:  # in place, and not with a kernel for each
+            if keeps_gradients:  # in place, without one kernel for each
                 torch._foreach_zero_([parameter.grad for parameter in parameters])
             elif work.trains:
                 for parameter in parameters:
@@ -187,14 +187,14 @@ def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | Non
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The parts that FSDP gathers together; none without it."""
+    """The modules that FSDP gathers as units; none without FSDP."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(modules: list[FSDPModule]) -> None:
-    """After a forward pass without a backward: let go what was gathered, which would else stay.
+    """Free the gathered weights after a forward pass without a backward.
 
-    What stays is in low precision, no export, and the next pass would find it there.
+    Weights that stay are in low precision: no export can use them, and the next pass finds them.
     """
     for module in modules:
         module.reshard()

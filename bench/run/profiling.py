@@ -1,7 +1,7 @@
 """Capturing some steps: torch.profiler's traces, or the range between cudaProfilerStart and -Stop.
 
-A watcher's `before` and `after` are called around every step; what it needs lives only from the first
-step it looks at to the last, so that other steps cost nothing.
+A watcher's `before` and `after` are called around every step. It holds hooks and a profiler only
+from its first step to its last, so other steps cost nothing.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCaptur
 class TorchCapture:
     """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it.
 
-    Tracing is on two steps before the first one that is kept, since starting it takes time.
+    Tracing begins two steps before the first kept one, since starting it takes time.
     """
 
     def __init__(self, run: Run, model: nn.Module):
@@ -94,7 +94,7 @@ class TorchCapture:
             self.profiler.stop()
 
     def write(self, step: int) -> None:
-        """After the last captured step write everything; the window, if that was its end, is closed."""
+        """Write everything after the last captured step. If the window ended there it is closed."""
         if step == self.steps[-1]:
             self._write()
             _go_on(self.run)
@@ -118,7 +118,7 @@ class TorchCapture:
         work = self.run.plan.work
         flops, ideal_s = matmul_work(self.run.result, work)
         b = break_down(read_trace(path), flops)
-        # Attention in plain matmuls is among them by time, but not by FLOPs.
+        # Attention in plain matmuls counts in their time, but not in their FLOPs.
         kernel, on_cpu = self.run.result.attention_kernel, self.run.device.type == "cpu"
         apart = "math" not in (kernel, work.attention) and not (
             on_cpu and (work.config.attention_dropout or kernel == "flex")
@@ -143,8 +143,8 @@ class TorchCapture:
 class NsysCapture:
     """The steps between cudaProfilerStart and -Stop, with the parts and blocks as NVTX ranges.
 
-    For `nsys profile -c cudaProfilerApi`. On AMD the ranges are roctx', and rocprofv3 is told by
-    roctxProfilerResume and -Pause (`rocprofv3 --selected-regions`).
+    For `nsys profile -c cudaProfilerApi`. On AMD they are roctx ranges, and
+    roctxProfilerResume and -Pause start and stop rocprofv3 (`rocprofv3 --selected-regions`).
     """
 
     def __init__(self, run: Run, model: nn.Module):
@@ -175,7 +175,7 @@ class NsysCapture:
 
 
 def _go_on(run: Run) -> None:
-    """The next step begins: on all ranks at once, or it would hold the waiting for one of them."""
+    """Begin the next step on all ranks at once, or it would include waiting for one of them."""
     meet(run.ranks)
     synchronize(run.device)
     run.log.start()
@@ -219,7 +219,7 @@ def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, dra
 
 
 def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: Draw) -> None:
-    """A block's backward lasts from its output's gradient to its input's, the block before's output."""
+    """Backward of a block: from its output's gradient to that of the previous block's output."""
     running = []
 
     def switch(name: str | None) -> None:

@@ -1,4 +1,4 @@
-"""A run's result before it starts: what will run, on what, with what, and what to know of it."""
+"""A run's result before it starts: model, device, settings, environment and first notes."""
 
 import dataclasses
 import datetime
@@ -27,7 +27,7 @@ from bench.settings.plan import Plan, Schedule
 
 
 def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result:
-    """The result of a run that begins now, named for it, without anything measured."""
+    """The result of a run that begins now: it has a name, and nothing measured yet."""
     now = datetime.datetime.now(datetime.UTC)
     work, config, given = plan.work, plan.work.config, plan.output.run_name
     name = given or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
@@ -86,7 +86,7 @@ def _device(given: PeakFlags, device: torch.device, ranks: int) -> Device:
 def _notes(
     work: Work, schedule: Schedule, memory_snapshot: bool, device: torch.device
 ) -> Iterator[str]:
-    """What a reader of the figures should know from the start, a line each."""
+    """Notes that a reader of the figures should know from the start, one line each."""
     if work.cuda_graphs:
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
     elif work.compile_mode in GRAPH_MODES:

@@ -41,7 +41,7 @@ class Window:
         if self.ranks.world > 1:
             self.probe_tflops = device_tflops(self.device)
         reset_peak_memory(self.device)
-        meet(self.ranks)  # or the energy has the waiting for others in it
+        meet(self.ranks)  # or the energy would include waiting for others
         self.power.begin()
 
     def close(self, log: StepLog) -> list[RankTimes]:

@@ -29,7 +29,7 @@ FP8_RECIPES = {
 
 
 def check(args: Checked, script: Script) -> Checked:
-    """The arguments with `auto` made definite; UsageError in one line where a run could not use them."""
+    """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
     for name, flag in declared(Args).items():
         if script not in flag.scripts and changed(args, [name]):
             raise UsageError(
@@ -134,7 +134,7 @@ def _fp8_contradictions(args: Args):
         "--cpu-offload": args.cpu_offload,
         "--dp-replicate": args.dp_replicate > 1,
         "--export": args.export,
-        # Its LayerNormMLP without FP8 dequantizes weights of the other recipes only.
+        # Without FP8 its LayerNormMLP dequantizes only weights of the other recipes.
         "--val-data and --fp8-recipe mxfp8": args.val_data and args.fp8_recipe == "mxfp8",
     }
     for flag, given in against.items():

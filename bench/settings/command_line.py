@@ -1,4 +1,4 @@
-"""From a command line to checked arguments; what is wrong with it becomes one line. Needs no torch."""
+"""From a command line to checked arguments; each mistake becomes one line. Needs no torch."""
 
 import contextlib
 import dataclasses

@@ -230,7 +230,7 @@ class OptimizerFlags:
     lr: float = flag(6e-4, "Peak learning rate.", LEARNT, at_least=0)
     min_lr_ratio: float = flag(
         0.1,
-        "Learning rate at the end of the cosine, the last measured step, as a part of the peak.",
+        "Learning rate at the cosine's end (the last measured step), as a fraction of the peak.",
         LEARNT, at_least=0, at_most=1,
     )  # fmt: skip
     lr_warmup_steps: int = flag(

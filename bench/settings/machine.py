@@ -12,7 +12,7 @@ def detect_platform():
     return "amd" if Path("/dev/kfd").exists() else "cpu"
 
 
-# AMD's builds of the same modules have names of their own.
+# AMD's builds of these modules have other names.
 ALSO_CALLED = {
     "triton": ("triton-rocm", "pytorch-triton-rocm"),
     "transformer-engine": (

@@ -30,7 +30,7 @@ from model.config import ModelConfig, load_config
 
 Platform = Literal["nvidia", "amd", "cpu"]
 LONGEST_DEFAULT = 4096
-# Steps before the first captured one in which tracing is on already: what it costs at first is over.
+# Tracing is on this many steps before the first captured one: its start-up cost is over by then.
 PROFILER_WARMUP = 2
 # Activations that Transformer Engine's MLP has (model/te.py), by our names.
 TE_ACTIVATIONS = ("gelu_tanh", "relu", "silu")
@@ -306,7 +306,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
 
 def _torchao_layers(fp8: Fp8Work, work: Work, platform: Platform):
     config, tokens = work.config, work.batch.micro_tokens
-    # The gradient of the weight is summed over tokens, which need not divide where it is no FP8.
+    # The weight's gradient is summed over tokens; if not in FP8, their number need not divide.
     if tokens % 16 and fp8.recipe != "rowwise_with_gw_hp":
         raise UsageError(
             f"--use-fp8: --bsz x --seq-len = {tokens} tokens is not a multiple of 16, which FP8 "
@@ -334,7 +334,7 @@ def _torchao_layers(fp8: Fp8Work, work: Work, platform: Platform):
 def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
     config, kind, tokens = work.config, fp8.recipe, work.batch.micro_tokens
     multiple = 16
-    if kind == "mxfp8":  # scales of 32; hipBLASLt's matmuls sum over multiples of 128
+    if kind == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
         multiple = 128 if platform == "amd" else 32
     if tokens % multiple:
         raise UsageError(
@@ -361,7 +361,7 @@ def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
     if fp8.primary_weights:
         shards, rows, names = work.fsdp.shards, 32 if kind == "mxfp8" else 1, layer_names(config)
         if shards == 1 and kind == "mxfp8":
-            raise UsageError(  # torch's FSDP copies one tensor a weight there, mxfp8's are two
+            raise UsageError(  # torch's FSDP then copies one tensor per weight; mxfp8 has two
                 "--fp8-primary-weights: --fp8-recipe mxfp8 needs two or more ranks; use current"
             )
         for layer in layers:

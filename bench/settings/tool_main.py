@@ -14,7 +14,7 @@ Main = Callable[[Sequence[str]], int]
 
 
 def tool(prog: str) -> Callable[[Main], Main]:
-    """Decorates a tool's `main`: what is wrong with its input becomes one line, and exit code 2."""
+    """Decorates a tool's `main`: bad input becomes one line and exit code 2."""
 
     def decorate(main: Main) -> Main:
         @functools.wraps(main)
@@ -31,7 +31,7 @@ def tool(prog: str) -> Callable[[Main], Main]:
 
 
 def run_tool(main: Main) -> NoReturn:
-    """A tool's whole process: its exit code, one line on Ctrl-C, none when its output is closed."""
+    """Run a tool and exit with its code: one line on Ctrl-C, none when its output is closed."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

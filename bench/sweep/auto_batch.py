@@ -1,4 +1,4 @@
-"""--auto-bsz: the largest micro batch of a setting that runs, found by trying. Needs no torch."""
+"""--auto-bsz: try micro batches of a setting, and find the largest that runs. Needs no torch."""
 
 import contextlib
 import dataclasses
@@ -51,14 +51,14 @@ def with_largest_batch(
     best = search_batch(runs, first)
     if not best:
         print(f"  not even --bsz 1 runs: {cell.label()}", flush=True)
-    return sized(max(1, best))  # which then is a row that says why
+    return sized(max(1, best))  # if not even 1 runs, its row says why
 
 
 def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
-    """Where to start, and what not to try: what estimate.py says fits the named GPU, and no bound.
+    """First size to try, and the largest: what estimate.py says fits the named GPU, and no bound.
 
-    Without a GPU the setting's own size, and what fits the memory this machine has free: a CPU that runs
-    out of it may take other processes down.
+    Without a GPU: the setting's own size, and what fits this machine's free memory. A CPU that runs
+    out of memory may take other processes down.
     """
     args = parse_args(cell.argv(), cell.script)
     hardware = find_hardware(gpu) if gpu is not None else None
@@ -81,10 +81,10 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
 
 
 def search_batch(runs: Callable[[int], bool], first: int, closeness: float = 0.03) -> int:
-    """The largest size for which `runs(size)` is true, up to `closeness`; 0 if not even 1 is.
+    """The largest size for which `runs(size)` is true, to within `closeness`; 0 if not even 1 is.
 
-    Starts at `first` (an estimate), goes up by a quarter, then by more, or down by half until it has one
-    that runs and one that does not, and halves between them.
+    Starts at `first` (an estimate). It goes up by a quarter, then by more, or down by half, until
+    one size runs and one does not. Then it bisects between them.
     """
     size, good, bad, growth = max(1, first), 0, None, 0.25
     while True:

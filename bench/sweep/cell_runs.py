@@ -1,4 +1,4 @@
-"""Running one cell of a sweep in a process of its own; whatever happens becomes a row. Needs no torch."""
+"""Run one cell of a sweep in its own process; whatever happens becomes a row. Needs no torch."""
 
 import contextlib
 import ctypes
@@ -29,14 +29,14 @@ CellRow = dict[str, Any]
 
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
-    """A name that is the same for the same setting in every sweep: model, hash, number of the repeat."""
+    """A setting's name, the same in every sweep: model, hash, number of the repeat."""
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell)])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{model_name(cell.config)}-{digest}-{repeat}"
 
 
 def _versions(cell: Cell) -> list[str]:
-    """What the files of a setting are at present: edited, they make another one of it."""
+    """The present versions of a setting's files: an edited file makes another setting."""
     found = []
     with contextlib.suppress(ConfigError):
         found.append(load_config(cell.config).hash)
@@ -64,7 +64,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     }
     row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
     if (result := _finished(run)) is None:
-        _remove(run)  # of a sweep that was killed in the middle of it
+        _remove(run)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         ended, why = _run(cell, key, runs, log, timeout_s)
@@ -104,7 +104,7 @@ def _command(cell: Cell, key: str, runs: Path) -> list[str]:
 
 
 def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
-    """How the process ended, unless its result says otherwise, and why where it cannot say itself."""
+    """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
@@ -122,7 +122,7 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
         return "failed", "killed by SIGKILL, as the kernel does when memory is full"
     if process.returncode < 0:
         return "failed", f"killed by {signal.Signals(-process.returncode).name}"
-    # 3 is out of memory, also of a rank whose end left the one that writes the result no time.
+    # 3 is out of memory. The rank that had it may leave the writing rank no time for a result.
     return ("oom" if process.returncode == 3 else "failed"), None
 
 
@@ -171,7 +171,7 @@ def _last_line(log: Path) -> str:
 
 
 class Rows:
-    """rows.jsonl: one line a finished run, on disk before the next starts."""
+    """rows.jsonl: one line per finished run, on disk before the next starts."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -201,7 +201,7 @@ class Rows:
             pass  # a file system without locks
 
     def forget(self, *statuses: str) -> None:
-        """Drop the rows that ended so, and what their runs wrote."""
+        """Drop rows with these statuses, and what their runs wrote."""
         for key, row in list(self.rows.items()):
             if row.get("status") in statuses:
                 for runs in ("runs", "probes"):

@@ -1,4 +1,4 @@
-"""What a sweep is asked to run: an experiment file (YAML) or the command line. Needs no torch.
+"""The input of a sweep: an experiment file (YAML) or the command line. Needs no torch.
 
 One file serves NVIDIA and AMD: `platforms` holds what differs. bench/sweep/grid.py resolves it to cells.
 """
@@ -69,7 +69,7 @@ class Experiment(BaseModel, extra="forbid"):
 
 
 class _Unique(yaml.SafeLoader):
-    """YAML in which a key stands once: of two the library would drop the first without a word."""
+    """YAML with unique keys: the library would silently drop the first of two equal ones."""
 
     def construct_mapping(self, node, deep=False):
         names = [str(key.value).replace("-", "_") for key, _ in node.value]
@@ -114,7 +114,7 @@ def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]
 def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
     """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one.
 
-    Lines that are comments go.
+    Comment lines are dropped.
     """
     text = re.sub(r"(?m)^[ \t]*#.*$", "", text)
 

@@ -85,7 +85,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
 
 
 def _meant(name: str, value: Value, where: str) -> Value:
-    """A value as the flag's type has it: `off`, which YAML reads as false, and quoted numbers."""
+    """A value in the flag's type: YAML reads `off` as false, and numbers may be quoted."""
     kind = get_type_hints(Args)[name]
     kinds = get_args(kind) or (kind,)
     if value is False and "off" in kinds:
@@ -108,7 +108,7 @@ def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
 
 
 def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
-    """Check that replicas x shards are the GPUs, and global = micro x data parallel x accumulation."""
+    """Check that replicas x shards = GPUs, and global = micro x data parallel x accumulation."""
     flags = dict(flags)
     machine = e.hardware.get(platform)
     if e.script is Script.ONE and machine and machine.gpus > 1:
@@ -118,8 +118,8 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
     p = e.parallel
     if machine is None and "parallel" in e.model_fields_set:
         raise UsageError(
-            f"{where}: hardware has no {platform}, so how many GPUs `parallel` is to share out is not "
-            "known; add it, or choose another --platform"
+            f"{where}: hardware has no {platform}, so `parallel` has no number of GPUs to share "
+            "out; add it, or choose another --platform"
         )
     if "dp_replicate" in flags and "parallel" in e.model_fields_set:
         raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")

@@ -46,7 +46,7 @@ class Ranked:
 def rank(rows: list[CellRow]) -> list[Ranked]:
     """Settings by tokens/s, best first, with 95 % intervals; those that never ran last.
 
-    Over the repeats' own rates where there are three or more, else over the steps of the runs.
+    Intervals are over the repeats' rates if there are three or more, or over the runs' steps.
     """
     groups: dict[str, list[CellRow]] = {}
     for row in rows:
@@ -90,7 +90,7 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
 
 
 def _memory(row: CellRow) -> tuple[float | None, str | None]:
-    """A row's peak memory [GiB] and its kind, which rows of earlier versions do not tell."""
+    """A row's peak memory [GiB] and its kind; rows of earlier versions do not tell the kind."""
     if "memory_gib" in row:
         return row["memory_gib"], row["memory_kind"]
     return row["peak_allocated_gib"] or row["peak_rss_gib"], None

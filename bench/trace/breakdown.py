@@ -1,7 +1,7 @@
 """Where the time of a step on a GPU went: every moment of its timeline in exactly one class.
 
-A moment belongs to the kernel that computes, to communication if nothing computes then (which is what
-"exposed" means), else to a copy, else the GPU is idle. Needs no torch.
+A moment belongs to the kernel that computes. If none computes, it belongs to communication
+("exposed" means this), or without that to a copy. Otherwise the GPU is idle. Needs no torch.
 """
 
 from collections import Counter, defaultdict
@@ -75,8 +75,8 @@ def _gpu_window(trace: Trace) -> tuple[float, float]:
     end = max(s.end for s in trace.gpu)
     if trace.steps:
         end = max(end, trace.steps[-1].end)
-        # What was launched before the trace has no launch in it. The GPU is done with that at the
-        # latest when it begins with the first work that has one.
+        # Work launched before the trace has no launch in it. The GPU has finished that work, at
+        # the latest, when it begins the first work with a launch.
         first = next((s for s in trace.gpu if trace.launch_of(s) is not None), None)
         if first is not None:
             older = [s.end for s in trace.gpu if s.start < first.start]
@@ -85,7 +85,7 @@ def _gpu_window(trace: Trace) -> tuple[float, float]:
 
 
 def _label(trace: Trace) -> list[str]:
-    """The class of each GPU activity: by its name, but in the loss and the optimizer by the range."""
+    """Each GPU activity's class: by its name, or in the loss and the optimizer by the range."""
     marks = [s for spans in trace.host.values() for s in spans if mark_of(s)]
     ranges, operators = Ranges(marks), _operators(trace)
     labels = []
@@ -129,7 +129,7 @@ def _recorded_flops(trace: Trace, matmuls: list[Span]) -> float | None:
 
 
 def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> HostGaps | None:
-    """Those idle moments that end with a kernel the host had not begun to give when they began."""
+    """Idle moments that began before the host began to launch the next kernel."""
     if not trace.launches:
         return None
     parts = Ranges(
@@ -148,7 +148,7 @@ def _host_gaps(trace: Trace, gaps: list[tuple[float, float]], n: int) -> HostGap
         if launch is None or launch.start <= start:
             continue
         late.append(stop - start)
-        # Backward runs on a thread of its own, while the training thread waits in the range.
+        # Backward runs on its own thread, while the training thread waits in the range.
         around = [parts.innermost(thread, launch.start) for thread in parts.by_thread]
         name = next((a.name for a in around if a), "other")
         by_part[name] += stop - start
@@ -169,7 +169,7 @@ def break_down_cpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
     end = trace.steps[-1].end if trace.steps else max(s.end for s in spans)
     n = max(1, len(trace.steps))
     spans = [s for s in spans if s.end > begin and s.start < end]
-    # gloo works on threads of its own; what the training thread only waits for is exposed.
+    # gloo has its own threads; communication that the training thread only waits for is exposed.
     elsewhere = [
         (max(s.start, begin), min(s.end, end))
         for other, theirs in trace.host.items()
@@ -233,7 +233,7 @@ def pieces_of_thread(
 
 
 def span_labels(spans: list[Span]) -> Iterator[str]:
-    """The class of each span's own time; what has none of its own takes that of the span around it."""
+    """Class of each span's own time; a span without a class takes that of the span around it."""
     stack: list[tuple[float, str, str | None]] = []
     for span in spans:
         while stack and stack[-1][0] <= span.start:
@@ -252,7 +252,7 @@ def span_labels(spans: list[Span]) -> Iterator[str]:
 
 
 def outermost(spans: Iterable[Span]) -> list[Span]:
-    """Those of one thread's spans that lie in no other of them."""
+    """One thread's spans that lie in no other of its spans."""
     kept: list[Span] = []
     for span in spans:
         if not kept or span.start >= kept[-1].end:

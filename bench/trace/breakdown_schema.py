@@ -41,7 +41,7 @@ class Breakdown(Strict):
     kernels: list[CostlyKernel]
     matmul_s: float
     matmul_flops: float | None
-    # Known of runs of ours alone, which know the device's measured rate.
+    # Known for our own runs only: they know the device's measured rate.
     matmul_roof_fraction: float | None = None
 
     @property
@@ -58,7 +58,7 @@ class Breakdown(Strict):
 
 
 def mark_of(span: Span) -> str | None:
-    """What a range of the host makes of the elementwise work in it."""
+    """The class that a range of the host gives its elementwise work."""
     if span.category != "user_annotation":
         return None
     if span.name == LOSS:
@@ -67,7 +67,7 @@ def mark_of(span: Span) -> str | None:
 
 
 def marked(label: str, mark: str | None) -> str:
-    """What computes in the optimizer is the optimizer's, matmuls too; in the loss all but those."""
+    """An optimizer range claims all computation, matmuls too; a loss range all except those."""
     if mark == OPTIMIZER and label in (MATMUL, ELEMENTWISE, LOSS):
         return OPTIMIZER
     return LOSS if mark == LOSS and label == ELEMENTWISE else label

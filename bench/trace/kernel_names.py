@@ -1,7 +1,7 @@
-"""What a GPU kernel or a CPU operator does, read off its name. Needs no torch.
+"""Classes of GPU kernels and CPU operators, read off their names. Needs no torch.
 
-The patterns are the names of cuBLAS (nvjet, xmma), CUTLASS, cuDNN, FlashAttention, Tensile and
-hipBLASLt (Cijk), Composable Kernel, AITER, Triton and Inductor, NCCL and RCCL, and of PyTorch's own.
+The patterns match the names of cuBLAS (nvjet, xmma), CUTLASS, cuDNN, FlashAttention, Tensile and
+hipBLASLt (Cijk), Composable Kernel, AITER, Triton, Inductor, NCCL, RCCL and PyTorch.
 """
 
 import re
@@ -30,10 +30,10 @@ _MATMUL = re.compile(
 )
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_entropy|xentropy", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"adam|lamb_|fusedsgd|fused_sgd|optimizer", re.IGNORECASE)
-# Inductor's fused kernels carry the names of all operators they stand for, those of matmuls they only
-# prepare and of losses whose gradient passes through them too.
+# Inductor's fused kernels carry the names of all their operators. These include matmuls they only
+# prepare, and losses that send a gradient through them.
 _FUSED = re.compile(r"^triton_(poi|red|per|for|unk|spl|coo)_")
-# Its templates are matmuls, which carry the names of what they fuse too, but for FlexAttention's own.
+# Inductor's templates are matmuls, except FlexAttention's. They also name what they fuse.
 _TEMPLATE = re.compile(r"^triton_tem_(?!.*flex_(attention|decoding))|^triton_tem_.*_(add|b)?mm_")
 _FUSED_LOSS = re.compile(r"log_softmax|cross_entropy")
 
@@ -76,7 +76,7 @@ def operator_class(name: str) -> str | None:
     if _CPU_MATMULS.search(name):
         return MATMUL
     if "CompiledFxGraph" in name:
-        # Inductor's fused kernels have no names of their own on a CPU.
+        # On a CPU, Inductor's fused kernels have no separate names.
         return ELEMENTWISE
     if name.startswith(("aten::_scaled_dot_product", "aten::_flash_attention")):
         return ATTENTION
@@ -91,7 +91,7 @@ def operator_class(name: str) -> str | None:
     return ELEMENTWISE if "::" in name and not name.startswith("profiler::") else None
 
 
-# In the order they are asked: an 8-bit kernel's name often has its 16-bit output in it as well.
+# Tried in this order: an 8-bit kernel's name often contains its 16-bit output format too.
 _FORMATS = (
     ("fp8", r"e4m3|e5m2|float8|fp8|_f8|nvjet_(sm\d+_)?[qr]|cijk_\w{4}_\w{4}_(f8|b8)"),
     ("fp4", r"e2m1|fp4|nvf4"),

@@ -1,6 +1,6 @@
 """A stored trace of torch.profiler (Chrome trace format, as Kineto writes it) as spans. Needs no torch.
 
-Of ours or of any other PyTorch program, on a CPU, CUDA or ROCm, plain or gzipped.
+It may be ours or any other PyTorch program's, on a CPU, CUDA or ROCm, plain or gzipped.
 """
 
 import bisect
@@ -56,14 +56,14 @@ class Trace:
     def operator_id(self, activity: Span) -> int | None:
         """The id of the CPU operator behind a GPU activity.
 
-        Older traces put the activity's own correlation there where none is known: its launch must agree.
+        If none is known, older traces put the activity's correlation there: its launch must agree.
         """
         launch, known = self.launch_of(activity), activity.args.get("External id")
         return known if launch and launch.args.get("External id") == known else None
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The spans of a trace file; UsageError for what is none."""
+    """The spans of a trace file; UsageError if it is no trace."""
     content = _read_json(Path(path))
     gpu, launches, steps = [], {}, []
     host: dict[Thread, list[Span]] = defaultdict(list)
@@ -100,7 +100,7 @@ def read_trace(path: str | Path) -> Trace:
     if not gpu and not host:
         raise UsageError(f"{path}: holds no operators and no GPU kernels; is it a PyTorch trace?")
     for spans in host.values():
-        # Of two that start together the longer is the outer one.
+        # If two start together, the longer is the outer one.
         spans.sort(key=lambda s: (s.start, -s.end))
     gpu = _of_busiest_device(gpu)
     # By name alone: on ROCm the number of an activity's device is not the one in this list.
@@ -121,7 +121,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _check_form(event: dict[str, Any], path: str | Path) -> None:
-    """UsageError for an event whose fields have types that no reader of it could use."""
+    """UsageError for an event with fields of a type that no reader could use."""
     args = event.get("args") or {}
     right = isinstance(args, dict) and isinstance(args.get("Input type", []), list)
     plain = [event.get("pid"), event.get("tid")]

@@ -1,4 +1,4 @@
-"""Pieces of a timeline: what has each moment, and how much of it intervals cover. Needs no torch."""
+"""Cut a timeline into labelled pieces, and measure what intervals cover. Needs no torch."""
 
 import math
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ IDLE = "idle"
 
 
 def priority(label: str) -> int:
-    """Who has a moment that several share: computation, communication, copies, nothing."""
+    """Order of labels that share a moment: computation, communication, copies, nothing."""
     return {COMMUNICATION: 1, COPIES: 2, IDLE: 3}.get(label, 0)
 
 
@@ -18,7 +18,7 @@ def sweep(
 ) -> list[tuple[float, float, str]]:
     """Cut begin ... end into pieces of one label each: compute over communication over copies.
 
-    Of two kernels that compute at once, the one that started first has the moment.
+    If two kernels compute at once, the moment counts for the one that started first.
     """
     waiting = sorted((a, b, label) for a, b, label in intervals)
     pieces: list[tuple[float, float, str]] = []

@@ -1,4 +1,4 @@
-"""FP8 by Transformer Engine (2.2 to 2.20): recipes, weights, optimizer, checkpoint; by its sources."""
+"""FP8 by Transformer Engine (sources of 2.2 to 2.20): recipes, weights, optimizer, checkpoint."""
 
 import contextlib
 import types
@@ -46,7 +46,7 @@ class TransformerEngineFp8(Fp8):
 
     def checkpoint(self, forward, *args, **options) -> Tensor:
         """Transformer Engine's own, which recomputes under the FP8 context of the forward."""
-        if not torch.is_grad_enabled():  # before 2.20 it does not look
+        if not torch.is_grad_enabled():  # before 2.20 TE does not check
             return forward(*args)
         return self.te.checkpoint(forward, *args, use_reentrant=False)
 
@@ -84,7 +84,7 @@ class TransformerEngineFp8(Fp8):
     def set_exact(
         self, optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor, amax: Tensor
     ) -> None:
-        """Make a shard's fp32 rows what the optimizer starts from, rather than their FP8 rounding.
+        """Let the optimizer start from a shard's fp32 rows, rather than their FP8 rounding.
 
         `amax` is the largest magnitude in the whole parameter. Delayed scaling would round the first
         weights with scale 1, by which small ones lose a tenth and more of their norm.
@@ -94,12 +94,12 @@ class TransformerEngineFp8(Fp8):
         if isinstance(local, self.te.QuantizedTensor):
             optimizer.set_scaled_state(parameter, "master_param", rows.float())
             if isinstance(local._quantizer, self.te.Float8Quantizer) and amax > 0:
-                # Of the two E4M3 formats AMD's has half the range; for the other a bit is lost.
+                # AMD's E4M3 format has half the range of the other, for which a bit is lost.
                 e4m3 = torch.float8_e4m3fnuz if torch.version.hip else torch.float8_e4m3fn
                 local._quantizer.amax.copy_(amax)
                 local._quantizer.scale.copy_(torch.finfo(e4m3).max / amax)
                 local.quantize_(rows)
-        else:  # it is in fp32 itself, and a copy of an embedding is no small thing
+        else:  # it is in fp32 itself, and a copy of an embedding is large
             del optimizer.state[parameter]["master_param"]
 
 
@@ -130,7 +130,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Transforme
         n_parameters=sum(module.weight.numel() for module in linear),
         high_precision=fp8.high_precision,
     )
-    # What was cast for one micro batch serves the next ones of its step, where no weight is sharded.
+    # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
     cached = work.batch.grad_acc_steps > 1 and not fp8.primary_weights
     primary = recipe if fp8.primary_weights else None
     micro_batch = te_blocks.convert(model, library, cached, primary, kept)
@@ -167,7 +167,7 @@ def version() -> str:
 
 
 def make_recipe(kind: str):
-    """A recipe object; UsageError where the hardware or the installed version has no such one."""
+    """A recipe object; UsageError where the hardware or the installed version lacks it."""
     from transformer_engine.common import recipe
 
     check = getattr(_quantization_state(), SUPPORT.get(kind, "is_fp8_available"), None)

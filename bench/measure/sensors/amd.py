@@ -1,4 +1,4 @@
-"""What an AMD GPU tells of itself through AMD SMI (amdsmi)."""
+"""An AMD GPU's readings, through AMD SMI (amdsmi)."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ import torch
 from bench.measure.sensors.sensor import Sample
 from bench.results.schema import POWER_CAP
 
-# Accumulators of the GPU's metrics that grow while a reason holds the clocks down, together with
-# `accumulation_counter`.
+# Accumulators in the GPU's metrics. Each grows with `accumulation_counter` while its reason holds
+# the clocks down.
 COUNTERS = {
     POWER_CAP: "ppt_residency_acc",
     "thermal (socket)": "socket_thm_residency_acc",
@@ -17,7 +17,7 @@ COUNTERS = {
     "thermal (memory)": "hbm_thm_residency_acc",
     "processor hot": "prochot_residency_acc",
 }
-# Bytes on a GPU of a process that has done nothing there but open it, at most.
+# A process that has only opened a GPU holds at most this many bytes on it.
 IDLE = 64 * 2**20
 UNSET = (None, "N/A", 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
@@ -47,10 +47,10 @@ class AmdSensor:
         return None if ticks in UNSET or resolution in UNSET else ticks * resolution / 1e6
 
     def sample(self) -> Sample:
-        """What the GPU does now."""
+        """The GPU's readings now."""
         power = self._ask("amdsmi_get_power_info") or {}
         names = ("current_socket_power", "average_socket_power", "socket_power")
-        # 0 W: the second die of an MI250X, whose power is counted with the first's.
+        # An MI250X's second die reads 0 W: its power counts with the first's.
         watts = [power[name] for name in names if power.get(name) not in (*UNSET, 0)]
         kinds, what = self.smi.AmdSmiTemperatureType, self.smi.AmdSmiTemperatureMetric
         clocks = self.smi.AmdSmiClkType
@@ -74,7 +74,7 @@ class AmdSensor:
         return watts, self._clock(self.smi.AmdSmiClkType.GFX, highest=True)
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:
-        """Ticks of the GPU's own count, and in how many each reason held the clocks down."""
+        """The GPU's tick count, and the ticks in which each reason held the clocks down."""
         metrics = self._ask("amdsmi_get_gpu_metrics_info") or {}
         ticks = metrics.get("accumulation_counter")
         if ticks in UNSET:
@@ -85,7 +85,7 @@ class AmdSensor:
     def other_processes(self, ours: frozenset[int]) -> int | None:
         """Processes on the GPU that are not ours; None if the driver does not say.
 
-        Each rank opens all GPUs it can see, so that the others of a run are found on its GPU as well.
+        Each rank opens every GPU it can see, so a run's other ranks are on this GPU's list too.
         """
         found = self._ask("amdsmi_get_gpu_process_list")
         if not found:
@@ -93,7 +93,7 @@ class AmdSensor:
         held = {p["pid"]: p.get("mem") for p in found if isinstance(p, dict)}
         if os.getpid() not in held:
             return None
-        # Whoever has opened the driver is on every GPU's list, also with nothing on this one.
+        # A process with the driver open is on every GPU's list, even with nothing on this one.
         return sum(
             memory in UNSET or memory > IDLE for pid, memory in held.items() if pid not in ours
         )

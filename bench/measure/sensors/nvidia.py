@@ -1,4 +1,4 @@
-"""What an NVIDIA GPU tells of itself through NVML (nvidia-ml-py)."""
+"""An NVIDIA GPU's readings, through NVML (nvidia-ml-py)."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ class NvidiaSensor:
         return None if millijoules is None else millijoules / 1e3
 
     def sample(self) -> Sample:
-        """What the GPU does now."""
+        """The GPU's readings now."""
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
@@ -71,14 +71,14 @@ class NvidiaSensor:
         return None if power is None else power / 1e3, clock
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:
-        """Time [ns], and for how much of it each reason that is counted held the clocks down."""
+        """The time [ns], and how long each counted reason has held the clocks down [ns]."""
         values = self._fields(*COUNTERS.values())
         return time.perf_counter_ns(), {n: values[f] for n, f in COUNTERS.items() if f in values}
 
     def other_processes(self, ours: frozenset[int]) -> int | None:
         """Processes on the GPU that are not ours; None if the driver does not say.
 
-        In a container the driver tells process ids of the host, among which this one's is one.
+        In a container the driver lists process ids of the host; one of them is this process.
         """
         found = self._ask("nvmlDeviceGetComputeRunningProcesses")
         if not found:

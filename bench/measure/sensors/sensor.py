@@ -1,4 +1,4 @@
-"""What a device can tell of its power and clocks, and the sensor of a CPU."""
+"""Readings of a device's power and clocks, and the sensor of a CPU."""
 
 import dataclasses
 import re
@@ -20,7 +20,7 @@ class Sample:
 
 
 class Sensor(Protocol):
-    """What bench/measure/power.py asks of a device."""
+    """The queries of bench/measure/power.py to a device."""
 
     source: str
 
@@ -59,7 +59,7 @@ class RaplSensor:
         return self.total / 1e6
 
     def sample(self) -> Sample:
-        """Nothing but the counters' next values, so that no wrap is missed."""
+        """An empty sample; it reads the counters, so that no wrap is missed."""
         self.joules()
         return Sample()
 

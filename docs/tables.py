@@ -1,0 +1,69 @@
+"""Write the tables of the docs that code declares: fields of a result, and combinations of toggles.
+
+    python docs/tables.py     (make docs)
+
+A table stands behind a comment that names its fields: a class, or one and the first of its fields. It
+goes on to the next such comment of the class. A test holds the pages against this.
+"""
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.formulas.work import Batch
+from bench.results import schema
+from bench.results.metrics import Metrics, shown_of
+from bench.settings.combinations import markdown_table
+
+DOCS = Path(__file__).parent
+MARK = re.compile(r"<!-- fields: (\w+)(?: from (\w+))? -->\n(?:\|.*\n)*")
+COMBINATIONS = re.compile(r"<!-- combinations -->\n\n\|.*?\n\n(- .*\n)+", re.DOTALL)
+
+
+def meanings(name: str) -> dict[str, tuple[str, str]]:
+    """Unit and meaning of each field of a class of the result's schema."""
+    if name == "Batch":
+        return {f.name: ("", f.metadata["about"]) for f in dataclasses.fields(Batch)}
+    kind = getattr(schema, name)
+    unit = (lambda field: shown_of(field)["unit"]) if kind is Metrics else (lambda field: "")
+    return {n: (unit(n), field.description) for n, field in kind.model_fields.items()}
+
+
+def with_tables(page: str) -> str:
+    """A page with its tables as the code declares them."""
+    starts = [(m[1], m[2]) for m in MARK.finditer(page)]
+
+    def table(match: re.Match) -> str:
+        name, first = match[1], match[2]
+        fields = meanings(name)
+        names = list(fields)
+        later = [f for n, f in starts[starts.index((name, first)) + 1 :] if n == name]
+        begin = names.index(first) if first else 0
+        end = names.index(later[0]) if later else len(names)
+        lines = [match[0].splitlines()[0]]
+        units = any(fields[n][0] for n in names[begin:end])
+        lines += ["| field | unit | meaning |", "|---|---|---|"] if units else [
+            "| field | meaning |", "|---|---|"]  # fmt: skip
+        for n in names[begin:end]:
+            unit, meaning = fields[n]
+            lines.append(f"| `{n}` | {unit} | {meaning} |" if units else f"| `{n}` | {meaning} |")
+        return "\n".join(lines) + "\n"
+
+    page = MARK.sub(table, page)
+    return COMBINATIONS.sub(f"<!-- combinations -->\n\n{markdown_table()}\n", page)
+
+
+def main() -> None:
+    """Rewrite the pages that differ."""
+    for path in sorted(DOCS.glob("*.md")):
+        page = path.read_text(encoding="utf-8")
+        if (new := with_tables(page)) != page:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path.name}")
+
+
+if __name__ == "__main__":
+    main()
