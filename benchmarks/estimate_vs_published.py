@@ -23,8 +23,8 @@ from bench.formulas.hardware import find_hardware
 from bench.formulas.speed_model import estimate_speed
 from bench.results.result_files import read_result
 from bench.settings.command_line import parse_args
-from bench.settings.plan import resolve_batch
-from model.config import load_config
+from bench.settings.flags import Script
+from bench.settings.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = Path(__file__).parent / "published.json"
@@ -37,6 +37,7 @@ def predicted(row: dict) -> float:
     flags = shlex.split(row["flags"])
     argv = [str(ROOT / row["config"]), "--bsz", str(row["bsz"]), *flags]
     args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
+    work = make_plan(args, Script(script), row["gpus"]).work
     gpu = find_hardware(row["gpu"])
     # A part with less power runs its matmuls slower; `note` says if its memory differs.
     slower = {
@@ -45,13 +46,7 @@ def predicted(row: dict) -> float:
         for value in (getattr(gpu, name),)
     }
     gpu = dataclasses.replace(gpu, **slower)
-    config = load_config(args.config)
-    shards = row["gpus"] if row["gpus"] > 1 else None
-    batch = resolve_batch(args, row["seq_len"], row["gpus"])
-    estimate = estimate_speed(
-        config, args, row["seq_len"], batch.grad_acc_steps, gpu, row["gpus"], 8, shards
-    )
-    return args.bsz * batch.grad_acc_steps * row["seq_len"] / estimate.step_s
+    return work.batch.tokens_per_step / row["gpus"] / estimate_speed(work, gpu).step_s
 
 
 def published_rows() -> list[dict]:

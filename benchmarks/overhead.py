@@ -85,7 +85,7 @@ def step_by_step(
         return both
 
     with (
-        mock.patch("bench.run.loop.build_step", with_bare_steps),
+        mock.patch("train.build_step", with_bare_steps),
         tempfile.TemporaryDirectory() as out,
     ):
         result = run_train(*argv, "--output-dir", out)

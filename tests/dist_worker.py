@@ -11,7 +11,6 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 """
 
 import contextlib
-import functools
 import gc
 import json
 import os
@@ -31,19 +30,18 @@ from torch.utils._pytree import tree_leaves
 
 import train_ddp
 import train_fsdp
-from bench.apply.fp8 import te as fp8_te
 from bench.apply.fp8.base import Fp8
+from bench.apply.fp8.te import TransformerEngineFp8
 from bench.apply.optimizer import build_optimizer, optimizer_step
 from bench.apply.precision import LossScaler
-from bench.parallel import ranks as dist
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
-from bench.parallel.ranks import find_ranks
+from bench.parallel.mesh import build_mesh
+from bench.parallel.ranks import find_ranks, gather, join, leave
 from bench.settings.command_line import parse_args
 from model import te
-from model.config import load_config
 from model.transformer import Transformer
 from tests import te_standin
-from tests.helpers import attention_calls, is_attention, without_inductor
+from tests.helpers import attention_calls, is_attention, plan_of, without_inductor
 
 KINDS = {
     "_allgather_base_": ("all_gather", 0),
@@ -118,19 +116,26 @@ class Traffic(TorchDispatchMode):
 
 def sharded_llama(ranks, device, *flags, seq_len=8):
     """The arguments and the model of a run of train_fsdp.py, just before its optimizer is built."""
-    args = parse_args(["configs/llama-tiny.json", *flags], "train_fsdp.py")
-    config = load_config(args.config)
-    with torch.device("meta"):
-        model = Transformer(config, seq_len)
-    apply_fsdp(model, device, ranks.world, args)
-    materialize_shards(model, device, args)
-    return args, model
+    argv = ["configs/llama-tiny.json", "--seq-len", seq_len, *flags]
+    plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
+    return plan, shard(plan, device)
+
+
+def shard(plan, device, model=None, fp8=None):
+    """The model of a plan, sharded and filled."""
+    if model is None:
+        with torch.device("meta"):
+            model = Transformer(plan.work.config, plan.work.batch.seq_len)
+    mesh = build_mesh(device, plan.work.fsdp.mesh, plan.ranks.dist_timeout)
+    apply_fsdp(model, mesh, plan.work)
+    materialize_shards(model, device, 0, fp8=fp8)
+    return model
 
 
 def held_bytes(ranks, device) -> int:
     """Bytes of parameters and AdamW state that this rank holds of a sharded model after a step."""
-    args, model = sharded_llama(ranks, device, "--amp", "off")
-    optimizer = build_optimizer(model, args)
+    plan, model = sharded_llama(ranks, device, "--amp", "off")
+    optimizer = build_optimizer(model, plan.optimizer)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(ids, ids).backward()
     optimizer.step()
@@ -166,19 +171,17 @@ def dtypes_in_a_block(ranks, device) -> list[str]:
 
 def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
     """Losses of a few steps under FSDP: of plain blocks, and of Transformer Engine's modules."""
-    args = parse_args([path, "--amp", "off"], "train_fsdp.py")
-    config = load_config(args.config)
+    plan = plan_of([path, "--amp", "off", "--seq-len", 16], "train_fsdp.py", ranks.world, "cpu")
     losses = {}
     for name in ("plain", "converted"):
         fp8 = Fp8()
         with torch.device("meta"):
-            model = Transformer(config, 16)
+            model = Transformer(plan.work.config, 16)
         if name == "converted":
-            te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
-            fp8.allocate = functools.partial(fp8_te.allocate, te_standin, False)
-        apply_fsdp(model, device, ranks.world, args)
-        materialize_shards(model, device, args, fp8=fp8)
-        optimizer = build_optimizer(model, args)
+            micro = te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
+            fp8 = TransformerEngineFp8(te_standin, "any", micro, primary_weights=True)
+        shard(plan, device, model, fp8)
+        optimizer = build_optimizer(model, plan.optimizer)
         ids = torch.arange(32).view(2, 16) + ranks.rank
         losses[name] = []
         for _ in range(3):
@@ -192,8 +195,8 @@ def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
 
 def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
     """Whether this rank's fp16 step leaves the weights alone when a shard of the last one overflows."""
-    args, model = sharded_llama(ranks, device, "--amp", "fp16")
-    optimizer, scaler = build_optimizer(model, args), LossScaler(device)
+    plan, model = sharded_llama(ranks, device, "--amp", "fp16")
+    optimizer, scaler = build_optimizer(model, plan.optimizer), LossScaler(device)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     if ranks.rank == ranks.world - 1:
@@ -216,7 +219,7 @@ def main() -> None:
     ranks = find_ranks(os.environ)
     gc.freeze()  # every run collects garbage: spare it what the imports left
     # One process group serves all runs.
-    dist.join(ranks, torch.device("cpu"), 60.0)
+    join(ranks, torch.device("cpu"), 60.0)
     out = Path(sys.argv[1]).parent
     for name, script, flags, traced_only in json.loads(Path(sys.argv[1]).read_text()):
         argv = [*flags, "--output-dir", str(out), "--run-name", name]
@@ -233,7 +236,7 @@ def main() -> None:
             mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
         ):
             {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
-        draws = dist.gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
+        draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
             (out / name / "draws.json").write_text(json.dumps(draws))
             (out / name / "calls.json").write_text(json.dumps(traffic.calls))
@@ -242,10 +245,10 @@ def main() -> None:
             (out / name / "attention.json").write_text(json.dumps(calls))
             if script == "train_fsdp.py":
                 (out / name / "built.json").write_text(json.dumps(traffic.most_held))
-    held = dist.gather(ranks, held_bytes(ranks, torch.device("cpu")))
+    held = gather(ranks, held_bytes(ranks, torch.device("cpu")))
     dtypes = dtypes_in_a_block(ranks, torch.device("cpu"))
     error = embedding_gradient_error(ranks, torch.device("cpu"))
-    skipped = dist.gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
+    skipped = gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
     timeouts = hsdp_timeouts(ranks, torch.device("cpu"))
     if ranks.main:
         (out / f"held{ranks.world}.json").write_text(json.dumps(held))
@@ -258,7 +261,7 @@ def main() -> None:
         if ranks.main:
             (out / f"converted{ranks.world}-{Path(path).name}").write_text(json.dumps(losses))
     gc.collect()
-    dist.leave()
+    leave()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.settings.command_line import parse_args
+from bench.settings.flags import Script
+from bench.settings.plan import Plan, make_plan
 from model.config import ModelConfig, parse_config
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +62,11 @@ FAMILIES = {
 
 def config(family: str, **changes) -> ModelConfig:
     return parse_config(FAMILIES[family] | changes, f"{family}.json")
+
+
+def plan_of(argv, script="train.py", world=1, platform="nvidia", config=None) -> Plan:
+    """The plan of a command line, on a model that is read already if `config` is given."""
+    return make_plan(parse_args([*map(str, argv)], script), Script(script), world, platform, config)
 
 
 def write_config(directory: Path, values: dict) -> str:

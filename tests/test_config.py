@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from bench.formulas.flops import count_parameters
+from bench.formulas.parameters import count_parameters, parameter_shapes
 from model.config import ConfigError, load_config, parse_config
 from model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
@@ -54,6 +54,10 @@ def test_parameter_formula_on_every_family(family):
     config = parse_config(FAMILIES[family], "x.json")
     model = Transformer(config, seq_len=8)
     assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
+    padded = parse_config(FAMILIES[family], "x.json", vocab_multiple=64)
+    with torch.device("meta"):
+        built = {n: tuple(p.shape) for n, p in Transformer(padded, 8).named_parameters()}
+    assert parameter_shapes(padded) == built
 
 
 def test_70b_proxy_is_the_70b_shape_with_four_layers():

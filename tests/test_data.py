@@ -1,7 +1,5 @@
 """Token files and the batches made of them."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -10,15 +8,15 @@ import prepare_data
 from bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids, open_data, sample_plan
 from bench.apply.tokens import open_tokens, write_tokens
 from bench.errors import UsageError
-from bench.settings.flags import Args
+from bench.settings.flags import BatchFlags, DataFlags
 from bench.settings.plan import resolve_batch
 
 CPU = torch.device("cpu")
 
 
 def plan_of(n_steps, accumulation, bsz, rank=0, world=1):
-    args = Args("x", bsz=bsz, grad_acc_steps=accumulation)
-    return sample_plan(n_steps, resolve_batch(args, 1, world), rank)
+    flags = BatchFlags(bsz=bsz, grad_acc_steps=accumulation)
+    return sample_plan(n_steps, resolve_batch(flags, 1, world), rank)
 
 
 @pytest.fixture
@@ -266,7 +264,6 @@ def test_what_holds_no_tokens_is_refused(content, message, tmp_path):
 @pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])
 def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
-    args = Args("x", bsz=8, seq_len=4, val_data=str(tmp_path / "val.bin"), val_batches=8)
-    config = types.SimpleNamespace(vocab_size=50)
-    _, (_, firsts) = open_data(args, config, resolve_batch(args, 4), CPU)
+    flags, batch = DataFlags(val_data=str(tmp_path / "val.bin")), resolve_batch(BatchFlags(), 4)
+    _, (_, firsts) = open_data(flags, 50, batch, 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]

@@ -1,5 +1,6 @@
 """train_ddp.py and train_fsdp.py on gloo: the losses of train.py, the promised traffic and memory."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,14 +14,13 @@ from bench.apply.compile import apply_compile
 from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
 from bench.formulas.collectives import ddp_bytes
-from bench.formulas.flops import chosen_blocks
-from bench.settings.command_line import parse_args
-from bench.settings.plan import resolve_shards
+from bench.formulas.work import Recompute
+from bench.settings.plan import resolve_recompute, resolve_shards
 from model.config import load_config
 from model.hf import save_pretrained
 from model.init import materialize
 from model.transformer import Transformer
-from tests.helpers import ROOT, run_train, without_inductor
+from tests.helpers import ROOT, plan_of, run_train, without_inductor
 
 BASE = [
     "tests/configs/llama-small.json",  # llama-tiny at half the width: gloo moves a quarter
@@ -334,17 +334,16 @@ def test_memory_falls_as_more_blocks_recompute(compiled, record_property):
     """Bytes that autograd holds between forward and backward, parameters apart."""
     shape = load_config(ROOT / "configs/llama-tiny.json")
     ids = torch.zeros(2, 64, dtype=torch.int64)
-    args = parse_args([shape.path, "--pt-compile"], "train.py")
     held = {}
-    for freq, policy in ((None, "block"), ((1, 4), "block"), ((1, 2), "block"), ((1, 1), "block"),
-                         ((1, 1), "op")):  # fmt: skip
+    for freq, policy in ((None, "block"), ("1/4", "block"), ("1/2", "block"), ("1/1", "block"),
+                         ("1/1", "op")):  # fmt: skip
         model = Transformer(shape, 64)
         materialize(model, torch.device("cpu"), seed=0)
-        apply_recompute(model, chosen_blocks(len(model.blocks), freq), policy)
+        apply_recompute(model, resolve_recompute(freq, policy, shape))
         if compiled:
             torch._dynamo.reset()
             with without_inductor():
-                apply_compile(model, args)
+                apply_compile(model, "default")
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept = {}
 
@@ -358,42 +357,46 @@ def test_memory_falls_as_more_blocks_recompute(compiled, record_property):
             loss = model(ids, ids)
         held["op" if policy == "op" else freq] = sum(nbytes for nbytes, _ in kept.values())
         loss.backward()
-    shown = ", ".join(f"{f if f == 'op' else '/'.join(map(str, f or ['none']))} {n}"
-                      for f, n in held.items())  # fmt: skip
+    shown = ", ".join(f"{freq or 'none'} {n}" for freq, n in held.items())
     record_property("figure", f"activation bytes by --sac-freq, compiled {compiled}: {shown}")
-    everything = held[None] - held[1, 1]
-    assert held[1, 1] < 0.3 * held[None]
+    everything = held[None] - held["1/1"]
+    assert held["1/1"] < 0.3 * held[None]
     # Each of the four blocks saves the same amount.
-    assert held[None] - held[1, 4] == pytest.approx(everything / 4, rel=0.1)
-    assert held[None] - held[1, 2] == pytest.approx(everything / 2, rel=0.1)
+    assert held[None] - held["1/4"] == pytest.approx(everything / 4, rel=0.1)
+    assert held[None] - held["1/2"] == pytest.approx(everything / 2, rel=0.1)
     if compiled:  # in eager mode autograd does not see what the policy keeps
-        assert 2 * held[1, 1] < held["op"] < 0.8 * held[None]
+        assert 2 * held["1/1"] < held["op"] < 0.8 * held[None]
 
 
 def test_chosen_blocks_are_spread_evenly():
-    assert chosen_blocks(8, (1, 1)) == list(range(8))
-    assert chosen_blocks(8, (1, 2)) == [1, 3, 5, 7]
-    assert chosen_blocks(8, (1, 4)) == [3, 7]
-    assert chosen_blocks(8, (3, 4)) == [1, 2, 3, 5, 6, 7]
-    assert chosen_blocks(8, None) == []
+    shape = load_config(ROOT / "configs/llama-tiny.json")
+
+    def chosen(n, freq):
+        deep = dataclasses.replace(shape, num_hidden_layers=n)
+        return list(resolve_recompute(freq, "block", deep).blocks)
+
+    assert chosen(8, "1/1") == list(range(8))
+    assert chosen(8, "1/2") == [1, 3, 5, 7]
+    assert chosen(8, "1/4") == [3, 7]
+    assert chosen(8, "3/4") == [1, 2, 3, 5, 6, 7]
+    assert resolve_recompute(None, "block", shape) == Recompute()
     for q, p in ((2, 3), (3, 8), (5, 7)):
-        assert len(chosen_blocks(p * 6, (q, p))) == q * 6
+        assert len(chosen(p * 6, f"{q}/{p}")) == q * 6
 
 
 def test_ddp_traffic_by_hand():
-    shapes = {"a": (3, 4), "b": (5,)}
+    shapes, path = {"a": (3, 4), "b": (5,)}, ROOT / BASE[0]
     for flags, moved in (([], 68), (["--grad-compression", "bf16"], 34)):
-        args = parse_args(["x.json", *flags], "train_ddp.py")
-        assert ddp_bytes(shapes, 2, args) == {"all_reduce": moved}
-        assert ddp_bytes(shapes, 1, args) == {}
+        both, one = (plan_of([path, *flags], "train_ddp.py", world).work for world in (2, 1))
+        assert ddp_bytes(shapes, both) == {"all_reduce": moved}
+        assert ddp_bytes(shapes, one) == {}
 
 
 def test_shards_that_cannot_be_are_refused():
-    args = parse_args(["x.json", "--dp-replicate", "3"], "train_fsdp.py")
     with pytest.raises(UsageError, match="--dp-replicate 3 does not divide 4 ranks; 1, 2, 4 do"):
-        resolve_shards(args, 4, "cpu")
-    assert resolve_shards(args, 6, "cpu") == 2
-    args = parse_args(["x.json", "--cpu-offload"], "train_fsdp.py")
+        resolve_shards(3, 4)
+    assert resolve_shards(3, 6) == 2
+    argv = [ROOT / BASE[0], "--cpu-offload"]
     with pytest.raises(UsageError, match="--cpu-offload: the parameters are in host memory"):
-        resolve_shards(args, 2, "cpu")
-    assert resolve_shards(args, 2, "cuda") == 2
+        plan_of(argv, "train_fsdp.py", 2, "cpu")
+    assert plan_of(argv, "train_fsdp.py", 2).work.fsdp.shards == 2

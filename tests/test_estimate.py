@@ -19,16 +19,14 @@ from bench.formulas.memory_model import (
     estimate_memory,
     largest_batch,
 )
-from bench.formulas.speed_model import _block_bytes, estimate_speed, matmul_time
+from bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
 from bench.parallel.memory_trace import traced_memory
-from bench.settings.command_line import parse_args
-from bench.settings.plan import resolve_batch, resolve_seq_len, resolve_shards
 from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
 from model.config import load_config
 from model.init import materialize
 from model.layers import apply_rope
 from model.transformer import Transformer
-from tests.helpers import ROOT
+from tests.helpers import ROOT, plan_of
 
 H100 = find_hardware("h100")
 
@@ -58,12 +56,9 @@ def test_formula_and_trace_agree(setting, record_property):
     """Two independent counts of the peak, within 10 %."""
     script, world, seq_len, text = setting
     model, *flags = text.split()
-    args = parse_args([f"configs/{model}.json", *flags, "--seq-len", str(seq_len)], script)
-    config = load_config(args.config)
-    micro = resolve_batch(args, seq_len, world).grad_acc_steps
-    shards = resolve_shards(args, world, "cuda") if script == "train_fsdp.py" else None
-    formula = estimate_memory(config, args, seq_len, micro, shards).peak
-    traced = traced_memory(args, config, seq_len, script, world)
+    plan = plan_of([f"configs/{model}.json", *flags, "--seq-len", seq_len], script, world)
+    formula = estimate_memory(plan.work).peak
+    traced = traced_memory(plan.work, plan.optimizer)
     sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
     record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
     assert formula == pytest.approx(traced, rel=0.10)
@@ -77,13 +72,8 @@ def test_peaks_are_those_of_pytorchs_own_allocator(record_property):
             continue
         words, peak = line.split(" | ")
         script, ranks, model, *flags = words.split()
-        args = parse_args([f"configs/{model}.json", *flags], script)
-        config = load_config(args.config)
-        seq_len = resolve_seq_len(args.seq_len, config)
-        micro = resolve_batch(args, seq_len, int(ranks)).grad_acc_steps
-        shards = resolve_shards(args, int(ranks), "cuda") if script == "train_fsdp.py" else None
-        ddp = script == "train_ddp.py"
-        formula = estimate_memory(config, args, seq_len, micro, shards, replicated=ddp).peak
+        plan = plan_of([f"configs/{model}.json", *flags], script, int(ranks))
+        formula = estimate_memory(plan.work).peak
         found[words] = formula / 2**30 / float(peak) - 1
         assert abs(found[words]) < 0.06, words
     middle = statistics.median(found.values())
@@ -112,15 +102,14 @@ KEPT = [
 @pytest.mark.parametrize(("model", "changed", "flags"), KEPT, ids=str)
 def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
-    args = parse_args([f"configs/{model}.json", "--bsz", "2", *flags], "train.py")
-    config = dataclasses.replace(
-        load_config(args.config), num_hidden_layers=1, windows=(None,), **changed
-    )
     T, cpu, kept = 24, torch.device("cpu"), {}
+    shape = load_config(f"configs/{model}.json")
+    config = dataclasses.replace(shape, num_hidden_layers=1, windows=(None,), **changed)
+    work = plan_of([shape.path, "--bsz", 2, "--seq-len", T, *flags], config=config).work
     with torch.device("meta"):
         whole = Transformer(config, T)
     block = whole.blocks[0]
-    if args.pt_compile:
+    if work.compiled:
         torch._dynamo.reset()
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
     materialize(whole, cpu, seed=0)
@@ -134,15 +123,15 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     x = torch.zeros(2, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast("bf16", cpu):
         output = block(x, whole.rope_for(T, cpu), None)
-    formula = block_activations(config, args, 2 * T, fused_norm=False)
+    formula = block_activations(work, fused_norm=False)
     assert sum(kept.values()) == pytest.approx(formula, rel=0.02)
     output.sum().backward()
 
 
 def memory(model="llama-3.1-8b", T=4096, shards=8, micro=1, *flags):
+    argv = [f"configs/{model}.json", "--bsz", 2, "--seq-len", T, "--grad-acc-steps", micro, *flags]
     script = "train_fsdp.py" if shards else "train.py"
-    args = parse_args([f"configs/{model}.json", "--bsz", "2", *flags], script)
-    return estimate_memory(load_config(args.config), args, T, micro, shards)
+    return estimate_memory(plan_of(argv, script, shards or 1).work)
 
 
 def test_a_device_is_found_by_the_first_words_of_its_name():
@@ -180,9 +169,8 @@ def test_published_figures_are_met():
 
 def speed(model, T, world, *flags, gpu=H100):
     script = "train_fsdp.py" if world > 1 else "train.py"
-    args = parse_args([f"configs/{model}.json", *flags], script)
-    shards = world // args.dp_replicate if world > 1 else None
-    return estimate_speed(load_config(args.config), args, T, 1, gpu, world, 8, shards)
+    argv = [f"configs/{model}.json", "--seq-len", T, *flags]
+    return estimate_speed(plan_of(argv, script, world).work, gpu)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +251,11 @@ def test_eager_rotary_embedding_moves_what_the_formula_says(amp):
     cos, sin = torch.ones(2, T, 16)
     with torch.no_grad(), MovedBytes() as moved:
         apply_rope(x, cos, sin)
-    args = parse_args(["x.json", "--amp", amp], "train.py")
     rotated = config.query_size + config.kv_size
     plain = dataclasses.replace(config, learned_positions=True)
-    formula = _block_bytes(config, args, tokens) - _block_bytes(plain, args, tokens)
+    argv = [config.path, "--amp", amp, "--bsz", 64, "--seq-len", T]
+    rope, none = (block_bytes(plan_of(argv, config=shape).work) for shape in (config, plain))
+    formula = rope - none
     assert moved.n / x.numel() == pytest.approx(formula / (tokens * rotated), rel=0.02)
 
 
@@ -331,9 +320,11 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
 def test_mxfp8_gathers_its_scales_and_both_orientations_where_once_must_do(reshard, width):
     argv = ["configs/llama-tiny.json", "--use-fp8", "--fp8-recipe", "mxfp8", "--fp8-primary-weights",
             "--reshard-after-forward", reshard]  # fmt: skip
-    args = parse_args(argv, "train_fsdp.py")
-    shapes = {"blocks.0.mlp.fc1_weight": (1376, 256), "blocks.0.attn_norm.weight": (256,)}
-    moved = fsdp_bytes(shapes, 4, 1, args, {"blocks.0.mlp.fc1_weight"})["all_gather"]
+    shapes = {"blocks.0.mlp.gate_up.weight": (1376, 256), "blocks.0.attn_norm.weight": (256,)}
+    # 688 rows of the MLP do not divide by 32 x 4; here that does not matter.
+    config = dataclasses.replace(load_config(argv[0]), intermediate_size=768)
+    work = plan_of(argv, "train_fsdp.py", 4, config=config).work
+    moved = fsdp_bytes(shapes, work)["all_gather"]
     gathers = 2 if reshard == "always" else 1
     assert moved == gathers * (1376 * 256 * width + 256 * 2)
 
@@ -344,8 +335,8 @@ def test_fp32_matmuls_are_slower_than_the_device_can():
     for name in ("a100", "h100", "b200", "mi300x", "l40s", "rtx 4090"):
         gpu = find_hardware(name)
         for flags in ([], ["--tf32"]):
-            args = parse_args(["configs/gpt2-125m.json", "--amp", "off", *flags], "train.py")
-            seconds = matmul_time(8192, 8192, 8192, False, args, gpu, CONSTANTS)
+            work = plan_of(["configs/gpt2-125m.json", "--amp", "off", *flags]).work
+            seconds = matmul_time(work, 8192, 8192, 8192, False, gpu, CONSTANTS)
             rates[name, bool(flags)] = 2 * 8192**3 / seconds / 1e12
         assert 0.5 * gpu.fp32_tflops < rates[name, False] < gpu.fp32_tflops
     assert rates["h100", True] > 4 * rates["h100", False]
@@ -354,12 +345,11 @@ def test_fp32_matmuls_are_slower_than_the_device_can():
 
 
 def test_accumulation_gathers_again_under_fsdp_and_reduces_once_under_ddp():
-    config, micro = load_config("configs/llama-3.1-8b-proxy.json"), {}
-    for script, shards in (("train_fsdp.py", 8), ("train_ddp.py", None)):
+    path, micro = "configs/llama-3.1-8b-proxy.json", {}
+    for script in ("train_fsdp.py", "train_ddp.py"):
         for n in (1, 4):
-            argv = [config.path, "--bsz", "1", "--grad-acc-steps", str(n)]
-            args = parse_args(argv, script)
-            micro[script, n] = estimate_speed(config, args, 4096, n, H100, 8, 8, shards)
+            argv = [path, "--bsz", 1, "--seq-len", 4096, "--grad-acc-steps", n]
+            micro[script, n] = estimate_speed(plan_of(argv, script, 8).work, H100)
     once, four = micro["train_fsdp.py", 1], micro["train_fsdp.py", 4]
     assert four.communication_s == pytest.approx(4 * once.communication_s)
     once, four = micro["train_ddp.py", 1], micro["train_ddp.py", 4]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import types
 
 import pytest
 import torch
@@ -12,16 +11,15 @@ from bench.apply.recompute import apply_recompute
 from bench.formulas.flops import (
     attended_keys,
     attention_flops,
-    chosen_blocks,
     flops_per_token,
-    linear_parameters,
     recomputed_flops_per_token,
 )
-from bench.results.figures import recomputed
+from bench.formulas.parameters import linear_parameters
+from bench.formulas.work import Fp8Work
 from model.config import load_config
 from model.layers import window_mask
 from model.transformer import Transformer
-from tests.helpers import FAMILIES, config
+from tests.helpers import FAMILIES, config, plan_of
 from tests.test_config import SHIPPED
 
 os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
@@ -67,7 +65,7 @@ def test_attended_keys_against_the_mask_itself(T, window):
     assert attended_keys(T, window, causal=False) == min(T, window or T)
 
 
-@pytest.mark.parametrize("freq", [(1, 1), (1, 2), (1, 3)])
+@pytest.mark.parametrize("freq", ["1/1", "1/2", "1/3"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
     """Counted with and without; the op policy repeats no matmul. A dropout at the end of a block needs
@@ -75,19 +73,21 @@ def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
     seq_len = 16
     shape = config("gpt2", resid_pdrop=dropout) if dropout else config("llama")
 
-    def total(chosen, policy):
+    def work(*flags):
+        return plan_of(["x.json", "--seq-len", seq_len, *flags], config=shape).work
+
+    def total(work):
         with torch.device("meta"):
             model = Transformer(shape, seq_len)
             ids = torch.zeros(2, seq_len, dtype=torch.int64)
-        apply_recompute(model, chosen_blocks(len(model.blocks), chosen), policy)
+        apply_recompute(model, work.recompute)
         with FlopCounterMode(display=False) as counter:
             model(ids, ids).backward()
         return counter.get_total_flops() / ids.numel()
 
-    plain = total(None, "block")
-    expected = recomputed_flops_per_token(shape, seq_len, freq, "block", stops_early=not dropout)
-    assert total(freq, "block") - plain == pytest.approx(expected)
-    assert total(freq, "op") == plain
+    plain, block = total(work()), work("--sac-freq", freq)
+    assert total(block) - plain == pytest.approx(recomputed_flops_per_token(block))
+    assert total(work("--sac-freq", freq, "--sac-policy", "op")) == plain
 
 
 def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
@@ -96,38 +96,37 @@ def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
 
     shape, seq_len = config("llama"), 16
 
-    def total(freq):
+    def work(*flags):
+        return plan_of(["x.json", "--seq-len", seq_len, *flags], config=shape).work
+
+    def total(*flags):
         with torch.device("meta"):
             model = Transformer(shape, seq_len)
             ids = torch.zeros(2, seq_len, dtype=torch.int64)
         fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
         convert_to_float8_training(model.blocks, config=dataclasses.replace(fp8, emulate=True))
-        apply_recompute(model, chosen_blocks(len(model.blocks), freq), "block")
+        apply_recompute(model, work(*flags).recompute)
         with FlopCounterMode(display=False) as counter:
             model(ids, ids).backward()
         return counter.get_total_flops() / ids.numel()
 
-    def formula(compiled, kept):
-        result = types.SimpleNamespace(
-            args={"sac_freq": "1/1", "sac_policy": "block", "pt_compile": compiled},
-            batch=types.SimpleNamespace(seq_len=seq_len),
-            fp8=types.SimpleNamespace(high_precision={"head": "always"} | kept),
+    def formula(*flags, layers=("qkv", "out", "up", "down")):
+        fp8 = Fp8Work("torchao", "tensorwise", layers=layers)
+        return recomputed_flops_per_token(
+            dataclasses.replace(work("--sac-freq", "1/1", *flags), fp8=fp8)
         )
-        return recomputed(result, shape)
 
-    eager = formula(False, {})
-    assert total((1, 1)) - total(None) == pytest.approx(eager)
+    eager = formula()
+    assert total("--sac-freq", "1/1") - total() == pytest.approx(eager)
     down = 2 * shape.num_hidden_layers * shape.intermediate_size * shape.hidden_size
-    assert formula(True, {}) == eager - down
-    assert formula(False, {"blocks.*.mlp.down": "of odd sizes"}) == eager - down
+    assert formula("--pt-compile") == eager - down
+    assert formula(layers=("qkv", "out", "up")) == eager - down
 
 
 def test_attention_that_is_repeated_counts_by_the_convention():
     shape, T = load_config("configs/llama-tiny.json"), 64
-    again = [
-        recomputed_flops_per_token(shape, T, (1, 1), "block", causal=causal)
-        for causal in (False, True)
-    ]
+    work = plan_of([shape.path, "--seq-len", T, "--sac-freq", "1/1"]).work
+    again = [recomputed_flops_per_token(work, causal=causal) for causal in (False, True)]
     width = shape.num_attention_heads * shape.head_dim
     assert again[0] - again[1] == shape.num_hidden_layers * 2 * width * T
 

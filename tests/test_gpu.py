@@ -23,7 +23,7 @@ from bench.errors import UsageError
 from bench.trace.breakdown import break_down
 from bench.trace.read_trace import read_trace
 from model.layers import attend, window_mask
-from tests.helpers import ROOT, only_result, read_steps, run_train
+from tests.helpers import ROOT, only_result, plan_of, read_steps, run_train
 from tests.test_combinations import ONLY_ON_A_GPU
 from tests.test_combinations import flags as cell_flags
 from tests.test_combinations import name as cell_name
@@ -388,8 +388,6 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     import dataclasses
 
     from bench.apply.fp8.choose import apply_fp8
-    from bench.settings.command_line import parse_args
-    from bench.settings.plan import resolve_batch
     from model.config import load_config
     from model.init import materialize
     from model.transformer import Transformer
@@ -397,13 +395,13 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     device, T = torch.device("cuda"), 256
     path = {"gpt2": "configs/gpt2-125m.json", "llama": "configs/llama-3.2-1b.json"}[family]
     flags = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--grad-acc-steps", "2"]
-    args = parse_args([path, *flags], "train.py")
     shape = dataclasses.replace(load_config(path), num_hidden_layers=2, windows=(None, None))
+    work = plan_of([path, *flags, "--seq-len", T], config=shape).work
     models = []
     for fp8_on in (False, True):
         with torch.device("meta"):
             model = Transformer(shape, T)
-        fp8 = apply_fp8(model, args, device, resolve_batch(args, T)) if fp8_on else None
+        fp8 = apply_fp8(model, work, device) if fp8_on else None
         materialize(model, device, seed=0)
         models.append(model)
     plain, te = models

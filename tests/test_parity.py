@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from model.config import ConfigError, parse_config
-from model.hf import ARCHITECTURES, check_pretrained, load_pretrained, save_pretrained, to_hf
+from model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from model.init import materialize
 from model.transformer import Transformer
 from tests.helpers import FAMILIES, config, only_result, run_train
@@ -37,7 +37,7 @@ def pair(request, tmp_path_factory):
     theirs.save_pretrained(directory)
     ours_config = config(request.param)
     model = Transformer(ours_config, T)
-    load_pretrained(model, check_pretrained(model, directory))
+    materialize(model, CPU, 0, check_pretrained(model, directory))
     return ours_config, model, theirs, directory
 
 
@@ -87,7 +87,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     fresh = Transformer(ours_config, T)
-    load_pretrained(fresh, check_pretrained(fresh, tmp_path))
+    materialize(fresh, CPU, 0, check_pretrained(fresh, tmp_path))
     for a, b in zip(ours.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(a, b)
     if ours_config.model_type == "gpt2":

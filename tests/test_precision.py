@@ -19,12 +19,15 @@ from bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from bench.apply.precision import LossScaler, set_precision
 from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
+from bench.formulas.work import Recompute
 from bench.measure.steps import StepLog
 from bench.results.figures import fill_flop_metrics
 from bench.results.schema import DeviceUse, Fp8Info, Result
 from bench.settings.command_line import parse_args
-from bench.settings.plan import resolve_batch
+from bench.settings.flags import OptimizerFlags
+from bench.settings.plan import TE_ACTIVATIONS
 from benchmarks import gemm, numerics
+from model import te as te_blocks
 from model.config import parse_config
 from model.init import materialize
 from model.te import native_name
@@ -35,6 +38,7 @@ from tests.helpers import (
     ROOT,
     config,
     only_result,
+    plan_of,
     read_steps,
     run_train,
     without_inductor,
@@ -79,7 +83,8 @@ def test_adamw_takes_its_flags_and_decays_matrices_alone():
     """Two steps of constant gradients by hand (Loshchilov and Hutter 2019, algorithm 2)."""
     argv = ["x.json", "--lr", "0.1", "--beta1", "0.8", "--beta2", "0.9", "--weight-decay", "0.5"]
     model = nn.Linear(1, 1)
-    optimizer = build_optimizer(model, parse_args(argv, "train.py"))
+    flags = parse_args(argv, "train.py").part(OptimizerFlags)
+    optimizer = build_optimizer(model, flags)
     expected = {name: p.item() for name, p in model.named_parameters()}
     m = v = 0.0
     for step, g in enumerate((1.0, 3.0), 1):
@@ -97,8 +102,8 @@ def test_adamw_takes_its_flags_and_decays_matrices_alone():
 def test_the_learning_rate_rises_and_falls_as_its_flags_say():
     argv = ["x.json", "--lr", "1.0", "--min-lr-ratio", "0.2", "--lr-warmup-steps", "3",
             "--warmup-steps", "1", "--n-steps", "11"]  # fmt: skip
-    args = parse_args(argv, "train.py")
-    rates = [learning_rate(step, args) for step in range(13)]
+    flags = parse_args(argv, "train.py").part(OptimizerFlags)
+    rates = [learning_rate(step, flags, 12) for step in range(13)]
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[7] == pytest.approx(0.2 + 0.8 * 0.5)  # half way down a cosine
     assert rates[5] == pytest.approx(0.2 + 0.8 * (1 + 0.5**0.5) / 2)
@@ -122,9 +127,8 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, monkeypatch):
         return function
 
     monkeypatch.setattr(torch, "compile", spy)
-    argv = ["x.json", "--pt-compile", "--compile-mode", mode]
     with torch.device("meta"):
-        apply_compile(Transformer(config("llama"), 8), parse_args(argv, "train.py"))
+        apply_compile(Transformer(config("llama"), 8), mode)
     assert [options.pop("mode") for options in asked] == [mode] * 3 + [loss_mode]
     assert asked == [{"fullgraph": True, "dynamic": False}] * 4
 
@@ -145,17 +149,17 @@ def test_max_autotunes_unfit_candidates_are_logged_only_on_request(mode, logs, l
         monkeypatch.setenv("TORCH_LOGS", logs)
     with torch.device("meta"):
         model = Transformer(config("llama"), 8)
-    apply_compile(model, parse_args(["x.json", "--pt-compile", "--compile-mode", mode], "train.py"))
+    apply_compile(model, mode)
     assert logging.getLevelName(logger.level) == level
 
 
 @pytest.mark.parametrize("policy", ["block", "op"])
 def test_recomputed_dropout_draws_the_same(policy):
     gradients = []
-    for blocks in ([], [0, 1, 2]):
+    for blocks in ((), (0, 1, 2)):
         model = Transformer(config("gpt2", resid_pdrop=0.1, attn_pdrop=0.1), 16)
         materialize(model, CPU, seed=0)
-        apply_recompute(model, blocks, policy)
+        apply_recompute(model, Recompute(blocks, policy))
         torch.manual_seed(1)
         ids = torch.arange(32).view(2, 16)
         model(ids, ids).backward()
@@ -178,9 +182,9 @@ def test_an_overflow_is_skipped_and_halves_the_scale():
 
 def test_an_overflow_in_the_first_step_leaves_sgd_a_momentum_of_zero():
     """The fused kernel makes its buffers in the first step and fills them only without overflow."""
-    args = parse_args([*TINY, "--optimizer", "sgd", "--weight-decay", "0"], "train.py")
+    flags = OptimizerFlags(optimizer="sgd", weight_decay=0.0)
     model = nn.Linear(64, 64)
-    optimizer, scaler = build_optimizer(model, args), LossScaler(CPU)
+    optimizer, scaler = build_optimizer(model, flags), LossScaler(CPU)
     before = model.weight.detach().clone()
     for value in (float("inf"), 0.0):
         for p in model.parameters():
@@ -213,12 +217,11 @@ def test_skipped_steps_are_counted(tmp_path, monkeypatch):
 
 
 def fp8_model(recipe: str, values: dict, tokens: int = 64):
-    args = parse_args(["x.json", "--bsz", "1", "--seq-len", str(tokens), *EMULATED,
-                       "--fp8-recipe", recipe], "train.py")  # fmt: skip
     shape = parse_config(values, "x.json")
+    argv = ["x.json", "--bsz", 1, "--seq-len", tokens, *EMULATED, "--fp8-recipe", recipe]
     with torch.device("meta"):
         model = Transformer(shape, tokens)
-    fp8 = apply_fp8(model, args, CPU, resolve_batch(args, tokens))
+    fp8 = apply_fp8(model, plan_of(argv, platform="cpu", config=shape).work, CPU)
     materialize(model, CPU, seed=0)
     return model, fp8
 
@@ -273,11 +276,10 @@ def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
     """Before Ampere torch.compile would leave such blocks eager and only warn about it."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    args = parse_args(["configs/gpt2-tiny.json"], "train.py")
     with pytest.raises(
         UsageError, match="--amp bf16: Tesla T4 has no bf16 matmuls; use --amp fp16"
     ):
-        set_precision(args, torch.device("cuda"))
+        set_precision("bf16", False, torch.device("cuda"))
 
 
 @pytest.fixture
@@ -286,7 +288,7 @@ def te_in_place(monkeypatch):
     monkeypatch.setattr(fp8_te, "import_te", lambda device: te_standin)
     monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
     monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
-    monkeypatch.setattr(fp8_te, "autocast", lambda te, recipe: contextlib.nullcontext())
+    monkeypatch.setattr(fp8_te, "fp8_context", lambda te, recipe: contextlib.nullcontext())
     nothing = types.SimpleNamespace(reset=lambda: None)
     monkeypatch.setattr(fp8_te, "_quantization_state", lambda: nothing)
     modules = []
@@ -322,7 +324,7 @@ def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
     sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager = state
     made = fp8_te.make_recipe(kind)
     assert type(made).__name__ == theirs
-    given = fp8_te.autocast(types.SimpleNamespace(autocast=lambda **options: options), made)
+    given = fp8_te.fp8_context(types.SimpleNamespace(autocast=lambda **options: options), made)
     assert given == {"enabled": True, "recipe": made}
 
 
@@ -371,17 +373,18 @@ def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, capsys):
     assert "--bsz x --seq-len = 40 tokens is not a multiple of 16" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("hip", "multiple"), [(None, 32), ("7.0", 128)])
-def test_mxfp8_needs_multiples_by_who_multiplies(hip, multiple, te_in_place, monkeypatch):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    argv = [*TINY[:-1], "--use-fp8", "--fp8-recipe", "mxfp8"]
-    for tokens, fits in ((multiple, True), (multiple + 16, False)):
-        args = parse_args([*argv, "--bsz", "1", "--seq-len", str(tokens)], "train.py")
-        with torch.device("meta"):
-            model = Transformer(config("gpt2", n_embd=128, n_head=2), tokens)
-        with contextlib.nullcontext() if fits else pytest.raises(UsageError) as refused:
-            assert apply_fp8(model, args, CPU, resolve_batch(args, tokens)).info.recipe == "mxfp8"
-        assert fits or f"{tokens} tokens is not a multiple of {multiple};" in str(refused.value)
+@pytest.mark.parametrize(("platform", "multiple"), [("nvidia", 32), ("amd", 128)])
+def test_mxfp8_needs_multiples_by_who_multiplies(platform, multiple):
+    argv = [*TINY[:-1], "--use-fp8", "--fp8-recipe", "mxfp8", "--bsz", "1"]
+    shape = config("gpt2", n_embd=128, n_head=2, n_positions=256)
+    plan = plan_of([*argv, "--seq-len", multiple], platform=platform, config=shape)
+    assert plan.work.fp8.layers == ("qkv", "out", "up", "down")
+    with pytest.raises(UsageError, match=f"tokens is not a multiple of {multiple};"):
+        plan_of([*argv, "--seq-len", multiple + 16], platform=platform, config=shape)
+
+
+def test_te_has_the_activations_that_the_plan_counts_on():
+    assert set(TE_ACTIVATIONS) == te_blocks.ACTIVATIONS.keys() == te_blocks.GATED_ACTIVATIONS.keys()
 
 
 @pytest.mark.parametrize(("hip", "get"), [(None, "pip install"), ("7.0", "rocm/primus")])
@@ -436,8 +439,7 @@ def test_ideal_time_divides_each_matmul_by_its_own_peak(recipe, fp8_passes, tmp_
         backend="torchao", version="0", recipe=recipe, emulated=False, all_gather=False,
         n_linear_layers=8, n_parameters=393216, high_precision={},
     )  # fmt: skip
-    shape = parse_config(result.model.config, "x")
-    fill_flop_metrics(result, shape)
+    fill_flop_metrics(result, plan_of(TINY).work)
     fp8 = 2 * fp8_passes * 393216
     rest = m.flops_per_token_causal - fp8
     seconds = (rest / 100e12 + fp8 / 400e12) * m.tokens_per_sec_per_gpu
@@ -564,7 +566,8 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
         counters["inductor"]["cudagraph_skips"] += refused if step == 1 else 0
 
     monkeypatch.setattr(StepLog, "finish", counting)
-    monkeypatch.setattr("bench.run.life.uses_cuda_graphs", lambda args, device: True)
+    # As if blocks ran as CUDA graphs, whose refusals are counted.
+    monkeypatch.setattr("train.platform_of", lambda device: "nvidia")
     argv = [*TINY, "--amp", "off", "--pt-compile", "--compile-mode", "reduce-overhead"]
     with without_inductor():
         assert run_train(*argv, "--output-dir", tmp_path) == 0
@@ -606,7 +609,7 @@ def test_numerics_gate_catches_what_learns_otherwise():
 
 
 def test_gemm_shapes_are_the_models_matmuls():
-    from bench.formulas.flops import linear_parameters
+    from bench.formulas.parameters import linear_parameters
 
     shape = config("qwen3")
     shapes = gemm.model_shapes(shape, 128)

@@ -124,7 +124,7 @@ def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, caps
     assert trace_report.main([str(path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["matmul_tflops"] == pytest.approx(p["matmul_tflops"])
-    assert found["classes"] == pytest.approx(p["classes_s"])
+    assert found["classes_s"] == pytest.approx(p["classes_s"])
     assert found["matmul_roof_fraction"] == 0.61
     assert trace_report.main([str(path)]) == 0
     assert "while they run, 61.0% of the measured roof" in capsys.readouterr().out

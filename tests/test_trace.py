@@ -145,8 +145,8 @@ def test_matmuls_count_within_the_window_only(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": [{"ph": "X", "pid": 1} | e for e in events]}))
     b = break_down(read_trace(path))
-    assert b.step_time_s == pytest.approx(sum(b.classes.values()))
-    assert b.matmul_s == pytest.approx(b.classes["matmul bf16"]) and b.matmul_s < 130e-6
+    assert b.step_time_s == pytest.approx(sum(b.classes_s.values()))
+    assert b.matmul_s == pytest.approx(b.classes_s["matmul bf16"]) and b.matmul_s < 130e-6
 
 
 def rasterized(trace, begin: float, end: float) -> dict[str, float]:
@@ -175,17 +175,17 @@ def test_recorded_steps_add_up(name):
     """The classes add up to the step, and agree with a count that does not use the sweep."""
     trace = read_trace(TRACES / f"{name}.json.gz")
     b = break_down(trace)
-    assert sum(b.classes.values()) == pytest.approx(b.step_time_s, rel=1e-6)
+    assert sum(b.classes_s.values()) == pytest.approx(b.step_time_s, rel=1e-6)
     end = max(max(s.end for s in trace.gpu), trace.steps[-1].end)
     begin = end - b.step_time_s * 1e6
     other = rasterized(trace, begin, end)
     step = b.step_time_s * 1e6
-    compute = sum(v for k, v in b.classes.items() if k not in ("communication", "copies", "idle"))
+    compute = sum(v for k, v in b.classes_s.items() if k not in ("communication", "copies", "idle"))
     for ours, theirs in (
         (compute, other["compute"]),
-        (b.classes["communication"], other["communication"]),
-        (b.classes["copies"], other["copies"]),
-        (b.classes["idle"], other["idle"]),
+        (b.classes_s["communication"], other["communication"]),
+        (b.classes_s["copies"], other["copies"]),
+        (b.classes_s["idle"], other["idle"]),
         (b.communication_overlapped_s, other["hidden"]),
     ):
         assert 1e6 * ours == pytest.approx(theirs, abs=0.01 * step)
@@ -195,17 +195,17 @@ def test_what_the_recorded_steps_were():
     h100 = read_trace(TRACES / "cuda_h100_training.json.gz")
     b = break_down(h100)
     assert h100.device_name == "NVIDIA H100 80GB HBM3" and b.n_steps == 1
-    assert {"matmul bf16", "matmul fp8", "attention", "loss", "optimizer"} <= set(b.classes)
-    assert not {"matmul", "matmul fp16"} & set(b.classes)
+    assert {"matmul bf16", "matmul fp8", "attention", "loss", "optimizer"} <= set(b.classes_s)
+    assert not {"matmul", "matmul fp16"} & set(b.classes_s)
     assert 600 < b.matmul_tflops < 1200  # from recorded shapes; bf16 and FP8 on an H100
-    assert 0 < b.host_gaps.time_s < b.classes["idle"]
+    assert 0 < b.host_gaps.time_s < b.classes_s["idle"]
     assert b.host_gaps.longest_s <= b.host_gaps.time_s
     mi300 = read_trace(TRACES / "rocm_mi300x_ddp.json.gz")
     b = break_down(mi300)
     assert mi300.device_name == "AMD Instinct MI300X"
-    assert b.classes["communication"] > 0.5 * b.step_time_s  # so its authors say
+    assert b.classes_s["communication"] > 0.5 * b.step_time_s  # so its authors say
     block = break_down(read_trace(TRACES / "rocm_mi300x_llama_block.json.gz"))
-    assert set(block.classes) == {"matmul bf16", "attention", "elementwise", "idle"}
+    assert set(block.classes_s) == {"matmul bf16", "attention", "elementwise", "idle"}
     assert sum(k.calls for k in block.kernels if k.kind == "matmul bf16") == 7
     assert 300 < block.matmul_tflops < 700
 
@@ -252,7 +252,7 @@ def test_figures_are_those_of_one_step(tmp_path):
     trace = gpu_trace(tmp_path / "t.json", kernels, launches, host)
     b = break_down(trace, matmul_flops=8e6)
     assert (b.n_steps, b.step_time_s) == (2, pytest.approx(100e-6))
-    micros = {name: round(1e6 * seconds) for name, seconds in b.classes.items()}
+    micros = {name: round(1e6 * seconds) for name, seconds in b.classes_s.items()}
     assert micros == {"matmul fp32": 40, "idle": 30, "elementwise": 20, "communication": 10}
     assert b.communication_overlapped_s == pytest.approx(10e-6)
     assert {k.kind: (k.calls, round(1e6 * k.time_s)) for k in b.kernels} == {
@@ -272,7 +272,7 @@ def test_ranges_name_the_loss_and_the_optimizer(tmp_path):
     ]
     launches = [(0, 1), (1, 2), (2, 12), (3, 13)]
     ranges = [("loss", 0, 5), ("optimizer", 10, 20)]
-    found = break_down(gpu_trace(tmp_path / "t.json", kernels, launches, ranges)).classes
+    found = break_down(gpu_trace(tmp_path / "t.json", kernels, launches, ranges)).classes_s
     micro = {name: round(1e6 * seconds) for name, seconds in found.items()}
     assert micro == {"matmul bf16": 10, "loss": 10, "optimizer": 50}
 
@@ -284,7 +284,7 @@ def test_work_from_before_the_first_step_is_left_out(tmp_path):
         tmp_path / "t.json", [("old", -5, 20, 7), ("new", 20, 120, 7)], [(1, 1)], steps
     )
     b = break_down(trace)
-    assert b.step_time_s == pytest.approx(100e-6) and set(b.classes) == {"elementwise"}
+    assert b.step_time_s == pytest.approx(100e-6) and set(b.classes_s) == {"elementwise"}
 
 
 def test_older_work_beside_the_steps_own(tmp_path):
@@ -292,12 +292,12 @@ def test_older_work_beside_the_steps_own(tmp_path):
     kernels = [("nccl old", -5, 60, 9), ("gemm bf16", 10, 50, 7)]
     trace = gpu_trace(tmp_path / "t.json", kernels, [(1, 1)], [("ProfilerStep#5", 0, 60)])
     b = break_down(trace)
-    assert b.classes["matmul bf16"] == pytest.approx(40e-6)
+    assert b.classes_s["matmul bf16"] == pytest.approx(40e-6)
     assert b.step_time_s == pytest.approx(50e-6)
     # Without any kernel's launch no kernel is known to be older.
     trace = gpu_trace(tmp_path / "u.json", [("gemm bf16", 10, 50, 7)], [(77, 1)],
                       [("ProfilerStep#5", 0, 60)])  # fmt: skip
-    assert break_down(trace).classes["matmul bf16"] == pytest.approx(40e-6)
+    assert break_down(trace).classes_s["matmul bf16"] == pytest.approx(40e-6)
 
 
 def test_report_and_comparison(capsys, tmp_path):
@@ -307,12 +307,12 @@ def test_report_and_comparison(capsys, tmp_path):
     assert "NVIDIA H100" in text and "| matmul fp8" in text and "exposed" in text
     assert trace_report.main([one, "--json"]) == 0
     (content,) = json.loads(capsys.readouterr().out)
-    assert sum(content["classes"].values()) == pytest.approx(content["step_time_s"])
+    assert sum(content["classes_s"].values()) == pytest.approx(content["step_time_s"])
     assert trace_report.main([one, two]) == 0
     text = capsys.readouterr().out
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows[1].split("|")[1].strip() == "idle"  # what grew most comes first
-    before, after = (break_down(read_trace(p)).classes["idle"] for p in (one, two))
+    before, after = (break_down(read_trace(p)).classes_s["idle"] for p in (one, two))
     assert f"{1e3 * (after - before):+.3f}" in rows[1]
     # One kernel's name can stand in several classes; each class has a row.
     before, after = ({(c.name, c.kind): c.time_s for c in break_down(read_trace(p)).kernels}
