@@ -4,15 +4,17 @@
 # make bench     the benchmarks of the project itself; results go to benchmarks/results/
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-cells lint bench gpu-check gpu-test gpu-bench clean
+.PHONY: demo test test-cells test-oldest docs lint bench gpu-check gpu-test gpu-bench clean
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-script-location \
+	    --root-user-action=ignore -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 demo: $(READY)
@@ -29,6 +31,13 @@ lint: $(READY)
 # Two workers, a file of tests at a time; the models are so small that more threads only slow them.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
+
+# The same with the oldest torch that is supported, in an environment kept apart.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+
+docs: $(READY)
+	$(BIN)/python docs/tables.py
 
 # Every supported combination of toggles through Inductor's code generation too: ten minutes.
 test-cells: $(READY)
@@ -59,4 +68,4 @@ bench: $(READY)
 	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute)
 
 clean:
-	rm -rf $(VENV) data runs *.egg-info
+	rm -rf $(VENV) .venv-oldest build data runs *.egg-info

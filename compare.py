@@ -19,7 +19,7 @@ from bench.compare.find_results import read_records
 from bench.compare.gate import gate
 from bench.compare.ratios import check_prices, compare, prices_of
 from bench.compare.records import LogFacts
-from bench.compare.report import show, sweep_remarks, write
+from bench.compare.report import show_comparison, sweep_remarks, write
 from bench.errors import UsageError
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import check_bounds, flag, positional
@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         prices = prices_of(machines, args.usd_per_hour, args.tdp_w)
         check_prices(prices, records)
         rows = compare(records, prices, args.tokens, args.reference, identical)
-        show(rows, args.tokens)
+        show_comparison(rows, args.tokens)
         remarks = sweep_remarks(args.results)
         for line in remarks:
             say(line)

@@ -114,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     script = Script.ONE if wanted.gpus == 1 else several
     args = check(args, script)
     if wanted.fit:
-        return fit(make_plan(args, script, wanted.gpus, "cpu"), list(argv))
+        return fit(make_plan(args, script, wanted.gpus, "cpu").work, list(argv))
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
     try:
@@ -242,9 +242,9 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     Console(width=140, highlight=False).print(table)
 
 
-def fit(plan: Plan, argv: list[str]) -> int:
+def fit(work: Work, argv: list[str]) -> int:
     """Run the same flags here for a moment, and print measured against estimated memory by kind."""
-    if plan.work.world != 1:
+    if work.world != 1:
         raise UsageError("--fit runs train.py on one device; leave out --gpus")
     own = {flag_of(name) for name in declared(EstimateFlags)}
     given = {word.partition("=")[0].replace("_", "-") for word in argv} - {"--fit"}
@@ -271,7 +271,7 @@ def fit(plan: Plan, argv: list[str]) -> int:
         result = read_result(path)
     seen, batch = result.memory, result.batch
     cuda = result.device.type == "cuda"
-    e = estimate_memory(plan.work, fused_norm=cuda)
+    e = estimate_memory(work, fused_norm=cuda)
     table = markdown_table("memory", "measured", "estimate", "error")
     # The gradients of the head are made with the loss and kept like activations.
     pairs = {

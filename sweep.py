@@ -33,7 +33,7 @@ from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
 from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment
 from bench.sweep.grid import Cell, differences, make_cells
-from bench.sweep.ranking import rank, show, write_csv
+from bench.sweep.ranking import rank, show_ranking, write_csv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
         # The directory may hold rows of other settings, from an earlier form of the experiment.
         measured = run_all(cells, experiment, rows, directory, args, platform)
         write_csv(measured, directory / "results.csv")
-        show(rank(measured), directory)
+        show_ranking(rank(measured), directory)
     except KeyboardInterrupt:
         print(f"\nsweep.py: interrupted; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
         return 1

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from bench.errors import UsageError
 
+# The top of this project's tree.
+ROOT = Path(__file__).resolve().parents[1]
+
 
 class Strict(BaseModel):
     """A part of a file of ours; keys that its schema does not know are errors."""

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.formulas.work import Batch
 from bench.results import schema
 from bench.results.metrics import Metrics, shown_of
-from bench.settings.combinations import markdown_table
+from bench.settings.combinations import combinations_table
 
 DOCS = Path(__file__).parent
 MARK = re.compile(r"<!-- fields: (\w+)(?: from (\w+))? -->\n(?:\|.*\n)*")
@@ -53,7 +53,7 @@ def with_tables(page: str) -> str:
         return "\n".join(lines) + "\n"
 
     page = MARK.sub(table, page)
-    return COMBINATIONS.sub(f"<!-- combinations -->\n\n{markdown_table()}\n", page)
+    return COMBINATIONS.sub(f"<!-- combinations -->\n\n{combinations_table()}\n", page)
 
 
 def main() -> None:

@@ -6,8 +6,10 @@ in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +154,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
     keys = Keys(raw, str(path))
-    model_type = keys.choice("model_type", ("gpt2", "llama", "mistral", "qwen2", "qwen3"))
-    fields = _gpt2(keys) if model_type == "gpt2" else _llama_family(keys, model_type)
+    model_type = keys.choice("model_type", tuple(FAMILIES))
+    fields = FAMILIES[model_type](keys)
     keys.refuse_unsupported()
     config = ModelConfig(
         name=model_name(path),
@@ -226,18 +228,27 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _llama_family(keys: Keys, model_type: str) -> dict[str, Any]:
+def _llama_family(
+    keys: Keys,
+    positions: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    qkv_bias: bool = False,
+    bias_keys: tuple[str, ...] = (),
+    qk_norm: bool = False,
+    windows: Callable[[Keys, int], tuple[int | None, ...]] | None = None,
+) -> dict[str, Any]:
+    """A decoder with RMS norms, rotary embeddings and a gated MLP.
+
+    `positions`, `kv_heads` and `head_dim` are the family's defaults of absent keys. `bias_keys` are the
+    keys among attention_bias and mlp_bias that it has; `windows` reads its sliding windows.
+    """
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
     layers = keys.integer("num_hidden_layers")
     # Absent and null differ in transformers: absent takes the family's default, null the head count.
-    default_kv = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}[model_type]
-    head_dim = keys.integer("head_dim", 128 if model_type == "qwen3" else None)
-    bias = model_type == "qwen2"
-    out_bias = False
-    if model_type in ("llama", "qwen3"):
-        bias = out_bias = keys.boolean("attention_bias", False)
-    positions = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}[model_type]
+    head_dim = keys.integer("head_dim", head_dim)
+    bias = "attention_bias" in bias_keys and keys.boolean("attention_bias", False)
     positions = keys.integer("max_position_embeddings", positions)
     theta, scaling = _rope(keys, positions)
     return dict(
@@ -246,7 +257,7 @@ def _llama_family(keys: Keys, model_type: str) -> dict[str, Any]:
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=keys.integer("num_key_value_heads", default_kv) or heads,
+        num_key_value_heads=keys.integer("num_key_value_heads", kv_heads) or heads,
         head_dim=head_dim or keys.divide(hidden, heads),
         intermediate_size=keys.integer("intermediate_size"),
         activation=keys.activation("hidden_act", "silu"),
@@ -257,11 +268,11 @@ def _llama_family(keys: Keys, model_type: str) -> dict[str, Any]:
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
-        qkv_bias=bias,
-        attention_out_bias=out_bias,
-        mlp_bias=keys.boolean("mlp_bias", False) if model_type == "llama" else False,
-        qk_norm=model_type == "qwen3",
-        windows=_windows(keys, model_type, layers),
+        qkv_bias=qkv_bias or bias,
+        attention_out_bias=bias,
+        mlp_bias="mlp_bias" in bias_keys and keys.boolean("mlp_bias", False),
+        qk_norm=qk_norm,
+        windows=windows(keys, layers) if windows else (None,) * layers,
         embedding_dropout=0.0,
         residual_dropout=0.0,
         attention_dropout=keys.fraction("attention_dropout", 0.0),
@@ -276,12 +287,12 @@ def _pad_token(keys: Keys) -> int | None:
     return token if token is None or token >= 0 else token + keys.integer("vocab_size")
 
 
-def _windows(keys: Keys, model_type: str, layers: int) -> tuple[int | None, ...]:
-    if model_type == "llama":
-        return (None,) * layers
+def _windows_everywhere(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    return (keys.integer("sliding_window", 4096),) * layers
+
+
+def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
     window = keys.integer("sliding_window", 4096)
-    if model_type == "mistral":
-        return (window,) * layers
     if not keys.boolean("use_sliding_window", False):
         window = None
     first = keys.integer("max_window_layers", 28, minimum=0)
@@ -345,3 +356,22 @@ def _rope(keys: Keys, max_positions: int) -> tuple[float, RopeScaling | None]:
     if extra := inner.leftover():
         raise keys.error(where, f"{extra[0]!r} has no meaning for rope type {kind!r}")
     return theta, scaling
+
+
+# What reads the config of each family, by its model_type.
+FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
+    "gpt2": _gpt2,
+    "llama": functools.partial(
+        _llama_family, positions=2048, bias_keys=("attention_bias", "mlp_bias")
+    ),
+    "mistral": functools.partial(
+        _llama_family, positions=131072, kv_heads=8, windows=_windows_everywhere
+    ),
+    "qwen2": functools.partial(
+        _llama_family, positions=32768, kv_heads=32, qkv_bias=True, windows=_windows_by_layer
+    ),
+    "qwen3": functools.partial(
+        _llama_family, positions=32768, kv_heads=32, head_dim=128, bias_keys=("attention_bias",),
+        qk_norm=True, windows=_windows_by_layer,
+    ),
+}  # fmt: skip

@@ -1,8 +1,37 @@
 """For all tests."""
 
+import atexit
 import gc
+import os
+import random
+import runpy
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
+
+# Settings of the environment that change what a run does. A stranger may have any of them.
+CLEARED = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_",
+    "TORCH_LOGS", "TORCHDYNAMO_", "NCCL_", "GLOO_", "BENCH_", "LLM_TRAIN_BENCH_PARENT", "COLUMNS",
+    "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONWARNINGS", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_",
+)  # fmt: skip
+HOME = "LLM_TRAIN_BENCH_TEST_HOME"
+
+
+def invent_a_machine() -> None:
+    """This process, and all that it starts, see the machine of tests/invented, and an empty home."""
+    invented = Path(__file__).parent / "invented"
+    runpy.run_path(str(invented / "sitecustomize.py"))
+    for name in [n for n in os.environ if n.startswith(CLEARED)]:
+        del os.environ[name]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(invented), before)))
+    if HOME not in os.environ:  # pytest's workers inherit it
+        os.environ[HOME] = tempfile.mkdtemp(prefix="llm-train-bench-home-")
+        atexit.register(shutil.rmtree, os.environ[HOME], ignore_errors=True)
+    os.environ["HOME"] = os.environ[HOME]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -10,17 +39,31 @@ def pytest_configure(config):
     """tests/benchmarks measures on request only; its plugin is not in every image."""
     if hasattr(config.option, "benchmark_disable") and not config.option.benchmark_enable:
         config.option.benchmark_disable = True
+    invent_a_machine()
 
 
-def pytest_collection_modifyitems(items):
-    """The slowest files first, so that no worker is left alone with one at the end."""
-    longest = ("launch", "distributed", "combinations", "train", "sweep", "profile", "containers")
+def pytest_addoption(parser):
+    """--random-order N: files, and the tests in each, in an order that the seed N chooses."""
+    parser.addoption("--random-order", type=int, default=None, metavar="SEED")
+
+
+def pytest_collection_modifyitems(config, items):
+    """The files that take longest first, so that no worker is left alone with one at the end."""
+    longest = ("launch", "distributed", "combinations", "train", "sweep", "precision", "estimate",
+               "profile", "containers")  # fmt: skip
     ranks = {f"test_{name}.py": i for i, name in enumerate(longest)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+    if (seed := config.getoption("--random-order")) is not None:
+        chance = random.Random(seed)
+        files = sorted({item.path for item in items})
+        place = {path: chance.random() for path in files}
+        shuffled = sorted(items, key=lambda item: item.nodeid)
+        chance.shuffle(shuffled)
+        items[:] = sorted(shuffled, key=lambda item: place[item.path])
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints the figures of passed tests too: record_property("figure", ...)."""
+    """Figures that tests have seen, though they passed: record_property("figure", ...)."""
     passed = terminalreporter.stats.get("passed", [])
     figures = [text for test in passed for key, text in test.user_properties if key == "figure"]
     if figures:
@@ -31,6 +74,14 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_to_collect():
-    """A run collects garbage before it measures: objects of pytest and imports would slow that."""
+    """A run collects garbage before it measures; pytest's own objects make that slow, so freeze them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def where_it_was():
+    """A test that changes the directory leaves it as it was, whatever comes next."""
+    before = Path.cwd()
+    yield
+    os.chdir(before)

@@ -16,7 +16,7 @@ from bench.settings.combinations import (
     Combination,
     all_combinations,
     combination_of,
-    markdown_table,
+    combinations_table,
     refusal,
 )
 from bench.settings.command_line import parse_args
@@ -181,7 +181,7 @@ def test_the_table_is_whole():
 
 
 def test_readme_shows_this_table():
-    assert markdown_table() in (ROOT / "README.md").read_text()
+    assert combinations_table() in (ROOT / "docs/COMBINATIONS.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from bench.compare.records import LogFacts, Record, steady
 from bench.errors import UsageError
 from bench.results.result_files import read_result
 from tests.helpers import ROOT, run_train
+from tests.invented.sitecustomize import CPU
 
 LOGS = ROOT / "tests/logs"
 NONE = Prices({}, {})
@@ -482,7 +483,7 @@ def test_all_files_are_written(result, tmp_path, capsys):
     a, b = variant(result, tmp_path, "a"), variant(result, tmp_path, "b<i>", speed=1.3)
     out = tmp_path / "out"
     argv = [str(a), str(b), str(LOGS / "primus.log"), "--tokens", "1e9", "--output-dir", str(out),
-            "--usd-per-hour", "AMD EPYC=0.5"]  # fmt: skip
+            "--usd-per-hour", f"{CPU}=0.5"]  # fmt: skip
     assert compare.main(argv) == 0
     assert {p.name for p in out.iterdir()} == {
         "compare.csv", "compare.md", "compare.png", "report.html",

@@ -1,5 +1,7 @@
 """Containers without an engine: linters, launch scripts against a recording docker, manifests, layers."""
 
+import atexit
+import functools
 import gzip
 import itertools
 import json
@@ -11,6 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jsonschema
@@ -50,6 +53,33 @@ elif argv[:2] == ["container", "inspect"]:
 """
 
 
+# What a stranger's machine may have, and the simulated one only where a test puts it.
+NOT_PLAIN = (
+    "docker",
+    "podman",
+    "nvidia",
+    "rocm",
+    "amd-smi",
+    "srun",
+    "scontrol",
+    "kubectl",
+    "nerdctl",
+)
+
+
+@functools.cache
+def plain_tools() -> Path:
+    """A directory with this machine's tools, without engines, drivers' tools and launchers."""
+    directory = Path(tempfile.mkdtemp(prefix="llm-train-bench-tools-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    for place in (Path("/usr/bin"), Path("/bin")):
+        for tool in place.iterdir():
+            link = directory / tool.name
+            if not tool.name.startswith(NOT_PLAIN) and not link.is_symlink():
+                link.symlink_to(tool)
+    return directory
+
+
 class Machine:
     """A simulated machine: an engine that records, GPUs, a root for /dev, /sys and /proc."""
 
@@ -59,7 +89,7 @@ class Machine:
         for directory in (self.path, self.state, self.root, self.home):
             directory.mkdir()
         self.environment = {
-            "PATH": f"{self.path}:/usr/bin:/bin", "HOME": str(self.home), "USER": "someone",
+            "PATH": f"{self.path}:{plain_tools()}", "HOME": str(self.home), "USER": "someone",
             "BENCH_TEST_ROOT": str(self.root),
         }  # fmt: skip
 
@@ -691,7 +721,8 @@ def test_slurm_variants(kind, tmp_path):
         (fake / name).write_text(text)
         (fake / name).chmod(0o755)
     environment = {
-        "PATH": f"{fake}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]",
+        "PATH": f"{fake}:{plain_tools()}",
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_JOB_ID": "1234", "SLURM_JOB_NUM_NODES": "2", "CONTAINER": kind,
     }  # fmt: skip
     script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train_fsdp.py", "configs/a b.json"]
@@ -717,7 +748,8 @@ def test_slurm_variants(kind, tmp_path):
 def test_slurm_refuses_other_engines(tmp_path):
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\n")
     (tmp_path / "scontrol").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(ROOT), "CONTAINER": "lxc",
+    environment = {"PATH": f"{tmp_path}:{plain_tools()}",
+                   "SLURM_SUBMIT_DIR": str(ROOT), "CONTAINER": "lxc",
                    "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "1"}  # fmt: skip
     script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train.py"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)

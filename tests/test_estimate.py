@@ -161,10 +161,13 @@ def test_largest_batch(limit, largest):
 def test_published_figures_are_met():
     found = [abs(e) for e in errors(published_rows())]
     assert len(found) >= 20 and statistics.median(found) <= 0.15
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs/ESTIMATES.md").read_text(encoding="utf-8").split())
     beyond = sum(e > OUTLIER for e in found)
-    assert f"against {len(found)} published figures" in text
-    assert f"median error is {100 * statistics.median(found):.0f} %, {beyond} of them" in text
+    median = f"{100 * statistics.median(found):.0f} %"
+    assert (
+        f"against {len(found)} published figures the median error is {median}, {beyond} of them"
+        in text
+    )
 
 
 def speed(model, T, world, *flags, gpu=H100):
@@ -401,7 +404,10 @@ def test_largest_that_fits_is_the_edge(capsys):
 def test_measured_here_against_the_formula(capsys):
     """--fit runs train.py on this machine; on a CPU too the formula is within 10 %."""
     assert (
-        estimate.main(["configs/llama-tiny.json", "--fit", "--bsz", "4", "--seq-len", "512"]) == 0
+        estimate.main(
+            ["configs/llama-tiny.json", "--fit", "--bsz", "4", "--seq-len", "512", "--amp", "off"]
+        )
+        == 0
     )
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "GiB" in line]
     error = {row[1].strip(): float(row[4].strip().rstrip("%")) for row in rows}

@@ -1,26 +1,49 @@
-"""Who may import whom, what starts without torch, and that every module is documented."""
+"""Who may import whom, what starts without torch, how things are named, and that all is documented."""
 
 import ast
+import inspect
 import json
+import re
 import subprocess
 import sys
+from collections import defaultdict
 
 import pytest
 
 from tests.helpers import ROOT
 
-MODULES = sorted([*ROOT.glob("*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("model/*.py")])
+ROOMS = ("run", "parallel", "measure", "compare", "sweep", "apply", "results", "trace", "settings",
+         "formulas")  # fmt: skip
+BENCH = sorted(ROOT.glob("bench/**/*.py"))
+ENTRYPOINTS = ("train", "train_ddp", "train_fsdp")
+MODULES = sorted([*ROOT.glob("*.py"), *BENCH, *ROOT.glob("model/*.py")])
+
+
+def name_of(path) -> str:
+    """A module as it is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imports(path) -> set[str]:
     """Modules a file imports, at any depth of nesting."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def public_names(path) -> list[str]:
+    """Classes and functions of a module, and its constants."""
+    found = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.append(node.name)
+        elif isinstance(node, ast.Assign):
+            found += [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return [name for name in found if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("model/*.py")), ids=lambda p: p.stem)
@@ -31,66 +54,118 @@ def test_model_knows_nothing_of_the_machinery(path):
     assert "environ" not in path.read_text()
 
 
+def test_there_are_just_these_rooms():
+    folders = {p.name for p in (ROOT / "bench").iterdir() if (p / "__init__.py").exists()}
+    assert folders == set(ROOMS)
+
+
+@pytest.mark.parametrize("path", BENCH, ids=name_of)
+def test_imports_run_downward(path):
+    """A room imports itself and the rooms below it; the modules of bench/ itself lie below all rooms."""
+    parts = path.relative_to(ROOT / "bench").parts
+    floor = ROOMS.index(parts[0]) if len(parts) > 1 else len(ROOMS)
+    for imported in imports(path):
+        words = imported.split(".")
+        if words[0] == "bench" and len(words) > 1 and words[1] in ROOMS:
+            assert ROOMS.index(words[1]) >= floor, f"{name_of(path)} imports {imported}"
+
+
+def test_formulas_take_numbers_alone():
+    """No torch, no flags: what they take they are given."""
+    for path in ROOT.glob("bench/formulas/*.py"):
+        assert not {n.split(".")[0] for n in imports(path)} & {"torch", "tyro"}
+
+
 def test_only_entrypoints_import_the_loop():
     users = {p.stem for p in MODULES if "bench.run.loop" in imports(p)}
-    assert users <= {"train", "train_ddp", "train_fsdp"} and users
+    assert users <= set(ENTRYPOINTS) and users
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.config",
-        "model.json_keys",
-        "bench.settings.flags",
-        "bench.settings.checks",
-        "bench.settings.command_line",
-        "bench.settings.combinations",
-        "bench.formulas.flops",
-        "bench.formulas.hardware",
-        "bench.results.schema",
-        "bench.formulas.time_statistics",
-        "bench.settings.plan",
-        "bench.apply.tokens",
-        "bench.results.console",
-        "prepare_data",
-        "bench.trace.read_trace",
-        "bench.trace.kernel_names",
-        "bench.trace.breakdown",
-        "trace_report",
-        "bench.formulas.memory_model",
-        "bench.formulas.speed_model",
-        "estimate",
-        "sweep",
-        "compare",
-        "doctor",
-        "bench.sweep.experiment",
-        "bench.sweep.grid",
-        "bench.settings.hyperparameters",
-        "bench.sweep.cell_runs",
-        "bench.compare.records",
-        "bench.compare.read_logs",
-        "bench.compare.read_results",
-        "bench.compare.ratios",
-        "bench.compare.gate",
-        "bench.compare.plots",
-        "bench.compare.log_formats",
-        "bench.sweep.ranking",
-        "bench.sweep.auto_batch",
-        "bench.settings.tool_main",
-    ],
-)
-def test_what_only_reads_files_starts_without_torch(name):
-    code = f"import {name}, sys, json; print(json.dumps('torch' in sys.modules))"
+@pytest.mark.parametrize("name", ENTRYPOINTS)
+def test_an_entrypoint_is_read_in_one_sitting(name):
+    assert len((ROOT / f"{name}.py").read_text().splitlines()) <= 60
+
+
+def test_few_functions_take_all_flags_or_the_whole_plan():
+    """The others take the part that they need."""
+    takers = []
+    for path in [*BENCH, *ROOT.glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                taken = {ast.unparse(a.annotation) for a in arguments if a.annotation}
+                if taken & {"Args", "Checked", "EstimateArgs", "Plan"}:
+                    takers.append(f"{name_of(path)}.{node.name}")
+    assert len(takers) <= 12, takers
+
+
+def test_nothing_below_the_plan_asks_for_a_script_by_name():
+    """Or parses --sac-freq again."""
+    for path in BENCH:
+        text = path.read_text(encoding="utf-8")
+        if name_of(path) != "bench.settings.flags":
+            assert not re.search(r"[=!]= \"train\w*\.py\"", text), path
+        if name_of(path) not in ("bench.settings.flags", "bench.settings.plan"):
+            assert name_of(path) == "bench.settings.checks" or "parse_sac_freq" not in text, path
+
+
+def test_no_two_things_share_a_name():
+    """Modules of bench/ have names that differ; so have their classes, functions and constants."""
+    modules, things = defaultdict(list), defaultdict(list)
+    for path in BENCH:
+        if path.name != "__init__.py":
+            modules[path.stem].append(path)
+            assert path.stem not in sys.stdlib_module_names, path
+            for name in public_names(path):
+                things[name].append(name_of(path))
+    assert not {name: where for name, where in modules.items() if len(where) > 1}
+    assert not {name: where for name, where in things.items() if len(where) > 1}
+
+
+WITHOUT_TORCH = [
+    *(name_of(p) for room in ("settings", "formulas", "results", "trace", "compare", "sweep")
+      for p in sorted(ROOT.glob(f"bench/{room}/*.py"))),
+    "bench.apply.tokens", "bench.tables", "bench.files", "model.config", "model.json_keys",
+    "estimate", "sweep", "compare", "trace_report", "doctor", "prepare_data",
+]  # fmt: skip
+
+
+def test_what_only_reads_files_starts_without_torch():
+    code = (
+        f"import importlib, json, sys\nfound = []\nfor name in {WITHOUT_TORCH!r}:\n"
+        "    importlib.import_module(name)\n    if 'torch' in sys.modules:\n"
+        "        found.append(name)\n        break\nprint(json.dumps(found))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
-    assert json.loads(done.stdout) is False
+    assert json.loads(done.stdout) == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: f"{p.parent.name}.{p.stem}")
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_public_things_have_docstrings(path):
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             assert ast.get_docstring(node), f"{path.name}: {node.name}"
+
+
+def test_architecture_page_shows_the_tree_as_it_is():
+    """A line a room, a line a module, each with the first sentence of its docstring's subject."""
+    page = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) < 100
+    listed = re.findall(r"^- `bench/(\w+)/`: (.*)$", page, flags=re.M)
+    assert [room for room, _ in listed] == list(ROOMS)
+    for room, text in listed:
+        folder = ROOT / "bench" / room
+        modules = {p.stem for p in folder.rglob("*.py") if p.stem != "__init__"}
+        assert set(re.findall(r"`(\w+)`", text)) == modules, room
+
+
+def test_what_is_documented_as_a_class_is_one():
+    """docs/tables.py and the README name real things; a renamed one must be renamed there too."""
+    from bench.results import schema
+
+    for name in re.findall(r"<!-- fields: (\w+)", (ROOT / "docs/METRICS.md").read_text()):
+        assert inspect.isclass(getattr(schema, name))

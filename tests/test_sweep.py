@@ -22,7 +22,7 @@ from bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from bench.sweep.cell_runs import Rows, cell_key, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment, substitute
 from bench.sweep.grid import differences, make_cells
-from bench.sweep.ranking import Ranked, rank, show
+from bench.sweep.ranking import Ranked, rank, show_ranking
 from model.config import load_config
 from model.hf import save_pretrained
 from model.transformer import Transformer
@@ -535,7 +535,9 @@ def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
     def ranked(label, rate, low, high):
         return Ranked(label, "ok", rate, low, high, 0.01, None, 1.0, "reserved")
 
-    show([ranked("a", 100, 95, 105), ranked("b", 96, 90, 99), ranked("c", 80, 75, 85)], tmp_path)
+    show_ranking(
+        [ranked("a", 100, 95, 105), ranked("b", 96, 90, 99), ranked("c", 80, 75, 85)], tmp_path
+    )
     lines = (tmp_path / "ranked.md").read_text().splitlines()
     marks = {line.split("|")[1].strip(): "~" in line for line in lines if " ok " in line}
     assert marks == {"a": False, "b": True, "c": False}

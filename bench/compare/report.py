@@ -66,7 +66,7 @@ def tables(rows: list[Compared], tokens: float | None) -> list[Table]:
     return made
 
 
-def show(rows: list[Compared], tokens: float | None) -> None:
+def show_comparison(rows: list[Compared], tokens: float | None) -> None:
     """The tables on the screen."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
     for table in tables(rows, tokens):

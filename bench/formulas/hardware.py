@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import json
 import re
-from pathlib import Path
 
 from bench.errors import UsageError
+from bench.files import ROOT
 
-ROOFS_FILE = Path(__file__).parents[2] / "configs" / "roofs.json"
-HARDWARE_FILE = Path(__file__).parents[2] / "configs" / "hardware.json"
+ROOFS_FILE = ROOT / "configs" / "roofs.json"
+HARDWARE_FILE = ROOT / "configs" / "hardware.json"
 
 # A whole device has at least this part of its listed memory.
 WHOLE = 0.8

@@ -8,13 +8,13 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import __version__
 from bench.apply.attention import attention_kernel
+from bench.files import ROOT
 from bench.formulas.hardware import find_peaks, find_roof, name_of_part
 from bench.formulas.parameters import count_parameters, linear_parameters
 from bench.formulas.work import Work
@@ -103,7 +103,6 @@ def _notes(
         yield f"{work.config.path}: unknown keys are ignored: {keys}"
 
 
-ROOT = Path(__file__).parents[2]
 LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
 # Settings of the environment that change speed or numerics; others, which may be private, stay out.
 SETTINGS = (

@@ -93,7 +93,7 @@ def combination_of(args: Args, entrypoint: Script) -> Combination:
     )
 
 
-def markdown_table() -> str:
+def combinations_table() -> str:
     """The table for the README: a cell names the --sac-policy values that work, and where."""
     columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
     lines = [

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import os
 import re
 import types
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -31,53 +32,51 @@ def parse_dataclass(
 ) -> Parsed:
     """A command line as a dataclass of flags; what cannot be parsed is a UsageError.
 
-    --help shows the flags in the groups that declare them: with a `script` only those that it takes.
+    --help prints and exits with 0.
     """
-    asked = {"-h", "--help"} & set(argv)
-    parser, groups = _grouped(kind, script if asked else None)
+    if {"-h", "--help"} & set(argv):
+        _print_help(kind, prog, script)
     messages = io.StringIO()
-    wide = contextlib.nullcontext() if asked else _columns("500")
     try:
-        with contextlib.redirect_stderr(messages), wide:
+        with contextlib.redirect_stderr(messages), _columns("500"):
             found = tyro.cli(
-                parser,
-                prog=prog,
-                args=list(argv),
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
+                _parser(kind), prog=prog, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
             )
-    except BrokenPipeError:  # --help | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        raise SystemExit(0) from None
-    except SystemExit as stop:
-        if not stop.code:
-            raise
+    except SystemExit:
         text = _first_message(messages.getvalue())
         raise UsageError(f"{text}{_nearest(argv, kind)}; see {prog} --help") from None
-    values = {}
-    for group in groups:
-        part = getattr(found, group)
-        values |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    return kind(**values)
+    return kind(**{f.name: getattr(found, f.name) for f in dataclasses.fields(kind)})
 
 
-def _grouped(kind: type, script: Script | None) -> tuple[type, list[str]]:
-    """A dataclass that the parser reads: a field for each group of flags, headed by its docstring."""
-    hints, default, flags = get_type_hints(kind), defaults(kind), declared(kind)
-    groups: dict[str, type] = {}
+def _print_help(kind: type, prog: str, script: Script | None) -> NoReturn:
+    """The flags in the groups that declare them; with a `script` only those that it takes."""
+    groups = {}
     for base in reversed(kind.__mro__):
-        names = [n for n in inspect.get_annotations(base) if n in flags]
+        names = [n for n in inspect.get_annotations(base) if n in declared(kind)]
         if script:
-            names = [n for n in names if script in flags[n].scripts]
+            names = [n for n in names if script in declared(kind)[n].scripts]
         if names:
-            fields = [(n, *_argument(hints[n], default[n], flags[n])) for n in names]
-            group = dataclasses.make_dataclass(base.__name__, fields, frozen=True)
             title = base.__name__.removesuffix("Flags").removesuffix("Args").lower()
+            group = _parser(kind, tuple(names))
             told = base is not kind and base.__doc__.rstrip(".").lower() != title
             group.__doc__ = base.__doc__ if told else ""
             groups[title] = group
     parser = dataclasses.make_dataclass(kind.__name__, list(groups.items()), frozen=True)
     parser.__doc__ = kind.__doc__
-    return parser, list(groups)
+    config = tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes
+    with contextlib.suppress(BrokenPipeError):  # --help | head
+        tyro.cli(parser, prog=prog, args=["--help"], config=config)
+    raise SystemExit(0)
+
+
+@functools.cache
+def _parser(kind: type, names: tuple[str, ...] | None = None) -> type:
+    """These flags of a dataclass, or all, as the parsing library reads them."""
+    hints, default, flags = get_type_hints(kind), defaults(kind), declared(kind)
+    fields = [(n, *_argument(hints[n], default[n], flags[n])) for n in names or flags]
+    parser = dataclasses.make_dataclass(kind.__name__, fields, frozen=True)
+    parser.__doc__ = kind.__doc__
+    return parser
 
 
 def _argument(hint: Any, default: Any, flag: Any) -> tuple[Any, Any]:

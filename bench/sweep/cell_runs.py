@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import UsageError
-from bench.files import write_whole
+from bench.files import ROOT, write_whole
 from bench.results.metrics import CSV_COLUMNS
 from bench.results.result_files import read_result
 from bench.results.schema import Result
 from bench.sweep.grid import Cell
 from model.config import ConfigError, load_config, model_name
 
-ROOT = Path(__file__).parents[2]
 CellRow = dict[str, Any]
 
 

@@ -100,7 +100,7 @@ def _label(row: CellRow) -> str:
     return " ".join([row["model"], *(f"{name}={value}" for name, value in row["axes"].items())])
 
 
-def show(ranked: list[Ranked], directory: Path) -> None:
+def show_ranking(ranked: list[Ranked], directory: Path) -> None:
     """The ranked table on the screen and as Markdown in the sweep's directory."""
     table = markdown_table(
         "setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB",

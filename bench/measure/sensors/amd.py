@@ -10,7 +10,7 @@ from bench.results.schema import POWER_CAP
 
 # Accumulators in the GPU's metrics. Each grows with `accumulation_counter` while its reason holds
 # the clocks down.
-COUNTERS = {
+SMI_COUNTERS = {
     POWER_CAP: "ppt_residency_acc",
     "thermal (socket)": "socket_thm_residency_acc",
     "thermal (voltage regulator)": "vr_thm_residency_acc",
@@ -18,7 +18,7 @@ COUNTERS = {
     "processor hot": "prochot_residency_acc",
 }
 # A process that has only opened a GPU holds at most this many bytes on it.
-IDLE = 64 * 2**20
+IDLE_BYTES = 64 * 2**20
 UNSET = (None, "N/A", 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 
@@ -79,7 +79,7 @@ class AmdSensor:
         ticks = metrics.get("accumulation_counter")
         if ticks in UNSET:
             return 0.0, {}
-        known = {name: metrics.get(field) for name, field in COUNTERS.items()}
+        known = {name: metrics.get(field) for name, field in SMI_COUNTERS.items()}
         return ticks, {name: value for name, value in known.items() if value not in UNSET}
 
     def other_processes(self, ours: frozenset[int]) -> int | None:
@@ -95,7 +95,9 @@ class AmdSensor:
             return None
         # A process with the driver open is on every GPU's list, even with nothing on this one.
         return sum(
-            memory in UNSET or memory > IDLE for pid, memory in held.items() if pid not in ours
+            memory in UNSET or memory > IDLE_BYTES
+            for pid, memory in held.items()
+            if pid not in ours
         )
 
     def _ask(self, function: str, *args):

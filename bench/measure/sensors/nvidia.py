@@ -19,7 +19,7 @@ REASONS = {
     "power brake": 0x80,
 }
 # Field values that add up [ns] since the driver was loaded, where the GPU keeps them.
-COUNTERS = {
+NVML_COUNTERS = {
     POWER_CAP: 74,
     "sync boost": 76,
     "thermal (software)": 269,
@@ -72,8 +72,10 @@ class NvidiaSensor:
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:
         """The time [ns], and how long each counted reason has held the clocks down [ns]."""
-        values = self._fields(*COUNTERS.values())
-        return time.perf_counter_ns(), {n: values[f] for n, f in COUNTERS.items() if f in values}
+        values = self._fields(*NVML_COUNTERS.values())
+        return time.perf_counter_ns(), {
+            n: values[f] for n, f in NVML_COUNTERS.items() if f in values
+        }
 
     def other_processes(self, ours: frozenset[int]) -> int | None:
         """Processes on the GPU that are not ours; None if the driver does not say.
