@@ -1,0 +1,112 @@
+"""CONTRIBUTING.md's recipes, each followed in a copy of the tree: a GPU, a family, a flag, a metric."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import LLAMA, ROOT
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """A copy of the code."""
+    top = tmp_path_factory.mktemp("copy of the tree")
+    for name in ("bench", "model", "configs", "docs"):
+        shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, top)
+    return top
+
+
+def change(path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1, old
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def run(tree, *argv, code=0) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, argv)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tree), os.environ["PYTHONPATH"]))
+    }
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_add_a_gpu(tree):
+    path = tree / "configs/hardware.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    neighbour = next(d for d in content["devices"] if d["name"] == "H200 SXM")
+    content["devices"].append(
+        neighbour | {"name": "X900", "driver_names": ["NVIDIA X900"], "bf16_tflops": 2000.0,
+                     "measured_bf16_tflops": None, "fitted": {}, "source": "a test"}
+    )  # fmt: skip
+    path.write_text(json.dumps(content), encoding="utf-8")
+    argv = ["estimate.py", "configs/gpt2-125m.json", "--gpu", "x900", "--json"]
+    estimate = json.loads(run(tree, *argv).stdout)
+    assert estimate["gpu"] == "X900" and 0 < estimate["mfu"] < 1
+
+
+def test_add_a_family_a_flag_and_a_metric(tree):
+    """One run of a model of a new family, with a new flag, in whose result a new metric is."""
+    change(
+        tree / "model/config.py",
+        '    "mistral": functools.partial(',
+        '    "newcomer": functools.partial(_llama_family, positions=64, qk_norm=True),\n'
+        '    "mistral": functools.partial(',
+    )
+    change(
+        tree / "model/hf.py",
+        '    "mistral": "MistralForCausalLM",',
+        '    "mistral": "MistralForCausalLM",\n    "newcomer": "Qwen3ForCausalLM",',
+    )
+    change(
+        tree / "bench/settings/flags.py",
+        "    grad_clip: float = flag(",
+        '    lr_power: float = flag(1.0, "A new flag [no unit].", LEARNT, above=0, at_most=2)\n'
+        "    grad_clip: float = flag(",
+    )
+    change(
+        tree / "bench/results/metrics.py",
+        "    model_tflops_per_gpu: float",
+        "    tokens_per_minute: float | None = metric(\n"
+        '        "`tokens_per_sec` x 60.", unit="tokens/min", csv=True, final=True,\n'
+        '        row=("tokens a minute", "{tokens_per_minute:,.0f}"),\n    )\n'
+        "    model_tflops_per_gpu: float",
+    )
+    change(
+        tree / "bench/results/figures.py",
+        "    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count",
+        "    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count\n"
+        "    m.tokens_per_minute = 60 * m.tokens_per_sec",
+    )
+    (tree / "new.json").write_text(json.dumps(LLAMA | dict(model_type="newcomer")))
+    argv = ["train.py", "new.json", "--device", "cpu", "--amp", "off", "--bsz", 2, "--seq-len", 16,
+            "--n-steps", 3, "--warmup-steps", 1]  # fmt: skip
+    out = run(tree, *argv, "--lr-power", 0.5, "--export", "--run-name", "new").stdout
+    result = json.loads((tree / "runs/new/result.json").read_text())
+    rate = result["metrics"]["tokens_per_sec"]
+    assert result["metrics"]["tokens_per_minute"] == pytest.approx(60 * rate)
+    assert f"{60 * rate:,.0f}" in next(x for x in out.splitlines() if "tokens a minute" in x)
+    assert result["args"]["lr_power"] == 0.5 and result["model"]["shape"]["qk_norm"] is True
+    exported = json.loads((tree / "runs/new/export/config.json").read_text())
+    assert exported["architectures"] == ["Qwen3ForCausalLM"]
+    # Help, bounds, comparison, TensorBoard, a sweep's columns and the page follow by themselves.
+    assert "--lr-power X" in run(tree, "train.py", "--help").stdout
+    refused = run(tree, *argv, "--lr-power", 3, code=2).stderr
+    assert refused == "train.py: --lr-power 3.0: must be at most 2\n"
+    code = (
+        "from bench.settings.flags import LEARNT, of_kind\n"
+        "from bench.results.metrics import CSV_COLUMNS, FINAL_METRICS\n"
+        "assert 'lr_power' in of_kind(LEARNT)\n"
+        "assert 'tokens_per_minute' in CSV_COLUMNS and 'tokens_per_minute' in FINAL_METRICS"
+    )
+    run(tree, "-c", code)
+    run(tree, "docs/tables.py")
+    page = (tree / "docs/METRICS.md").read_text(encoding="utf-8")
+    assert "| `tokens_per_minute` | tokens/min | `tokens_per_sec` x 60. |" in page

@@ -1,0 +1,80 @@
+"""Files that version 0.1.0 wrote are read for good: results, steps, baselines, experiments, rows."""
+
+import json
+import shutil
+
+import compare
+import sweep
+from bench.compare.find_results import read_records
+from bench.compare.gate import baseline_key, judge, read_baselines
+from bench.compare.records import LogFacts
+from bench.results.result_files import parse_result, read_losses, read_result
+from bench.results.schema import SCHEMA_VERSION
+from bench.sweep.cell_runs import Rows
+from bench.sweep.experiment import read_experiment
+from bench.sweep.grid import make_cells
+from tests.helpers import ROOT, run_train
+
+FILES = ROOT / "tests/version1"
+
+
+def test_a_result_is_read_and_compared_with_one_of_today(tmp_path, capsys):
+    old = read_result(FILES / "plain/result.json")
+    assert json.loads((FILES / "plain/result.json").read_text())["schema_version"] == 1
+    assert old.schema_version == SCHEMA_VERSION and old.version is None
+    assert old.metrics.n_measured_steps == 30 == len(old.step_times_s)
+    argv = ["configs/gpt2-tiny.json", "--device", "cpu", "--amp", "off", "--bsz", 2, "--seq-len", 32,
+            "--n-steps", 30, "--warmup-steps", 3, "--global-bsz", 4, "--no-tensorboard"]  # fmt: skip
+    assert run_train(ROOT / argv[0], *argv[1:], "--output-dir", tmp_path) == 0
+    (new,) = read_records([str(tmp_path)], print, LogFacts())
+    (before,) = read_records([str(FILES / "plain")], print, LogFacts())
+    assert before.hyperparameters == new.hyperparameters and before.arguments == new.arguments
+    assert before.losses[0] == new.losses[0] and len(before.losses) == len(new.losses)
+    capsys.readouterr()
+    assert compare.main([str(tmp_path), str(FILES / "plain")]) == 0
+    assert "not compared" not in capsys.readouterr().out
+
+
+def test_steps_are_read():
+    losses = read_losses(FILES / "plain/steps.jsonl")
+    assert len(losses) == 33 and losses[0] == 5.603620529174805
+
+
+def test_a_profile_keeps_what_it_said():
+    content = json.loads((FILES / "profiled/result.json").read_text())
+    profile, read = content["profile"], parse_result(content).profile
+    assert read.classes_s == profile["classes_s"] and read.host_gaps is None
+    assert [k.model_dump() for k in read.costliest] == profile["costliest"]
+    gaps = {"host_gaps": 2.5, "host_gaps_s": 0.4, "longest_host_gap_s": 0.3,
+            "host_gaps_by_part_s": {"forward": 0.4}}  # fmt: skip
+    read = parse_result(content | {"profile": profile | gaps}).profile
+    assert list(read.host_gaps.model_dump().values()) == list(gaps.values())
+
+
+def test_a_baseline_is_found_though_its_key_was_made_otherwise():
+    baselines = read_baselines(FILES / "baselines.json", must_exist=True)
+    result = read_result(FILES / "plain/result.json")
+    assert baseline_key(result, version=1) in baselines and baseline_key(result) not in baselines
+    verdict = judge(result, baselines, 0.05)
+    assert verdict.line.startswith("ok ") and not verdict.bad
+
+
+def test_rows_go_on_and_their_table_is_read(tmp_path):
+    shutil.copy(FILES / "rows.jsonl", tmp_path)
+    assert [row["status"] for row in Rows(tmp_path / "rows.jsonl").rows.values()] == ["ok", "ok"]
+    records = read_records([str(FILES / "results.csv")], print, LogFacts())
+    assert [r.hyperparameters for r in records] == [{"seq_len": 32}] * 2
+    assert all(r.tokens_per_sec > 0 for r in records)
+
+
+def test_an_experiment_means_what_it_meant(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    cells = make_cells(read_experiment(FILES / "experiment.yaml"), "amd")
+    assert len(cells) == 4 and dict(cells[0].flags)["dp_replicate"] == 2
+    argv = [str(FILES / "experiment.yaml"), "--dry-run", "--platform", "nvidia"]
+    assert sweep.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == (
+        "train_fsdp.py configs/gpt2-tiny.json --bsz 2 --dp-replicate 2 --global-bsz 64 --lr 0.001 "
+        "--nproc 8 --seq-len 64 --usd-per-hour 2.5"
+    )
