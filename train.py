@@ -11,21 +11,18 @@ from bench.apply.fp8.choose import apply_fp8
 from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
-from bench.measure.device import pick_device, platform_of
+from bench.parallel.ranks import ALONE, Ranks
 from bench.run.launch import launch
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
-from bench.settings.flags import Args, Script
-from bench.settings.plan import make_plan
+from bench.settings.plan import Plan
 from model.hf import check_pretrained, save_pretrained
 from model.init import materialize
 from model.transformer import Transformer
 
 
-def train(args: Args) -> None:
-    """One run from arguments to result.json; what is wrong with the input shows before it starts."""
-    device = pick_device(args.device)
-    plan = make_plan(args, Script.ONE, platform=platform_of(device))
+def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
+    """One run; what is wrong with the input shows before anything is written."""
     work, files, n_steps = plan.work, plan.data, plan.schedule.total
     set_precision(work.amp, work.tf32, device)
     select_attention(work, device)
@@ -36,7 +33,7 @@ def train(args: Args) -> None:
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(model, files.init_from)
 
-    with Run(plan, device, fp8=fp8) as run:
+    with Run(plan, device, ranks, fp8) as run:
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)

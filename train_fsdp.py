@@ -11,23 +11,19 @@ from bench.apply.fp8.choose import apply_fp8
 from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
-from bench.measure.device import pick_device, platform_of
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values, whole
 from bench.parallel.mesh import build_mesh
 from bench.parallel.ranks import Ranks, join
 from bench.run.launch import launch_ranks
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
-from bench.settings.flags import Args, Script
-from bench.settings.plan import make_plan
+from bench.settings.plan import Plan
 from model.hf import check_pretrained, save_pretrained
 from model.transformer import Transformer
 
 
-def train(args: Args, ranks: Ranks) -> None:
+def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One rank's run: recompute, compile, shard, then give values; each wraps what came before."""
-    device = pick_device(args.device, ranks.local_rank)
-    plan = make_plan(args, Script.FSDP, ranks.world, platform_of(device))
     work, files, n_steps = plan.work, plan.data, plan.schedule.total
     set_precision(work.amp, work.tf32, device)
     select_attention(work, device)

@@ -17,8 +17,10 @@ import torch
 
 from bench.files import write_whole
 from bench.measure.device import device_name, synchronize
+from bench.parallel.ranks import ALONE
 from bench.results.result_files import read_result, without_nan
 from bench.results.schema import Result
+from bench.run.launch import train_planned
 from bench.run.provenance import describe_environment
 from bench.settings.command_line import parse_args
 
@@ -102,7 +104,7 @@ def run_train(*argv: object) -> Result:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     args = parse_args([*map(str, argv)], "train.py")
-    train.train(args)
+    train_planned(train.train, args, "train.py", ALONE)
     (path,) = Path(args.output_dir).glob("*/result.json")
     return read_result(path)
 

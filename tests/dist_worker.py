@@ -37,6 +37,7 @@ from bench.apply.precision import LossScaler
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from bench.parallel.mesh import build_mesh
 from bench.parallel.ranks import find_ranks, gather, join, leave
+from bench.run.launch import train_planned
 from bench.settings.command_line import parse_args
 from model import te
 from model.transformer import Transformer
@@ -235,7 +236,8 @@ def main() -> None:
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
             mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
         ):
-            {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script].train(args, ranks)
+            entrypoints = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}
+            train_planned(entrypoints[script].train, args, script, ranks)
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
             (out / name / "draws.json").write_text(json.dumps(draws))

@@ -567,7 +567,7 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 
     monkeypatch.setattr(StepLog, "finish", counting)
     # As if blocks ran as CUDA graphs, whose refusals are counted.
-    monkeypatch.setattr("train.platform_of", lambda device: "nvidia")
+    monkeypatch.setattr("bench.run.launch.platform_of", lambda device: "nvidia")
     argv = [*TINY, "--amp", "off", "--pt-compile", "--compile-mode", "reduce-overhead"]
     with without_inductor():
         assert run_train(*argv, "--output-dir", tmp_path) == 0

@@ -13,14 +13,15 @@ from pathlib import Path
 import torch
 
 from bench.errors import Interrupted, UsageError
-from bench.measure.device import cpu_count
+from bench.measure.device import cpu_count, pick_device, platform_of
 from bench.parallel.ranks import ALONE, Ranks, find_ranks, leave
 from bench.run.failures import PARENT, exit_code, has_parent, report
 from bench.settings.command_line import parse_args
-from bench.settings.flags import Args, RankFlags, flag_of
+from bench.settings.flags import Args, RankFlags, Script, flag_of
+from bench.settings.plan import make_plan
 
 
-def launch(train: Callable[[Args], None], argv: Sequence[str], script: str) -> int:
+def launch(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
     """Run on one device; whatever happens becomes one line and an exit code.
 
     0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure that
@@ -28,10 +29,10 @@ def launch(train: Callable[[Args], None], argv: Sequence[str], script: str) -> i
     """
 
     prog = Path(script).name
-    return _guarded(lambda: train(parse_args(argv, prog)), prog, ALONE)
+    return _guarded(lambda: train_planned(train, parse_args(argv, prog), prog, ALONE), prog, ALONE)
 
 
-def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], script: str) -> int:
+def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
     """Run as one rank if a launcher started this process, or start one process per device."""
     prog = Path(script).name
     ranks = find_ranks(os.environ)
@@ -44,12 +45,19 @@ def launch_ranks(train: Callable[[Args, Ranks], None], argv: Sequence[str], scri
         args = parse_args(argv, prog)
         if not has_parent():
             _check_joining(args.part(RankFlags))
-        train(args, ranks)
+        train_planned(train, args, prog, ranks)
         # Only now: DDP must be gone before its process group, or the two can wait for each other.
         gc.collect()
         leave()
 
     return _guarded(body, prog, ranks)
+
+
+def train_planned(train: Callable[..., None], args: Args, script: str, ranks: Ranks) -> None:
+    """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
+    device = pick_device(args.device, ranks.local_rank)
+    plan = make_plan(args, Script(script), ranks.world, platform_of(device))
+    train(plan, device, ranks)
 
 
 def _check_joining(flags: RankFlags) -> None:

@@ -34,6 +34,7 @@ def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result
     if given and (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
         name += f"-restart{attempt}"  # the attempt before has a result, too
     resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
+    part = _device(device, work.world, plan.peaks)
     result = Result(
         run_name=name,
         version=__version__,
@@ -51,7 +52,7 @@ def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result
             config=config.raw,
             ignored_keys=list(config.unknown_keys),
         ),
-        device=_device(plan.peaks, device, work.world),
+        device=part,
         batch=work.batch,
         fp8=fp8,
         attention_kernel=attention_kernel(work, plan.flex, device),
@@ -63,7 +64,7 @@ def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result
     return result
 
 
-def _device(given: PeakFlags, device: torch.device, ranks: int) -> Device:
+def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:
     memory = device_memory_gib(device)
     part = name_of_part(device_name(device), memory)
     peaks = find_peaks(part, given.peak_tflops, given.peak_fp8_tflops)
