@@ -41,7 +41,7 @@ class RunsFlags:
     )  # fmt: skip
     methodology: Literal["maximum_performance", "identical_config"] = flag(
         "maximum_performance",
-        "identical_config: runs whose settings differ in anything are not compared.",
+        "identical_config: runs are not compared if any setting differs.",
     )
     one_model: bool = flag(
         False,

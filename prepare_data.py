@@ -33,7 +33,7 @@ class PrepareArgs:
     """Turn text files into token files: train.bin and val.bin."""
 
     inputs: tuple[str, ...] = positional(
-        "TEXT", "Text files, or directories whose .txt, .md, .rst and .py files are taken.", ()
+        "TEXT", "Text files, or directories to take .txt, .md, .rst and .py files from.", ()
     )
     output_dir: str = flag("data", "Where train.bin and val.bin are written.", metavar="DIR")
     stdlib: bool = flag(

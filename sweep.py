@@ -51,7 +51,7 @@ class WhatFlags:
         metavar="FLAG=VALUE",
     )
     platform: Literal["auto", "nvidia", "amd", "cpu"] = flag(
-        "auto", "The platform whose part of the experiment file counts; auto looks at the drivers."
+        "auto", "Platform, for its part of the experiment file; auto looks at the drivers."
     )
 
 

@@ -358,7 +358,7 @@ def _rope(keys: Keys, max_positions: int) -> tuple[float, RopeScaling | None]:
     return theta, scaling
 
 
-# What reads the config of each family, by its model_type.
+# The reader of each family's config, by its model_type.
 FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "gpt2": _gpt2,
     "llama": functools.partial(

@@ -53,7 +53,7 @@ elif argv[:2] == ["container", "inspect"]:
 """
 
 
-# What a stranger's machine may have, and the simulated one only where a test puts it.
+# Tools that a stranger's machine may have. The simulated one has them only where a test puts them.
 NOT_PLAIN = (
     "docker",
     "podman",

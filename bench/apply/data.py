@@ -140,7 +140,7 @@ def open_data(
 
 
 def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0) -> Sequence[int]:
-    """First sample of every micro batch that one of the ranks with data of its own processes, in order.
+    """First sample of every micro batch of a rank; `data_rank` counts ranks with different data.
 
     Step k takes samples k x G ... (k + 1) x G - 1, G the global batch; each micro step deals its
     micro batches out to the ranks in turn.

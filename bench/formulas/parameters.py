@@ -9,7 +9,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
-    """What the model calls a block's linear layers, by their names in `block_shapes`."""
+    """The model's names of a block's linear layers, by those in `block_shapes`."""
     up = "mlp.gate_up" if config.gated_mlp else "mlp.up"
     return {"qkv": "attn.qkv", "out": "attn.out", "up": up, "down": "mlp.down"}
 

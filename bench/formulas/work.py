@@ -49,7 +49,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Work:
-    """What runs in FP8: `layers` names the converted ones of a block's linear layers.
+    """The FP8 part of a step: `layers` names the converted ones of a block's linear layers.
 
     `high_precision` says why the others are not, by their names in the model.
     """

@@ -333,7 +333,7 @@ class Metrics(Strict):
 
 
 def shown_of(name: str) -> dict[str, Any]:
-    """What a metric declares besides its meaning: unit, row, always, csv, final."""
+    """A metric's declaration besides its meaning: unit, row, always, csv, final."""
     return Metrics.model_fields[name].json_schema_extra
 
 

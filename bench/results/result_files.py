@@ -73,7 +73,7 @@ def parse_result(content: Any) -> Result:
 
 
 def _profile_of_1(profile: Any) -> Any:
-    """A profile of schema version 1, whose gaps were four fields, as one of version 2."""
+    """A profile of schema version 1, with gaps in four fields, as one of version 2."""
     if not isinstance(profile, dict):
         return profile
     names = {"count": "host_gaps", "time_s": "host_gaps_s", "longest_s": "longest_host_gap_s",

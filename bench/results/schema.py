@@ -1,4 +1,4 @@
-"""What a result is: its schema, with the meaning of each field. Needs no torch.
+"""The schema of a result, with the meaning of each field. Needs no torch.
 
 docs/METRICS.md's tables are made of it (make docs).
 """

@@ -1,4 +1,4 @@
-"""How a failing rank reports and keeps its error, and which of several ranks failed first."""
+"""Endings of a run: signals, status and exit code of an error, and which rank failed first."""
 
 import contextlib
 import errno

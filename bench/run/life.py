@@ -199,7 +199,7 @@ class Run:
         print(f"{r.status}: {self.file.path}", file=sys.stderr, flush=True)
 
     def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
-        """What torch.compile did since the run began."""
+        """Fill in the work of torch.compile since the run began."""
         m = self.result.metrics
         m.compile_s = after.seconds - before.seconds
         m.n_compiled_graphs = after.graphs - before.graphs

@@ -20,7 +20,7 @@ from bench.run.profiling import build_capture
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
-# A step's forward and backward passes: from its number to its loss, whose gradients are left behind.
+# A step's forward and backward passes: from its number to its loss. They leave the gradients behind.
 Passes = Callable[[int], Tensor]
 
 

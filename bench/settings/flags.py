@@ -24,7 +24,7 @@ class Script(enum.StrEnum):
 
 
 class Kind(enum.Enum):
-    """What a flag changes: what is learnt, how fast, how long, or only what is looked at and written."""
+    """The effect of a flag: on what is learnt, the speed, the length, or only on what is written."""
 
     HYPERPARAMETER = "hyperparameter"
     SPEED = "speed"
@@ -39,7 +39,7 @@ LARGEST = 2**31
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """What a flag declares besides its name, type and default.
+    """A flag's declaration, besides name, type and default.
 
     Values outside the bounds are refused; `needs` names the flag without which this one has no meaning.
     """
@@ -357,7 +357,7 @@ class ProfileFlags:
 
 @dataclasses.dataclass(frozen=True)
 class PeakFlags:
-    """What the figures are held against."""
+    """Peaks and price, for the figures."""
 
     peak_tflops: float | None = flag(
         None, "Dense BF16 peak of the device [TFLOP/s], where configs/hardware.json does not know it.",
@@ -382,7 +382,7 @@ class Args(  # dataclasses take fields from the last base first
 
 
 def declared(kind: Any) -> dict[str, Flag]:
-    """What each flag of a dataclass (or of an object of one) declares, by its name."""
+    """The declarations of a dataclass's flags (or of an object's) by name."""
     return {f.name: f.metadata["flag"] for f in dataclasses.fields(kind)}
 
 
@@ -430,7 +430,7 @@ def check_bounds(args: Any) -> None:
 
 
 def _outside(flag: Flag, value: float) -> str | None:
-    """What a value must be, where it is not."""
+    """The bound that a value breaks, in words; None where it breaks none."""
     if flag.below is not None and not flag.at_least <= value < flag.below:
         return f"from {flag.at_least:g} to below {flag.below:g}"
     if flag.above is not None and not flag.above < value < float("inf"):

@@ -108,7 +108,7 @@ class Plan:
 
     @property
     def profile(self) -> ProfileFlags:
-        """What is captured of the profiled steps."""
+        """The contents of a capture."""
         return self.args.part(ProfileFlags)
 
     @property

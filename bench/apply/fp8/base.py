@@ -1,4 +1,4 @@
-"""What FP8 does to a run, whichever library computes it."""
+"""The hooks of FP8 in a run, for any library."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ class Fp8:
         return checkpoint(forward, *args, **options)
 
     def after_step(self, model: nn.Module) -> None:
-        """What is due after each optimizer step."""
+        """Work that is due after each optimizer step."""
 
     def allocate(self, model: nn.Module, device: torch.device) -> None:
         """Give a sharded meta-device model storage, before its values are set."""
