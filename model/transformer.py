@@ -123,13 +123,15 @@ class Transformer(nn.Module):
         if (dtype := autocast_dtype(device)) is not None:
             # The residual stream runs in the low precision too, as it does under FSDP.
             x = x.to(dtype)
+        return x
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """(B, T, d) through all blocks, one after the other."""
+        T, device = x.shape[1], x.device
         rope = self.rope_for(T, device)
         for block, window in zip(self.blocks, self.config.windows, strict=True):
             x = block(x, rope, self.mask_for(T, window, device))
-        x = self.norm(x)
-        if labels is None:
-            return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
-        return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+        return x
 
     def look_up(self, tokens: Tensor) -> Tensor:
         """(B, T) ids to embeddings (B, T, d)."""

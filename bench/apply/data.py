@@ -140,9 +140,9 @@ def open_data(
 
 
 def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0) -> Sequence[int]:
-    """First sample of every micro batch of a rank; `data_rank` counts ranks with different data.
+    """First sample of every micro batch of a rank, in order.
 
-    Step k takes samples k x G ... (k + 1) x G - 1, G the global batch; each micro step deals its
+    `data_rank` counts the ranks that get different data. Step k takes samples k x G ... (k + 1) x G - 1, G the global batch; each micro step deals its
     micro batches out to the ranks in turn.
     """
     micro = batch.micro_batch * batch.data_parallel_size

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from bench.files import Strict, about
 from bench.formulas.work import Batch
 from bench.results.metrics import Metrics
-from bench.settings.combinations import GRAPH_MODES
+from bench.settings.flags import GRAPH_MODES
 from bench.trace.breakdown_schema import CostlyKernel, HostGaps
 
 # 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.

@@ -20,8 +20,7 @@ from bench.formulas.parameters import count_parameters, linear_parameters
 from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
 from bench.results.schema import Device, Fp8Info, ModelInfo, Result
-from bench.settings.combinations import GRAPH_MODES
-from bench.settings.flags import PeakFlags
+from bench.settings.flags import GRAPH_MODES, PeakFlags
 from bench.settings.machine import installed_version
 from bench.settings.plan import Plan, Schedule
 

@@ -8,8 +8,9 @@ import re
 from typing import TypeVar
 
 from bench.errors import UsageError
-from bench.settings.combinations import GRAPH_MODES, combination_of, refusal
+from bench.settings.combinations import combination_of, refusal
 from bench.settings.flags import (
+    GRAPH_MODES,
     Args,
     Fp8Flags,
     Script,

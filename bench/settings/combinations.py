@@ -8,9 +8,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from bench.settings.flags import Args, Script
+from bench.settings.flags import GRAPH_MODES, Args, Script
 
-GRAPH_MODES = ("reduce-overhead", "max-autotune")
 AXES = {
     "entrypoint": tuple(Script),
     "amp": ("off", "bf16", "fp16"),

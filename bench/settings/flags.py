@@ -35,6 +35,8 @@ class Kind(enum.Enum):
 LEARNT, SPEED, LENGTH, OUTPUT = Kind.HYPERPARAMETER, Kind.SPEED, Kind.LENGTH, Kind.OUTPUT
 EVERYWHERE, SEVERAL = tuple(Script), (Script.DDP, Script.FSDP)
 LARGEST = 2**31
+# Compile modes that record CUDA graphs.
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from bench.errors import UsageError
 from bench.formulas.collectives import traffic
 from bench.formulas.parameters import layer_names
 from bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
-from bench.settings.combinations import GRAPH_MODES
 from bench.settings.flags import (
+    GRAPH_MODES,
     Args,
     BatchFlags,
     DataFlags,
