@@ -114,6 +114,13 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """(B, T) int64 token ids and labels to the mean loss; without labels to logits."""
+        x = self.norm(self.run_blocks(self.embed_tokens(tokens)))
+        if labels is None:
+            return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
+        return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
         T, device = tokens.shape[1], tokens.device
         x = self.look_up(tokens)
         if self.positions is not None:

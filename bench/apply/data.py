@@ -142,8 +142,8 @@ def open_data(
 def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0) -> Sequence[int]:
     """First sample of every micro batch of a rank, in order.
 
-    `data_rank` counts the ranks that get different data. Step k takes samples k x G ... (k + 1) x G - 1, G the global batch; each micro step deals its
-    micro batches out to the ranks in turn.
+    `data_rank` counts the ranks that get different data. Step k takes samples k x G ... (k + 1) x G - 1,
+    G the global batch. Each micro step deals its micro batches out to the ranks in turn.
     """
     micro = batch.micro_batch * batch.data_parallel_size
     first = data_rank * batch.micro_batch
