@@ -11,9 +11,10 @@ find_gpus() {
         die "/dev/kfd is not yours to use: sudo usermod -aG render,video $user_name, then log in again"
     # Not every render node is a GPU: an MI300X outside a virtual machine has eight. CPUs have no
     # SIMD units.
-    local properties
+    local properties files
     nodes=()
-    for properties in $(compgen -G "$root/sys/class/kfd/kfd/topology/nodes/*/properties" | sort -V); do
+    mapfile -t files < <(compgen -G "$root/sys/class/kfd/kfd/topology/nodes/*/properties" | sort -V)
+    for properties in "${files[@]}"; do
         if grep -qs '^simd_count [1-9]' "$properties"; then
             nodes+=("$root/dev/dri/renderD$(sed -n 's/^drm_render_minor //p' "$properties")")
         fi

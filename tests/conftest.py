@@ -1,4 +1,7 @@
-"""For all tests."""
+"""For all tests: the same machine, environment, directory and order for everyone.
+
+The first part runs before torch is imported, which reads the environment.
+"""
 
 import atexit
 import gc
@@ -6,6 +9,7 @@ import os
 import random
 import runpy
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -13,11 +17,15 @@ import pytest
 
 # Settings of the environment that change what a run does. A stranger may have any of them.
 CLEARED = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_",
-    "TORCH_LOGS", "TORCHDYNAMO_", "NCCL_", "GLOO_", "BENCH_", "LLM_TRAIN_BENCH_PARENT", "COLUMNS",
-    "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONWARNINGS", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_", "SLURM_", "OMPI_",
+    "PMI_", "MPI_", "TORCHELASTIC_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "KINETO_",
+    "NCCL_", "GLOO_", "OMP_", "MKL_", "BENCH_", "LLM_TRAIN_BENCH_PARENT", "LINES", "NO_COLOR",
+    "FORCE_COLOR", "CLICOLOR", "TTY_", "PYTHONWARNINGS", "XDG_CACHE_HOME", "MPLCONFIGDIR", "HF_",
+    "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "PIP_USER", "PIP_TARGET", "PIP_REQUIRE_VIRTUALENV",
 )  # fmt: skip
+ROOT = Path(__file__).parents[1]
 HOME = "LLM_TRAIN_BENCH_TEST_HOME"
+THREADS = os.environ.get("OMP_NUM_THREADS", "1")
 
 
 def invent_a_machine() -> None:
@@ -26,12 +34,22 @@ def invent_a_machine() -> None:
     runpy.run_path(str(invented / "sitecustomize.py"))
     for name in [n for n in os.environ if n.startswith(CLEARED)]:
         del os.environ[name]
+    os.environ |= {"OMP_NUM_THREADS": THREADS, "OPENBLAS_NUM_THREADS": "1", "COLUMNS": "100"}
+    os.environ |= {"PYTHONUTF8": "1"}
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(invented), before)))
     if HOME not in os.environ:  # pytest's workers inherit it
         os.environ[HOME] = tempfile.mkdtemp(prefix="llm-train-bench-home-")
         atexit.register(shutil.rmtree, os.environ[HOME], ignore_errors=True)
     os.environ["HOME"] = os.environ[HOME]
+    # "nohup make test &" ignores signals, and every process that a test starts would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for ignored in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(ignored) is signal.SIG_IGN:
+            signal.signal(ignored, signal.SIG_DFL)
+    os.umask(0o022)
+    os.chdir(ROOT)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,7 +57,8 @@ def pytest_configure(config):
     """tests/benchmarks measures on request only; its plugin is not in every image."""
     if hasattr(config.option, "benchmark_disable") and not config.option.benchmark_enable:
         config.option.benchmark_disable = True
-    invent_a_machine()
+    if not config.option.markexpr.startswith("gpu"):
+        invent_a_machine()
 
 
 def pytest_addoption(parser):

@@ -82,8 +82,8 @@ def finished(tmp_path_factory):
     ]
     path = out / "cases.json"
     path.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               "tests/dist_worker.py", str(path)]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+               "127.0.0.1", "--nproc-per-node", "2", "tests/dist_worker.py", str(path)]  # fmt: skip
     log = out / "ranks.log"
     with log.open("w") as f:
         ranks = subprocess.Popen(command, cwd=ROOT, stdout=f, stderr=f)
@@ -200,7 +200,7 @@ def test_readme_shows_this_table():
         (["--use-fp8", "--fp8-all-gather"], "--fp8-all-gather has no meaning for train.py"),
         (["--use-fp8", "--fp8-primary-weights"],
          "--fp8-primary-weights has no meaning for train.py"),
-        (["--fp8-primary-weights"], "--fp8-primary-weights needs --use-fp8"),
+        (["--fp8-backend", "te"], "--fp8-backend needs --use-fp8"),
         (["--tf32"], "NVIDIA GPUs from Ampere on"),
     ],
 )  # fmt: skip

@@ -120,8 +120,9 @@ def runs(tmp_path_factory):
             cases.append(("forward-never", FSDP, never, False))
         path = out / f"cases{world}.json"
         path.write_text(json.dumps(cases))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                   "--nproc-per-node", str(world), "tests/dist_worker.py", str(path)]  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+                   "127.0.0.1", "--nproc-per-node", str(world), "tests/dist_worker.py",
+                   str(path)]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-9000:]
     return out

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ from tests.helpers import ROOT, only_result, read_steps
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
         "--amp", "off", "--no-tensorboard"]  # fmt: skip
 MARK = "LLM_TRAIN_BENCH_TEST"
+STARTED: list[subprocess.Popen] = []
 FOREVER = ["--n-steps", "1000000", "--warmup-steps", "1"]
 SHORT = ["--n-steps", "4", "--warmup-steps", "1"]
 
@@ -35,16 +37,22 @@ def start(script, out, *argv, prefix=(sys.executable,), env=None):
     """The process, with a mark in its environment that finds everything it starts."""
     command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
     mark = f"{MARK}={uuid.uuid4().hex}"
-    # Nothing must come through from a launcher that runs the tests themselves.
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_",
-                "TORCHELASTIC_", "LOCAL_WORLD_SIZE")  # fmt: skip
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(launched)}
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=inherited | (env or {}) | dict([mark.split("=")]),
+        env=os.environ | (env or {}) | dict([mark.split("=")]),
     )  # fmt: skip
     process.mark = mark
+    STARTED.append(process)
     return process
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on():
+    """A test that fails before it ends its processes does not leave them to the next."""
+    yield
+    while STARTED:
+        for pid in members(STARTED.pop()):
+            os.kill(pid, signal.SIGKILL)
 
 
 def finish(process, timeout=240):
@@ -63,7 +71,7 @@ def members(process) -> dict[int, dict[str, str]]:
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            items = (path / "environ").read_text().split("\0")
+            items = os.fsdecode((path / "environ").read_bytes()).split("\0")
             state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
@@ -183,7 +191,7 @@ import train_ddp
 from bench.run.launch import _failure_time, launch_ranks
 from model.transformer import Transformer
 
-def train(args, ranks):
+def train(plan, device, ranks):
     steps, forward = [], Transformer.forward
     def fail_late(self, *inputs):
         steps.append(1)
@@ -191,7 +199,7 @@ def train(args, ranks):
             raise torch.OutOfMemoryError("made up")
         return forward(self, *inputs)
     Transformer.forward = fail_late
-    train_ddp.train(args, ranks)
+    train_ddp.train(plan, device, ranks)
 
 sys.exit(launch_ranks(train, sys.argv[1:], __file__))
 """
@@ -232,12 +240,13 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
 NO_STEP = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-import bench.run.life
+import bench.run.life as life
 import train_ddp
 from bench.run.launch import _failure_time, launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns, but with a shorter wait.
-bench.run.patience = lambda device, timeout_s: timeout_s / 200
+assert life.patience
+life.patience = lambda device, timeout_s: timeout_s / 200
 sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
 """
 
@@ -474,6 +483,8 @@ def test_two_torchrun_agents_train_together(script, tmp_path):
 @pytest.fixture
 def two_hosts():
     """Two network namespaces with an address each; only root can make them."""
+    if shutil.which("ip") is None:
+        pytest.skip("no ip (iproute2) here")
     names = [f"ltb{os.getpid()}{side}" for side in "ab"]
     setup = [["ip", "netns", "add", name] for name in names]
     setup.append(["ip", "link", "add", names[0], "netns", names[0], "type", "veth",
@@ -482,6 +493,7 @@ def two_hosts():
         inside = ["ip", "-n", name]
         setup.append([*inside, "addr", "add", f"10.77.0.{i + 1}/24", "dev", name])
         setup += [[*inside, "link", "set", link, "up"] for link in (name, "lo")]
+        setup.append(["ip", "netns", "exec", name, "true"])
     try:
         try:
             for command in setup:

@@ -320,5 +320,5 @@ def test_nvmls_names_are_its_own():
     assert {
         name: getattr(pynvml, f"NVML_FI_DEV_CLOCKS_EVENT_REASON_{theirs}")
         for name, theirs in counters.items()
-    } == nvidia.COUNTERS
+    } == nvidia.NVML_COUNTERS
     assert pynvml.NVML_FI_DEV_POWER_INSTANT == nvidia.INSTANT_POWER

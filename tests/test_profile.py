@@ -1,6 +1,7 @@
 """--profile and --memory-snapshot in the three scripts, as a user runs them on a CPU."""
 
 import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -17,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import trace_report
 from bench.measure.device import device_name
 from bench.results.schema import Result
-from bench.run import profiling
+from bench.run import launch, profiling
 from bench.trace.breakdown import break_down
 from bench.trace.read_trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
@@ -190,7 +191,12 @@ def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
 def test_the_nsys_range_holds_the_steps_asked_for(tmp_path, monkeypatch):
     """On a CPU, with a recorder in place of CUDA's profiler and NVTX."""
     calls = []
-    monkeypatch.setattr("train.check_capture", lambda args, device: None)
+    plan_of_a_gpu = functools.partial(launch.make_plan, platform="nvidia")
+    monkeypatch.setattr(
+        launch,
+        "make_plan",
+        lambda args, script, world, platform: plan_of_a_gpu(args, script, world),
+    )
     monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
@@ -305,7 +311,10 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
         (["--profile-steps", "5"], "--profile-steps needs --profile"),
         (["--profile", "--profile-steps", "0"], "--profile-steps 0: must be at least 1"),
         (["--profile", "--profile-start", "-1"], "--profile-start -1: must be at least 0"),
-        (["--profile", "--profile-start", "9"], "start by step 8 at the latest"),
+        (
+            ["--profile", "--profile-start", "9"],
+            "prolonged for a capture up to step 8 at the latest",
+        ),
         (["--nsys-start", "1"], "--nsys-start and --nsys-end go together"),
         (["--nsys-start", "2", "--nsys-end", "2"], "--nsys-end 2: must be above --nsys-start 2"),
         (["--nsys-start", "2", "--nsys-end", "3"], "use --profile on a CPU"),

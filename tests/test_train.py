@@ -18,7 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bench.apply.tokens import write_tokens
 from bench.results.console import table_rows
 from bench.results.result_files import read_result
-from bench.settings.flags import Args
+from bench.results.schema import SCHEMA_VERSION
+from bench.run.provenance import source_revision
+from bench.settings.command_line import parse_args
+from bench.settings.flags import Args, Script, declared
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
@@ -93,9 +96,8 @@ def test_result_is_complete(run):
     assert r["model"]["config"] == json.loads((ROOT / "configs/gpt2-tiny.json").read_text())
     assert r["model"]["n_parameters"] == 462_336
     assert r["environment"]["libraries"]["torch"] and r["environment"]["cpu"]
-    sha = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    assert r["environment"]["git_sha"] == sha.stdout.strip()
-    assert r["command"][0] == "train.py" and r["schema_version"] == 1
+    assert r["environment"]["git_sha"] == source_revision()["git_sha"]
+    assert r["command"][0] == "train.py" and r["schema_version"] == SCHEMA_VERSION
     (path,) = run.glob("*/result.json")
     assert read_result(path).metrics.final_loss == r["metrics"]["final_loss"]
     assert {p.name for p in path.parent.iterdir()} == {"result.json", "steps.jsonl", "tensorboard"}
@@ -165,6 +167,7 @@ def test_the_table_says_what_the_result_does(run):
         "slowest device by itself: rank": "4, 6.0% behind the mean",
         "compilation": "42.0 s",
         "peak memory: allocated / reserved": "51.00 / 52.00 GiB",
+        "peak memory: resident": "53.00 GiB",
         "energy": "61 W, 62.00 tokens/J",
         "loss: first, last": "7.1000, 7.2000",
         "validation loss: before, after": "7.3000, 7.4000",
@@ -415,14 +418,19 @@ def test_underscores_work_too(tmp_path):
                      "--output_dir", tmp_path) == 0  # fmt: skip
 
 
-def test_help_documents_every_flag(capsys):
+@pytest.mark.parametrize("script", list(Script))
+def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
     with pytest.raises(SystemExit) as stop:
-        run_train("--help")
+        parse_args(["--help"], script)
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    flags = [field for field in dataclasses.fields(Args) if field.name != "config"]
-    for field in flags:
-        assert f"--{field.name.replace('_', '-')} " in text, field.name
-    assert text.count("(default: ") == len(flags)
+    flags = {n for n, flag in declared(Args).items() if script in flag.scripts} - {"config"}
+    assert flags < set(declared(Args)) and len(flags) > 40
+    shown = {name.replace("-", "_") for name in re.findall(r"^ *--([a-z][a-z0-9-]*)", text, re.M)}
+    assert shown == flags
+    told = [
+        f for f in dataclasses.fields(Args) if f.name in flags and f.default not in (None, False)
+    ]
+    assert len(re.findall(r"\(default:\s", text)) == len(told) > 20
     # Each flag says more than its name: the help text between flag and default is not empty.
     assert not re.search(r"--[a-z-]+ (\S+ )?\s*\(default", text)

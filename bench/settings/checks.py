@@ -110,11 +110,6 @@ def contradictions(args: Args, script: Script):
             "--amp fp16: its scale is on the GPU and with --cpu-offload the gradients are not; "
             "use --amp bf16"
         )
-    if args.use_fp8:
-        yield from _fp8_contradictions(args)
-
-
-def _fp8_contradictions(args: Args):
     if args.fp8_emulate and args.fp8_backend == "te":
         yield "--fp8-emulate: Transformer Engine cannot; use --fp8-backend torchao"
     if args.fp8_all_gather and args.fp8_recipe != "tensorwise":

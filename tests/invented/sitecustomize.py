@@ -1,4 +1,5 @@
-"""An invented machine: every Python process of the tests sees this CPU and this host name.
+"""An invented machine: every Python process of the tests sees this CPU and host name,
+and neither a GPU's driver nor a power meter.
 
 tests/conftest.py puts this directory on PYTHONPATH, and gives the processes an empty home. A test that
 knows the machine it was written on then fails on that machine too.
@@ -10,8 +11,9 @@ import platform
 
 CPU = "Invented CPU 9000"
 HOST = "invented-host"
+ABSENT = {"/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libnvidia-ml.so.1", "/sys/class/powercap"}
 
-_open = pathlib.Path.open
+_open, _exists, _glob = pathlib.Path.open, pathlib.Path.exists, pathlib.Path.glob
 
 
 def _invented(self, *args, **kwargs):
@@ -20,5 +22,15 @@ def _invented(self, *args, **kwargs):
     return _open(self, *args, **kwargs)
 
 
+def _is_there(self, *args, **kwargs):
+    return str(self) not in ABSENT and _exists(self, *args, **kwargs)
+
+
+def _found(self, *args, **kwargs):
+    return iter(()) if str(self) in ABSENT else _glob(self, *args, **kwargs)
+
+
 pathlib.Path.open = _invented
+pathlib.Path.exists = _is_there
+pathlib.Path.glob = _found
 platform.node = lambda: HOST
