@@ -239,7 +239,7 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     table = markdown_table("estimate", "value")
     for name, value in rows:
         table.add_row(name, value)
-    Console(width=140, highlight=False).print(table)
+    Console(width=140, highlight=False, markup=False).print(table)
 
 
 def fit(work: Work, argv: list[str]) -> int:
@@ -287,7 +287,7 @@ def fit(work: Work, argv: list[str]) -> int:
         f"{result.model.name} on {result.device.name}: micro batch {batch.micro_batch} x "
         f"{batch.seq_len}"
     )
-    Console(width=120, highlight=False).print(table)
+    Console(width=120, highlight=False, markup=False).print(table)
     return 0
 
 

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps([as_json(t, b) for t, b in zip(read, found, strict=True)], indent=1))
         return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     if len(found) == 1:
         print_one(console, read[0], found[0])
     else:

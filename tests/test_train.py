@@ -16,7 +16,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bench.apply.tokens import write_tokens
-from bench.results.console import table_rows
+from bench.results.console import print_result, table_rows
 from bench.results.result_files import read_result
 from bench.results.schema import SCHEMA_VERSION
 from bench.run.provenance import source_revision
@@ -172,6 +172,15 @@ def test_the_table_says_what_the_result_does(run):
         "loss: first, last": "7.1000, 7.2000",
         "validation loss: before, after": "7.3000, 7.4000",
     }
+
+
+def test_names_are_shown_as_they_are(run, capsys):
+    """A device, a model or a kernel may have brackets in its name."""
+    (path,) = run.glob("*/result.json")
+    result = read_result(path)
+    result.device.name = "Some GPU [rev a1]"
+    print_result(result)
+    assert "Some GPU [rev a1]" in capsys.readouterr().out
 
 
 def test_dropout_is_for_training_alone(tmp_path, learnable):

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from bench.compare.ratios import Compared
@@ -59,16 +58,16 @@ def tables(rows: list[Compared], tokens: float | None) -> list[Table]:
     for group in dict.fromkeys(row.group for row in rows):
         names = (*COLUMNS, "days") if tokens else COLUMNS
         text = ("hardware", "settings", "verdict")
-        table = markdown_table(*names, left=text, title=escape(group))
+        table = markdown_table(*names, left=text, title=group)
         for row in (row for row in rows if row.group == group):
-            table.add_row(*map(escape, cells(row, tokens)))
+            table.add_row(*cells(row, tokens))
         made.append(table)
     return made
 
 
 def show_comparison(rows: list[Compared], tokens: float | None) -> None:
     """The tables on the screen."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 220)
     for table in tables(rows, tokens):
         console.print(table)
     if any(counted_otherwise(row.record) for row in rows):
@@ -91,7 +90,7 @@ def write(
         writer.writerow(["group", *names, "path"])
         writer.writerows([r.group, *cells(r, tokens), r.record.path] for r in rows)
     with (directory / "compare.md").open("w", encoding="utf-8") as f:
-        console = Console(highlight=False, width=400, file=f)
+        console = Console(highlight=False, markup=False, width=400, file=f)
         for table in tables(rows, tokens):
             console.print(table)
     image = None

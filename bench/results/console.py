@@ -93,7 +93,7 @@ def print_result(result: Result) -> None:
     table = markdown_table("metric", "value")
     for name, value in table_rows(result):
         table.add_row(name, value)
-    console = Console(width=200, highlight=False)
+    console = Console(width=200, highlight=False, markup=False)
     console.print(table)
     if p := result.profile:
         last = p.first_step + p.n_steps - 1

@@ -6,7 +6,6 @@ import statistics
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from bench.formulas.time_statistics import bootstrap_mean
 from bench.results.metrics import CSV_COLUMNS
@@ -109,17 +108,17 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
     best = ranked[0].tokens_per_sec if ranked else None
     for r in ranked:
         if r.tokens_per_sec is None:
-            table.add_row(escape(r.label), r.status, *[""] * 6)
+            table.add_row(r.label, r.status, *[""] * 6)
             continue
         tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
         share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
         low, high = number(r.low, ",.0f"), number(r.high, ",.0f")
         table.add_row(
-            escape(r.label), r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
+            r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
             f"{r.cv:.1%}", share, number(r.mfu, ".1%"), memory_text(r.memory_gib, r.memory_kind, ".2f"),
         )  # fmt: skip
-    Console(width=200, highlight=False).print(table)
+    Console(width=200, highlight=False, markup=False).print(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:
-        Console(width=200, highlight=False, file=f).print(table)
+        Console(width=200, highlight=False, markup=False, file=f).print(table)
     print("~: the interval overlaps that of the best")
     print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")
