@@ -22,6 +22,7 @@ from model.init import materialize
 from model.transformer import Transformer
 from tests.helpers import ROOT, plan_of, run_train, without_inductor
 
+STEPS = 12  # many CPUs have no fast bf16
 BASE = [
     "tests/configs/llama-small.json",  # llama-tiny at half the width: gloo moves a quarter
     "--seq-len",
@@ -31,7 +32,7 @@ BASE = [
     "--amp",
     "off",
     "--n-steps",
-    "16",
+    str(STEPS - 4),
     "--warmup-steps",
     "4",
     "--lr",
@@ -165,7 +166,7 @@ def test_buckets_and_prefetch_are_those_asked_for(runs):
     ahead = [c.get("gathers before attention") for c in calls.values()]
     assert ahead == [0, 0, 2, 3, 4]
     whole, parts = (calls[n]["all_reduce"] for n in ("ddp2", "ddp2-small-buckets"))
-    assert whole == 20 and parts >= 4 * 20
+    assert whole == STEPS and parts >= 4 * STEPS
 
 
 def steps_of(directory):
@@ -181,10 +182,10 @@ def test_losses_are_those_of_one_device(name, runs, single, tmp_path, record_pro
     steps = steps_of(runs / safe(name))
     if "sgd" in name:
         single = run_single(tmp_path, *SGD)
-    assert len(steps) == len(single) == 20
+    assert len(steps) == len(single) == STEPS
     limit = TOLERANCE.get(name, 1e-5)
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, single, strict=True))
-    record_property("figure", f"parity  {name}: largest loss difference over 20 steps {worst:.1e}")
+    record_property("figure", f"parity  {name}: largest loss difference over {STEPS} steps {worst:.1e}")
     assert worst <= limit
     assert all(s["tokens"] == 512 for s in steps)
     # Clipping was active, on the norm of the whole gradient.
@@ -199,8 +200,8 @@ def test_traffic_is_what_the_collectives_were_handed(name, runs):
     moved = json.loads((directory / "traffic.json").read_text())
     metrics = result_of(directory)["metrics"]
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 20, kind
-    assert sum(moved.values()) > 20 * 800_000
+        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / STEPS, kind
+    assert sum(moved.values()) > STEPS * 800_000
 
 
 def test_fp8_all_gather_moves_half_the_weights_bytes_and_learns_the_same(runs):
