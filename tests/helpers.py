@@ -86,6 +86,10 @@ def run_train(*argv: str) -> int:
     return launch(train.train, [str(a) for a in argv], "train.py")
 
 
+# PyTorch does not quote its own path where it calls the C++ compiler.
+INDUCTOR_LINKS = " " not in torch.__file__
+
+
 @contextlib.contextmanager
 def without_inductor():
     """torch.compile captures, differentiates and runs its graphs, but generates no code for them."""

@@ -20,7 +20,14 @@ from bench.settings.combinations import (
     refusal,
 )
 from bench.settings.command_line import parse_args
-from tests.helpers import ROOT, AttentionKernels, attention_calls, run_train, without_inductor
+from tests.helpers import (
+    INDUCTOR_LINKS,
+    ROOT,
+    AttentionKernels,
+    attention_calls,
+    run_train,
+    without_inductor,
+)  # fmt: skip
 
 ALL = list(all_combinations())
 SUPPORTED = [c for c in ALL if refusal(c) is None]
@@ -59,11 +66,9 @@ WITH_INDUCTOR = {("train_fsdp.py", "bf16", "off", "block")}
 
 
 def traced_only(c: Combination) -> bool:
-    return not (
-        "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
-        or c.compile == "off"
-        or (c.entrypoint, c.amp, c.fp8, c.sac) in WITH_INDUCTOR
-    )
+    asked = "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
+    chosen = (c.entrypoint, c.amp, c.fp8, c.sac) in WITH_INDUCTOR
+    return c.compile != "off" and not (INDUCTOR_LINKS and (asked or chosen))
 
 
 @pytest.fixture(scope="module")

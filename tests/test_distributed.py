@@ -185,7 +185,9 @@ def test_losses_are_those_of_one_device(name, runs, single, tmp_path, record_pro
     assert len(steps) == len(single) == STEPS
     limit = TOLERANCE.get(name, 1e-5)
     worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps, single, strict=True))
-    record_property("figure", f"parity  {name}: largest loss difference over {STEPS} steps {worst:.1e}")
+    record_property(
+        "figure", f"parity  {name}: largest loss difference over {STEPS} steps {worst:.1e}"
+    )
     assert worst <= limit
     assert all(s["tokens"] == 512 for s in steps)
     # Clipping was active, on the norm of the whole gradient.

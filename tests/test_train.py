@@ -22,7 +22,14 @@ from bench.results.schema import SCHEMA_VERSION
 from bench.run.provenance import source_revision
 from bench.settings.command_line import parse_args
 from bench.settings.flags import Args, Script, declared
-from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
+from tests.helpers import (
+    INDUCTOR_LINKS,
+    ROOT,
+    only_result,
+    read_steps,
+    run_train,
+    without_inductor,
+)  # fmt: skip
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
 FP32 = [*TINY, "--amp", "off"]
@@ -219,11 +226,13 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
         ("fp16", 1e-2, "--bsz", 4, "--amp", "fp16"),
     ):
         # Generating code for another shape takes long, and shows nothing about accumulation.
-        traced = name == "compile accumulate"
+        traced = name == "compile accumulate" or not INDUCTOR_LINKS
         with without_inductor() if traced else contextlib.nullcontext():
             other = losses(tmp_path, name, *argv, *flags)
         assert other == pytest.approx(plain, rel=tolerance), name
-    assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.5
+    assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > (
+        0.5 if INDUCTOR_LINKS else 0.1
+    )
     kernels = {n: only_result(tmp_path / n)["attention_kernel"] for n in ("plain", "math", "flash")}
     assert kernels == {"plain": "flash", "math": "math", "flash": "flash"}
 

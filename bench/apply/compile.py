@@ -104,6 +104,8 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     advice = "leave out --pt-compile, or try another --compile-mode"
     if "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
         advice = "install one (g++; doctor.py says what is missing), or leave out --pt-compile"
+    if "CppCompileError" in text and " " in torch.__file__:
+        advice = "PyTorch cannot link from a path with a space; move it, or leave out --pt-compile"
     return CompileError(
         f"torch.compile failed in {where}: {text or type(error).__name__}; {advice}"
     )
