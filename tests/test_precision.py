@@ -684,3 +684,10 @@ def test_gemm_rate_is_a_rate(flops):
     """Work of a little over a millisecond: as many TFLOP/s as GFLOP are claimed for it."""
     best, median = gemm.rate(lambda i: time.sleep(1e-3), flops, 0.2, CPU)
     assert 0.1 < median * 1e9 / flops <= best * 1e9 / flops < 1
+
+
+def test_a_compiler_that_cannot_reach_torch_is_told_apart(monkeypatch):
+    error = RuntimeError("CppCompileError: C++ compile error")
+    assert "leave out --pt-compile, or try" in str(compile_error(error, "blocks.0"))
+    monkeypatch.setattr(torch, "__file__", "/home/some one/torch/__init__.py")
+    assert "a path with a space; move it" in str(compile_error(error, "blocks.0"))
