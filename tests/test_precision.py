@@ -688,6 +688,7 @@ def test_gemm_rate_is_a_rate(flops):
 
 def test_a_compiler_that_cannot_reach_torch_is_told_apart(monkeypatch):
     error = RuntimeError("CppCompileError: C++ compile error")
+    monkeypatch.setattr(torch, "__file__", "/home/someone/torch/__init__.py")
     assert "leave out --pt-compile, or try" in str(compile_error(error, "blocks.0"))
     monkeypatch.setattr(torch, "__file__", "/home/some one/torch/__init__.py")
     assert "a path with a space; move it" in str(compile_error(error, "blocks.0"))
