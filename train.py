@@ -25,7 +25,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     """One run; what is wrong with the input shows before anything is written."""
     work, files, n_steps = plan.work, plan.data, plan.schedule.total
     set_precision(work.amp, work.tf32, device)
-    select_attention(work, device)
+    kernel = select_attention(work, plan.flex, device)
     torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
@@ -33,7 +33,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(model, files.init_from)
 
-    with Run(plan, device, ranks, fp8) as run:
+    with Run(plan, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)

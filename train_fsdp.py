@@ -26,7 +26,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     """One rank's run: recompute, compile, shard, then give values; each wraps what came before."""
     work, files, n_steps = plan.work, plan.data, plan.schedule.total
     set_precision(work.amp, work.tf32, device)
-    select_attention(work, device)
+    kernel = select_attention(work, plan.flex, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
@@ -35,7 +35,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     weights = check_pretrained(model, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout, work.fsdp.cpu_offload)
 
-    with Run(plan, device, ranks, fp8) as run:
+    with Run(plan, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_fsdp(model, build_mesh(device, work.fsdp.mesh, plan.ranks.dist_timeout), work)

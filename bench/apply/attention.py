@@ -13,10 +13,11 @@ from bench.formulas.work import Work
 KERNELS = ("flash", "cudnn", "efficient", "math")
 
 
-def select_attention(work: Work, device: torch.device) -> None:
+def select_attention(work: Work, flex: bool, device: torch.device) -> str | None:
     """Allow only the named kernel in this process, and see that it can run the model.
 
-    UsageError for a kernel that cannot serve this model on this device.
+    Returns the kernel that will run: flash, cudnn, efficient, math or flex; None where PyTorch does
+    not tell. UsageError for a kernel that cannot serve this model on this device.
     """
     name = work.attention
     torch.backends.cuda.enable_flash_sdp(name in ("auto", "flex", "flash"))
@@ -25,12 +26,10 @@ def select_attention(work: Work, device: torch.device) -> None:
     torch.backends.cuda.enable_math_sdp(name in ("auto", "flex", "math"))
     if name in KERNELS:
         _probe(work, device)
+    return "flex" if flex else _chosen_kernel(work, device)
 
 
-def attention_kernel(work: Work, flex: bool, device: torch.device) -> str | None:
-    """The kernel that PyTorch takes for this model's attention, or None where it does not tell."""
-    if flex:
-        return "flex"
+def _chosen_kernel(work: Work, device: torch.device) -> str | None:
     T, config, masked = min(work.batch.seq_len, 512), work.config, work.windowed
     q, k, v = _inputs(work, T, device)
     mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None

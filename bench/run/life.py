@@ -21,7 +21,7 @@ from bench.errors import CompileError, UsageError
 from bench.formulas.flops import flops_per_token
 from bench.measure.device import peak_memory
 from bench.measure.steps import StepLog
-from bench.parallel.ranks import ALONE, Ranks, broadcast, broken_group
+from bench.parallel.ranks import Ranks, broadcast, broken_group
 from bench.results.console import ProgressDisplay, print_header, print_result
 from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.results.result_files import ResultFile, StepsFile
@@ -41,12 +41,12 @@ class Run:
     """
 
     def __init__(
-        self, plan: Plan, device: torch.device, ranks: Ranks = ALONE, fp8: Fp8 | None = None
+        self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
     ):
         self.plan, self.device, self.ranks = plan, device, ranks
-        self.fp8 = fp8 or Fp8()
+        self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
-        self.result = open_result(plan, device, self.fp8.info)
+        self.result = open_result(plan, device, fp8.info, attention_kernel)
         self.result.run_name = broadcast(ranks, self.result.run_name)
         self.directory = Path(plan.output.output_dir) / self.result.run_name
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from bench import __version__
-from bench.apply.attention import attention_kernel
 from bench.files import ROOT
 from bench.formulas.hardware import find_peaks, find_roof, name_of_part
 from bench.formulas.parameters import count_parameters, linear_parameters
@@ -25,7 +24,9 @@ from bench.settings.machine import installed_version
 from bench.settings.plan import Plan, Schedule
 
 
-def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result:
+def open_result(
+    plan: Plan, device: torch.device, fp8: Fp8Info | None, attention_kernel: str | None
+) -> Result:
     """The result of a run that begins now: it has a name, and nothing measured yet."""
     now = datetime.datetime.now(datetime.UTC)
     work, config, given = plan.work, plan.work.config, plan.output.run_name
@@ -54,7 +55,7 @@ def open_result(plan: Plan, device: torch.device, fp8: Fp8Info | None) -> Result
         device=part,
         batch=work.batch,
         fp8=fp8,
-        attention_kernel=attention_kernel(work, plan.flex, device),
+        attention_kernel=attention_kernel,
         environment=describe_environment(device),
         notes=list(_notes(work, plan.schedule, plan.profile.memory_snapshot, device)),
     )
