@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import bench.start  # noqa: F401
+
 from bench.compare.find_results import read_records
 from bench.compare.gate import gate
 from bench.compare.ratios import check_prices, compare, prices_of

@@ -21,6 +21,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+import bench.start  # noqa: F401
+
 from bench.settings.machine import detect_platform, installed_version
 from bench.settings.tool_main import run_tool
 

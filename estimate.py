@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import bench.start  # noqa: F401
+
 from rich.console import Console
 
 from bench.errors import UsageError

@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import bench.start  # noqa: F401
+
 import numpy as np
 
 from bench.apply.tokens import write_tokens

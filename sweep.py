@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import bench.start  # noqa: F401
+
 from pydantic import ValidationError
 
 from bench.errors import UsageError

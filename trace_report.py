@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import bench.start  # noqa: F401
+
 from rich.console import Console
 
 from bench.errors import UsageError

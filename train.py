@@ -2,6 +2,8 @@
 
 import sys
 
+import bench.start  # noqa: F401
+
 import torch
 
 from bench.apply.attention import select_attention

@@ -18,7 +18,7 @@ import torch
 from bench.files import write_whole
 from bench.measure.device import device_name, synchronize
 from bench.parallel.ranks import ALONE
-from bench.results.result_files import read_result, without_nan
+from bench.results.result_files import read_result, storable
 from bench.results.schema import Result
 from bench.run.launch import train_planned
 from bench.run.provenance import describe_environment
@@ -175,7 +175,7 @@ def run_record(result: Result) -> dict:
     kept["model"] = {"name": result.model.name, "n_parameters": result.model.n_parameters}
     memory_gib, memory_kind = result.peak_memory
     kept |= {"memory_gib": memory_gib, "memory_kind": memory_kind, "unfit": result.unfit}
-    return without_nan(kept)
+    return storable(kept)
 
 
 def save(

@@ -123,7 +123,7 @@ def runs(tmp_path_factory):
         path.write_text(json.dumps(cases))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
                    "127.0.0.1", "--nproc-per-node", str(world), "tests/dist_worker.py",
-                   str(path)]  # fmt: skip
+                   str(path), "--checks"]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr[-9000:]
     return out

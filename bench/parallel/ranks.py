@@ -7,6 +7,7 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ LAUNCHERS = (
 )
 
 
+# The private directory of ranks that a script of ours started on one machine: they meet there.
+MEETING = "LLM_TRAIN_BENCH_MEETING"
 CHECK_MEETING = (
     "check that all were started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of "
     "it, and what the other ranks say"
@@ -74,9 +77,10 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         return
     os.environ.setdefault("RANK", str(ranks.rank))
     os.environ.setdefault("WORLD_SIZE", str(ranks.world))
-    if "MASTER_ADDR" not in os.environ:
+    private = os.environ.get(MEETING)
+    if "MASTER_ADDR" not in os.environ and not private:
         os.environ["MASTER_ADDR"] = _first_host(os.environ)
-    if "MASTER_PORT" not in os.environ:
+    if "MASTER_PORT" not in os.environ and not private:
         # One port for all ranks of a job, and another for another job on the same hosts.
         os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
     cuda = device.type == "cuda"
@@ -90,9 +94,9 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         torch.set_num_threads(
             max(1, cpu_count() // min(ranks.world, torch.cuda.device_count() or 1))
         )
-    at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    at = private or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = _agent_store(ranks, timeout)
+        store = _file_store(private, ranks) if private else _agent_store(ranks, timeout)
         _wait_for_all(store, ranks, timeout_s, at)
         dist.init_process_group(
             "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
@@ -150,6 +154,12 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
     """How long a collective may take. NCCL ends a process silently, so bench/run/hang.py acts first."""
     cuda = device.type == "cuda"
     return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
+
+
+def _file_store(directory: str, ranks: Ranks) -> dist.Store:
+    """The store for the ranks' addresses in a private directory, a new one for each attempt."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.FileStore(str(Path(directory) / f"ranks{attempt}"), ranks.world)
 
 
 def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:

@@ -1,6 +1,10 @@
 """Output for people: a progress bar during the run, and a table to paste into a report."""
 
+import contextlib
+import io
+import os
 import sys
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -11,6 +15,22 @@ from bench.results.result_files import Step
 from bench.results.schema import DeviceUse, Result
 from bench.tables import markdown_table, number
 from bench.trace.breakdown_table import show_breakdown
+
+
+def say(text: str, stream: TextIO | None = None) -> bool:
+    """Print a line, on standard error unless told otherwise; whether it went out.
+
+    A closed or full output ends no run, nor does a name that the terminal cannot show.
+    """
+    stream = stream or sys.stderr
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except (OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes at its end
+        return False
+    return True
 
 
 class ProgressDisplay:
@@ -38,8 +58,9 @@ class ProgressDisplay:
         self.tenth = max(1, n_steps // 10)
 
     def __call__(self, steps: list[Step]) -> None:
-        for step in steps if self.bar is None else steps[-1:]:
-            self.show(step)
+        with contextlib.suppress(OSError, ValueError):
+            for step in steps if self.bar is None else steps[-1:]:
+                self.show(step)
 
     def show(self, step: Step) -> None:
         """Show where the run is."""
@@ -49,7 +70,7 @@ class ProgressDisplay:
         if self.bar is None:
             if done % self.tenth == 0 or done == self.n_steps:
                 line = f"step {done}/{self.n_steps}  {name}  {figures}"
-                print(line, file=sys.stderr, flush=True)
+                say(line)
             return
         self.bar.update(self.task, completed=done, description=name, figures=figures)
         self.bar.refresh()
@@ -57,7 +78,8 @@ class ProgressDisplay:
     def close(self) -> None:
         """Take the bar off the screen."""
         if self.bar is not None:
-            self.bar.stop()
+            with contextlib.suppress(OSError, ValueError):
+                self.bar.stop()
 
 
 def print_header(result: Result, work: Work) -> None:
@@ -85,21 +107,26 @@ def print_header(result: Result, work: Work) -> None:
             f"FP8: {f.backend} {f.recipe}{emulated}, {f.n_linear_layers} linear layers of "
             f"{f.n_parameters / 1e6:,.1f} M parameters; in higher precision: {kept}"
         )
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    if work.compiled:
+        lines.append("the first step compiles each kind of block, which may take a minute or more")
+    say("\n".join(lines))
 
 
 def print_result(result: Result) -> None:
-    """The final table, as Markdown, on standard output."""
+    """The final table, as Markdown, on standard output; on standard error if that is closed."""
+    text = io.StringIO()
     table = markdown_table("metric", "value")
     for name, value in table_rows(result):
         table.add_row(name, value)
-    console = Console(width=200, highlight=False, markup=False)
+    console = Console(file=text, width=200, highlight=False, markup=False)
     console.print(table)
     if p := result.profile:
         last = p.first_step + p.n_steps - 1
         show_breakdown(console, f"steps {p.first_step} to {last}, profiled", p)
-    for note in result.notes:
-        print(f"note: {note}")
+    text.writelines(f"note: {note}\n" for note in result.notes)
+    lines = text.getvalue().rstrip("\n")
+    if not say(lines, sys.stdout):
+        say(lines)
 
 
 def table_rows(result: Result) -> list[tuple[str, str]]:

@@ -2,14 +2,16 @@
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from bench.results.schema import Result
+from bench.results.schema import Result, Writer
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
@@ -23,13 +25,18 @@ def first_problem(error: ValidationError) -> str:
 
 
 class ResultFile:
-    """`result.json` of a run: space is reserved at once, and every write replaces the whole file."""
+    """`result.json` of a run: space is reserved at once, and every write replaces the whole file.
 
-    def __init__(self, directory: Path, n_steps: int):
-        self.size = RESERVED_BYTES + RESERVED_BYTES_PER_STEP * n_steps
+    Without `n_steps` nothing is reserved.
+    """
+
+    def __init__(self, directory: Path, n_steps: int | None):
         self.path = directory / "result.json"
         self.spare = directory / ".result.json.reserved"
-        self._reserve()
+        self.size = 0
+        if n_steps is not None:
+            self.size = RESERVED_BYTES + RESERVED_BYTES_PER_STEP * n_steps
+            self._reserve()
 
     def _reserve(self) -> None:
         with self.spare.open("wb") as f:
@@ -39,9 +46,9 @@ class ResultFile:
 
     def write(self, result: Result, last: bool = False) -> None:
         """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
-        content = without_nan(result.model_dump(mode="json"))
+        content = storable(result.model_dump(mode="json"))
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        with self.spare.open("r+b") as f:
+        with self.spare.open("r+b" if self.spare.exists() else "wb") as f:
             f.write(text.encode())
             f.truncate()
             f.flush()
@@ -51,12 +58,14 @@ class ResultFile:
             self._reserve()
 
 
-def without_nan(value: Any) -> Any:
-    """JSON data with null in place of what JSON cannot hold: infinities and undefined numbers."""
+def storable(value: Any) -> Any:
+    """JSON data that every reader takes: null for infinities, escapes for bytes that are no text."""
     if isinstance(value, dict):
-        return {k: without_nan(v) for k, v in value.items()}
+        return {storable(k): storable(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [without_nan(v) for v in value]
+        return [storable(v) for v in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
     return finite(value)
 
 
@@ -69,7 +78,76 @@ def parse_result(content: Any) -> Result:
     """The content of a result.json of any version; pydantic's ValidationError if it is none."""
     if isinstance(content, dict) and content.get("schema_version") == 1:
         content = content | {"schema_version": 2, "profile": _profile_of_1(content.get("profile"))}
-    return Result.model_validate(content)
+    result = Result.model_validate(content)
+    if result.status == "running" and (alive := is_alive(result.writer)) is not True:
+        result.status = "unknown" if alive is None else "killed"
+    return result
+
+
+def this_process(pid: int | None = None) -> Writer:
+    """The description of this process, or of another of this host."""
+    return Writer(host=platform.node(), boot=_boot(), pid=pid or os.getpid(), started=_started(pid))
+
+
+def is_alive(writer: Writer | None) -> bool | None:
+    """Whether a process still runs; None where only another host can tell."""
+    if writer is None or writer.host != platform.node():
+        return None
+    if writer.boot != _boot():
+        return False
+    if writer.started is not None or Path("/proc/self/stat").exists():
+        return _started(writer.pid) == writer.started
+    try:
+        os.kill(writer.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _boot() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _started(pid: int | None) -> int | None:
+    """Start of a process in clock ticks since the boot; None where it is gone, or cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid or 'self'}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *rest = fields.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+# Rank 0 leaves the path of its run in a file of this name, for the process that started it.
+RUN_POINTER = "run"
+
+
+def complete_result(pointer: Path, status: str, error: str, consequences: tuple[str, ...]) -> None:
+    """Give the run that `pointer` names its true end, where its ranks could not know or write it.
+
+    An error that begins with one of `consequences` is not the cause.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        path = Path(pointer.read_text(encoding="utf-8")) / "result.json"
+        file = ResultFile(path.parent, None)
+        result = Result.model_validate_json(path.read_text(encoding="utf-8"))
+        of_others = (result.error or "").split(": ", 1)[-1].startswith(consequences)
+        unaware = result.status == "interrupted" != status
+        if result.status == "running" or unaware or of_others:
+            result.status, result.error = status, error
+            result.ended_at = result.ended_at or now()
+            file.write(result, last=True)
+        file.spare.unlink(missing_ok=True)
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _profile_of_1(profile: Any) -> Any:

@@ -218,13 +218,25 @@ class Profile(Strict):
     )
 
 
+class Writer(Strict):
+    """A process, so that it can be told from any later one."""
+
+    host: str = about("Its host's name.")
+    boot: str | None = about("Id of the host's boot; `null` where there is none.", default=None)
+    pid: int = about("Its process id.")
+    started: int | None = about("Its start, in clock ticks since the boot.", default=None)
+
+
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
     schema_version: Literal[2] = about("Version of this schema: 2.", default=SCHEMA_VERSION)
-    status: Literal["running", "ok", "oom", "failed", "interrupted"] = about(
-        "`ok`; `oom` out of memory; `failed`; `interrupted` by a signal; `running` while it runs, "
-        "and for good if the process was killed outright.",
+    status: Literal[
+        "running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"
+    ] = about(
+        "`ok`; `oom` out of memory; `failed`; `interrupted` by a signal; `preempted`: saved and ended "
+        "on request; `running` while it runs. If nobody was left to write the end, the file says "
+        "`running` for good; our tools then show `killed`, or `unknown` on another machine.",
         default="running",
     )
     error: str | None = about("Why it ended, on one line, unless `ok`.", default=None)
@@ -232,6 +244,9 @@ class Result(Strict):
         "Facts that a reader of the figures must know: unknown peaks, ignored config keys, a loss "
         "that is not finite.",
         default=[],
+    )
+    writer: Writer | None = about(
+        "The process that writes this file, see below; `null` before version 0.3.", default=None
     )
     run_name: str = about("Name of the run's directory.")
     version: str | None = about(

@@ -5,19 +5,24 @@ import errno
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from bench.start import PARENT
+
 from bench.errors import CompileError, Interrupted, NoStep, NotJoined, OwnError, UsageError
 from bench.files import write_whole
 from bench.measure.device import is_out_of_memory
-from bench.parallel.ranks import Ranks
+from bench.parallel.ranks import MEETING, Ranks
+from bench.results.console import say
+from bench.results.result_files import RUN_POINTER
 from model.config import ConfigError
 
 LOST = "lost another rank"
+# Signals that ask a run to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Their messages say all there is to say.
 EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
@@ -92,11 +97,6 @@ def full_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-# Process id of a script that starts its ranks itself. Its ranks write errors into their error
-# files, and the parent prints the first one.
-PARENT = "LLM_TRAIN_BENCH_PARENT"
-
-
 def keep_error(directory: Path, rank: int, error: BaseException) -> None:
     """Write a rank's error into its run's directory: status and message, then the traceback.
 
@@ -136,6 +136,13 @@ def has_parent() -> bool:
     return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
 
 
+def tell_parent(directory: Path) -> None:
+    """Let the process that started this rank know which run is its own."""
+    if has_parent() and (private := os.environ.get(MEETING)):
+        with contextlib.suppress(OSError):
+            (Path(private) / RUN_POINTER).write_text(str(directory.resolve()), encoding="utf-8")
+
+
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:
     """Print one line, and write a file for torchrun's agent.
 
@@ -150,9 +157,9 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> None:
     if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, OwnError):
         return
     if shown:
-        print(full_traceback(error), file=sys.stderr, end="")
+        say(full_traceback(error).rstrip("\n"))
     who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 else prog
-    print(f"{who}: {text}", file=sys.stderr, flush=True)
+    say(f"{who}: {text}")
 
 
 def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
@@ -173,11 +180,14 @@ def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
 
 @contextlib.contextmanager
 def handled_by(handler) -> Iterator[None]:
-    """Send SIGINT and SIGTERM to this handler inside the block; signal.SIG_IGN ignores them.
+    """Send ENDING's signals to this handler inside the block; signal.SIG_IGN ignores them.
 
     Only in the main thread, where Python's handlers run.
     """
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, found in before.items():
+        if found is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
+            signal.signal(number, handler)
     try:
         yield
     finally:
@@ -187,7 +197,7 @@ def handled_by(handler) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """SIGINT and SIGTERM act only after the block."""
+    """ENDING's signals act only after the block."""
     arrived: list[int] = []
     try:
         with handled_by(lambda number, frame: arrived.append(number)):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from bench.errors import Interrupted, NoStep
-from bench.run.failures import LOST
+from bench.run.failures import ENDING, LOST
 
 
 def patience(device: torch.device, timeout_s: float) -> float | None:
@@ -38,7 +38,7 @@ class HangWatch:
     thread run, the process ends with a traceback, a tenth of `timeout_s` and ten seconds later.
     """
 
-    PATIENCE_S = 5.0  # torchrun's agent kills after 30
+    PATIENCE_S = 3.0  # torchrun's agent kills after 30
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class HangWatch:
             if select.select([self.receiver], [], [], left and min(left, 1.0))[0]:
                 received = self.receiver.recv(1)
                 number = received[0] if received else None
-                if number in (signal.SIGINT, signal.SIGTERM):
+                if number in ENDING:
                     when = time.time()
                     if not self.reacted.wait(self.PATIENCE_S):
                         self.end(Interrupted(signal.Signals(number).name), when)
-                if number in (None, signal.SIGINT, signal.SIGTERM):
+                if number is None or number in ENDING:
                     break
             elif last is not None and last == self.last_step and left == 0.0:
                 self.end(self._no_step(), time.time())

@@ -1,21 +1,27 @@
 """Starting a script: alone, as one rank under a launcher, or as the parent of its ranks."""
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.start import PARENT
+
 import torch
 
+from bench import start
 from bench.errors import Interrupted, UsageError
 from bench.measure.device import cpu_count, pick_device, platform_of
-from bench.parallel.ranks import ALONE, Ranks, find_ranks, leave
-from bench.run.failures import PARENT, exit_code, has_parent, report
+from bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
+from bench.results.result_files import RUN_POINTER, complete_result
+from bench.run.failures import ENDING, NO_CAUSE, exit_code, has_parent, report
+from bench.run.hang import HangWatch
 from bench.settings.command_line import parse_args
 from bench.settings.flags import Args, RankFlags, Script, flag_of
 from bench.settings.plan import make_plan
@@ -40,8 +46,6 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
     def body() -> None:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with_parent()
         args = parse_args(argv, prog)
         if not has_parent():
             _check_joining(args.part(RankFlags))
@@ -70,21 +74,9 @@ def _check_joining(flags: RankFlags) -> None:
             )
 
 
-def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this rank when its agent is gone, even by SIGKILL (on Linux).
-
-    Ranks of an agent that was killed would otherwise go on training and hold their GPUs.
-    """
-    pr_set_pdeathsig = 1  # prctl(2)
-    parent = os.getppid()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-    if os.getppid() != parent:
-        raise Interrupted("the end of its agent")
-
-
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
-    with _first_signal_counts(_interruption):
+    start.imported()
+    with _first_signal_counts(_interruption), _heard_while_joining(prog, ranks):
         try:
             return body() or 0
         except (Exception, KeyboardInterrupt, Interrupted) as error:
@@ -97,8 +89,26 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
 
 
 @contextlib.contextmanager
+def _heard_while_joining(prog: str, ranks: Ranks):
+    """End this rank if a signal comes while it connects to the others, where no Python runs."""
+    if ranks.world == 1:
+        yield
+        return
+
+    def end(error: BaseException, when: float) -> None:
+        report(error, prog, ranks)
+        os._exit(exit_code(error))
+
+    watch = HangWatch(end, None)
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+@contextlib.contextmanager
 def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
-    """The first SIGINT or SIGTERM ends the run; later ones must not cut its ending off.
+    """The first signal that asks for an end counts; later ones must not cut the ending off.
 
     The terminal interrupts a rank; then its agent interrupts it again, to end the ranks it started.
     """
@@ -108,7 +118,7 @@ def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
             signal.signal(each, signal.SIG_IGN)
         raise exception(signal.Signals(number))
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
             signal.signal(number, end)
@@ -151,40 +161,64 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     os.environ[PARENT] = str(os.getpid())
     # The ranks share the cores; more threads than cores slow every one of them down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // n)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=n,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        run_id=f"{os.getpid()}",
-        max_restarts=args.max_restarts,
-        logs_specs=DefaultLogsSpecs(),
-        signals_to_handle="SIGHUP,SIGQUIT",  # the others are handled here
-    )
+    # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
+    # NCCL open is on the loopback. A store behind a port would obey whoever connects to it.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback())
 
     def stop_agent(number: signal.Signals) -> SignalException:
         return SignalException(f"got {number.name}", number)
 
-    try:
-        with _first_signal_counts(stop_agent):
-            elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
-    except ChildFailedError as failure:
-        rank, first = min(failure.failures.items(), key=lambda item: _failure_time(item[1]))
-        code = first.exitcode if first.exitcode in (2, 3) else 1
-        data = first.error_file_data.get("message", {})
-        text = data.get("message") if isinstance(data, dict) else None
-        text = text or (
-            f"killed by {first.signal_name()}"
-            if first.exitcode < 0
-            else f"exit code {first.exitcode}"
+    with tempfile.TemporaryDirectory(
+        prefix="llm-train-bench-", ignore_cleanup_errors=True
+    ) as private:
+        os.environ[MEETING] = private
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=n,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{private}/agent",
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            run_id=f"{os.getpid()}",
+            max_restarts=args.max_restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=private),
+            signals_to_handle="none",  # all are handled here
         )
-        who = prog if code == 2 else f"{prog}: rank {rank}"
-        if isinstance(data, dict) and data.get("extraInfo", {}).get("shown"):
-            print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
-        print(f"{who}: {text}", file=sys.stderr, flush=True)
-        return code
-    except SignalException as stop:
-        raise Interrupted(stop.sigval.name) from None
+        try:
+            with _first_signal_counts(stop_agent):
+                elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
+        except ChildFailedError as failure:
+            return _first_failure(failure, prog, Path(private))
+        except SignalException as stop:
+            why = f"interrupted by {stop.sigval.name}"
+            complete_result(Path(private) / RUN_POINTER, "interrupted", why, NO_CAUSE)
+            raise Interrupted(stop.sigval.name) from None
     return 0
+
+
+def _first_failure(failure, prog: str, private: Path) -> int:
+    """Print the error of the rank that failed first, and see that the result says it; its exit code."""
+    rank, first = min(failure.failures.items(), key=lambda item: _failure_time(item[1]))
+    code = first.exitcode if first.exitcode in (2, 3) else 1
+    data = first.error_file_data.get("message", {})
+    text = data.get("message") if isinstance(data, dict) else None
+    text = text or (
+        f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+    )
+    who = prog if code == 2 else f"{prog}: rank {rank}"
+    if isinstance(data, dict) and data.get("extraInfo", {}).get("shown"):
+        print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
+    print(f"{who}: {text}", file=sys.stderr, flush=True)
+    status = "oom" if code == 3 else "failed"
+    if text.startswith("interrupted by"):
+        status = "interrupted"
+    complete_result(private / RUN_POINTER, status, f"rank {rank}: {text}", NO_CAUSE)
+    return code
+
+
+def _loopback() -> str:
+    """The name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -1,12 +1,10 @@
 """One run's directory and its result, whatever ends it."""
 
 import contextlib
-import datetime
 import faulthandler
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,11 +20,20 @@ from bench.formulas.flops import flops_per_token
 from bench.measure.device import peak_memory
 from bench.measure.steps import StepLog
 from bench.parallel.ranks import Ranks, broadcast, broken_group
-from bench.results.console import ProgressDisplay, print_header, print_result
+from bench.results.console import ProgressDisplay, print_header, print_result, say
 from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
-from bench.results.result_files import ResultFile, StepsFile
+from bench.results.result_files import ResultFile, StepsFile, now
 from bench.results.tensorboard import TensorBoardFile
-from bench.run.failures import NO_CAUSE, classify, first_error, handled_by, held, keep_error, report
+from bench.run.failures import (
+    NO_CAUSE,
+    classify,
+    first_error,
+    handled_by,
+    held,
+    keep_error,
+    report,
+    tell_parent,
+)
 from bench.run.hang import HangWatch, patience
 from bench.run.provenance import open_result
 from bench.run.window import Window
@@ -51,6 +58,17 @@ class Run:
         self.directory = Path(plan.output.output_dir) / self.result.run_name
 
     def __enter__(self) -> Self:
+        self.file = None
+        try:
+            self._open()
+        except BaseException as error:
+            if self.file is not None:
+                self.result.status, self.result.error = classify(error)
+                self.file.write(self.result, last=True)
+            raise
+        return self
+
+    def _open(self) -> None:
         problem, sinks = None, []
         if self.ranks.main:
             try:
@@ -73,8 +91,8 @@ class Run:
             self.hang = HangWatch(self._end_hanging, limit, broken_group)
         if self.ranks.main:
             self.file.write(self.result)
+            tell_parent(self.directory)
             print_header(self.result, self.plan.work)
-        return self
 
     def _open_files(self) -> list:
         plan, r = self.plan, self.result
@@ -186,7 +204,7 @@ class Run:
             with contextlib.suppress(Exception):
                 for key, value in peak_memory(self.device).items():
                     setattr(m, key, value)
-        r.ended_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        r.ended_at = now()
         for sink in self.log.sinks:
             with contextlib.suppress(Exception):
                 if isinstance(sink, TensorBoardFile):
@@ -196,7 +214,7 @@ class Run:
         self.file.write(r, last=True)
         if error is None:
             print_result(r)
-        print(f"{r.status}: {self.file.path}", file=sys.stderr, flush=True)
+        say(f"{r.status}: {self.file.path}")
 
     def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
         """Fill in the work of torch.compile since the run began."""

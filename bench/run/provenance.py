@@ -18,6 +18,7 @@ from bench.formulas.hardware import find_peaks, find_roof, name_of_part
 from bench.formulas.parameters import count_parameters, linear_parameters
 from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
+from bench.results.result_files import this_process
 from bench.results.schema import Device, Fp8Info, ModelInfo, Result
 from bench.settings.flags import GRAPH_MODES, PeakFlags
 from bench.settings.machine import installed_version
@@ -56,6 +57,7 @@ def open_result(
         batch=work.batch,
         fp8=fp8,
         attention_kernel=attention_kernel,
+        writer=this_process(),
         environment=describe_environment(device),
         notes=list(_notes(work, plan.schedule, plan.profile.memory_snapshot, device)),
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from bench import start
 from bench.errors import UsageError
 from model.json_keys import ConfigError
 
@@ -32,6 +33,7 @@ def tool(prog: str) -> Callable[[Main], Main]:
 
 def run_tool(main: Main) -> NoReturn:
     """Run a tool and exit with its code: one line on Ctrl-C, none when its output is closed."""
+    start.imported()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:

@@ -1,0 +1,84 @@
+"""Imported first by every script, before torch: what ends it while it starts, ends it in one line.
+
+Needs nothing but Python. Nothing happens where another program imports the scripts.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+# Process id of a script that starts its ranks itself. Its ranks write errors into their error
+# files, and the parent prints the first one.
+PARENT = "LLM_TRAIN_BENCH_PARENT"
+_TOP = Path(__file__).resolve().parents[1]
+
+
+def _begin() -> None:
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if main is None or Path(main).resolve().parent != _TOP:
+        return
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        end_with_parent()
+    sys.excepthook = _explain_missing
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+
+
+def imported() -> None:
+    """The imports are done: Ctrl-C is Python's KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _interrupted:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this rank when its agent is gone, even by SIGKILL (on Linux).
+
+    Ranks of an agent that was killed would otherwise go on training and hold their GPUs. If the agent
+    is gone already, this ends the process.
+    """
+    pr_set_pdeathsig = 1  # prctl(2)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
+    if _orphaned():
+        _say("interrupted by the end of its agent")
+        os._exit(1)
+
+
+def _orphaned() -> bool:
+    """Whether the agent is gone: another process has become this one's parent."""
+    if parent := os.environ.get(PARENT):
+        return os.getppid() != int(parent)
+    try:  # torchrun runs in the same Python; the process that inherits orphans does not
+        return not Path(f"/proc/{os.getppid()}/exe").samefile(sys.executable)
+    except OSError:
+        return False
+
+
+def _interrupted(number: int, frame) -> None:
+    # An exception would pass through modules that are half imported, which print about it.
+    _say("interrupted by SIGINT")
+    os._exit(1)
+
+
+def _explain_missing(kind, error, trace) -> None:
+    name = getattr(error, "name", None)
+    if kind is not ModuleNotFoundError or not name or (_TOP / name.partition(".")[0]).exists():
+        sys.__excepthook__(kind, error, trace)
+        return
+    _say(
+        f"this Python ({sys.executable}) has no {name}; activate the environment that has it, or make "
+        "one: make .venv/.ready && . .venv/bin/activate"
+    )
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{Path(sys.argv[0]).name}: {text}", file=sys.stderr, flush=True)
+
+
+_begin()
