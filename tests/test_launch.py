@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,7 +23,7 @@ from bench.errors import Interrupted, NoStep, NotJoined
 from bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
 from bench.run.failures import classify, first_error, is_our_fault, keep_error
 from bench.run.hang import HangWatch, patience
-from bench.run.launch import _failure_time, launch_ranks
+from bench.run.launch import first_failure, launch_ranks
 from tests.helpers import ROOT, only_result, read_steps
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
@@ -188,7 +189,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train_ddp
-from bench.run.launch import _failure_time, launch_ranks
+from bench.run.launch import launch_ranks
 from model.transformer import Transformer
 
 def train(plan, device, ranks):
@@ -227,6 +228,7 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
     time.sleep(1)
     os.kill(ranks[0], signal.SIGTERM)
     assert wait_until(lambda: only_result(tmp_path)["status"] != "running", 25)
+    time.sleep(2)  # the agent counts in whole seconds
     os.kill(ranks[1], signal.SIGKILL)
     assert finish(process)[0] == 1
     r = only_result(tmp_path)
@@ -242,7 +244,7 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import bench.run.life as life
 import train_ddp
-from bench.run.launch import _failure_time, launch_ranks
+from bench.run.launch import launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns, but with a shorter wait.
 assert life.patience
@@ -362,18 +364,102 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
     assert f"meet at 127.0.0.1:{port}: after 1 s there is no rank 1, 2; check that all" in text
 
 
+def listening(process) -> set[str]:
+    """Addresses, in the kernel's form, at which any process of a run listens for connections."""
+    sockets = set()
+    for pid in members(process):
+        with contextlib.suppress(OSError):
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(OSError):
+                    sockets.add(str(path.readlink()))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+@pytest.mark.parametrize("killed", ["a rank", "the launcher"])
+def test_nothing_listens_beyond_this_machine_and_whoever_is_killed_is_told(killed, tmp_path):
+    """Nobody else may reach the ranks; the launcher, or the readers, say what the ranks could not."""
+    process = start("train_fsdp.py", tmp_path / "runs", *FOREVER, env={"TMPDIR": str(tmp_path)})
+    assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
+    found = listening(process)
+    assert found and found <= {"0100007F", "00000000000000000000000001000000"}
+    os.kill(ranks_of(process)[0] if killed == "a rank" else process.pid, signal.SIGKILL)
+    assert finish(process)[0] == (1 if killed == "a rank" else -9)
+    r = only_result(tmp_path / "runs")
+    if killed == "a rank":
+        assert (r["status"], r["error"]) == ("failed", "rank 0: killed by SIGKILL")
+        left = {p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")}
+        assert left == {"runs"}
+    else:
+        assert r["status"] == "interrupted" and r["error"] == "interrupted by SIGTERM"
+    (directory,) = (tmp_path / "runs").iterdir()
+    assert not list(directory.glob(".result*"))
+
+
+SLOW_IMPORT = """
+import os, sys, time
+if os.environ.get("RANK") == "1":
+    time.sleep(600)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["tyro"]
+import tyro
+"""
+
+
+@pytest.mark.parametrize("launcher", ["script", "torchrun"])
+def test_ranks_end_soon_after_their_launcher_before_they_have_met(launcher, tmp_path):
+    """Rank 1 still imports, rank 0 waits for it."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow/tyro.py").write_text(SLOW_IMPORT)
+    path = os.pathsep.join([str(tmp_path / "slow"), os.environ["PYTHONPATH"]])
+    prefix = [sys.executable]
+    if launcher == "torchrun":
+        prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+                  "127.0.0.1", "--nproc-per-node", "2"]  # fmt: skip
+    process = start("train_ddp.py", tmp_path, *FOREVER, "--dist-timeout", "600", prefix=prefix,
+                    env={"PYTHONPATH": path})  # fmt: skip
+    assert wait_until(lambda: len(ranks_of(process)) == 2, 240)
+    assert wait_until(lambda: handles_sigterm(ranks_of(process)[0]), 240)
+    time.sleep(1)
+    process.kill()
+    assert wait_until(lambda: not members(process), 5)
+
+
+def test_a_rank_that_connects_to_nobody_hears_a_signal(tmp_path):
+    """The connection is made in C, where Python's signal handlers do not run."""
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(free_port())}  # fmt: skip
+    process = start("train_ddp.py", tmp_path, *SHORT, "--dist-timeout", "600", env=env)
+    assert wait_until(lambda: handles_sigterm(process.pid), 240)
+    time.sleep(2)
+    process.terminate()
+    code, _, err = finish(process, timeout=5)
+    assert code == 1 and err.splitlines()[-1] == "train_ddp.py: rank 1: interrupted by SIGTERM"
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Whether a process has come so far that it has a handler for SIGTERM."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def test_the_rank_that_failed_first_is_named():
     """A rank killed for not ending in time comes after the error that was the cause; a rank killed
     in the first place comes before what the others then say."""
 
-    def failure(at_s, exitcode, told):
-        said = {"message": "x", "extraInfo": {"time_ns": at_s * 1e9}} if told else "<NONE>"
+    def failure(at_s, exitcode, told, text="x"):
+        said = {"message": text, "extraInfo": {"time_ns": at_s * 1e9}} if told else "<NONE>"
         return types.SimpleNamespace(
             error_file_data={"message": said}, exitcode=exitcode, timestamp=int(at_s)
         )
 
     def first(**failures):
-        return min(failures, key=lambda name: _failure_time(failures[name]))
+        return first_failure(failures)
 
     cause = failure(1000.2, 1, told=True)
     assert (
@@ -382,6 +468,11 @@ def test_the_rank_that_failed_first_is_named():
     )
     killed = failure(1001.1, -9, told=False)  # seen after the others had noticed
     assert first(killed=killed, other=failure(1000.9, 1, True)) == "killed"
+    told = failure(1001.2, 1, True, "interrupted by SIGTERM")  # by the agent
+    assert first(killed=killed, told=told) == "killed"
+    assert first(cause=cause, told=told) == "cause"
+    alone = failure(1000.9, 1, True, "interrupted by SIGTERM")
+    assert first(killed=killed, alone=alone) == "alone"
 
 
 @pytest.mark.parametrize("reacts", [False, True])

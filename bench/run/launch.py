@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from bench.start import PARENT
 
@@ -134,16 +135,39 @@ def _interruption(number: signal.Signals) -> BaseException:
     return KeyboardInterrupt() if number == signal.SIGINT else Interrupted(number.name)
 
 
-def _failure_time(failure) -> float:
-    """When a rank failed [ns]: by its own report if there is one.
+def first_failure(failures: dict[int, Any]) -> int:
+    """The rank that failed first, of those that torchrun's agent names.
 
-    Without one, a rank that was told to end is last, and a killed one failed a little before
-    torchrun saw it. Ranks that do not end in time are killed half a minute later.
+    A killed rank leaves no report, and the agent sees it only after others have noticed: it comes
+    before what they reported in the ten seconds before. A rank that was told to end is no cause, unless
+    it says that this was before anything else.
     """
-    message = failure.error_file_data.get("message")
-    if isinstance(message, dict):
-        return message["extraInfo"].get("time_ns", 0)
-    return float("inf") if failure.exitcode == -signal.SIGTERM else (failure.timestamp - 10) * 1e9
+
+    def reported(failure) -> dict | None:
+        message = failure.error_file_data.get("message")
+        return message if isinstance(message, dict) else None
+
+    def when(rank: int, before_s: int = 0) -> float:
+        report = reported(failures[rank])
+        if report:
+            return report["extraInfo"].get("time_ns", 0)
+        return (failures[rank].timestamp - before_s) * 1e9
+
+    def told_to_end(rank: int) -> bool:
+        report = reported(failures[rank])
+        if report:
+            return report["message"].startswith("interrupted by")
+        return failures[rank].exitcode == -signal.SIGTERM
+
+    told = [rank for rank in failures if told_to_end(rank)]
+    others = [rank for rank in failures if rank not in told]
+    first = min(others, key=lambda rank: when(rank, 10), default=None)
+    ended = min(
+        told, key=lambda rank: (reported(failures[rank]) is None, when(rank)), default=first
+    )
+    if first is None or (reported(failures[ended]) and when(ended) < when(first)):
+        return ended
+    return first
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
@@ -201,7 +225,8 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
 
 def _first_failure(failure, prog: str, private: Path) -> int:
     """Print the error of the rank that failed first, and see that the result says it; its exit code."""
-    rank, first = min(failure.failures.items(), key=lambda item: _failure_time(item[1]))
+    rank = first_failure(failure.failures)
+    first = failure.failures[rank]
     code = first.exitcode if first.exitcode in (2, 3) else 1
     data = first.error_file_data.get("message", {})
     text = data.get("message") if isinstance(data, dict) else None
