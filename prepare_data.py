@@ -25,6 +25,7 @@ from bench.files import walk
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import check_bounds, flag, positional
 from bench.settings.tool_main import run_tool, tool
+from model.json_keys import plain_file
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -118,7 +119,10 @@ def find_texts(given: Path, stdlib: bool) -> list[Path]:
     if not given.is_dir():
         if not given.exists():
             raise UsageError(f"{given}: no such file or directory")
-        return [given]
+        try:
+            return [plain_file(given)]
+        except OSError as error:
+            raise UsageError(f"{given}: cannot be read: {error.strerror}") from None
     skipped = {"site-packages", "__pycache__", "test", "tests"} if stdlib else {"__pycache__"}
     found = []
     for directory, names in walk(given):
@@ -140,7 +144,7 @@ def read_texts(paths: list[Path], named: list[Path]) -> Iterator[str]:
     """
     for path in paths:
         try:
-            if (text := path.read_text(encoding="utf-8")).strip():
+            if (text := plain_file(path).read_text(encoding="utf-8")).strip():
                 yield text
         except UnicodeDecodeError as error:
             if path.suffix != ".py" or path in named:
@@ -157,7 +161,9 @@ def load_encoder(tokenizer: str | None):
         raise UsageError(f"--tokenizer {tokenizer}: no such file; expected a tokenizer.json")
     try:
         loaded = Tokenizer.from_file(tokenizer)
-    except Exception as error:  # the library raises bare Exceptions
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's panics are no Exceptions
         raise UsageError(f"--tokenizer {tokenizer}: not a tokenizer.json: {error}") from None
     loaded.no_truncation()  # the file may have been saved with either
     loaded.no_padding()

@@ -1,4 +1,15 @@
-"""The exceptions a run can end with, apart from bugs."""
+"""The exceptions a run can end with, apart from bugs, and text that may go to a terminal."""
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Text from anybody's file without what a terminal obeys: control characters as escapes.
+
+    Those in `kept` stay.
+    """
+    return "".join(
+        c if c.isprintable() or c in kept else c.encode("unicode_escape", "surrogatepass").decode()
+        for c in text
+    )
 
 
 class UsageError(Exception):

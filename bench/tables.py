@@ -1,6 +1,7 @@
 """Tables as Markdown, to read on the screen and to paste into a report. Needs no torch."""
 
 from collections.abc import Collection
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -12,6 +13,18 @@ def markdown_table(*columns: str, left: Collection[str] = (), title: str | None 
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 or name in left else "right")
     return table
+
+
+def markdown_cell(text: str) -> str:
+    """Text as it stands in a file of Markdown: no HTML, no new column."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+
+
+def csv_cell(value: Any) -> Any:
+    """A value as it stands in a CSV: text that a spreadsheet would compute becomes plain text."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return f"'{value}"
+    return value
 
 
 def number(value: float | None, form: str) -> str:

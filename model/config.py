@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model.json_keys import ConfigError, Keys, kind_of
+from model.json_keys import ConfigError, Keys, is_directory, kind_of, plain_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ class ModelConfig:
 def model_name(path: str | Path) -> str:
     """A model's name: that of its config file, or of the directory of its config.json."""
     path = Path(path)
-    if path.is_dir():
+    if is_directory(path):
         return path.resolve().name
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
@@ -124,10 +124,10 @@ def model_name(path: str | Path) -> str:
 def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     """Read a Hugging Face config.json (or a directory that holds one); ConfigError if unusable."""
     path = Path(path)
-    if path.is_dir():
+    if is_directory(path):
         path = path / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8-sig"))
+        raw = json.loads(plain_file(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         shipped = ", ".join(sorted(p.stem for p in Path("configs").glob("*-*.json")))
         hint = f"; configs/ has: {shipped}" if shipped else ""
@@ -247,7 +247,7 @@ def _llama_family(
     heads = keys.integer("num_attention_heads")
     layers = keys.integer("num_hidden_layers")
     # Absent and null differ in transformers: absent takes the family's default, null the head count.
-    head_dim = keys.integer("head_dim", head_dim)
+    head_dim = keys.integer("head_dim", head_dim, null=True)
     bias = "attention_bias" in bias_keys and keys.boolean("attention_bias", False)
     positions = keys.integer("max_position_embeddings", positions)
     theta, scaling = _rope(keys, positions)
@@ -257,7 +257,7 @@ def _llama_family(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=keys.integer("num_key_value_heads", kv_heads) or heads,
+        num_key_value_heads=keys.integer("num_key_value_heads", kv_heads, null=True) or heads,
         head_dim=head_dim or keys.divide(hidden, heads),
         intermediate_size=keys.integer("intermediate_size"),
         activation=keys.activation("hidden_act", "silu"),
@@ -288,11 +288,11 @@ def _pad_token(keys: Keys) -> int | None:
 
 
 def _windows_everywhere(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    return (keys.integer("sliding_window", 4096),) * layers
+    return (keys.integer("sliding_window", 4096, null=True),) * layers
 
 
 def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    window = keys.integer("sliding_window", 4096)
+    window = keys.integer("sliding_window", 4096, null=True)
     if not keys.boolean("use_sliding_window", False):
         window = None
     first = keys.integer("max_window_layers", 28, minimum=0)

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
+from model.json_keys import plain_file
 from model.transformer import Transformer
 
 ARCHITECTURES = {
@@ -126,9 +127,11 @@ def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretra
                     f"{file}: {theirs} has shape {shape}, which does not fit {config.path}: it should "
                     f"have {list(part.shape)}"
                 )
-            if not kind.startswith(("F", "BF")):
+            if kind not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
             found[name].append(place)
+    if config.tie_word_embeddings and "lm_head.weight" in index:
+        _refuse_other_head(index, found["embed.weight"][0])
     used = {theirs for places in found.values() for _, theirs in places}
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
@@ -146,10 +149,26 @@ def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, found: Pr
     for path, hf_name in found[name]:
         with safe_open(path, framework="pt") as f:
             parts.append(f.get_tensor(hf_name))
+            if not parts[-1].isfinite().all():
+                raise ConfigError(f"{path}: {hf_name} holds numbers that are not finite")
     value = torch.cat(parts)
     value = value.t() if _transposed(config, name) else value
     parameter[: value.shape[0]].copy_(value)
     parameter[value.shape[0] :].zero_()
+
+
+def _refuse_other_head(index: dict[str, Path], embed: tuple[Path, str]) -> None:
+    """ConfigError if the weights hold a head that the config's tie to the embedding would drop."""
+    values = []
+    for path, name in ((index["lm_head.weight"], "lm_head.weight"), embed):
+        _shape_and_dtype(path, name)
+        with safe_open(path, framework="pt") as f:
+            values.append(f.get_tensor(name))
+    if values[0].shape != values[1].shape or not torch.equal(*values):
+        raise ConfigError(
+            f"{index['lm_head.weight']}: lm_head.weight is not {embed[1]}, though config.json ties them; "
+            "set tie_word_embeddings to false in it, and in the run's config"
+        )
 
 
 def _index(directory: Path) -> dict[str, Path]:
@@ -157,14 +176,19 @@ def _index(directory: Path) -> dict[str, Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     try:
         if single.exists():
-            with safe_open(single, framework="pt") as f:
+            with safe_open(plain_file(single), framework="pt") as f:
                 return dict.fromkeys(f.keys(), single)
-        weight_map = json.loads(index.read_text(encoding="utf-8-sig"))["weight_map"]
+        weight_map = json.loads(plain_file(index).read_text(encoding="utf-8-sig"))["weight_map"]
+        for file in weight_map.values():
+            if Path(file).name != file:
+                raise ConfigError(f"{index}: {file!r} is no name of a file beside it")
         return {name: directory / file for name, file in weight_map.items()}
     except FileNotFoundError:
         raise ConfigError(
             f"{directory}: has no model.safetensors and no model.safetensors.index.json"
         ) from None
+    except ConfigError:
+        raise
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{directory}: weights cannot be read: {error}") from None
 
@@ -180,7 +204,7 @@ def _find(index: dict[str, Path], name: str, directory: Path) -> tuple[Path, str
 def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
     """A tensor's shape, and its format as safetensors calls it: F32, BF16, ..."""
     try:
-        with safe_open(path, framework="pt") as f:
+        with safe_open(plain_file(path), framework="pt") as f:
             tensor = f.get_slice(name)
             return tensor.get_shape(), tensor.get_dtype()
     except (OSError, SafetensorError) as error:

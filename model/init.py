@@ -49,4 +49,7 @@ def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:
         generator = torch.Generator(parameter.device).manual_seed(
             int.from_bytes(digest[:7], "little")
         )
-        parameter.normal_(0.0, std, generator=generator)
+        # Padding rows come last and take no random numbers: the others are what they are without.
+        rows = config.vocab_size if module in ("embed", "lm_head") else len(parameter)
+        parameter[:rows].normal_(0.0, std, generator=generator)
+        parameter[rows:].zero_()

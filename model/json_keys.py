@@ -1,6 +1,10 @@
 """Typed access to the keys of a JSON config, with errors that name file, key and reason."""
 
+import errno
 import json
+import os
+import stat
+from pathlib import Path
 from typing import Any
 
 from model import config_keys
@@ -8,6 +12,20 @@ from model import config_keys
 
 class ConfigError(ValueError):
     """A model config that cannot be used; the message names the file, the key and the reason."""
+
+
+def plain_file(path: str | Path) -> Path:
+    """The path, if a plain file is there; OSError otherwise: a FIFO could block for ever."""
+    path = Path(path)
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = "is a directory" if is_directory(path) else "is no plain file"
+        raise OSError(errno.EINVAL, kind, str(path))
+    return path
+
+
+def is_directory(path: str | Path) -> bool:
+    """Whether a directory is there; also for names too long for any file."""
+    return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises for them)
 
 
 class Keys:
@@ -40,16 +58,16 @@ class Keys:
             raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
         return value
 
-    def integer(self, key: str, default: Any = ..., minimum: int = 1) -> Any:
-        """A whole number; null is allowed exactly where there is a default."""
+    def integer(self, key: str, default: Any = ..., minimum: int = 1, null: bool = False) -> Any:
+        """A whole number; null (None) where the default is None, or where `null` has a meaning."""
         value = self.get(key, default)
-        if value is None and default is not ...:
+        if value is None and (null or default is None):
             return None
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(key, f"must be a whole number, found {kind_of(value)}")
-        if not minimum <= value < (2**31 if "layer" not in key else 10**5):
+        if not minimum <= value < (2**31 if "layer" not in key else 2**12):
             limit = f"must be at least {minimum}" if value < minimum else "is absurdly large"
             raise self.error(key, limit)
         return value
@@ -61,8 +79,8 @@ class Keys:
             return float(default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(key, f"must be a number, found {kind_of(value)}")
-        if not 0 < value < float("inf"):
-            raise self.error(key, "must be above 0")
+        if not 0 < value < 1e300:
+            raise self.error(key, "is absurdly large" if value > 0 else "must be above 0")
         return float(value)
 
     def fraction(self, key: str, default: float) -> float:
@@ -124,4 +142,5 @@ class Keys:
 def kind_of(value: Any) -> str:
     """A JSON value's kind, in words for an error message."""
     names = {list: "a list", dict: "an object", str: "text", bool: "true/false", type(None): "null"}
-    return names.get(type(value), f"the number {value}")
+    text = str(value)
+    return names.get(type(value), f"the number {text if len(text) < 40 else text[:20] + '...'}")

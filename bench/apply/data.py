@@ -4,6 +4,8 @@ Sample s is the same whatever the number of ranks, accumulation steps or workers
 a run that continues at step k asks for the samples of step k.
 """
 
+import contextlib
+import shutil
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -62,10 +64,12 @@ class FileTokens(Dataset):
     epoch share one.
     """
 
-    def __init__(self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int):
-        self.path, self.vocab_size = path, vocab_size
+    def __init__(
+        self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int, dtype: str = "auto"
+    ):
+        self.path, self.vocab_size, self.dtype = path, vocab_size, dtype
         self.bsz, self.seq_len, self.seed = bsz, seq_len, seed
-        self.tokens = open_tokens(path, vocab_size)
+        self.tokens = open_tokens(path, dtype)
         self.n_windows = (len(self.tokens) - 1) // seq_len
         if self.n_windows < 1:
             raise UsageError(
@@ -80,7 +84,7 @@ class FileTokens(Dataset):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ = state
-        self.tokens = open_tokens(self.path, self.vocab_size)
+        self.tokens = open_tokens(self.path, self.dtype)
 
     def start(self, sample: int) -> int:
         """Where in the file a sample begins."""
@@ -115,6 +119,8 @@ class FileTokens(Dataset):
 
 
 Source = SyntheticTokens | FileTokens
+# A data loading process that gives nothing for so long will give nothing.
+WORKER_TIMEOUT_S = 120.0
 # Validation data: where the micro batches come from, and their first samples.
 Validation = tuple[FileTokens, Sequence[int]]
 
@@ -127,11 +133,11 @@ def open_data(
     if flags.data == "synthetic":
         source = SyntheticTokens(vocab_size, bsz, seq_len, flags.seed, device)
     else:
-        source = FileTokens(flags.data, vocab_size, bsz, seq_len, flags.seed)
+        source = FileTokens(flags.data, vocab_size, bsz, seq_len, flags.seed, flags.data_dtype)
         source.check(n_steps * batch.global_batch)
     if not flags.val_data:
         return source, None
-    val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0)
+    val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0, flags.data_dtype)
     # No window twice, unless there are too few for one batch.
     n_batches = max(1, min(flags.val_batches, val_source.n_windows // bsz))
     n_samples = n_batches * bsz
@@ -150,6 +156,23 @@ def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0) -> Sequence[int]
     return range(first, n_steps * batch.global_batch + first, micro)
 
 
+def _loaded(loader: DataLoader) -> Iterator[Tensor]:
+    """What data loading processes read; they hand it over in shared memory, and hang if that is full."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader" not in str(error):
+            raise
+        known = ""
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage("/dev/shm").free / 2**20
+            known = f"; /dev/shm, the shared memory, has {free:.0f} MiB free"
+        raise UsageError(
+            f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
+            f"({str(error).splitlines()[0]}){known}; give it more (docker run --shm-size 8g), or use 0"
+        ) from None
+
+
 def batches(
     source: Source,
     plan: Sequence[int],
@@ -163,9 +186,12 @@ def batches(
         rows = (source[first] for first in plan)
     pin = device.type == "cuda"
     if n_workers and isinstance(source, FileTokens):
-        rows = DataLoader(
-            source, batch_size=None, sampler=plan, num_workers=n_workers, pin_memory=pin
-        )
+        rows = _loaded(
+            DataLoader(
+                source, batch_size=None, sampler=plan, num_workers=n_workers, pin_memory=pin,
+                timeout=WORKER_TIMEOUT_S,
+            )
+        )  # fmt: skip
     for ids in rows:
         if ids.device.type != device.type:
             ids = ids if ids.is_pinned() else ids.pin_memory()

@@ -2,7 +2,7 @@
 
 With a header (256 int32: magic, version, number of tokens, zeros) the file says its own width, as
 the files of llm.c do: version 1 is uint16, version 7 is uint32. Without one (nanoGPT's files) the
-width follows from the vocabulary: uint16 up to 65536 ids, uint32 above.
+user says it: nothing in the file could.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.errors import UsageError
+from model.json_keys import plain_file
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -23,57 +24,66 @@ def width_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
 
 
-def open_tokens(path: str | Path, vocab_size: int) -> np.ndarray:
-    """Map a token file into memory: a read-only 1-d array; UsageError if it is none."""
+def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
+    """Map a token file into memory: a read-only 1-d array; UsageError if it is none.
+
+    `dtype` is --data-dtype: a file without a header is read only if that says its format.
+    """
     path = Path(path)
     try:
-        size = path.stat().st_size
+        size = plain_file(path).stat().st_size
         with path.open("rb") as f:
-            header = (
-                np.frombuffer(f.read(HEADER_BYTES), dtype="<i4", count=-1) if size >= 12 else []
-            )
+            start = f.read(HEADER_BYTES)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path}: no such file; make one with prepare_data.py, or use --data synthetic"
+        ) from None
     except (OSError, ValueError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise UsageError(
-                f"{path}: no such file; make one with prepare_data.py, or use --data synthetic"
-            ) from None
-        if isinstance(error, OSError):
-            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-        header = []
-    dtype = FORMATS.get((int(header[0]), int(header[1]))) if len(header) >= 3 else None
-    if dtype is None:
-        dtype = width_for(vocab_size)
-        if size % dtype.itemsize or not size:
-            raise UsageError(
-                f"{path}: {size} bytes are no array of {dtype.name} tokens (the width that vocabulary "
-                f"{vocab_size} takes where a file has no header); is it complete, and a token file?"
-            )
-        if why := _no_tokens(path, dtype):
-            raise UsageError(f"{path}: {why}")
-        return np.memmap(path, dtype=dtype, mode="r")
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot be read: {reason}") from None
+    header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0]
+    if int(header[0]) not in {magic for magic, _ in FORMATS}:
+        return _open_bare(path, size, dtype, start)
+    found = FORMATS.get((int(header[0]), int(header[1])))
+    if found is None:
+        raise UsageError(
+            f"{path}: has a header of llm.c's (magic {header[0]}), but of version {header[1]}, which is "
+            f"not known; there are {', '.join(f'{m} version {v}' for m, v in FORMATS)}"
+        )
+    if dtype not in ("auto", found.name):
+        raise UsageError(f"--data-dtype {dtype}: the header of {path} says {found.name}")
     count = int(header[2])
-    if size != HEADER_BYTES + count * dtype.itemsize:
+    if size != HEADER_BYTES + count * found.itemsize:
         raise UsageError(
             f"{path}: its header promises {count} tokens, its size holds "
-            f"{(size - HEADER_BYTES) / dtype.itemsize:g}; is it complete?"
+            f"{(size - HEADER_BYTES) / found.itemsize:g}; is it complete?"
         )
-    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype=found, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
-def _no_tokens(path: Path, dtype: np.dtype) -> str | None:
-    """Why a file of fitting size without a header has no tokens; None if it may have some."""
-    with path.open("rb") as f:
-        start = f.read(4096)
+def _open_bare(path: Path, size: int, dtype: str, start: bytes) -> np.ndarray:
+    """An array of ids without a header, of the format that was told."""
+    if dtype == "auto":
+        raise UsageError(
+            f"{path}: has no header that says it holds tokens{_looks_like(start)}; make token files with "
+            "prepare_data.py, or name the format of a bare array: --data-dtype uint16 (or uint32)"
+        )
+    width = np.dtype(dtype).itemsize
+    if size % width or not size:
+        raise UsageError(f"{path}: {size} bytes are no array of {dtype}; is it complete?")
+    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+
+
+def _looks_like(start: bytes) -> str:
+    """What the beginning of a file suggests that it is, as a part of a sentence."""
     if start.startswith(b"\x93NUMPY"):
-        return "a .npy file; write the bare tokens, with .tofile(), or use prepare_data.py"
-    if len(start) >= 64 and all(32 <= byte < 127 or byte in b"\t\n\r" for byte in start):
-        return "looks like text; make tokens of it with prepare_data.py"
-    halves = np.frombuffer(start[: len(start) // 4 * 4], dtype="<u2")
-    if dtype.itemsize == 2 and len(halves) >= 64 and halves[::2].any() and not halves[1::2].any():
-        return (
-            "looks like tokens of 32 or 64 bits; a file without a header has 16 for this vocabulary"
-        )
-    return None
+        return " (it is a .npy file: write the bare tokens, with .tofile())"
+    if start.startswith((b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd")):
+        return " (it is compressed)"
+    with contextlib.suppress(UnicodeDecodeError):
+        if start[:1000].decode().isprintable() or b"\n" in start[:1000]:
+            return " (it looks like text)"
+    return ""
 
 
 def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int) -> int:

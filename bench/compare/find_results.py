@@ -8,8 +8,9 @@ from pathlib import Path
 
 from bench.compare.read_logs import read_log
 from bench.compare.read_results import read_csv, read_json
-from bench.compare.records import LogFacts, Record, check_figures
+from bench.compare.records import LogFacts, Record, check_figures, make_printable
 from bench.errors import UsageError
+from model.json_keys import plain_file
 
 # Errors that a file of a known kind can cause in a reader.
 UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
@@ -94,6 +95,7 @@ def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> lis
 
 def _parse(path: Path, facts: LogFacts) -> list[Record]:
     try:
+        plain_file(path)
         if path.suffix == ".json":
             records = read_json(path)
         elif path.suffix == ".csv":
@@ -102,6 +104,7 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
             records = read_log(path, facts)
         for record in records:
             check_figures(record)
+            make_printable(record)
         return records
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

@@ -14,11 +14,12 @@ from typing import Any
 
 from bench.compare.find_results import discover
 from bench.compare.ratios import unlike_limits
-from bench.errors import UsageError
+from bench.errors import UsageError, printable
 from bench.files import write_whole
 from bench.results.result_files import read_result
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
+from model.json_keys import plain_file
 
 # 2: keys without validation and --global-bsz.
 BASELINES_VERSION = 2
@@ -106,7 +107,7 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
     """Slower, when even the upper end of its interval is below what the tolerance allows."""
     name, why = f"{r.run_name}", unfit(r)
     if why:
-        return Verdict(f"UNFIT {name}: {why}; run it again", True)
+        return Verdict(f"UNFIT, left out {name}: {why}", False, unknown=True)
     baseline = baselines.get(baseline_key(r)) or baselines.get(baseline_key(r, version=1))
     if baseline is None:
         line = f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one"
@@ -115,7 +116,7 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
     if unlike_limits(limit, had):
         why = f"power limit {limit:.0f} W, the baseline's was {had:.0f} W"
-        return Verdict(f"UNFIT {name}: {why}", True)
+        return Verdict(f"UNFIT, left out {name}: {why}", False, unknown=True)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
     change += f" ({rate / was - 1:+.1%})"
@@ -144,7 +145,7 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
     """The stored baselines by key."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(plain_file(path).read_text(encoding="utf-8"))
         if content.get("schema_version", 1) not in range(1, BASELINES_VERSION + 1):
             raise ValueError(
                 f"schema_version {content['schema_version']}: newer than {BASELINES_VERSION}"
@@ -165,7 +166,7 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
                 f"--baseline {path}: no such file; --update-baselines makes it"
             ) from None
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(f"--baseline {path}: is no file of baselines: {error}") from None
 
 
@@ -183,6 +184,7 @@ def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
 def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
     """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
+    1 if something got slower, 5 if something could not be judged.
     `text` is the tolerance as it was given: 5%, or 0.05.
     """
     try:
@@ -197,20 +199,23 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
         code = 0
         for result in one_each(results):
             if why := unfit(result):
-                print(f"UNFIT {result.run_name}: {why}; its baseline stays as it was")
+                name = printable(result.run_name)
+                print(f"UNFIT {name}: {why}; its baseline stays as it was")
                 code = 1
                 continue
             stored[baseline_key(result)] = entry_of(result)
-            print(f"baseline {baseline_key(result)}: {result.metrics.tokens_per_sec_per_gpu:,.0f}")
+            rate = result.metrics.tokens_per_sec_per_gpu
+            print(printable(f"baseline {baseline_key(result)}: {rate:,.0f}"))
         write_baselines(path, stored)
         return code
     verdicts = [judge(result, stored, tolerance) for result in results]
     for verdict in verdicts:
-        print(verdict.line)
+        print(printable(verdict.line))
     if all(verdict.unknown for verdict in verdicts):
-        print(f"NOTHING JUDGED: {path} has no baseline of any of these runs; that is no pass")
+        print(f"NOTHING JUDGED: {path} has no baseline of any of these runs that are fit")
+    if any(verdict.bad for verdict in verdicts):
         return 1
-    return 1 if any(verdict.bad for verdict in verdicts) else 0
+    return 5 if any(verdict.unknown for verdict in verdicts) else 0
 
 
 def one_each(results: list[Result]) -> list[Result]:
@@ -236,7 +241,7 @@ def own_results(paths: Sequence[str]) -> list[Result]:
     results = []
     for file in files:
         try:
-            results.append(read_result(file))
+            results.append(read_result(plain_file(file)))
         except OSError as error:
             raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
         except ValueError:

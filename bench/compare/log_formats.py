@@ -9,7 +9,8 @@ import re
 from collections.abc import Callable, Iterable
 
 GIB, GB = 2**30, 1e9
-NUMBER = r"([-+]?[\d,]*\.?\d+(?:[eE][-+]?\d+)?)"
+# Bounded, or a long run of digits would be tried from each of them on.
+NUMBER = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"(?i:(nan|[-+]?inf)|{NUMBER})"
 
 
@@ -86,9 +87,9 @@ def parse_megatron(text: str) -> Log:
         )
     primus = "hip mem usage" in text or "[Primus" in text or "tokens/s/GPU inst" in text
     n = _whole(text, r"\[rank-\d+/(\d+)\]") or _whole(text, r"using world size: (\d+)")
-    n = n or _whole(text, r"(?m)^\s*world_size \.+ (\d+)") or _whole(text, r"world_size=(\d+)")
+    n = n or _whole(text, r"(?m)^[ \t]*world_size \.+ (\d+)") or _whole(text, r"world_size=(\d+)")
     seq_len = _whole(text, r"(?m)(?:^|\s)seq_length \.+ (\d+)") or _whole(
-        text, r"(?m)^\s*seq_length: (\d+)"
+        text, r"(?m)^[ \t]*seq_length: (\d+)"
     )
     seq_len = seq_len or _whole(text, r"initialized with seq_len: (\d+)")
     return Log(
@@ -205,7 +206,7 @@ def parse_composer(text: str) -> Log:
     n = None
     for block in re.split(r"(?m)^.*?(?=\[batch=\d+/\d+\]:)", text)[1:]:
         head = re.match(r"\[batch=(\d+)/", block)
-        values = dict(re.findall(rf"(?m)^\s*Train ([\w./-]+): {NUMBER}\s*$", block))
+        values = dict(re.findall(rf"(?m)^[ \t]*Train ([\w./-]+): {NUMBER}\s*$", block))
         if not values:
             continue
         value = {name: float(number.replace(",", "")) for name, number in values.items()}

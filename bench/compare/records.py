@@ -5,6 +5,8 @@ import math
 import statistics
 from typing import Any
 
+from bench.errors import printable
+
 
 @dataclasses.dataclass(frozen=True)
 class LogFacts:
@@ -51,6 +53,15 @@ class Record:
     notes: list[str] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
+
+
+def make_printable(r: Record) -> None:
+    """Take from a record's texts what a terminal obeys, in place."""
+    for field in dataclasses.fields(r):
+        value = getattr(r, field.name)
+        if isinstance(value, str):
+            setattr(r, field.name, printable(value))
+    r.marks, r.notes = [printable(m) for m in r.marks], [printable(n) for n in r.notes]
 
 
 POSITIVE = (

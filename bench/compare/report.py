@@ -5,7 +5,7 @@ import csv
 import datetime
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.table import Table
 from bench.compare.ratios import Compared
 from bench.compare.records import Record
 from bench.errors import UsageError
-from bench.tables import markdown_table, memory_text, number
+from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, number
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 COLUMNS = (
@@ -52,15 +52,17 @@ def memory(r: Record) -> str:
     return memory_text(r.memory_gib, r.memory_kind, ".1f")
 
 
-def tables(rows: list[Compared], tokens: float | None) -> list[Table]:
-    """One table a group."""
+def tables(
+    rows: list[Compared], tokens: float | None, cell: Callable[[str], str] = str
+) -> list[Table]:
+    """One table a group; `cell` makes the text of a cell fit where the table goes."""
     made = []
     for group in dict.fromkeys(row.group for row in rows):
         names = (*COLUMNS, "days") if tokens else COLUMNS
         text = ("hardware", "settings", "verdict")
-        table = markdown_table(*names, left=text, title=group)
+        table = markdown_table(*names, left=text, title=cell(group))
         for row in (row for row in rows if row.group == group):
-            table.add_row(*cells(row, tokens))
+            table.add_row(*map(cell, cells(row, tokens)))
         made.append(table)
     return made
 
@@ -88,10 +90,11 @@ def write(
     with (directory / "compare.csv").open("w", newline="", encoding="utf-8") as f:
         writer = csv.writer(f)
         writer.writerow(["group", *names, "path"])
-        writer.writerows([r.group, *cells(r, tokens), r.record.path] for r in rows)
+        for r in rows:
+            writer.writerow(map(csv_cell, [r.group, *cells(r, tokens), r.record.path]))
     with (directory / "compare.md").open("w", encoding="utf-8") as f:
         console = Console(highlight=False, markup=False, width=400, file=f)
-        for table in tables(rows, tokens):
+        for table in tables(rows, tokens, markdown_cell):
             console.print(table)
     image = None
     if plot:

@@ -56,14 +56,23 @@ ALONE = Ranks()
 def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
     """The ranks that a launcher put into the environment; None without one.
 
-    A world of one counts only from torchrun: `srun --pty bash`, say, is an ordinary shell.
+    A world of one counts only from torchrun: `srun --pty bash`, say, is an ordinary shell. UsageError
+    for variables that say no rank.
     """
     for names in LAUNCHERS:
         if names[0] in environ and names[1] in environ:
-            rank, world = int(environ[names[0]]), int(environ[names[1]])
+            values = [environ[name] for name in names if name in environ]
+            if not all(value.isascii() and value.isdigit() for value in values):
+                said = ", ".join(f"{name}={environ.get(name)!r}" for name in names)
+                raise UsageError(
+                    f"{said}: must be whole numbers; was the launcher's variable unset?"
+                )
+            rank, world, local = map(int, [*values, 0][:3])
+            if rank >= world or local >= world:
+                raise UsageError(f"{names[0]}={rank}: must be below {names[1]}={world}")
             if world == 1 and names[0] != "RANK":
                 continue
-            return Ranks(rank, world, int(environ.get(names[2], 0)))
+            return Ranks(rank, world, local)
     return None
 
 

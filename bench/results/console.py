@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from bench.errors import printable
 from bench.formulas.work import Work
 from bench.results.metrics import metric_rows
 from bench.results.result_files import Step
@@ -22,7 +23,7 @@ def say(text: str, stream: TextIO | None = None) -> bool:
 
     A closed or full output ends no run, nor does a name that the terminal cannot show.
     """
-    stream = stream or sys.stderr
+    stream, text = stream or sys.stderr, printable(text, kept="\n")
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)

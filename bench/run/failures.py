@@ -45,6 +45,8 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
         return "failed", text
     if is_out_of_memory(error):
         return "oom", f"out of memory: {text}; {OOM_ADVICE}"
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return "failed", f"{error.filename}: is gone; was the run's directory removed?"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if full or "No space left on device" in text:
         return "failed", f"disk full: {text}"
@@ -88,7 +90,7 @@ def exit_code(error: BaseException) -> int:
 def is_our_fault(error: BaseException) -> bool:
     """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
     status, text = classify(error)
-    expected = isinstance(error, EXPECTED) or text.startswith("disk full")
+    expected = isinstance(error, EXPECTED) or text.startswith("disk full") or " is gone; " in text
     return status == "failed" and not expected
 
 

@@ -42,7 +42,11 @@ def launch(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
 def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
     """Run as one rank if a launcher started this process, or start one process per device."""
     prog = Path(script).name
-    ranks = find_ranks(os.environ)
+    try:
+        ranks = find_ranks(os.environ)
+    except UsageError as error:
+        report(error, prog, ALONE)
+        return exit_code(error)
     if ranks is None:
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 

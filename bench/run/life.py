@@ -211,9 +211,11 @@ class Run:
                     sink.conclude(r)
             with contextlib.suppress(Exception):
                 sink.close()
-        self.file.write(r, last=True)
-        if error is None:
-            print_result(r)
+        try:
+            self.file.write(r, last=True)
+        finally:  # the directory may be gone, or the disk full
+            if error is None:
+                print_result(r)
         say(f"{r.status}: {self.file.path}")
 
     def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:

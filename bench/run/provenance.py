@@ -116,6 +116,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
+def _is_setting(name: str) -> bool:
+    secret = any(word in name.upper() for word in ("TOKEN", "SECRET", "KEY", "AUTH", "PASS"))
+    return name.startswith(SETTINGS) and not secret
+
+
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Plain JSON data on host, software and revision; what cannot be read is None."""
     return {
@@ -133,7 +138,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "driver": _driver() if device.type == "cuda" else None,
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+        "settings": {k: v for k, v in sorted(os.environ.items()) if _is_setting(k)},
         **source_revision(),
     }
 

@@ -36,6 +36,10 @@ def parse_dataclass(
     """
     if {"-h", "--help"} & set(argv):
         _print_help(kind, prog, script)
+    for before, word in zip(("", *argv), argv, strict=False):
+        if not word or re.fullmatch(r"--[\w-]+=", word):
+            name = word.rstrip("=") or (before if before.startswith("--") else "an argument")
+            raise UsageError(f"{name}: is empty; was a variable of the shell not set?")
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), _columns("500"):

@@ -208,6 +208,11 @@ class DataFlags:
         "Training tokens: synthetic (random, made on the device) or a .bin file (prepare_data.py).",
         LEARNT, metavar="FILE",
     )  # fmt: skip
+    data_dtype: Literal["auto", "uint16", "uint32"] = flag(
+        "auto",
+        "Format of token files that have no header, as nanoGPT's; auto refuses them.",
+        LEARNT,
+    )
     val_data: str | None = flag(
         None, "A .bin file to report a validation loss on, before and after training.", LENGTH,
         metavar="FILE",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from bench import start
-from bench.errors import UsageError
+from bench.errors import UsageError, printable
 from model.json_keys import ConfigError
 
 Main = Callable[[Sequence[str]], int]
@@ -23,7 +23,7 @@ def tool(prog: str) -> Callable[[Main], Main]:
             try:
                 return main(argv)
             except (UsageError, ConfigError) as error:
-                print(f"{prog}: {error}", file=sys.stderr)
+                print(f"{prog}: {printable(str(error))}", file=sys.stderr)
                 return 2
 
         return guarded

@@ -3,6 +3,7 @@
 One file serves NVIDIA and AMD: `platforms` holds what differs. bench/sweep/grid.py resolves it to cells.
 """
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from bench.formulas.hardware import find_hardware
 from bench.results.result_files import first_problem
 from bench.settings.flags import SETTABLE, Script
 from bench.settings.plan import Platform
+from model.json_keys import plain_file
 
 Value = bool | int | float | str | None
 Flags = dict[str, Value]
@@ -38,15 +40,19 @@ class Parallel(BaseModel, extra="forbid"):
     dp_shard: int | None = Field(None, ge=1)
 
 
+# More cells than anybody can run: at a minute each, a week.
+MOST_CELLS = 10_000
+
+
 class Experiment(BaseModel, extra="forbid"):
     """The file as it is written; docs/SWEEPS.md explains each key."""
 
-    experiment: str = Field(pattern=r"^[\w.-]+$")
+    experiment: str = Field(pattern=r"^\w[\w.-]*$")
     methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
     script: Script = Script.ONE
     hardware: dict[Platform, Machine] = {}
     parallel: Parallel = Parallel()
-    models: list[str] = Field(min_length=1)
+    models: list[Annotated[str, Field(pattern=r"^[^-]")]] = Field(min_length=1)
     training: Flags = {}
     grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
     cells: list[Flags] = []
@@ -68,8 +74,26 @@ class Experiment(BaseModel, extra="forbid"):
         }
 
 
+def check_size(e: Experiment, where: str | Path) -> Experiment:
+    """The experiment, unless it has more cells than anybody can run (UsageError)."""
+    n = math.prod([len(e.models), len(e.cells) or 1, *map(len, e.grid.values())])
+    if n > MOST_CELLS:
+        raise UsageError(f"{where}: {n:,} settings; at most {MOST_CELLS:,} are run in one sweep")
+    return e
+
+
 class _Unique(yaml.SafeLoader):
-    """YAML with unique keys: the library would silently drop the first of two equal ones."""
+    """YAML with unique keys and without aliases.
+
+    The library would silently drop the first of two equal keys, and a few aliases can stand for
+    billions of values.
+    """
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(None, None, "aliases (*name) are not read", mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):
         names = [str(key.value).replace("-", "_") for key, _ in node.value]
@@ -82,7 +106,7 @@ class _Unique(yaml.SafeLoader):
 def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = plain_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"{path}: cannot be read: {reason}") from None
@@ -93,7 +117,7 @@ def read_experiment(path: str | Path) -> Experiment:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
     try:
-        return Experiment.model_validate(content)
+        return check_size(Experiment.model_validate(content), path)
     except ValidationError as error:
         raise UsageError(f"{path}: {first_problem(error)}") from None
 
@@ -146,16 +170,19 @@ def from_command_line(
         if not equals or flag not in SETTABLE:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         try:
-            parsed = [yaml.safe_load(v) if v else None for v in values.split(",")]
+            parsed = [yaml.safe_load(v) for v in values.split(",")]
         except yaml.YAMLError:
             raise UsageError(f"--set {setting}: {values!r} is no value") from None
+        if "" in values.split(","):
+            raise UsageError(f"--set {setting}: a value is empty; `null` leaves a flag out")
         if flag in training or flag in grid:
             raise UsageError(f"--set {setting}: {flag} was set before")
         if len(parsed) == 1:
             training[flag] = parsed[0]
         else:
             grid[flag] = parsed
-    return Experiment(
+    e = Experiment(
         experiment="command-line", script=script, models=list(models), training=training, grid=grid,
         repeats=repeats, timeout_s=timeout_s,
     )  # fmt: skip
+    return check_size(e, "--set")

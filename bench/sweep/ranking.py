@@ -10,7 +10,7 @@ from rich.console import Console
 from bench.formulas.time_statistics import bootstrap_mean
 from bench.results.metrics import CSV_COLUMNS
 from bench.sweep.cell_runs import CellRow
-from bench.tables import markdown_table, memory_text, number
+from bench.tables import csv_cell, markdown_table, memory_text, number
 
 
 def write_csv(rows: list[CellRow], path: Path) -> None:
@@ -24,7 +24,7 @@ def write_csv(rows: list[CellRow], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, names, extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from bench.errors import UsageError
+from bench.errors import UsageError, printable
+from model.json_keys import plain_file
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
@@ -73,14 +74,14 @@ def read_trace(path: str | Path) -> Trace:
         category = event.get("cat")
         try:
             start, length = float(event["ts"]), float(event.get("dur", 0))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             length = 0.0
             start = math.nan
         if not math.isfinite(start + length):
             raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
         _check_form(event, path)
         span = Span(
-            str(event.get("name", "")),
+            printable(str(event.get("name", ""))),
             str(category).lower(),
             start,
             start + length,
@@ -106,7 +107,7 @@ def read_trace(path: str | Path) -> Trace:
     # By name alone: on ROCm the number of an activity's device is not the one in this list.
     listed = content.get("deviceProperties")
     names = {
-        d["name"]
+        printable(d["name"])
         for d in (listed if isinstance(listed, list) else [])
         if isinstance(d, dict) and isinstance(d.get("name"), str)
     }
@@ -134,9 +135,15 @@ def _check_form(event: dict[str, Any], path: str | Path) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        size = plain_file(path).stat().st_size
         data = path.read_bytes()
         if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+            with gzip.open(path) as f:  # a JSON of events shrinks to a tenth or so
+                data = f.read(most := 100 * size + 2**26)
+                if f.read(1):
+                    raise UsageError(
+                        f"{path}: unpacks to over {most / 2**20:,.0f} MiB; no trace does"
+                    )
         # Kineto does not escape everything that JSON wants escaped.
         content = json.loads(data.decode("utf-8", errors="replace"), strict=False)
     except (OSError, EOFError, gzip.zlib.error) as error:
