@@ -38,7 +38,7 @@ class RunsFlags:
         "result.json, results.csv, another suite's JSON, a log, or directories with any of these.",
     )
     reference: str | None = flag(
-        None, "Run that the others are held against; by default the first comparable one of each group.",
+        None, "Run that the others are compared with; by default the first comparable one of each group.",
         metavar="RUN",
     )  # fmt: skip
     methodology: Literal["maximum_performance", "identical_config"] = flag(
@@ -91,11 +91,11 @@ class GateFlags:
     """The gate against baselines."""
 
     baseline: str | None = flag(
-        None, "Hold results against these baselines: one line each, exit code 1 if one got worse.",
+        None, "Check results against these baselines: one line each, exit code 1 if one got worse.",
         metavar="FILE",
     )  # fmt: skip
     tolerance: str = flag(
-        "5%", "How much slower, or larger in memory, is still good.", metavar="PERCENT",
+        "5%", "Allowed loss of speed, and growth of memory.", metavar="PERCENT",
         needs="baseline",
     )  # fmt: skip
     update_baselines: bool = flag(False, "Make the results the baselines.", needs="baseline")
@@ -103,7 +103,7 @@ class GateFlags:
 
 @dataclasses.dataclass(frozen=True)
 class CompareArgs(GateFlags, LogFlags, PriceFlags, ReportFlags, RunsFlags):
-    """Compare training runs, whoever ran them; or hold results against baselines."""
+    """Compare training runs of any suite, or check results against baselines."""
 
 
 @tool("compare.py")

@@ -32,6 +32,7 @@ from bench.results.result_files import read_result
 from bench.settings.checks import check
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import Args, Script, check_bounds, declared, flag, flag_of
+from bench.settings.machine import detect_platform
 from bench.settings.plan import Plan, make_plan
 from bench.settings.tool_main import run_tool, tool
 from bench.tables import markdown_table
@@ -43,7 +44,7 @@ BUSY = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class EstimateFlags:
-    """The hardware, and what to print of it."""
+    """The hardware, and what to print."""
 
     gpu: str | None = flag(
         None, "GPU, as in configs/hardware.json: h100, h200, b200, mi300x, ... or the start of a name.",
@@ -56,10 +57,10 @@ class EstimateFlags:
         "Script for more than one GPU: train_fsdp.py (--dp-replicate for HSDP) or train_ddp.py.",
     )
     tokens: float | None = flag(
-        None, "Tokens to train on, for days, energy and cost of the whole.", above=0
+        None, "Tokens of the whole training, to give its days, energy and cost.", above=0
     )
     gpu_memory_gib: float | None = flag(
-        None, "Memory of one GPU [2^30 bytes], where it is not the usual.", above=0
+        None, "Memory of one GPU [GiB], if it differs from the listed one.", above=0
     )
     trace: bool = flag(
         False,
@@ -116,7 +117,8 @@ def main(argv: Sequence[str]) -> int:
     script = Script.ONE if wanted.gpus == 1 else several
     args = check(args, script)
     if wanted.fit:
-        return fit(make_plan(args, script, wanted.gpus, "cpu").work, list(argv))
+        platform = "cpu" if args.device == "cpu" else detect_platform()
+        return fit(make_plan(args, script, wanted.gpus, platform).work, list(argv))
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
     try:

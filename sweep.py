@@ -39,7 +39,7 @@ from bench.sweep.ranking import rank, show_ranking, write_csv
 
 
 @dataclasses.dataclass(frozen=True)
-class WhatFlags:
+class SettingsFlags:
     """The settings to run."""
 
     experiment: str = positional(
@@ -58,7 +58,7 @@ class WhatFlags:
 
 
 @dataclasses.dataclass(frozen=True)
-class HowFlags:
+class ProcessFlags:
     """How they run."""
 
     repeats: int = flag(
@@ -76,7 +76,7 @@ class HowFlags:
 
 
 @dataclasses.dataclass(frozen=True)
-class SweepArgs(HowFlags, WhatFlags):
+class SweepArgs(ProcessFlags, SettingsFlags):
     """Run many settings, one process each, and rank them."""
 
 

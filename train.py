@@ -27,8 +27,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     """One run; what is wrong with the input shows before anything is written."""
     work, files, n_steps = plan.work, plan.data, plan.schedule.total
     set_precision(work.amp, work.tf32, device)
-    kernel = select_attention(work, plan.flex, device)
     torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
+    kernel = select_attention(work, plan.flex, device)
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex)

@@ -41,22 +41,13 @@ def end_with_parent() -> None:
     Ranks of an agent that was killed would otherwise go on training and hold their GPUs. If the agent
     is gone already, this ends the process.
     """
+    agent = int(os.environ.get(PARENT, os.getppid()))
     pr_set_pdeathsig = 1  # prctl(2)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-    if _orphaned():
+    if os.getppid() != agent:
         _say("interrupted by the end of its agent")
         os._exit(1)
-
-
-def _orphaned() -> bool:
-    """Whether the agent is gone: another process has become this one's parent."""
-    if parent := os.environ.get(PARENT):
-        return os.getppid() != int(parent)
-    try:  # torchrun runs in the same Python; the process that inherits orphans does not
-        return not Path(f"/proc/{os.getppid()}/exe").samefile(sys.executable)
-    except OSError:
-        return False
 
 
 def _interrupted(number: int, frame) -> None:

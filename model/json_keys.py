@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,10 @@ def plain_file(path: str | Path) -> Path:
 
 def is_directory(path: str | Path) -> bool:
     """Whether a directory is there; also for names too long for any file."""
-    return os.path.isdir(path)  # noqa: PTH112 (Path.is_dir raises for them)
+    try:
+        return stat.S_ISDIR(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 class Keys:

@@ -57,7 +57,7 @@ def pytest_configure(config):
     """tests/benchmarks measures on request only; its plugin is not in every image."""
     if hasattr(config.option, "benchmark_disable") and not config.option.benchmark_enable:
         config.option.benchmark_disable = True
-    if not config.option.markexpr.startswith("gpu"):
+    if not any("test_gpu" in str(arg) for arg in config.args) and config.option.markexpr != "gpu":
         invent_a_machine()
 
 

@@ -270,9 +270,9 @@ def test_build_fails_where_the_images_torch_is_too_old(image):
 
 def test_build_fails_where_something_would_replace_torch(image):
     """A requirement that the vendor's version does not meet ends the build; nothing is changed."""
-    done = install(image, REQUIRE="torch>=2.99")
+    done = install(image, REQUIRE="torch<2.14")  # others would serve
     assert done.returncode != 0
-    assert "torch" in done.stderr
+    assert "torch" in done.stderr and "pip replaced" not in done.stderr
     python = image[1]
     code = "import importlib.metadata as m; print(m.version('torch'))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
@@ -335,14 +335,15 @@ def test_without_a_command_it_is_a_shell(ready):
     assert ready.started()[-1] == "bash" and "-t" not in ready.started()  # no terminal here
 
 
-def test_dry_run_prints_the_line_that_would_run(ready):
-    code, out, _ = ready.launch("--dry-run", "--output", "/tmp/some where", "python", "a b.py")
+def test_dry_run_prints_the_line_that_would_run(ready, tmp_path):
+    where = tmp_path / "some where"
+    code, out, _ = ready.launch("--dry-run", "--output", str(where), "python", "a b.py")
     assert code == 0 and ready.calls("run") == []
     words = subprocess.run(["bash", "-c", f"printf '%s\\n' {out}"], capture_output=True, text=True)
     assert words.stdout.splitlines()[:2] == ["docker", "run"]
-    assert "type=bind,src=/tmp/some where,dst=/workspace/llm-train-bench/runs" in words.stdout
+    assert f"type=bind,src={where},dst=/workspace/llm-train-bench/runs" in words.stdout
     assert words.stdout.splitlines()[-1] == "a b.py"
-    assert not (ready.home / ".cache").exists() and not Path("/tmp/some where").exists()
+    assert not (ready.home / ".cache").exists() and not where.exists()
 
 
 def test_chosen_gpus(ready):
@@ -508,12 +509,20 @@ def test_rootless_docker_keeps_its_own_user(ready):
 
 def test_paths_images_and_visible_devices(ready, tmp_path):
     code, _, error = ready.launch(
-        "--output", "some/where", "--cpu", "--image", "my:cpu", "true", CUDA_VISIBLE_DEVICES="1"
+        "--output",
+        str(tmp_path / "some/where"),
+        "--cpu",
+        "--image",
+        "my:cpu",
+        "true",
+        CUDA_VISIBLE_DEVICES="1",
     )
     assert code == 0, error
     call = ready.started()
     assert "my:cpu" in call and "CUDA_VISIBLE_DEVICES" in values(call, "-e")
-    assert any(m.startswith("type=bind,src=/some/where,") for m in values(call, "--mount"))
+    assert any(
+        m.startswith(f"type=bind,src={tmp_path}/some/where,") for m in values(call, "--mount")
+    )
     (ready.state / "calls.jsonl").unlink()
     # The container has GPU 1 alone, and calls it 0.
     assert ready.launch("--gpus", "1", "true", CUDA_VISIBLE_DEVICES="1")[0] == 0

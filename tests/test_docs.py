@@ -17,8 +17,8 @@ from bench.results.result_files import Step
 from docs.tables import meanings, with_tables
 from tests.helpers import ROOT
 
-METRICS = (ROOT / "docs/METRICS.md").read_text()
-README = (ROOT / "README.md").read_text()
+METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -46,7 +46,7 @@ def test_readme_is_what_a_stranger_reads():
 
 def test_no_table_is_cut_in_two():
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        lines = ["", *path.read_text().splitlines(), ""]
+        lines = ["", *path.read_text(encoding="utf-8").splitlines(), ""]
         starts = [
             i for i, line in enumerate(lines) if line.startswith("|") and lines[i - 1][:1] != "|"
         ]
@@ -176,6 +176,8 @@ def test_files_that_pages_name_are_there():
         links = {m.split("#")[0] for m in re.findall(r"\]\(([^)]+)\)", text)}
         for link in links - {""}:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
-        for name in re.findall(r"`((?:bench|model|configs|docker|tests|docs)/[\w./-]+)`", text):
+        for name in re.findall(
+            r"`((?:bench|benchmarks|model|configs|docker|tests|docs)/[\w./-]+)`", text
+        ):
             made = name in ("configs/roofs.json",)  # benchmarks/gemm.py makes it
             assert made or (ROOT / name).exists(), f"{page.name}: {name}"

@@ -45,8 +45,9 @@ def test_this_machine(capsys, monkeypatch):
 def test_without_any_library():
     """As on a fresh machine: -S hides what is installed."""
     done = subprocess.run(
-        [sys.executable, "-S", "doctor.py"], cwd=ROOT, capture_output=True, text=True
-    )
+        [sys.executable, "-S", "doctor.py"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": ""},
+    )  # fmt: skip
     assert done.returncode == 1 and done.stderr == ""
     for name in ("torch", "tyro", "pydantic", "rich", "PyYAML"):
         assert f"!!  {name:18}  not installed" in done.stdout

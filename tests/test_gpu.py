@@ -494,7 +494,7 @@ def test_profile_breaks_a_step_down(tmp_path):
     p = profile_of(tmp_path / "x", *LONG_STEPS)
     assert {"matmul bf16", "attention", "elementwise", "loss", "optimizer"} <= set(p["classes_s"])
     assert "matmul" not in p["classes_s"], "a matmul with no format in its name"
-    assert 0 <= p["host_gaps_s"] <= p["classes_s"]["idle"] + 1e-9
+    assert 0 <= p["host_gaps"]["time_s"] <= p["classes_s"]["idle"] + 1e-9
     assert 50 < p["matmul_tflops"] < 990
     # The formula's FLOPs are those of the recorded shapes.
     run_apart("train.py", tmp_path / "y", *SMALL, "--profile", "--profile-shapes")

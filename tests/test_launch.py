@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -286,13 +287,15 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
     watch = HangWatch(lambda error, when: ended.append(str(error)), 1.0)
     try:
         time.sleep(1.1)
+        begin = time.monotonic()
         for _ in range(25):
             watch.step()
             time.sleep(0.05)
         watch.rest()
+        seconds = time.monotonic() - begin
         time.sleep(1.1)
         assert ended == [] and last_resorts[0] == (pytest.approx(11.1), True)
-        assert len(last_resorts) <= 2  # once a second, not once a step
+        assert len(last_resorts) <= 1 + seconds  # once a second, not once a step
         watch.step()
         assert wait_until(lambda: ended, 10)
     finally:
@@ -374,7 +377,8 @@ def listening(process) -> set[str]:
                     sockets.add(str(path.readlink()))
     found = set()
     for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+        path = Path(f"/proc/net/{name}")
+        for line in path.read_text().splitlines()[1:] if path.exists() else []:
             fields = line.split()
             if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
                 found.add(fields[1].split(":")[0])
@@ -387,7 +391,9 @@ def test_nothing_listens_beyond_this_machine_and_whoever_is_killed_is_told(kille
     process = start("train_fsdp.py", tmp_path / "runs", *FOREVER, env={"TMPDIR": str(tmp_path)})
     assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
     found = listening(process)
-    assert found and found <= {"0100007F", "00000000000000000000000001000000"}
+    loopback = socket.inet_aton("127.0.0.1"), socket.inet_pton(socket.AF_INET6, "::1")
+    words = [struct.unpack(f"{len(address) // 4}I", address) for address in loopback]
+    assert found and found <= {"".join(f"{word:08X}" for word in each) for each in words}
     os.kill(ranks_of(process)[0] if killed == "a rank" else process.pid, signal.SIGKILL)
     assert finish(process)[0] == (1 if killed == "a rank" else -9)
     r = only_result(tmp_path / "runs")
@@ -427,7 +433,7 @@ def test_ranks_end_soon_after_their_launcher_before_they_have_met(launcher, tmp_
     assert wait_until(lambda: handles_sigterm(ranks_of(process)[0]), 240)
     time.sleep(1)
     process.kill()
-    assert wait_until(lambda: not members(process), 5)
+    assert wait_until(lambda: not members(process), 60)  # 5 on a quiet machine, not 600
 
 
 def test_a_rank_that_connects_to_nobody_hears_a_signal(tmp_path):
@@ -438,7 +444,7 @@ def test_a_rank_that_connects_to_nobody_hears_a_signal(tmp_path):
     assert wait_until(lambda: handles_sigterm(process.pid), 240)
     time.sleep(2)
     process.terminate()
-    code, _, err = finish(process, timeout=5)
+    code, _, err = finish(process, timeout=60)
     assert code == 1 and err.splitlines()[-1] == "train_ddp.py: rank 1: interrupted by SIGTERM"
 
 

@@ -105,6 +105,8 @@ def test_nothing_below_the_plan_asks_for_a_script_by_name():
         text = path.read_text(encoding="utf-8")
         if name_of(path) != "bench.settings.flags":
             assert not re.search(r"[=!]= \"train\w*\.py\"", text), path
+        if f"{path.parent.name}" not in ("settings", "sweep", "compare"):
+            assert not re.search(r"Script\.(ONE|DDP|FSDP)", text), path
         if name_of(path) not in ("bench.settings.flags", "bench.settings.plan"):
             assert name_of(path) == "bench.settings.checks" or "parse_sac_freq" not in text, path
 

@@ -1,5 +1,6 @@
 """sweep.py: the experiment file, runs that fail, being killed and going on, the ranked table."""
 
+import contextlib
 import csv
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +62,16 @@ def write(path, **keys) -> str:
 FAST = dict(seq_len=32, n_steps=3, warmup_steps=1, device="cpu", amp="off", no_tensorboard=True)
 
 
+def processes_with(text: str) -> list[int]:
+    """Running processes with a text in their command lines."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text in os.fsdecode(path.read_bytes()):
+                found.append(int(path.parent.name))
+    return found
+
+
 def start(path, out, *argv):
     limit = 6 * 2**30  # so that a huge batch runs out of memory
     return subprocess.Popen(
@@ -104,8 +116,7 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
     assert n >= 1 and rows[:n] == [json.loads(line) for line in before.splitlines()]
     assert f"rows from before: {n}\n" in text and f"[6/{6}]" in text
     # Nothing of the killed sweep still runs.
-    alive = subprocess.run(["pgrep", "-f", str(out / "runs")], capture_output=True, text=True)
-    assert alive.stdout == ""
+    assert not processes_with(str(out / "runs"))
 
 
 def test_what_goes_wrong_is_a_row(killed_and_resumed):
@@ -127,7 +138,7 @@ def test_what_goes_wrong_is_a_row(killed_and_resumed):
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
-    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}, timeout_s=6)
+    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}, timeout_s=30)
     process = start(path, tmp_path)
     while not (tmp_path / "sweep.json").exists():
         assert process.poll() is None
@@ -136,20 +147,18 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
     refused, _ = other.communicate(timeout=60)
     assert other.returncode == 2 and refused.count("\n") == 1
     assert f"sweep.py: {tmp_path}: another sweep is running there" in refused
-    text, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "timeout: not done after 6 s" in text
-    alive = subprocess.run(["pgrep", "-f", str(tmp_path / "runs")], capture_output=True, text=True)
-    assert alive.stdout == ""
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 1 and "timeout: not done after 30 s" in text
+    assert not processes_with(str(tmp_path / "runs"))
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
-    code = "from bench.settings.tool_main import run_tool; import time; print('up', flush=True); "
-    code += "run_tool(lambda argv: time.sleep(60))"
+    code = "from bench.settings.tool_main import run_tool; import time; "
+    code += "run_tool(lambda argv: (print('up', flush=True), time.sleep(60)))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "up\n"
-    time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (1, "-c: interrupted by SIGINT\n")
@@ -158,20 +167,17 @@ def test_ctrl_c_in_a_tool_is_one_line():
 def test_a_killed_run_says_so(tmp_path):
     path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6})
     process = start(path, tmp_path)
-    found = ""
-    while not found:
-        assert process.poll() is None
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("runs/*/result.json")):
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
-        done = subprocess.run(
-            ["pgrep", "-f", f"train.py.*{tmp_path}/runs"], capture_output=True, text=True
-        )
-        found = done.stdout if list(tmp_path.glob("runs/*/result.json")) else ""
-    os.kill(int(found.split()[0]), signal.SIGKILL)
+    (run,) = processes_with(str(tmp_path / "runs"))
+    os.kill(run, signal.SIGKILL)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "failed: killed by SIGKILL" in text
     # Its row and what it left count once.
     (record,) = read_records([str(tmp_path)], print, LogFacts())
-    assert record.marks == ["status running"]
+    assert record.marks == ["status killed"]
 
 
 def test_what_failed_is_run_again_on_request(tmp_path, capsys):
@@ -241,7 +247,7 @@ def test_auto_batch_has_a_bound_without_a_gpu():
     """A size that the machine's memory cannot hold is not tried."""
     (cell,) = make_cells(experiment(training={"bsz": 3, "seq_len": 256}), "cpu")
     first, most = guess_batch(cell, None)
-    assert first == 3 and 10 < most < 10**6
+    assert first == 3 and 10 < most < float("inf")
     first, most = guess_batch(cell, "h100")
     assert first > 1000 and most == float("inf")
 

@@ -201,7 +201,7 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
             if why := unfit(result):
                 name = printable(result.run_name)
                 print(f"UNFIT {name}: {why}; its baseline stays as it was")
-                code = 1
+                code = 5
                 continue
             stored[baseline_key(result)] = entry_of(result)
             rate = result.metrics.tokens_per_sec_per_gpu
@@ -245,7 +245,7 @@ def own_results(paths: Sequence[str]) -> list[Result]:
         except OSError as error:
             raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
         except ValueError:
-            raise UsageError(f"{file}: is no result.json of this version") from None
+            raise UsageError(f"{file}: cannot be read as a result.json") from None
     if not results:
         raise UsageError(f"{', '.join(paths)}: no result.json in there")
     return results

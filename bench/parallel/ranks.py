@@ -105,7 +105,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         )
     at = private or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = _file_store(private, ranks) if private else _agent_store(ranks, timeout)
+        store = _file_store(private, ranks, timeout) if private else _agent_store(ranks, timeout)
         _wait_for_all(store, ranks, timeout_s, at)
         dist.init_process_group(
             "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
@@ -165,10 +165,12 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
     return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
 
 
-def _file_store(directory: str, ranks: Ranks) -> dist.Store:
+def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     """The store for the ranks' addresses in a private directory, a new one for each attempt."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.FileStore(str(Path(directory) / f"ranks{attempt}"), ranks.world)
+    store = dist.FileStore(str(Path(directory) / f"ranks{attempt}"), ranks.world)
+    store.set_timeout(timeout)
+    return store
 
 
 def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:

@@ -201,8 +201,8 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
     if (result.part_of_peak or 0) > 1:
         result.notes.append(
-            f"{result.part_of_peak:.0%} of the peak cannot be: the peak of {d.name!r} "
-            f"({d.peak_source}) or a time is wrong"
+            f"the run reached {result.part_of_peak:.0%} of the peak, which is impossible: the peak of "
+            f"{d.name!r} ({d.peak_source}) or a time is wrong"
         )
 
 

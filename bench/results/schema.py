@@ -246,7 +246,7 @@ class Result(Strict):
         default=[],
     )
     writer: Writer | None = about(
-        "The process that writes this file, see below; `null` before version 0.3.", default=None
+        "The process that writes this file, see below; `null` in results of before.", default=None
     )
     run_name: str = about("Name of the run's directory.")
     version: str | None = about(

@@ -1,4 +1,4 @@
-"""Which toggles go together, as data: the refusal, the README's table and the tests all read it.
+"""Which toggles go together, as data, for the refusals, docs/COMBINATIONS.md and the tests.
 
 Needs no torch. A combination is supported unless a rule refuses it; every rule gives a reason and
 what to use instead.
@@ -93,7 +93,7 @@ def combination_of(args: Args, entrypoint: Script) -> Combination:
 
 
 def combinations_table() -> str:
-    """The table for the README: a cell names the --sac-policy values that work, and where."""
+    """The table of docs/COMBINATIONS.md: whether a combination works, and in which scripts."""
     columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
     lines = [
         f"| | {' | '.join(columns.values())} |",

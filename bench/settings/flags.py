@@ -157,7 +157,7 @@ class Fp8Flags:
         scripts=(Script.FSDP,),
     )  # fmt: skip
     fp8_primary_weights: bool = flag(
-        False, "Keep and gather the blocks' weights in FP8, in fp32 in the optimizer alone (te).", SPEED,
+        False, "Keep and gather the blocks' weights in FP8; the optimizer has fp32 ones (te).", SPEED,
         needs="use_fp8", scripts=(Script.FSDP,),
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ class RecomputeFlags:
     """Activation checkpointing."""
 
     sac_freq: str | None = flag(
-        None, "Recompute activations of q of every p blocks in backward: 1/1 all, 1/4 every fourth.",
+        None, "In backward, recompute activations of q out of every p blocks: 1/1 all, 1/4 every fourth.",
         SPEED, metavar="Q/P", headline=True,
     )  # fmt: skip
     sac_policy: Literal["block", "op"] = flag(
@@ -241,7 +241,7 @@ class OptimizerFlags:
         LEARNT, at_least=0, at_most=1,
     )  # fmt: skip
     lr_warmup_steps: int = flag(
-        10, "Steps over which the learning rate rises linearly from 0.", LEARNT, at_least=0
+        10, "Steps before the peak learning rate; it rises linearly to it.", LEARNT, at_least=0
     )
     weight_decay: float = flag(
         0.1, "Weight decay of matrices; vectors have none.", LEARNT, at_least=0

@@ -145,7 +145,7 @@ def make_plan(
     if script is Script.FSDP:
         if args.cpu_offload and platform == "cpu":
             raise UsageError(
-                "--cpu-offload: the parameters are in host memory already; leave it out"
+                "--cpu-offload has no meaning on a CPU: parameters are in host memory; leave it out"
             )
         fsdp = Fsdp(
             shards=resolve_shards(args.dp_replicate, world),
@@ -191,8 +191,8 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags) -> Schedule:
     if captured and captured.start > end + PROFILER_WARMUP:
         flag = "profile-start" if profile.profile else "nsys-start"
         raise UsageError(
-            f"--{flag} {captured.start}: the run's own steps end before {end}, and it is "
-            f"prolonged for a capture up to step {end + PROFILER_WARMUP} at the latest"
+            f"--{flag} {captured.start}: the run ends before step {end}; a capture may begin at step "
+            f"{end + PROFILER_WARMUP} at the latest"
         )
     return Schedule(steps.warmup_steps, steps.n_steps, captured, profiler)
 

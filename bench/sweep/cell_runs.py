@@ -145,11 +145,15 @@ def _end(process: subprocess.Popen) -> None:
             continue
 
 
+# Runs whose result says nothing of how they would have ended.
+UNFINISHED = ("running", "killed", "unknown", "interrupted", "preempted")
+
+
 def _finished(run: Path) -> Result | None:
     for attempt in reversed(_attempts(run)):
         with contextlib.suppress(OSError, ValueError):
             result = read_result(attempt / "result.json")
-            return None if result.status in ("running", "interrupted") else result
+            return None if result.status in UNFINISHED else result
     return None
 
 

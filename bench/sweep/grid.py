@@ -197,6 +197,8 @@ def _resolved(cell: Cell, world: int | None, platform: Platform) -> dict[str, An
 
 def plan_of(args: Args, script: str, world: int | None, platform: Platform) -> Plan:
     """The plan of a cell; where the number of ranks is not known, without what hangs on it."""
+    platform = "cpu" if args.device == "cpu" else platform
     if world is None:
-        args = dataclasses.replace(args, global_bsz=None, dp_replicate=1)
+        alone = {"global_bsz": None, "dp_replicate": 1, "fp8_primary_weights": False}
+        args = dataclasses.replace(args, **alone)
     return make_plan(args, Script(script), world or 1, platform)
