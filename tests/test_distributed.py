@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from bench.apply.compile import apply_compile
 from bench.apply.recompute import apply_recompute
+from bench.apply.tokens import write_tokens
 from bench.errors import UsageError
 from bench.formulas.collectives import ddp_bytes
 from bench.formulas.work import Recompute
@@ -97,7 +98,7 @@ def other_weights(out) -> str:
 def runs(tmp_path_factory):
     """All cases of one world size in one torchrun start; returns the directory of their results."""
     out = tmp_path_factory.mktemp("dist")
-    np.random.default_rng(0).integers(0, 256, 1024).astype(np.uint16).tofile(out / "val.bin")
+    write_tokens(out / "val.bin", [np.random.default_rng(0).integers(0, 256, 1024)], 256)
     for world in (2, 4):
         cases = [
             # test_combinations.py and test_train.py show that Inductor's code keeps the losses.
@@ -401,6 +402,6 @@ def test_shards_that_cannot_be_are_refused():
         resolve_shards(3, 4)
     assert resolve_shards(3, 6) == 2
     argv = [ROOT / BASE[0], "--cpu-offload"]
-    with pytest.raises(UsageError, match="--cpu-offload: the parameters are in host memory"):
+    with pytest.raises(UsageError, match="--cpu-offload has no meaning on a CPU"):
         plan_of(argv, "train_fsdp.py", 2, "cpu")
     assert plan_of(argv, "train_fsdp.py", 2).work.fsdp.shards == 2

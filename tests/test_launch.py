@@ -20,7 +20,7 @@ import torch
 from torch.distributed import DistBackendError, DistStoreError
 
 import train_fsdp
-from bench.errors import Interrupted, NoStep, NotJoined
+from bench.errors import Interrupted, NoStep, NotJoined, UsageError
 from bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
 from bench.run.failures import classify, first_error, is_our_fault, keep_error
 from bench.run.hang import HangWatch, patience
@@ -718,6 +718,12 @@ def test_launchers_are_recognised():
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
     }
     assert find_ranks(mpi) == Ranks(1, 2, 1)
+    with pytest.raises(UsageError, match=r"RANK='x', WORLD_SIZE='2'.* must be whole numbers"):
+        find_ranks({"RANK": "x", "WORLD_SIZE": "2"})
+    with pytest.raises(
+        UsageError, match="RANK=2 and LOCAL_RANK=0: both must be below WORLD_SIZE=2"
+    ):
+        find_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     # torchrun inside a SLURM job: what torchrun says counts.
     assert find_ranks(slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Ranks(0, 2, 0)
 

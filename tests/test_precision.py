@@ -457,7 +457,7 @@ def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_pat
     assert run_train(*TINY, *flags, "--peak-tflops", peak, "--output-dir", tmp_path) == 0
     result = Result.model_validate(only_result(tmp_path))
     assert ("faster than its peak" in result.unfit) == beyond
-    assert any("of the peak cannot be" in note for note in result.notes) == beyond
+    assert any("of the peak, which is impossible" in note for note in result.notes) == beyond
 
 
 def test_counts_of_compilation_are_those_of_the_run(tmp_path):

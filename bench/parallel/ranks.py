@@ -68,10 +68,11 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
                     f"{said}: must be whole numbers; was the launcher's variable unset?"
                 )
             rank, world, local = map(int, [*values, 0][:3])
-            if rank >= world or local >= world:
-                raise UsageError(f"{names[0]}={rank}: must be below {names[1]}={world}")
             if world == 1 and names[0] != "RANK":
                 continue
+            if rank >= world or local >= world:
+                said = f"{names[0]}={rank} and {names[2]}={local}"
+                raise UsageError(f"{said}: both must be below {names[1]}={world}")
             return Ranks(rank, world, local)
     return None
 
