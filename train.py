@@ -14,6 +14,7 @@ from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
 from bench.parallel.ranks import ALONE, Ranks
+from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
@@ -40,7 +41,9 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
-        micro_batches = batches(data, sample_plan(n_steps, work.batch), device, files.n_workers)
+        build_saver(run, model, optimizer)
+        samples = sample_plan(n_steps, work.batch, start=run.plan.schedule.start)
+        micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, model, optimizer, build_passes(run, model, micro_batches))
 
         with validated(run, model, val_data):

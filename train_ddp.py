@@ -15,6 +15,7 @@ from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
 from bench.parallel.ddp import apply_ddp
 from bench.parallel.ranks import Ranks, join
+from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
@@ -43,7 +44,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         materialize(model, device, files.seed, weights)
         ddp = apply_ddp(model, device, work.batch.grad_acc_steps, work.ddp)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
-        samples = sample_plan(n_steps, work.batch, ranks.rank)
+        build_saver(run, model, optimizer)
+        samples = sample_plan(n_steps, work.batch, ranks.rank, run.plan.schedule.start)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, ddp, optimizer, build_passes(run, ddp, micro_batches, ddp.no_sync))
 

@@ -16,6 +16,7 @@ from bench.apply.recompute import apply_recompute
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values, whole
 from bench.parallel.mesh import build_mesh
 from bench.parallel.ranks import Ranks, join
+from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
@@ -44,7 +45,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         materialize_shards(model, device, files.seed, weights, fp8, work.fsdp.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
         set_exact_values(optimizer, model, device, files.seed, weights, fp8)
-        samples = sample_plan(n_steps, work.batch, ranks.rank)
+        build_saver(run, model, optimizer)
+        samples = sample_plan(n_steps, work.batch, ranks.rank, run.plan.schedule.start)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, model, optimizer, build_passes(run, model, micro_batches))
 

@@ -25,6 +25,18 @@ class Interrupted(BaseException):
     Exception: `except Exception` must not swallow it."""
 
 
+class Preempted(Interrupted):
+    """A signal asked the run to end; all ranks stopped at `step`, which was saved; None if not."""
+
+    def __init__(self, name: str, step: int | None = None):
+        super().__init__(name)
+        self.step = step
+
+
+class NotFinite(Exception):
+    """A parameter or the optimizer's state is no longer a number; the message says what is left."""
+
+
 class CompileError(Exception):
     """torch.compile failed; the message names the part of the model and the first cause."""
 

@@ -145,15 +145,16 @@ def open_data(
     return source, (val_source, range(0, n_samples, bsz))
 
 
-def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0) -> Sequence[int]:
-    """First sample of every micro batch of a rank, in order.
+def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0, start: int = 0) -> Sequence[int]:
+    """First sample of every micro batch of a rank, in order, from step `start` on.
 
     `data_rank` counts the ranks that get different data. Step k takes samples k x G ... (k + 1) x G - 1,
     G the global batch. Each micro step deals its micro batches out to the ranks in turn.
     """
     micro = batch.micro_batch * batch.data_parallel_size
     first = data_rank * batch.micro_batch
-    return range(first, n_steps * batch.global_batch + first, micro)
+    begin, end = start * batch.global_batch, n_steps * batch.global_batch
+    return range(begin + first, end + first, micro)
 
 
 def _loaded(loader: DataLoader) -> Iterator[Tensor]:
@@ -189,7 +190,7 @@ def batches(
         rows = _loaded(
             DataLoader(
                 source, batch_size=None, sampler=plan, num_workers=n_workers, pin_memory=pin,
-                timeout=WORKER_TIMEOUT_S,
+                timeout=WORKER_TIMEOUT_S, generator=torch.Generator(),  # dropout's stays as it is
             )
         )  # fmt: skip
     for ids in rows:

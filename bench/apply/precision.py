@@ -41,6 +41,7 @@ class LossScaler:
     """
 
     START, GROWTH_STEPS, LOWEST = 2.0**16, 2000, 2.0**-14
+    STATE = ("scale", "good_steps", "skipped")  # what training changes
 
     def __init__(self, device: torch.device):
         self.scale = torch.full((), self.START, device=device)

@@ -49,7 +49,8 @@ class _Pending:
     lr: float
     tokens: int
     marks: list[tuple[str, Stamp]]
-    values: Tensor  # loss and gradient norm, on the CPU once the last mark has passed
+    values: Tensor  # loss, gradient norm and wish, on the CPU once the last mark has passed
+    paused: bool = False
 
 
 class StepLog:
@@ -77,7 +78,7 @@ class StepLog:
         # How a part of a step is marked while someone looks: functions from its name to a context.
         self.watchers: list[Callable[[str], contextlib.AbstractContextManager]] = []
         # Allocated once: pinning memory is slow, and would happen inside the window.
-        self.values = torch.zeros(n_steps, 2, pin_memory=device.type == "cuda")
+        self.values = torch.zeros(n_steps, 3, pin_memory=device.type == "cuda")
 
     def start(self) -> None:
         """Stamp the start of the first step after a pause."""
@@ -103,19 +104,44 @@ class StepLog:
         self.marks.append((part, self.clock.stamp()))
 
     def finish(
-        self, step: int, phase: str, lr: float, tokens: int, loss: Tensor, grad_norm: Tensor | None
+        self,
+        step: int,
+        phase: str,
+        lr: float,
+        tokens: int,
+        loss: Tensor,
+        grad_norm: Tensor | None,
+        wish: Tensor | None = None,
     ) -> None:
-        """End the step: send its values to the CPU without waiting, and hand on what has passed."""
+        """End the step: send its values to the CPU without waiting, and hand on what has passed.
+
+        `wish` is any number that the loop will ask for two steps later.
+        """
         # If gradients are offloaded to the CPU, their norm is there too.
         norm = loss.new_full((), -1.0) if grad_norm is None else grad_norm.to(loss.device)
-        on_device = torch.stack((loss, norm))
-        values = self.values[step]
+        on_device = torch.stack((loss, norm) if wish is None else (loss, norm, wish))
+        values = self.values[step, : len(on_device)]
         values.copy_(on_device, non_blocking=True)
         self._mark("optimizer")
         self.pending.append(_Pending(step, phase, lr, tokens, self.marks, values))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
             self.drain()
+
+    def wish_of(self, step: int) -> float:
+        """The wish of an earlier step, once the device has finished it."""
+        for pending in self.pending:
+            if pending.step == step and not self.clock.passed(pending.marks[-1][1]):
+                pending.marks[-1][1].synchronize()
+        return self.values[step, 2].item()
+
+    def pause(self, step: int) -> None:
+        """A save follows this step, the last one: its time belongs to no step."""
+        if self.pending:
+            self.pending[-1].paused = True
+        elif self.steps:
+            self.steps[-1] = dataclasses.replace(self.steps[-1], saved=True)
+        self.start()
 
     def drain(self) -> None:
         """Hand on the steps that the device has finished."""
@@ -135,7 +161,7 @@ class StepLog:
         parts = dict.fromkeys(STEP_PARTS, 0.0)
         for (_, begin), (part, end) in zip(pending.marks, pending.marks[1:], strict=False):
             parts[part] += self.clock.seconds(begin, end)
-        loss, grad_norm = pending.values.tolist()
+        loss, grad_norm, *_ = pending.values.tolist()
         return Step(
             step=pending.step,
             phase=pending.phase,
@@ -144,6 +170,7 @@ class StepLog:
             grad_norm=None if grad_norm == -1.0 else grad_norm,
             step_time_s=self.clock.seconds(pending.marks[0][1], pending.marks[-1][1]),
             tokens=pending.tokens,
+            saved=pending.paused,
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},
         )
 

@@ -216,12 +216,12 @@ def meet(ranks: Ranks) -> None:
         dist.barrier()
 
 
-def gather(ranks: Ranks, value: Any) -> list[Any]:
-    """The values of all ranks, in order, on every rank."""
+def gather(ranks: Ranks, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, in order, on every rank; by another group of all ranks if one is given."""
     if ranks.world == 1:
         return [value]
     values = [None] * ranks.world
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -34,6 +34,11 @@ def say(text: str, stream: TextIO | None = None) -> bool:
     return True
 
 
+PHASES = {
+    "warmup": "warm-up", "resume": "resumed", "measure": "measured", "profile": "profiled",
+}  # fmt: skip
+
+
 class ProgressDisplay:
     """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
 
@@ -67,7 +72,7 @@ class ProgressDisplay:
         """Show where the run is."""
         done = step.step + 1
         figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
-        name = {"warmup": "warm-up", "measure": "measured", "profile": "profiled"}[step.phase]
+        name = PHASES[step.phase]
         if self.bar is None:
             if done % self.tenth == 0 or done == self.n_steps:
                 line = f"step {done}/{self.n_steps}  {name}  {figures}"

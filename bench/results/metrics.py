@@ -319,6 +319,29 @@ class Metrics(Strict):
         "Optimizer steps skipped because fp16 gradients overflowed, warm-up included; `null` "
         "without fp16."
     )
+    n_checkpoints: int | None = metric("Checkpoints that were committed; `null` without saving.")
+    window_saves: int | None = metric("Saves that began inside the window; they mark the run.")
+    checkpoint_bytes: int | None = metric("Size of the last checkpoint.", unit="B")
+    checkpoint_stall_s: float | None = metric(
+        "Mean time for which a save held up the loop: waiting for the last one, and copying.", unit="s",
+        row=("checkpoint: size, stall, write", "{checkpoint_bytes:,} B, {checkpoint_stall_s:.3f} s, "
+             "{checkpoint_write_s:.3f} s"),
+    )  # fmt: skip
+    checkpoint_write_s: float | None = metric(
+        "Mean time from the copy to the commit, beside the training.", unit="s"
+    )
+    checkpoint_gb_per_s: float | None = metric(
+        "`checkpoint_bytes` / `checkpoint_write_s` / 10^9.", unit="GB/s"
+    )
+    restart_s: float | None = metric(
+        "From the start of the process to the end of its first step; `null` unless resumed.",
+        unit="s",
+    )
+    val_losses: list[tuple[int, float]] = metric(
+        "Step and validation loss of each `--eval-every`.", default=[]
+    )
+    window_evaluations: int | None = metric("Evaluations inside the window; they mark the run.")
+    val_perplexity: float | None = metric("e to the power of `val_loss`.")
     val_loss_before: float | None = metric(
         "Loss over `--val-data` before the first step: `--val-batches` micro batches, or all whole "
         "ones if there are fewer.",

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,14 @@ def parse_result(content: Any) -> Result:
 def this_process(pid: int | None = None) -> Writer:
     """The description of this process, or of another of this host."""
     return Writer(host=platform.node(), boot=_boot(), pid=pid or os.getpid(), started=_started(pid))
+
+
+def seconds_alive() -> float | None:
+    """Seconds since this process was started; None where the system does not tell."""
+    started = _started(None)
+    if started is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def is_alive(writer: Writer | None) -> bool | None:
@@ -176,6 +185,7 @@ class Step:
     forward_time_s: float
     backward_time_s: float
     optimizer_time_s: float
+    saved: bool = False
 
 
 class StepsFile:
@@ -187,6 +197,8 @@ class StepsFile:
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
             fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
+            if not step.saved:
+                del fields["saved"]
             self.file.write(json.dumps(fields) + "\n")
         self.file.flush()
 

@@ -227,6 +227,14 @@ class Writer(Strict):
     started: int | None = about("Its start, in clock ticks since the boot.", default=None)
 
 
+class ResumedFrom(Strict):
+    """The checkpoint that a run went on from."""
+
+    run: str = about("Name of the run that wrote it.")
+    step: int = about("The first step that was not done yet.")
+    path: str = about("Its directory.")
+
+
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
@@ -247,6 +255,10 @@ class Result(Strict):
     )
     writer: Writer | None = about(
         "The process that writes this file, see below; `null` in results of before.", default=None
+    )
+    resumed_from: ResumedFrom | None = about(
+        "The checkpoint that the run went on from, see below; `null` if it began at step 0.",
+        default=None,
     )
     run_name: str = about("Name of the run's directory.")
     version: str | None = about(
@@ -310,6 +322,10 @@ class Result(Strict):
             marks.append("shared GPU")
         if self.metrics.window_compile_s:
             marks.append("compiled in the window")
+        if self.metrics.window_saves:
+            marks.append("saved in the window")
+        if self.metrics.window_evaluations:
+            marks.append("evaluated in the window")
         if self.metrics.window_graphs_recorded:
             marks.append("CUDA graphs recorded in the window")
         if self.status == "ok" and self.metrics.final_loss is None and self.step_times_s:

@@ -12,7 +12,16 @@ from pathlib import Path
 
 from bench.start import PARENT
 
-from bench.errors import CompileError, Interrupted, NoStep, NotJoined, OwnError, UsageError
+from bench.errors import (
+    CompileError,
+    Interrupted,
+    NoStep,
+    NotFinite,
+    NotJoined,
+    OwnError,
+    Preempted,
+    UsageError,
+)
 from bench.files import write_whole
 from bench.measure.device import is_out_of_memory
 from bench.parallel.ranks import MEETING, Ranks
@@ -21,10 +30,11 @@ from bench.results.result_files import RUN_POINTER
 from model.config import ConfigError
 
 LOST = "lost another rank"
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # Signals that ask a run to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Their messages say all there is to say.
-EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep)
+EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep, NotFinite)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
@@ -39,6 +49,8 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     if error is None:
         return "ok", None
     text = " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, Preempted) and error.step is not None:
+        return "preempted", f"saved at step {error.step} and stopped by {error}"
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
     if isinstance(error, EXPECTED):
@@ -81,7 +93,9 @@ def lost_a_rank(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for bad input, 3 for out of memory, 1 for everything else."""
+    """2 for bad input, 3 for out of memory, 75 for stopped on request after saving, 1 for the rest."""
+    if isinstance(error, Preempted) and error.step is not None:
+        return PREEMPTED
     if isinstance(error, UsageError | ConfigError):
         return 2
     return 3 if is_out_of_memory(error) else 1
@@ -143,6 +157,13 @@ def tell_parent(directory: Path) -> None:
     if has_parent() and (private := os.environ.get(MEETING)):
         with contextlib.suppress(OSError):
             (Path(private) / RUN_POINTER).write_text(str(directory.resolve()), encoding="utf-8")
+
+
+def run_before() -> Path | None:
+    """The run that the attempt before this one wrote, where a process of ours started both."""
+    with contextlib.suppress(OSError, KeyError):
+        return Path((Path(os.environ[MEETING]) / RUN_POINTER).read_text(encoding="utf-8"))
+    return None
 
 
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:

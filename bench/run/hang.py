@@ -50,6 +50,7 @@ class HangWatch:
         self.last_step: float | None = None
         self.armed = -1.0  # when the last resort was last put off
         self.reacted = threading.Event()
+        self.spared: float | None = None
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
@@ -63,6 +64,11 @@ class HangWatch:
             if select.select([self.receiver], [], [], left and min(left, 1.0))[0]:
                 received = self.receiver.recv(1)
                 number = received[0] if received else None
+                if number in ENDING and self.spared is not None:
+                    patience, self.spared = self.spared, None
+                    # The main thread saves and ends; or, if it hangs, it does not in that time.
+                    if self.reacted.wait(patience):
+                        break
                 if number in ENDING:
                     when = time.time()
                     if not self.reacted.wait(self.PATIENCE_S):
@@ -105,6 +111,10 @@ class HangWatch:
         if self.last_step is not None:
             self.last_step, self.armed = None, -1.0
             faulthandler.cancel_dump_traceback_later()
+
+    def spare_first(self, seconds: float) -> None:
+        """The next signal leaves the main thread so much time: it saves before it ends."""
+        self.spared = seconds
 
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""

@@ -20,8 +20,8 @@ from bench import start
 from bench.errors import Interrupted, UsageError
 from bench.measure.device import cpu_count, pick_device, platform_of
 from bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
-from bench.results.result_files import RUN_POINTER, complete_result
-from bench.run.failures import ENDING, NO_CAUSE, exit_code, has_parent, report
+from bench.results.result_files import RUN_POINTER, complete_result, read_result
+from bench.run.failures import ENDING, NO_CAUSE, PREEMPTED, exit_code, has_parent, report
 from bench.run.hang import HangWatch
 from bench.settings.command_line import parse_args
 from bench.settings.flags import Args, RankFlags, Script, flag_of
@@ -86,6 +86,8 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
             return body() or 0
         except (Exception, KeyboardInterrupt, Interrupted) as error:
             report(error, prog, ranks)
+            if ranks.world > 1 and exit_code(error) == PREEMPTED and has_parent():
+                os._exit(0)  # or the agent would start all again; it is the parent who says 75
             if ranks.world > 1:
                 # Taking the process group apart could wait for ranks that are gone.
                 sys.stdout.flush()
@@ -112,7 +114,10 @@ def _heard_while_joining(prog: str, ranks: Ranks):
 
 
 @contextlib.contextmanager
-def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
+def _first_signal_counts(
+    exception: Callable[[signal.Signals], BaseException],
+    numbers: Sequence[signal.Signals] = ENDING,
+):
     """The first signal that asks for an end counts; later ones must not cut the ending off.
 
     The terminal interrupts a rank; then its agent interrupts it again, to end the ranks it started.
@@ -123,7 +128,7 @@ def _first_signal_counts(exception: Callable[[signal.Signals], BaseException]):
             signal.signal(each, signal.SIG_IGN)
         raise exception(signal.Signals(number))
 
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in numbers}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
             signal.signal(number, end)
@@ -176,7 +181,11 @@ def first_failure(failures: dict[int, Any]) -> int:
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     """Start the script once per device through torchrun's own agent, and wait for all."""
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.api import (
+        DefaultLogsSpecs,
+        PContext,
+        SignalException,
+    )
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -202,6 +211,13 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         prefix="llm-train-bench-", ignore_cleanup_errors=True
     ) as private:
         os.environ[MEETING] = private
+        more = {}
+        if args.save_every:  # the agent gives its ranks this long to save
+            patience = int(args.save_timeout + 30)
+            if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:  # torch 2.13
+                more["shutdown_timeout"] = patience
+            else:
+                PContext.close.__defaults__ = (None, patience)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -214,17 +230,29 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
             max_restarts=args.max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=private),
             signals_to_handle="none",  # all are handled here
+            **more,
         )
         try:
-            with _first_signal_counts(stop_agent):
+            wishes = (signal.SIGUSR1,) if args.save_every else ()
+            with _first_signal_counts(stop_agent, (*ENDING, *wishes)):
                 elastic_launch(config, sys.executable)("-u", str(Path(script).resolve()), *argv)
         except ChildFailedError as failure:
             return _first_failure(failure, prog, Path(private))
         except SignalException as stop:
+            if _preempted(Path(private)):
+                return PREEMPTED
             why = f"interrupted by {stop.sigval.name}"
             complete_result(Path(private) / RUN_POINTER, "interrupted", why, NO_CAUSE)
             raise Interrupted(stop.sigval.name) from None
-    return 0
+        return PREEMPTED if _preempted(Path(private)) else 0
+
+
+def _preempted(private: Path) -> bool:
+    """Whether the run that a private directory points to was saved and stopped on request."""
+    with contextlib.suppress(OSError, ValueError):
+        run = Path((private / RUN_POINTER).read_text(encoding="utf-8"))
+        return read_result(run / "result.json").status == "preempted"
+    return False
 
 
 def _first_failure(failure, prog: str, private: Path) -> int:

@@ -1,6 +1,7 @@
 """One run's directory and its result, whatever ends it."""
 
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import shutil
@@ -23,7 +24,15 @@ from bench.parallel.ranks import Ranks, broadcast, broken_group
 from bench.results.console import ProgressDisplay, print_header, print_result, say
 from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.results.result_files import ResultFile, StepsFile, now
+from bench.results.schema import ResumedFrom
 from bench.results.tensorboard import TensorBoardFile
+from bench.run.checkpoint.manifest import (
+    Manifest,
+    check_same_training,
+    describe_data,
+    find_checkpoint,
+    read_manifest,
+)
 from bench.run.failures import (
     NO_CAUSE,
     classify,
@@ -32,12 +41,35 @@ from bench.run.failures import (
     held,
     keep_error,
     report,
+    run_before,
     tell_parent,
 )
 from bench.run.hang import HangWatch, patience
 from bench.run.provenance import open_result
 from bench.run.window import Window
 from bench.settings.plan import Plan
+
+
+def find_resume(plan: Plan, ranks: Ranks) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+    """The checkpoint to go on from, with its manifest, and notes; the same on every rank.
+
+    UsageError where it does not fit the run.
+    """
+    found, notes, problem = None, [], None
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and plan.saving.save_every
+    if not (again or plan.saving.resume):
+        return None, notes
+    if ranks.main:
+        try:
+            found, notes = find_checkpoint(plan, run_before() if again else None)
+            if found:
+                check_same_training(read_manifest(found), found, plan, describe_data(plan.args))
+        except UsageError as error:
+            problem = str(error)
+    found, notes, problem = broadcast(ranks, (found, notes, problem))
+    if problem:
+        raise UsageError(problem)
+    return (found, read_manifest(found)) if found else None, notes
 
 
 class Run:
@@ -50,10 +82,21 @@ class Run:
     def __init__(
         self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
     ):
+        self.resume, notes = find_resume(plan, ranks)
+        if self.resume:
+            schedule = dataclasses.replace(plan.schedule, start=self.resume[1].step)
+            plan = dataclasses.replace(plan, schedule=schedule)
         self.plan, self.device, self.ranks = plan, device, ranks
+        self.saver, self.evaluate = None, None
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
         self.result = open_result(plan, device, fp8.info, attention_kernel)
+        self.result.notes += notes
+        if self.resume:
+            directory, manifest = self.resume
+            self.result.resumed_from = ResumedFrom(
+                run=manifest.run, step=manifest.step, path=str(directory)
+            )
         self.result.run_name = broadcast(ranks, self.result.run_name)
         self.directory = Path(plan.output.output_dir) / self.result.run_name
 
@@ -125,6 +168,15 @@ class Run:
             sinks[-1].describe(r)
         return sinks
 
+    def evaluated(self, step: int) -> None:
+        """Evaluate after a step; its time belongs to no step."""
+        self.end_steps()
+        m, schedule = self.result.metrics, self.plan.schedule
+        m.val_losses.append((step + 1, self.evaluate()))
+        if schedule.window_begin <= step < schedule.window_end - 1:
+            m.window_evaluations = (m.window_evaluations or 0) + 1
+        self.log.start()
+
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""
         if self.hang and step >= 2:
@@ -193,6 +245,8 @@ class Run:
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
         fill_flop_metrics(r, self.plan.work)
         m.energy_source = self.window.power.source
+        if self.saver:
+            self.saver.report()
         if self.plan.work.compiled:
             self._count_compilations(self.compiled_at_start, compile_counts())
         if r.profile and m.step_time_median_s:

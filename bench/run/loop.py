@@ -1,7 +1,9 @@
 """The one timed loop of all training scripts."""
 
 import contextlib
+import functools
 import gc
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -15,6 +17,7 @@ from bench.apply.precision import autocast
 from bench.measure.device import synchronize
 from bench.measure.memory import MemoryReport
 from bench.parallel.ranks import average_over_ranks, meet
+from bench.results.result_files import seconds_alive
 from bench.run.life import Run
 from bench.run.profiling import build_capture
 
@@ -40,11 +43,14 @@ def measure(
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
     watchers = [MemoryReport(run.result, run.log, schedule, looks, model, optimizer), *captures]
+    watchers += [run.saver] if run.saver else []
+    eval_every = run.plan.data.eval_every
     # Forward passes name their block themselves.
-    with uncollected(), compile_errors_named("the backward of a block"):
+    listening = run.saver.listening() if run.saver else contextlib.nullcontext()
+    with listening, uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
-        for step in range(schedule.total):
-            if step == schedule.warmup:
+        for step in range(schedule.start, schedule.total):
+            if step == schedule.window_begin:
                 synchronize(run.device)
                 run.log.drain()
                 gc.collect()
@@ -59,7 +65,12 @@ def measure(
                 run.end_steps()  # writing a trace may take long
             for watcher in watchers:
                 watcher.after(step)
-            if step == schedule.window_end - 1:
+            if step == schedule.start and run.resume:
+                synchronize(run.device)
+                run.result.metrics.restart_s = seconds_alive()
+            if eval_every and (step + 1) % eval_every == 0:
+                run.evaluated(step)
+            if step == schedule.window_end - 1 and step >= schedule.window_begin:
                 synchronize(run.device)
                 run.end_window()
                 run.log.start()
@@ -144,8 +155,14 @@ def build_step(
             elif work.trains:
                 for parameter in parameters:
                     parameter.grad = None
-        average_over_ranks(total)
-        log.finish(step, phase, rate, tokens, total, norm)
+        wish = None
+        if run.saver is None:
+            average_over_ranks(total)
+        else:  # a wish to stop travels with the loss
+            both = torch.stack((total, run.saver.wishes(run.device)))
+            average_over_ranks(both)
+            total, wish = both.unbind()
+        log.finish(step, phase, rate, tokens, total, norm, wish)
 
     return step_fn
 
@@ -158,9 +175,13 @@ def forward_amp(amp: str, model: nn.Module) -> str:
 @contextlib.contextmanager
 def validated(run: Run, model: nn.Module, data: Validation | None) -> Iterator[None]:
     """The validation loss before and after what happens in here, into `run`; never in the window."""
-    run.result.metrics.val_loss_before = evaluate(run, model, data)
+    m = run.result.metrics
+    run.evaluate = functools.partial(evaluate, run, model, data)
+    m.val_loss_before = run.evaluate()
     yield
-    run.result.metrics.val_loss = evaluate(run, model, data)
+    m.val_loss = run.evaluate()
+    if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is no number
+        m.val_perplexity = math.exp(m.val_loss)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ def open_result(
     now = datetime.datetime.now(datetime.UTC)
     work, config, given = plan.work, plan.work.config, plan.output.run_name
     name = given or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
-    if given and (attempt := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))):
-        name += f"-restart{attempt}"  # the attempt before has a result, too
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if given else 0
+    if plan.saving.resume == "auto":  # only rank 0's name counts
+        out, save = plan.output.output_dir, plan.saving.save_dir
+        while any((Path(top) / _restarted(name, attempt)).exists() for top in (out, save) if top):
+            attempt += 1
+    name = _restarted(name, attempt)  # the attempt before has a result, too
     resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
     part = _device(device, work.world, plan.peaks)
     result = Result(
@@ -64,6 +69,10 @@ def open_result(
     for kind in ("all_gather", "reduce_scatter", "all_reduce") if work.ddp or work.fsdp else ():
         setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
     return result
+
+
+def _restarted(name: str, attempt: int) -> str:
+    return f"{name}-restart{attempt}" if attempt else name
 
 
 def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:

@@ -92,6 +92,17 @@ def contradictions(args: Args, script: Script):
         args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
     ):
         yield f"--run-name {args.run_name!r}: must be a plain directory name"
+    if args.save_every or args.resume:
+        flag = "--save-every" if args.save_every else "--resume"
+        if args.pass_type != "step":
+            yield f"{flag} needs --pass-type step: nothing else changes the weights"
+        if args.fp8_primary_weights or (args.use_fp8 and args.fp8_recipe == "delayed"):
+            what = "--fp8-primary-weights" if args.fp8_primary_weights else "--fp8-recipe delayed"
+            yield f"{flag} does not work with {what}, whose state is Transformer Engine's; leave one out"
+    if args.resume == "auto" and args.run_name is None:
+        yield "--resume auto needs --run-name, by which it finds the run's earlier attempts"
+    if args.save_dir and not (args.save_every or args.resume):
+        yield "--save-dir needs --save-every or --resume"
     if args.memory_snapshot and args.warmup_steps < 2:
         yield "--memory-snapshot looks at the warm-up; use --warmup-steps 2 or more"
     if (args.nsys_start is None) != (args.nsys_end is None):

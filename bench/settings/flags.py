@@ -218,6 +218,10 @@ class DataFlags:
         metavar="FILE",
     )  # fmt: skip
     val_batches: int = flag(8, "Micro batches of the validation loss.", LENGTH, at_least=1)
+    eval_every: int = flag(
+        0, "Report the validation loss every so many steps, too; 0 never.", LENGTH, needs="val_data",
+        at_least=0, metavar="N",
+    )  # fmt: skip
     n_workers: int = flag(
         0, "Data loading processes; 0 reads in the training process.", OUTPUT, at_least=0
     )
@@ -268,6 +272,46 @@ class OutputFlags:
 
 
 @dataclasses.dataclass(frozen=True)
+class SaveFlags:
+    """Saving and going on."""
+
+    save_every: int = flag(
+        0, "Save the training state every so many steps, and at the end; 0 never.", OUTPUT, at_least=0,
+        metavar="N",
+    )  # fmt: skip
+    save_keep: int = flag(
+        2, "Checkpoints that are kept, the newest ones.", OUTPUT, needs="save_every", at_least=2
+    )
+    save_dir: str | None = flag(
+        None, "Where checkpoints go, below the run's name; by default into the run's directory.", OUTPUT,
+        metavar="DIR",
+    )  # fmt: skip
+    save_timeout: float = flag(
+        600.0, "Seconds after which a save is given up.", OUTPUT, needs="save_every", above=0
+    )
+    no_save_on_signal: bool = flag(
+        False, "End at once on SIGTERM, SIGINT or SIGUSR1, without saving first.", OUTPUT,
+        needs="save_every",
+    )  # fmt: skip
+    no_save_async: bool = flag(
+        False, "Wait for each save to be on disk before the next step.", OUTPUT, needs="save_every"
+    )
+    resume: str | None = flag(
+        None,
+        "Go on from a checkpoint: auto, the newest of --run-name and its restarts; or a run's or "
+        "checkpoint's directory.",
+        OUTPUT, metavar="auto|PATH",
+    )  # fmt: skip
+    resume_anyway: bool = flag(
+        False, "Resume although hyperparameters, batch or data differ.", OUTPUT, needs="resume"
+    )
+    on_nan: Literal["stop", "continue"] = flag(
+        "stop", "If the state is not finite when it would be saved: end the run, or go on unsaved.",
+        OUTPUT, needs="save_every",
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class RankFlags:
     """Several devices."""
 
@@ -280,7 +324,7 @@ class RankFlags:
         scripts=SEVERAL, above=0,
     )  # fmt: skip
     max_restarts: int = flag(
-        0, "How often all ranks start anew, from the beginning, after one failed.", OUTPUT,
+        0, "How often all ranks start again after one failed, from the last checkpoint.", OUTPUT,
         scripts=SEVERAL, at_least=0,
     )  # fmt: skip
 
@@ -378,8 +422,8 @@ class PeakFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Args(  # dataclasses take fields from the last base first
-    PeakFlags, ProfileFlags, FsdpFlags, DdpFlags, RankFlags, OutputFlags, OptimizerFlags, DataFlags,
-    RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
+    PeakFlags, ProfileFlags, FsdpFlags, DdpFlags, RankFlags, SaveFlags, OutputFlags, OptimizerFlags,
+    DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
 ):  # fmt: skip
     """Train a GPT-2 or Llama-family model for some steps and say exactly how fast that was."""
 

@@ -23,6 +23,7 @@ from bench.settings.flags import (
     PeakFlags,
     ProfileFlags,
     RankFlags,
+    SaveFlags,
     Script,
     parse_sac_freq,
 )
@@ -32,6 +33,8 @@ Platform = Literal["nvidia", "amd", "cpu"]
 LONGEST_DEFAULT = 4096
 # Tracing is on this many steps before the first captured one: its start-up cost is over by then.
 PROFILER_WARMUP = 2
+# Steps of a resumed run that are not measured.
+RESUME_WARMUP = 5
 # Activations that Transformer Engine's MLP has (model/te.py), by our names.
 TE_ACTIVATIONS = ("gelu_tanh", "relu", "silu")
 
@@ -43,7 +46,14 @@ class Schedule:
     warmup: int
     measured: int
     captured: range = range(0)
+    start: int = 0
+    """The first step: above 0 where the run goes on from a checkpoint."""
     profiler: Literal["torch", "nsys"] | None = None
+
+    @property
+    def window_begin(self) -> int:
+        """The first measured step. A resumed process warms up anew: compiler, allocator, clocks."""
+        return max(self.warmup, self.start + RESUME_WARMUP if self.start else 0)
 
     @property
     def window_end(self) -> int:
@@ -65,12 +75,14 @@ class Schedule:
     def captures_in_window(self) -> bool:
         """Whether a profiler is on in some of the measured steps."""
         steps = self.profiled
-        return bool(steps) and steps.start < self.window_end and steps.stop > self.warmup
+        return bool(steps) and steps.start < self.window_end and steps.stop > self.window_begin
 
     def phase_of(self, step: int) -> str:
-        """`warmup`, `measure`, or `profile` for a step that is run only to be captured."""
+        """`warmup`, `resume`, `measure`, or `profile` for a step that is run only to be captured."""
         if step < self.warmup:
             return "warmup"
+        if step < self.window_begin:
+            return "resume"
         return "measure" if step < self.window_end else "profile"
 
 
@@ -105,6 +117,11 @@ class Plan:
     def output(self) -> OutputFlags:
         """Where results go, and which."""
         return self.args.part(OutputFlags)
+
+    @property
+    def saving(self) -> SaveFlags:
+        """Checkpoints."""
+        return self.args.part(SaveFlags)
 
     @property
     def profile(self) -> ProfileFlags:
@@ -194,7 +211,7 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags) -> Schedule:
             f"--{flag} {captured.start}: the run ends before step {end}; a capture may begin at step "
             f"{end + PROFILER_WARMUP} at the latest"
         )
-    return Schedule(steps.warmup_steps, steps.n_steps, captured, profiler)
+    return Schedule(steps.warmup_steps, steps.n_steps, captured, profiler=profiler)
 
 
 def resolve_seq_len(wanted: int | None, config: ModelConfig) -> int:

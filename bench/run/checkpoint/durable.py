@@ -1,0 +1,80 @@
+"""Writing so that a crash at any point leaves the old or the new, never half of it. Needs no torch.
+
+A file is on disk when it was synchronised; a name is there when its directory was. A checkpoint is a
+directory that gets its final name last: that rename is the commit.
+"""
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+CHUNK = 2**24
+
+
+class Files:
+    """The calls that reach the disk, one method each, so that a test can fail at every one."""
+
+    def make(self, directory: Path) -> None:
+        """Make a directory that must not exist."""
+        directory.mkdir()
+
+    def write(self, path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, int]:
+        """Write a new file and synchronise it; its bytes and CRC-32."""
+        size = crc = 0
+        with path.open("xb") as f:
+            for part in parts:
+                f.write(part)
+                size += len(part)
+                crc = zlib.crc32(part, crc)
+            f.flush()
+            self.synchronize(f.fileno())
+        return size, crc
+
+    def synchronize(self, descriptor: int) -> None:
+        """Wait until a file's content is on disk."""
+        os.fsync(descriptor)
+
+    def synchronize_names(self, directory: Path) -> None:
+        """Wait until the names in a directory are on disk."""
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a directory another name, at once."""
+        old.rename(new)
+
+    def remove(self, directory: Path) -> None:
+        """Remove a directory with all in it."""
+        shutil.rmtree(directory)
+
+
+def checksum(path: Path) -> tuple[int, int]:
+    """Bytes and CRC-32 of a file, as it is read back; OSError if it cannot be."""
+    size = crc = 0
+    with path.open("rb") as f:
+        while part := f.read(CHUNK):
+            size += len(part)
+            crc = zlib.crc32(part, crc)
+    return size, crc
+
+
+def commit(part: Path, final: Path, files: Files) -> None:
+    """Give a finished directory its final name, durably. All files in it are synchronised already."""
+    files.synchronize_names(part)
+    files.rename(part, final)
+    files.synchronize_names(final.parent)
+
+
+def discard(directory: Path, files: Files) -> None:
+    """Remove a committed directory: first its name, so that nobody ever takes half of it."""
+    doomed = directory.with_name(f".trash-{directory.name.lstrip('.')}")
+    if doomed.exists():
+        files.remove(doomed)
+    files.rename(directory, doomed)
+    files.synchronize_names(directory.parent)
+    files.remove(doomed)

@@ -1,0 +1,250 @@
+"""What a checkpoint holds, which is the newest good one, and whether a run may go on from it.
+
+Needs no torch. There is no file that names the latest checkpoint: the newest directory whose manifest
+and checksums agree is the latest.
+"""
+
+import contextlib
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from bench.errors import UsageError
+from bench.files import Strict
+from bench.results.result_files import first_problem, storable
+from bench.run.checkpoint.durable import Files, checksum, discard
+from bench.settings.flags import LEARNT, Args, flag_of, of_kind
+from bench.settings.plan import Plan
+from model.json_keys import plain_file
+from model.stored import Part
+
+MANIFEST = "manifest.json"
+COMMITTED = re.compile(r"step-(\d{8,})")
+# Flags that the learning rate's curve, or the data, depend on besides the hyperparameters.
+ALSO_EQUAL = ("n_steps", "warmup_steps")
+# Values are replaced by the checkpoint's: what a run started from before does not matter.
+PASSED_OVER = ("init_from",)
+
+
+class StoredTensor(Strict):
+    """A tensor's format, whole shape and parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
+class StoredFile(Strict):
+    """A file's size and CRC-32."""
+
+    bytes: int
+    crc32: int
+
+
+class Manifest(Strict):
+    """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY."""
+
+    schema_version: Literal[1] = 1
+    run: str
+    step: int
+    samples: int
+    world: int
+    layout: str
+    """Script, ranks and accumulation: where they are the same, dropout goes on as it was."""
+    args: dict[str, Any]
+    global_batch: int
+    seq_len: int
+    model_hash: str
+    config: dict[str, Any]
+    data: dict[str, str]
+    loss: float | None
+    scaler: dict[str, float] | None
+    versions: dict[str, str]
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+
+    def text(self) -> str:
+        """As it is written: with its own checksum in the first line's place of a key."""
+        content = storable(self.model_dump(mode="json"))
+        body = json.dumps(content, sort_keys=True)
+        return json.dumps({"crc32": zlib.crc32(body.encode()), "manifest": content}, sort_keys=True)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint; ValueError or OSError if it is none, or was damaged."""
+    text = plain_file(directory / MANIFEST).read_text(encoding="utf-8")
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.keys() != {"crc32", "manifest"}:
+        raise ValueError("no manifest")
+    body = json.dumps(content["manifest"], sort_keys=True)
+    if zlib.crc32(body.encode()) != content["crc32"]:
+        raise ValueError("the manifest's checksum is wrong")
+    try:
+        manifest = Manifest.model_validate(content["manifest"])
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+    for name in manifest.files:
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a file beside the manifest")
+    return manifest
+
+
+def verify(directory: Path, names: Sequence[str] | None = None) -> Manifest:
+    """The manifest of a checkpoint whose files (or those of these names) are as they were written.
+
+    ValueError or OSError otherwise.
+    """
+    manifest = read_manifest(directory)
+    for name, stored in manifest.files.items():
+        if names is None or name in names:
+            path = plain_file(directory / name)
+            if path.stat().st_size != stored.bytes or checksum(path) != (
+                stored.bytes,
+                stored.crc32,
+            ):
+                raise ValueError(f"{name} is not what was written")
+    return manifest
+
+
+def committed(directory: Path) -> list[Path]:
+    """The committed checkpoints below a directory of checkpoints, oldest first."""
+    with contextlib.suppress(OSError):
+        found = [p for p in directory.iterdir() if COMMITTED.fullmatch(p.name)]
+        return sorted(found, key=lambda p: (int(COMMITTED.fullmatch(p.name)[1]), p.name))
+    return []
+
+
+def retain(directory: Path, keep: int, files: Files) -> None:
+    """Remove all committed checkpoints except the newest `keep`.
+
+    Of those, only once the newest reads back as it was written: then the others are not needed.
+    """
+    old = committed(directory)[:-keep]
+    if old:
+        verify(committed(directory)[-1])
+    for path in old:
+        discard(path, files)
+
+
+def clean(directory: Path, files: Files) -> None:
+    """Remove what a run that was killed left unfinished; only who owns the directory may."""
+    for path in directory.glob(".*"):
+        if path.is_dir() and path.name.startswith((".step-", ".trash-")):
+            files.remove(path)
+
+
+def directories(given: Path) -> list[Path]:
+    """Directories of checkpoints that a path may mean: itself, a run's, or that of one checkpoint."""
+    return [path for path in (given, given / "checkpoints") if path.is_dir()]
+
+
+def attempts(output_dir: Path, save_dir: str | None, name: str) -> list[Path]:
+    """The directories of checkpoints of a run and of all its restarts, in their order."""
+    top = Path(save_dir) if save_dir else output_dir
+    pattern = re.compile(re.escape(name) + r"(-restart\d+)?")
+    with contextlib.suppress(OSError):
+        runs = [p for p in top.iterdir() if pattern.fullmatch(p.name)]
+        runs.sort(key=lambda p: (len(p.name), p.name))
+        return [p if save_dir else p / "checkpoints" for p in runs]
+    return []
+
+
+def candidates(places: Sequence[Path]) -> Iterator[Path]:
+    """All committed checkpoints of some directories, the newest step first, later attempts first."""
+    found = [(path, i) for i, place in enumerate(places) for path in committed(place)]
+    found.sort(key=lambda item: (int(COMMITTED.fullmatch(item[0].name)[1]), item[1]), reverse=True)
+    return iter([path for path, _ in found])
+
+
+def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | None:
+    """The newest checkpoint that verifies; why others did not is added to `refused`."""
+    for path in candidates(places):
+        try:
+            verify(path)
+        except (OSError, ValueError, RecursionError) as error:
+            if refused is not None:
+                refused.append(f"{path}: is left out: {getattr(error, 'strerror', None) or error}")
+            continue
+        return path
+    return None
+
+
+def find_checkpoint(plan: Plan, again: Path | None = None) -> tuple[Path | None, list[str]]:
+    """The checkpoint that --resume means, and notes; UsageError where a given path has none.
+
+    `again` is the run that this one restarts, if it does.
+    """
+    saving, notes = plan.saving, []
+    if again is not None and not saving.resume:
+        return newest(directories(again / "checkpoints"), notes), notes
+    if not saving.resume:
+        return None, notes
+    if saving.resume == "auto":
+        places = attempts(Path(plan.output.output_dir), saving.save_dir, plan.output.run_name)
+        found = newest(places, notes)
+        if found is None:
+            notes.append(f"--resume auto: no checkpoint of {plan.output.run_name}; starts from 0")
+        return found, notes
+    given = Path(saving.resume)
+    if (given / MANIFEST).exists():
+        try:
+            verify(given)
+        except (OSError, ValueError, RecursionError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"--resume {given}: is damaged: {why}; give another") from None
+        return given, notes
+    found = newest(directories(given), notes)
+    if found is None:
+        why = f" ({notes[0]})" if notes else ""
+        raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
+    return found, notes
+
+
+def check_same_training(manifest: Manifest, where: Path, plan: Plan, data: dict[str, str]) -> None:
+    """UsageError, by name, for whatever would make the resumed run another training."""
+    args, work = plan.args, plan.work
+    if manifest.model_hash != work.config.hash:
+        raise UsageError(f"--resume {where}: is of another model than {work.config.path}")
+    if manifest.step > plan.schedule.total:
+        raise UsageError(
+            f"--resume {where}: is at step {manifest.step}, and this run ends at {plan.schedule.total}"
+        )
+    if plan.saving.resume_anyway:
+        return
+    told = {
+        name: getattr(args, name) for name in (*sorted(of_kind(LEARNT)), *ALSO_EQUAL, "pad_vocab")
+    }
+    told |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
+    saved = manifest.args | {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
+    for name, value in told.items():
+        if name in saved and name not in PASSED_OVER and saved[name] != value:
+            raise UsageError(
+                f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
+                "the same, or --resume-anyway"
+            )
+    for name, about in data.items():
+        if manifest.data.get(name, about) != about:
+            raise UsageError(
+                f"{flag_of(name)}: the file is not the one that {where} was trained on; give the same, "
+                "or --resume-anyway"
+            )
+
+
+def describe_data(args: Args) -> dict[str, str]:
+    """Size and a checksum of the ends of each token file, by flag."""
+    found = {}
+    for name in ("data", "val_data"):
+        path = getattr(args, name)
+        if path and path != "synthetic":
+            with Path(path).open("rb") as f:
+                start = f.read(2**20)
+                size = f.seek(0, 2)
+                f.seek(max(0, size - 2**20))
+                crc = zlib.crc32(f.read(), zlib.crc32(start))
+            found[name] = f"{size} bytes, ends {crc:08x}"
+    return found

@@ -1,0 +1,368 @@
+"""Saving during a run: when, by whom, and stopping all ranks at one step on request."""
+
+import contextlib
+import dataclasses
+import datetime
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench import __version__
+from bench.errors import NotFinite, Preempted, UsageError
+from bench.measure.device import synchronize
+from bench.parallel.ranks import broadcast, gather
+from bench.results.console import say
+from bench.run.checkpoint.durable import Files, commit
+from bench.run.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    clean,
+    describe_data,
+    retain,
+)
+from bench.run.checkpoint.training_state import (
+    Staging,
+    described,
+    file_of,
+    load,
+    own_share,
+    random_state,
+    set_random_state,
+    state_tensors,
+)
+from bench.run.life import Run
+from model.stored import encoded
+from model.transformer import Transformer
+
+# What a rank may ask all to do, as numbers that can be averaged over ranks.
+STOP, NOT_FINITE = 1.0, 2.0**20
+
+
+def build_saver(
+    run: Run, model: Transformer, optimizer: torch.optim.Optimizer | None
+) -> "Saver | None":
+    """Set the state that the run goes on from, if any; the saver, if the run saves."""
+    if run.resume:
+        directory, manifest = run.resume
+        load(directory, manifest, model, optimizer)
+        run.fp8.after_step(model)
+        if run.scaler is not None and manifest.scaler:
+            for name, value in manifest.scaler.items():
+                getattr(run.scaler, name).fill_(value)
+        _resume_dropout(run, directory, manifest)
+    run.saver = Saver(run, model, optimizer) if run.plan.saving.save_every else None
+    return run.saver
+
+
+def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
+    if manifest.layout == layout(run):
+        set_random_state(directory, run.ranks.rank, run.device)
+        return
+    seed = hash((run.plan.data.seed, run.ranks.rank, manifest.step)) % 2**63
+    torch.manual_seed(seed)
+    if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
+        run.result.notes.append(
+            f"dropout draws other numbers than before step {manifest.step}: the layout is another"
+        )
+
+
+def layout(run: Run) -> str:
+    """Script, ranks and accumulation."""
+    work = run.plan.work
+    mesh = work.fsdp.mesh if work.fsdp else {}
+    sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
+    batch = work.batch
+    return (
+        f"{run.plan.script} on {work.world} ({sizes}), {batch.micro_batch} x {batch.grad_acc_steps}"
+    )
+
+
+@dataclasses.dataclass
+class _Share:
+    """What a rank wrote of a checkpoint, or why it could not."""
+
+    name: str
+    size: int = 0
+    crc: int = 0
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    finite: bool = True
+    error: str | None = None
+
+
+class Saver:
+    """Saves every N steps and at the end, in a thread beside the training; one save at a time.
+
+    `before` and `after` are called around every step, with the same steps on every rank.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        files: Files | None = None,
+    ):
+        self.run, self.model, self.optimizer = run, model, optimizer
+        self.flags, self.files = run.plan.saving, files or Files()
+        saving = self.flags.save_dir
+        self.directory = run.directory / "checkpoints"
+        if saving:
+            self.directory = Path(saving) / run.result.run_name
+        self.staging = Staging(run.device)
+        self.asked, self.thread = 0.0, None
+        self.failed: str | None = None
+        self.group, self.lock = None, None
+        self.stalls: list[float] = []
+        self.writes: list[tuple[int, float]] = []
+        self.last_good = run.resume[1].step if run.resume else None
+        if run.ranks.world > 1:
+            timeout = datetime.timedelta(seconds=self.flags.save_timeout)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self._open()
+
+    def _open(self) -> None:
+        problem = None
+        if self.run.ranks.main:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self.lock = os.open(self.directory, os.O_RDONLY)
+                with contextlib.suppress(OSError):  # a file system without locks
+                    try:
+                        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        problem = (
+                            f"{self.directory}: another run saves there; choose another --save-dir"
+                        )
+                if problem is None:
+                    clean(self.directory, self.files)
+            except OSError as error:
+                problem = f"{self.directory}: cannot be written: {error.strerror}"
+        if problem := broadcast(self.run.ranks, problem):
+            raise UsageError(problem)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the first signal is a wish: all ranks save and stop at the same step."""
+        before = {}
+
+        def wish(number: int, frame) -> None:
+            self.asked, self.number = max(self.asked, STOP), number
+            for each, handler in before.items():  # the next one acts as ever
+                signal.signal(each, signal.SIG_IGN if each == signal.SIGUSR1 else handler)
+
+        if not self.flags.no_save_on_signal:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, wish)
+            if self.run.hang:
+                self.run.hang.spare_first(self.flags.save_timeout)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self.finish()
+
+    def wishes(self, device: torch.device) -> Tensor:
+        """What this rank asks of all, to be averaged over them with the loss of a step."""
+        return torch.full((), self.asked, device=device)
+
+    def before(self, step: int) -> None:
+        """Stop here if some rank asked for it two steps ago; that step's event has long passed."""
+        if step < self.run.plan.schedule.start + 2:
+            return
+        wished = self.run.log.wish_of(step - 2) * self.run.ranks.world
+        if not wished:
+            return
+        if wished >= NOT_FINITE:
+            good = "none" if self.last_good is None else f"step {self.last_good}"
+            raise NotFinite(
+                f"the state is not finite at step {step}; last good checkpoint: {good}; --on-nan "
+                "continue goes on without saving"
+            )
+        why = signal.Signals(getattr(self, "number", signal.SIGTERM)).name
+        self.finish()
+        self._save(step)
+        self.finish()
+        if self.last_good != step:
+            raise Preempted(f"{why}, and could not be saved: {self.failed}")
+        raise Preempted(why, step)
+
+    def after(self, step: int) -> None:
+        """Save if it is time."""
+        if (step + 1) % self.flags.save_every == 0 or step + 1 == self.run.plan.schedule.total:
+            self._save(step + 1)
+
+    def _save(self, step: int) -> None:
+        """Copy the state before step number `step`, and write it; the loop waits for the copy alone."""
+        start = time.perf_counter()
+        self.finish()
+        shares, shapes = {}, {}
+        for name, tensor in state_tensors(self.model, self.optimizer):
+            shapes[name] = tensor
+            if share := own_share(tensor, self.run.ranks):
+                shares[name] = share
+        tensors = {name: tensor for name, (tensor, _) in shares.items()}
+        parts = {name: part for name, (_, part) in shares.items()}
+        copies, event = self.staging.copy(tensors | random_state(self.run.device))
+        scaler = self.run.scaler
+        content = {
+            "described": described(shapes),
+            "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
+            "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
+        }
+        arguments = step, copies, event, parts, content
+        self.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self.thread.start()
+        if self.flags.no_save_async:
+            self.finish()
+        self.run.end_steps()
+        synchronize(self.run.device)
+        self.run.log.pause(step - 1)
+        self.stalls.append(time.perf_counter() - start)
+        schedule, m = self.run.plan.schedule, self.run.result.metrics
+        if schedule.window_begin <= step - 1 < schedule.window_end - 1:
+            m.window_saves = (m.window_saves or 0) + 1
+
+    def finish(self) -> None:
+        """Wait until nothing is being written."""
+        if self.thread is None:
+            return
+        self.thread.join(self.flags.save_timeout)
+        if self.thread.is_alive():
+            self._tell(f"a save is not done after {self.flags.save_timeout:g} s; no more are made")
+            self.flags = dataclasses.replace(self.flags, save_every=2**31)
+        self.thread = None
+
+    def _write(self, step: int, copies: dict, event, parts: dict, content: dict) -> None:
+        """In a thread: write this rank's share; rank 0 commits what all have written."""
+        start, ranks = time.perf_counter(), self.run.ranks
+        part = self.directory / f".step-{step:08}.part"
+        share = _Share(file_of(ranks.rank), parts=parts)
+        try:
+            if event is not None:
+                event.synchronize()
+            problem = None
+            if ranks.main:
+                problem = self._begin(part)
+            (problem, *_) = gather(ranks, problem, self.group)
+            if problem is None:
+                share.finite = all(
+                    bool(t.isfinite().all()) for t in copies.values() if t.is_floating_point()
+                )
+                try:
+                    share.size, share.crc = self.files.write(part / share.name, encoded(copies))
+                except (OSError, ValueError) as error:
+                    share.error = getattr(error, "strerror", None) or str(error)
+            else:
+                share.error = problem
+            shares = gather(ranks, share, self.group)
+            done = None
+            if ranks.main:
+                done = self._commit(step, part, shares, content)
+            (done, *_) = gather(ranks, done, self.group)
+            self._conclude(step, shares, done, time.perf_counter() - start)
+        except Exception as error:  # a save that fails is told, and fails no run
+            self._tell(f"step {step} was not saved: {' '.join(str(error).split())[:200]}")
+
+    def _begin(self, part: Path) -> str | None:
+        try:
+            if part.exists():
+                self.files.remove(part)
+            self.files.make(part)
+            self.files.synchronize_names(part.parent)
+        except OSError as error:
+            return f"{error.strerror}"
+        return None
+
+    def _commit(self, step: int, part: Path, shares: list[_Share], content: dict) -> str | None:
+        """On rank 0: the manifest, then the final name, then older checkpoints go; why not, if not."""
+        final = self.directory / f"step-{step:08}"
+        try:
+            for rank, share in enumerate(shares):
+                if share.error:
+                    raise OSError(None, f"rank {rank}: {share.error}")
+            if not all(share.finite for share in shares):
+                self.files.remove(part)
+                return "a number in it is not finite"
+            if final.exists():  # this run has been here: after --on-nan continue, say
+                self.files.remove(part)
+                return None
+            manifest = self._manifest(step, shares, content)
+            self.files.write(part / MANIFEST, [manifest.text().encode()])
+            commit(part, final, self.files)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.files.remove(part)
+            return error.strerror or str(error)
+        try:
+            retain(self.directory, self.flags.save_keep, self.files)
+        except (OSError, ValueError) as error:
+            self._tell(f"older checkpoints stay: {getattr(error, 'strerror', None) or error}")
+        return None
+
+    def _manifest(self, step: int, shares: list[_Share], content: dict) -> Manifest:
+        run, work = self.run, self.run.plan.work
+        tensors = {
+            name: StoredTensor(
+                dtype=dtype, shape=shape, parts=[s.parts[name] for s in shares if name in s.parts]
+            )
+            for name, (dtype, shape) in content["described"].items()
+        }
+        return Manifest(
+            run=run.result.run_name,
+            step=step,
+            samples=step * work.batch.global_batch,
+            world=work.world,
+            layout=layout(run),
+            args=run.result.args,
+            global_batch=work.batch.global_batch,
+            seq_len=work.batch.seq_len,
+            model_hash=work.config.hash,
+            config=work.config.raw,
+            data=describe_data(run.plan.args),
+            loss=content["loss"],
+            scaler=content["scaler"],
+            versions={"llm-train-bench": __version__, "torch": torch.__version__},
+            tensors=tensors,
+            files={s.name: StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
+        )
+
+    def _conclude(
+        self, step: int, shares: list[_Share], problem: str | None, seconds: float
+    ) -> None:
+        if problem is None:
+            self.last_good, self.failed = step, None
+            self.writes.append((sum(s.size for s in shares), seconds))
+            return
+        self._tell(f"step {step} was not saved: {problem}")
+        if not all(s.finite for s in shares) and self.flags.on_nan == "stop":
+            self.asked = NOT_FINITE
+
+    def _tell(self, text: str) -> None:
+        self.failed = text
+        if self.run.ranks.main:
+            self.run.result.notes.append(text)
+            say(text)
+
+    def report(self) -> None:
+        """What saving cost, into the run's metrics."""
+        m = self.run.result.metrics
+        m.n_checkpoints = len(self.writes)
+        if self.stalls:
+            m.checkpoint_stall_s = sum(self.stalls) / len(self.stalls)
+        if self.writes:
+            m.checkpoint_bytes = self.writes[-1][0]
+            m.checkpoint_write_s = sum(s for _, s in self.writes) / len(self.writes)
+            m.checkpoint_gb_per_s = m.checkpoint_bytes / m.checkpoint_write_s / 1e9

@@ -1,0 +1,84 @@
+"""Tensors that lie in parts in several safetensors files: writing a file, reading any block of one."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "U8": torch.uint8, "I64": torch.int64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A block of a tensor: the file that holds it under the tensor's name, and its place."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of a manifest's schema)
+
+    file: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """The content of a safetensors file, piece by piece, without a second copy of the tensors (CPU).
+
+    The format is safetensors': the header's length, the header as JSON, the numbers.
+    """
+    header, position = {}, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        if tensor.numel():
+            yield memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def read_block(
+    directory: Path,
+    name: str,
+    parts: Sequence[Part],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Any block of a stored tensor, on the CPU; only the bytes that it needs are read.
+
+    ValueError if the parts do not cover it.
+    """
+    block = torch.empty(tuple(lengths), dtype=dtype)
+    filled = 0
+    for part in parts:
+        begins = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
+        ends = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(offsets, lengths, part.offsets, part.lengths, strict=True)
+        ]
+        if any(e <= b for b, e in zip(begins, ends, strict=True)):
+            continue
+        theirs = tuple(
+            slice(b - o, e - o) for b, e, o in zip(begins, ends, part.offsets, strict=True)
+        )
+        ours = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
+        with safe_open(directory / part.file, framework="pt") as f:
+            value = f.get_slice(name)[theirs] if theirs else f.get_tensor(name)
+        block[ours].copy_(value)
+        filled += value.numel()
+    if filled != block.numel():
+        raise ValueError(f"{directory}: {name} is not complete in it")
+    return block
