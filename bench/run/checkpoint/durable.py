@@ -68,13 +68,3 @@ def commit(part: Path, final: Path, files: Files) -> None:
     files.synchronize_names(part)
     files.rename(part, final)
     files.synchronize_names(final.parent)
-
-
-def discard(directory: Path, files: Files) -> None:
-    """Remove a committed directory: first its name, so that nobody ever takes half of it."""
-    doomed = directory.with_name(f".trash-{directory.name.lstrip('.')}")
-    if doomed.exists():
-        files.remove(doomed)
-    files.rename(directory, doomed)
-    files.synchronize_names(directory.parent)
-    files.remove(doomed)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from bench.errors import UsageError
 from bench.files import Strict
 from bench.results.result_files import first_problem, storable
-from bench.run.checkpoint.durable import Files, checksum, discard
+from bench.run.checkpoint.durable import Files, checksum
 from bench.settings.flags import LEARNT, Args, flag_of, of_kind
 from bench.settings.plan import Plan
 from model.json_keys import plain_file
@@ -127,14 +127,14 @@ def retain(directory: Path, keep: int, files: Files) -> None:
     old = committed(directory)[:-keep]
     if old:
         verify(committed(directory)[-1])
-    for path in old:
-        discard(path, files)
+    for path in old:  # half of one is no checkpoint: it does not verify
+        files.remove(path)
 
 
 def clean(directory: Path, files: Files) -> None:
     """Remove what a run that was killed left unfinished; only who owns the directory may."""
     for path in directory.glob(".*"):
-        if path.is_dir() and path.name.startswith((".step-", ".trash-")):
+        if path.is_dir() and path.name.startswith(".step-"):
             files.remove(path)
 
 

@@ -173,6 +173,13 @@ class Saver:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self.finish()
+            self.release()
+
+    def release(self) -> None:
+        """Let another run save here."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
     def wishes(self, device: torch.device) -> Tensor:
         """What this rank asks of all, to be averaged over them with the loss of a step."""

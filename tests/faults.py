@@ -1,0 +1,631 @@
+"""The campaign against checkpoints: crashes at every call, kills, damage, full disks, and mutants.
+
+    make faults                    all parts, at most 90 minutes
+    make faults PART=kills COUNT=50
+
+tests/test_checkpoint.py runs a short form. Each part returns what it did, and fails by AssertionError.
+"""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import train
+from bench.apply import precision
+from bench.parallel.ranks import ALONE
+from bench.results.schema import Metrics
+from bench.run.checkpoint import durable, manifest, saver
+from bench.run.checkpoint.durable import Files
+from bench.run.checkpoint.manifest import committed, newest, verify
+from bench.run.launch import train_planned
+from bench.settings.command_line import parse_args
+from model.stored import DTYPES, read_block
+from tests.helpers import ROOT, plan_of
+
+SHAPE = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2,
+         "n_head": 2}  # fmt: skip
+FLAGS = ["--seq-len", "8", "--bsz", "4", "--device", "cpu", "--amp", "off", "--no-tensorboard",
+         "--warmup-steps", "2", "--lr-warmup-steps", "4", "--lr", "1e-2"]  # fmt: skip
+STEPS, EVERY = 40, 5
+
+
+def make_config(directory: Path) -> Path:
+    """A model so small that a save is a few kilobytes; with dropout, so that its state counts."""
+    path = directory / "micro.json"
+    path.write_text(json.dumps(SHAPE))
+    return path
+
+
+def whole_state(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, which must verify."""
+    stored = verify(directory).tensors
+    return {
+        name: read_block(directory, name, t.parts, [0] * len(t.shape), t.shape, DTYPES[t.dtype])
+        for name, t in stored.items()
+    }
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), f"{name} differs"
+
+
+class Crash(BaseException):
+    """The machine stops here."""
+
+
+class CrashingFiles(Files):
+    """Stops before, or in the middle of, the n-th call; can then undo what no call had made durable.
+
+    A write that was not synchronised may be on disk in part; a name that was not may be missing.
+    """
+
+    def __init__(self, at: int = 10**9, torn: float = 1.0, error: int | None = None):
+        self.at, self.torn, self.error = at, torn, error
+        self.calls: list[str] = []
+        self.unsynced: list[Callable[[], None]] = []
+        self.written: list[Path] = []
+
+    def _call(self, name: str) -> bool:
+        """Count a call; whether it is the one that fails."""
+        self.calls.append(name)
+        return len(self.calls) - 1 == self.at
+
+    def _fail(self) -> None:
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        raise Crash
+
+    def make(self, directory: Path) -> None:
+        if self._call("make"):
+            self._fail()
+        super().make(directory)
+        self.unsynced.append(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+    def write(self, path: Path, parts) -> tuple[int, int]:
+        parts = [bytes(p) for p in parts]
+        if self._call("write"):
+            content = b"".join(parts)
+            path.write_bytes(content[: int(self.torn * len(content))])
+            self._fail()
+        self.written.append(path)
+        return super().write(path, parts)
+
+    def synchronize(self, descriptor: int) -> None:
+        if self._call("synchronize"):
+            size = os.fstat(descriptor).st_size
+            os.ftruncate(descriptor, int(self.torn * size))
+            self._fail()
+        super().synchronize(descriptor)
+        self.written.pop()
+
+    def synchronize_names(self, directory: Path) -> None:
+        if self._call("synchronize names"):
+            self._fail()
+        super().synchronize_names(directory)
+        self.unsynced.clear()
+
+    def rename(self, old: Path, new: Path) -> None:
+        if self._call("rename"):
+            self._fail()
+        super().rename(old, new)
+        self.unsynced.append(lambda: new.rename(old) if new.exists() else None)
+
+    def remove(self, directory: Path) -> None:
+        if self._call("remove"):
+            for path in itertools.islice(sorted(directory.iterdir()), 1):  # half of it
+                path.unlink()
+            self._fail()
+        super().remove(directory)
+
+    def lose(self) -> None:
+        """Undo, last first, all names that were never synchronised, and tear such content."""
+        for path in self.written:
+            final = path.parent.with_name(path.parent.name.strip(".").removesuffix(".part"))
+            for place in (path, final / path.name):
+                if place.exists():
+                    place.write_bytes(place.read_bytes()[: place.stat().st_size // 2])
+        for undo in reversed(self.unsynced):
+            undo()
+
+
+class OneRun:
+    """A saver of one rank without a run around it: `save(step)` saves a state that tells the step."""
+
+    def __init__(self, directory: Path, files: Files):
+        config = make_config(directory)
+        plan = plan_of(
+            [config, *FLAGS, "--save-every", EVERY, "--no-save-async"], "train.py", 1, "cpu"
+        )
+        self.parameter = torch.nn.Parameter(torch.zeros(6, 4))
+        model = types.SimpleNamespace(weights=lambda: [("w", self.parameter)])
+        optimizer = torch.optim.SGD([self.parameter], momentum=0.9)
+        optimizer.state[self.parameter]["momentum_buffer"] = torch.zeros(6, 4)
+        result = types.SimpleNamespace(
+            run_name="r", args=dataclasses.asdict(plan.args), notes=[], metrics=Metrics()
+        )
+        log = types.SimpleNamespace(steps=[], pause=lambda step: None)
+        run = types.SimpleNamespace(
+            plan=plan, ranks=ALONE, device=torch.device("cpu"), result=result, log=log, scaler=None,
+            directory=directory, resume=None, hang=None, end_steps=lambda: None, fp8=None,
+        )  # fmt: skip
+        self.notes = result.notes
+        with mock.patch.object(saver, "say", lambda text: None):
+            self.saver = saver.Saver(run, model, optimizer, files)
+
+    def save(self, step: int) -> None:
+        with torch.no_grad():
+            self.parameter.fill_(step)
+        with (
+            mock.patch.object(saver, "say", lambda text: None),
+            mock.patch.object(saver.threading, "Thread", Inline),  # a crash must end the caller
+        ):
+            self.saver._save(step)
+
+
+class Inline:
+    """A thread that runs when it is started."""
+
+    def __init__(self, target, args, daemon):
+        self.work = lambda: target(*args)
+
+    def start(self) -> None:
+        self.work()
+
+    def join(self, timeout) -> None: ...
+    def is_alive(self) -> bool:
+        return False
+
+
+def crash_states() -> Iterator[tuple[CrashingFiles, Path, int | None]]:
+    """Every state that a machine can leave behind which stops in the fourth save of a run."""
+    with tempfile.TemporaryDirectory() as top:
+        base = Path(top) / "base"
+        base.mkdir()
+        run = OneRun(base, Files())
+        for step in (5, 10, 15):
+            run.save(step)
+        probe = CrashingFiles()
+        shutil.copytree(base, Path(top) / "probe")
+        OneRun(Path(top) / "probe", probe).save(20)
+        for at, torn, lost in itertools.product(
+            range(len(probe.calls)), (0.0, 0.5, 0.999, 1.0), (False, True)
+        ):
+            if torn < 1.0 and probe.calls[at] not in ("write", "synchronize"):
+                continue
+            here = Path(top) / "here"
+            shutil.rmtree(here, ignore_errors=True)
+            shutil.copytree(base, here)
+            files = CrashingFiles(at, torn)
+            run = OneRun(here, files)
+            with contextlib.suppress(Crash):
+                run.save(20)
+            run.saver.release()
+            if lost:
+                files.lose()
+            yield files, here
+
+
+def states(count: int = 0) -> str:
+    """Property: the newest good checkpoint is the one before or the new one, whole."""
+    n = 0
+    for files, here in crash_states():
+        found = newest([here / "checkpoints"])
+        assert found is not None, files.calls
+        step = verify(found).step
+        assert step in (15, 20), (step, files.calls)
+        state = whole_state(found)
+        assert (state["p/w"] == step).all() and state["momentum_buffer/w"].shape == (6, 4)
+        # The next run cleans up, saves, and has at most the two that are kept.
+        again = OneRun(here, Files())
+        again.save(25)
+        left = sorted(p.name for p in (here / "checkpoints").iterdir())
+        assert len(left) <= 2 and all(name.startswith("step-") for name in left), left
+        assert left[-1] == "step-00000025", left
+        n += 1
+    return f"{n} crash states"
+
+
+def errors(count: int = 0) -> str:
+    """ENOSPC, EIO and EDQUOT at every call: the save fails, is told, and nothing before is lost."""
+    import errno
+
+    n = 0
+    with tempfile.TemporaryDirectory() as top:
+        base = Path(top) / "base"
+        base.mkdir()
+        run = OneRun(base, Files())
+        for step in (5, 10, 15):
+            run.save(step)
+        shutil.copytree(base, Path(top) / "probe")
+        probe = CrashingFiles()
+        OneRun(Path(top) / "probe", probe).save(20)
+        for number in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
+            for at in range(len(probe.calls)):
+                here = Path(top) / "here"
+                shutil.rmtree(here, ignore_errors=True)
+                shutil.copytree(base, here)
+                run = OneRun(here, CrashingFiles(at, 0.5, number))
+                run.save(20)
+                found = newest([here / "checkpoints"])
+                step = verify(found).step
+                assert step in (15, 20)
+                assert run.notes or step == 20, probe.calls[at]
+                if step == 15:
+                    assert os.strerror(number) in run.notes[0]
+                n += 1
+    return f"{n} failed calls"
+
+
+def damage(count: int = 10_000) -> str:
+    """Flips, truncations, swaps and losses of a committed checkpoint: the one before is taken."""
+    draw, kinds = random.Random(1), {"flip": 0, "cut": 0, "gone": 0, "swap": 0}
+    with tempfile.TemporaryDirectory() as top:
+        base = Path(top)
+        run = OneRun(base, Files())
+        for step in (5, 10):
+            run.save(step)
+        before, last = committed(base / "checkpoints")
+        names = sorted(p.name for p in last.iterdir())
+        contents = {name: (last / name).read_bytes() for name in names}
+        for _ in range(count):
+            kind, name = draw.choice(list(kinds)), draw.choice(names)
+            content = contents[name]
+            if kind == "flip":
+                i, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
+                changed = content[:i] + bytes([content[i] ^ bit]) + content[i + 1 :]
+                (last / name).write_bytes(changed)
+            elif kind == "cut":
+                (last / name).write_bytes(content[: draw.randrange(len(content))])
+            elif kind == "gone":
+                (last / name).unlink()
+            else:
+                (last / name).write_bytes((before / name).read_bytes())
+            # A manifest that was swapped for the one before names other checksums.
+            assert newest([base / "checkpoints"]) == before, (kind, name)
+            (last / name).write_bytes(content)
+            kinds[kind] += 1
+        assert newest([base / "checkpoints"]) == last
+    return ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
+
+
+def arguments(config: Path, out: Path, name: str, *more: str) -> list[str]:
+    """A short run that saves often and goes on by itself."""
+    return [str(config), *FLAGS, "--n-steps", str(STEPS), "--output-dir", str(out), "--run-name", name,
+            "--save-every", str(EVERY), "--resume", "auto", *more]  # fmt: skip
+
+
+def run_here(argv: list[str]) -> None:
+    """train.py in this process, quietly."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        train_planned(train.train, parse_args(argv, "train.py"), "train.py", ALONE)
+
+
+def fork(argv: list[str], kill_after: float | None = None, files: Files | None = None) -> int:
+    """train.py in a forked child, killed outright after some seconds; the child's wait status."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            if files is not None:
+                saver.Files = lambda: files
+            run_here(argv)
+            code = 0
+        finally:
+            os._exit(code)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def losses_of(out: Path, name: str) -> Iterator[tuple[int, float]]:
+    """Step and loss of every line of every attempt of a run."""
+    for path in [out / name / "steps.jsonl", *out.glob(f"{name}-restart*/steps.jsonl")]:
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):  # cut off by the kill
+                step = json.loads(line)
+                yield step["step"], step["loss"]
+
+
+def check_like(reference: Path, out: Path, name: str) -> None:
+    """A run in pieces has ended as the undisturbed one: state, losses, and nothing left behind."""
+    places = manifest.attempts(out, None, name)
+    assert_equal(whole_state(newest(places)), whole_state(newest([reference / "checkpoints"])))
+    expected = dict(losses_of(reference.parent, reference.name))
+    for step, loss in losses_of(out, name):
+        assert loss == expected[step], (step, loss, expected[step])
+    for place in places[-1:]:
+        assert len(committed(place)) <= 2 and not list(place.glob(".step*"))
+
+
+class KillingFiles(CrashingFiles):
+    """Kills its process at the n-th call."""
+
+    def _fail(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def calls(count: int = 0) -> str:
+    """kill -9 of a real run at every durable call of its first three saves."""
+    n = 0
+    with tempfile.TemporaryDirectory() as top:
+        out, config = Path(top), make_config(Path(top))
+        run_here(arguments(config, out, "reference"))
+        for at in range(45):
+            name = f"r{at}"
+            fork(arguments(config, out, name), files=KillingFiles(at, torn=0.5))
+            assert fork(arguments(config, out, name)) == 0
+            check_like(out / "reference", out, name)
+            n += 1
+    return f"{n} kills at a call"
+
+
+def kills(count: int = 1000) -> str:
+    """Random kills of one rank, from a process that is warm already."""
+    draw, n, runs = random.Random(2), 0, 0
+    with tempfile.TemporaryDirectory() as top:
+        out, config = Path(top), make_config(Path(top))
+        run_here(arguments(config, out, "warm"))
+        start = time.monotonic()
+        fork(arguments(config, out, "reference"))
+        takes = time.monotonic() - start
+        while n < count:
+            name = f"r{runs}"
+            for _ in range(12):
+                n += 1
+                if fork(arguments(config, out, name), draw.uniform(0.02, 1.1 * takes)) == 0:
+                    break
+            else:
+                assert fork(arguments(config, out, name)) == 0
+            check_like(out / "reference", out, name)
+            for path in out.glob(f"{name}*"):
+                shutil.rmtree(path)
+            runs += 1
+    return f"{n} kills in {runs} runs, 0 of them wrong"
+
+
+LAYOUTS = (
+    ("train.py", 1, []), ("train_ddp.py", 2, []), ("train_fsdp.py", 2, []), ("train_fsdp.py", 4, []),
+    ("train_fsdp.py", 4, ["--dp-replicate", "2"]), ("train_ddp.py", 4, []),
+)  # fmt: skip
+
+
+def start_command(script: str, world: int, argv: list[str], extra: list[str]) -> subprocess.Popen:
+    """One of the scripts as a user starts it, with the global batch kept at four samples."""
+    size = ["--bsz", str(4 // world)]
+    ranks = ["--nproc", str(world), "--dist-timeout", "60"] if world > 1 else []
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / script), *argv, *size, *ranks, *extra],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def commands(count: int = 50) -> str:
+    """Kills of real command lines, with another script or number of ranks at each restart."""
+    draw, n, runs, tail = random.Random(3), 0, 0, ""
+    with tempfile.TemporaryDirectory() as top:
+        out, config = Path(top), make_config(Path(top))
+        config.write_text(json.dumps(SHAPE | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}))
+        # Adam would blow up the rounding errors of gradients that are zero, as of the keys' biases.
+        sgd = ["--optimizer", "sgd", "--lr", "0.1"]
+        run_here(arguments(config, out, "reference", *sgd))
+        reference = whole_state(newest([out / "reference/checkpoints"]))
+        while n < count:
+            name, argv = f"r{runs}", None
+            for _ in range(6):
+                script, world, extra = draw.choice(LAYOUTS)
+                argv = arguments(config, out, name, *sgd)
+                process = start_command(script, world, argv, extra)
+                how = draw.choice(["kill", "terminate", "rank", "none"])
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=draw.uniform(1.0, 14.0))
+                if process.poll() is None and how != "none":
+                    victim = process.pid
+                    if how == "rank":
+                        children = (
+                            Path(f"/proc/{victim}/task/{victim}/children").read_text().split()
+                        )
+                        victim = int(draw.choice(children)) if children else victim
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(victim, signal.SIGTERM if how == "terminate" else signal.SIGKILL)
+                    n += 1
+                tail = process.communicate(timeout=180)[0]
+                if process.returncode == 0:
+                    break
+            else:
+                tail = start_command("train.py", 1, argv, []).communicate(timeout=180)[0]
+            found = newest(manifest.attempts(out, None, name))
+            assert found and verify(found).step == STEPS + 2, tail[-2000:]
+            for key, tensor in whole_state(found).items():
+                far = (tensor.double() - reference[key].double()).abs().max()
+                assert far < 1e-4, (key, far)
+            runs += 1
+    return f"{n} kills in {runs} runs of changing layouts"
+
+
+def disk(count: int = 10) -> str:
+    """A limit on file sizes at ten levels stands for a full disk: the run goes on, and says so."""
+    told = 0
+    with tempfile.TemporaryDirectory() as top:
+        out, config = Path(top), make_config(Path(top))
+        run_here(arguments(config, out, "reference"))
+        largest = max(p.stat().st_size for p in out.rglob("*.safetensors"))
+        for level in range(count):
+            child = os.fork()
+            if not child:
+                try:
+                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                    limit = int(largest * level / count)
+                    real = Files.write
+
+                    def write(self, path, parts, limit=limit, real=real):
+                        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+                        try:
+                            return real(self, path, parts)
+                        finally:
+                            unlimited = resource.RLIM_INFINITY
+                            resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+
+                    Files.write = write
+                    run_here(arguments(config, out, f"r{level}"))
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            assert os.waitpid(child, 0)[1] == 0
+            result = json.loads((out / f"r{level}" / "result.json").read_text())
+            assert result["status"] == "ok" and any("was not saved" in n for n in result["notes"])
+            assert committed(out / f"r{level}" / "checkpoints") == []
+            assert not list((out / f"r{level}" / "checkpoints").glob(".step*"))
+            told += 1
+    return f"{told} levels of a full disk"
+
+
+def pieces(count: int = 0) -> str:
+    """Runs in two pieces: dropout, fp16 whose scale moves, SGD, a token file read by a process."""
+    import numpy as np
+
+    from bench.apply.tokens import write_tokens
+
+    with (
+        tempfile.TemporaryDirectory() as top,
+        mock.patch.object(precision.LossScaler, "GROWTH_STEPS", 3),
+    ):
+        out, config = Path(top), make_config(Path(top))
+        write_tokens(out / "x.bin", [np.arange(5000) % 32], 32)
+        cases = {
+            "plain": [], "fp16": ["--amp", "fp16"], "sgd": ["--optimizer", "sgd"],
+            "data": ["--data", str(out / "x.bin"), "--n-workers", "1"],
+            "accumulated": ["--grad-acc-steps", "2", "--sac-freq", "1/2"],
+        }  # fmt: skip
+        for name, flags in cases.items():
+            argv = arguments(config, out, name, "--save-keep", "100", *flags)
+            run_here(argv)
+            again = arguments(config, out, f"{name}2", *flags)
+            again[again.index("auto")] = str(out / name / "checkpoints/step-00000015")
+            run_here(again)
+            check_like(out / name, out, f"{name}2")
+    return f"{len(cases)} runs in two pieces"
+
+
+def mutants(count: int = 0) -> str:
+    """The protocol with one of its parts taken out: some part of this campaign must fail."""
+
+    def no_check(directory, names=None):
+        return manifest.read_manifest(directory)
+
+    def plain_manifest(directory):  # without its checksum
+        content = json.loads((directory / "manifest.json").read_text())
+        return manifest.Manifest.model_validate(content["manifest"])
+
+    def keep_one(directory, keep, files):
+        for path in committed(directory)[:-1]:
+            files.remove(path)
+
+    def keep_none(directory, keep, files):
+        for path in committed(directory):
+            files.remove(path)
+
+    def old_first(part, final, files, real=durable.commit):
+        for path in committed(final.parent):
+            files.remove(path)
+        real(part, final, files)
+
+    def early_name(self, step, part, shares, content, real=saver.Saver._commit):
+        final = self.directory / f"step-{step:08}"
+        self.files.rename(part, final)
+        keep_one(self.directory, 2, self.files)
+        text = self._manifest(step, shares, content).text().encode()
+        self.files.write(final / "manifest.json", [text])
+
+    def unsynced_write(self, path, parts):
+        parts = [bytes(p) for p in parts]
+        self.written.append(path)
+        path.write_bytes(b"".join(parts))
+        return len(b"".join(parts)), durable.zlib.crc32(b"".join(parts))
+
+    def unsynced_names(self, directory):
+        if self._call("nothing"):
+            self._fail()
+
+    def forget_moments(model, optimizer, real=saver.state_tensors):
+        return [(n, t) for n, t in real(model, optimizer) if n.startswith("p/")]
+
+    one = (saver, "retain", keep_one)
+    cases: list[tuple[str, list, Callable[[], str]]] = [
+        ("no checksum of files", [(manifest, "verify", no_check)], lambda: damage(300)),
+        ("no checksum of the manifest", [(manifest, "read_manifest", plain_manifest)],
+         lambda: damage(3000)),
+        ("data is not synchronised, one is kept",
+         [(CrashingFiles, "write", unsynced_write), one], states),
+        ("names are not synchronised, one is kept",
+         [(CrashingFiles, "synchronize_names", unsynced_names), one], states),
+        ("the name comes before the content", [(saver.Saver, "_commit", early_name)], states),
+        ("the old go before the new is there", [(saver, "commit", old_first)], states),
+        ("none is kept", [(saver, "retain", keep_none)], states),
+        ("unfinished ones stay", [(saver, "clean", lambda directory, files: None)], states),
+        ("dropout starts anew", [(saver, "set_random_state", lambda *a: None)], pieces),
+        ("the scale of fp16 is forgotten", [(precision.LossScaler, "STATE", ())], pieces),
+        ("the optimizer's moments are forgotten", [(saver, "state_tensors", forget_moments)], pieces),
+        ("a failed save is not told", [(saver.Saver, "_tell", lambda self, text: None)], errors),
+        ("a failed save leaves its files", [(Files, "remove", lambda self, directory: None)],
+         lambda: disk(2)),
+    ]  # fmt: skip
+    caught = []
+    for name, patches, part in cases:
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            try:
+                part()
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                if not isinstance(error, AssertionError | Crash):
+                    raise  # a mutant that breaks the campaign itself proves nothing
+                caught.append(name)
+                print(f"  {name}: {str(error)[:80] or 'assertion'}", flush=True)
+                continue
+        raise AssertionError(f"the mutant lives: {name}")
+    return f"{len(caught)} mutants, all caught"
+
+
+PARTS = {
+    f.__name__: f for f in (states, errors, damage, pieces, calls, kills, commands, disk, mutants)
+}
+
+
+def main() -> None:
+    """Run the parts that PART names, COUNT times each where it has a number."""
+    names = os.environ.get("PART") or " ".join(PARTS)
+    for name in names.split():
+        start = time.monotonic()
+        count = os.environ.get("COUNT")
+        told = PARTS[name](int(count)) if count else PARTS[name]()
+        print(f"{name}: {told}; {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    torch.set_num_threads(1)
+    main()
