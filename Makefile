@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-cells test-oldest docs lint bench gpu-check gpu-test gpu-bench clean
+.PHONY: demo test test-cells test-oldest docs lint faults bench gpu-check gpu-test gpu-bench clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -38,6 +38,11 @@ test-oldest:
 
 docs: $(READY)
 	$(BIN)/python docs/tables.py
+
+# The campaign against checkpoints, at most 90 minutes; in parts: PART="kills calls" COUNT=100.
+PART_OF_FAULTS = $(if $(filter command environment,$(firstword $(origin PART))),$(PART),)
+faults: $(READY)
+	OMP_NUM_THREADS=1 PART="$(PART_OF_FAULTS)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 
 # Every supported combination of toggles through Inductor's code generation too: ten minutes.
 test-cells: $(READY)

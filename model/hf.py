@@ -1,5 +1,6 @@
 """Hugging Face weights: names, layouts, reading and writing safetensors."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
 from model.json_keys import plain_file
+from model.stored import Part, read_block
 from model.transformer import Transformer
 
 ARCHITECTURES = {
@@ -49,8 +51,17 @@ LLAMA_NAMES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A parameter in a checkpoint of ours."""
+
+    directory: Path
+    name: str
+    parts: list[Part]
+
+
 # A parameter's name to the files and tensors that make it up.
-Pretrained = dict[str, list[tuple[Path, str]]]
+Pretrained = dict[str, list[tuple[Path, str] | Stored]]
 
 
 def hf_names(config: ModelConfig, name: str) -> list[str]:
@@ -106,6 +117,8 @@ def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretra
     if directory is None:
         return None
     directory, config = Path(directory), model.config
+    if (directory / "manifest.json").exists():
+        return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         theirs = load_config(directory, config.vocab_multiple)
         ours, other = config.shape(), theirs.shape()
@@ -143,9 +156,37 @@ def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretra
     return found
 
 
+def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
+    """Where each parameter lies in a checkpoint of ours, whose tensors have our names and layouts."""
+    found = {}
+    try:
+        stored = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
+        for name, parameter in model.weights():
+            tensor = stored[f"p/{name}"]
+            if list(tensor["shape"]) != list(parameter.shape):
+                raise ConfigError(
+                    f"{directory}: {name} has shape {tensor['shape']}, which does not fit "
+                    f"{model.config.path}: it should have {list(parameter.shape)}"
+                )
+            found[name] = [Stored(directory, f"p/{name}", [Part(**p) for p in tensor["parts"]])]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{directory}: is no checkpoint of this model: {error!r}") from None
+    return found
+
+
 def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, found: Pretrained) -> None:
     """Set one whole parameter in place; padding rows become zero."""
     parts = []
+    if isinstance(found[name][0], Stored):
+        (own,) = found[name]
+        start = [0] * parameter.ndim
+        block = read_block(
+            own.directory, own.name, own.parts, start, parameter.shape, torch.float32
+        )
+        parameter.copy_(block)
+        return
     for path, hf_name in found[name]:
         with safe_open(path, framework="pt") as f:
             parts.append(f.get_tensor(hf_name))

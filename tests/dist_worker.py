@@ -37,11 +37,14 @@ from bench.apply.precision import LossScaler
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from bench.parallel.mesh import build_mesh
 from bench.parallel.ranks import find_ranks, gather, join, leave
+from bench.run.checkpoint import training_state
+from bench.run.checkpoint.manifest import verify
 from bench.run.launch import train_planned
 from bench.settings.command_line import parse_args
 from model import te
 from model.transformer import Transformer
 from tests import te_standin
+from tests.faults import whole_state
 from tests.helpers import attention_calls, is_attention, plan_of, without_inductor
 
 KINDS = {
@@ -254,8 +257,25 @@ def main() -> None:
     leave()
 
 
+def differing_after_load(ranks, device, directory: Path) -> list[str]:
+    """Names of the tensors that are not, bit for bit, those of a checkpoint after loading it."""
+    flags = ["--dp-replicate", "2"] if ranks.world == 4 else []
+    small = "tests/configs/llama-small.json"
+    plan, model = sharded_llama(ranks, device, "--amp", "off", *flags, seq_len=32, config=small)
+    optimizer = build_optimizer(model, plan.optimizer)
+    training_state.load(directory, verify(directory), model, optimizer)
+    found = {name: whole(t) for name, t in training_state.state_tensors(model, optimizer)}
+    stored = whole_state(directory)
+    assert stored.keys() == found.keys()
+    return [name for name, tensor in stored.items() if not torch.equal(tensor, found[name])]
+
+
 def check_shards(ranks, out: Path) -> None:
     """What else test_distributed.py asks of sharded models, as one file each."""
+    saved = out / "save-fsdp2/checkpoints/step-00000006"
+    differing = gather(ranks, differing_after_load(ranks, torch.device("cpu"), saved))
+    if ranks.main:
+        (out / f"loaded{ranks.world}.json").write_text(json.dumps(sum(differing, [])))
     held = gather(ranks, held_bytes(ranks, torch.device("cpu")))
     skipped = gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
     timeouts = hsdp_timeouts(ranks, torch.device("cpu"))

@@ -118,8 +118,16 @@ def runs(tmp_path_factory):
                        "--init-from", other_weights(out)]  # fmt: skip
             cases.append(("weights-ddp", DDP, weights, False))
             cases.append(("weights-fsdp", FSDP, weights, False))
+            saves = [*BASE, *RANKS, "--bsz", "8", "--save-every", "6", "--save-keep", "9"]
+            cases.append(("save-fsdp2", FSDP, saves, False))
+            going_on = ["--resume", str(out / "save-fsdp2/checkpoints/step-00000006")]
+            cases.append(("resume-ddp2", DDP, [*saves, *going_on], False))
             never = [*few, "--reshard-after-forward", "never"]
             cases.append(("forward-never", FSDP, never, False))
+        else:
+            going_on = [*BASE, *RANKS, "--bsz", "4", "--dp-replicate", "2", "--save-every", "6",
+                        "--resume", str(out / "save-fsdp2/checkpoints/step-00000006")]  # fmt: skip
+            cases.append(("resume-hsdp2x2", FSDP, going_on, False))
         path = out / f"cases{world}.json"
         path.write_text(json.dumps(cases))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
@@ -142,6 +150,25 @@ def run_single(out, *flags):
         argv = [*BASE, "--bsz", 16, *flags, "--output-dir", out, "--run-name", "one"]
         assert run_train(*argv) == 0
     return steps_of(out / "one")
+
+
+@pytest.mark.parametrize("name", ["save-fsdp2", "resume-ddp2", "resume-hsdp2x2", "resume-single"])
+def test_another_layout_goes_on_with_the_same_training(name, runs, single, tmp_path):
+    """Saved by FSDP on 2; resumed at step 6 by DDP, by HSDP on 2 x 2 and by one device."""
+    if name == "resume-single":
+        where = runs / "save-fsdp2/checkpoints/step-00000006"
+        steps = run_single(tmp_path, "--resume", where)
+    else:
+        steps = steps_of(runs / name)
+    first = 0 if name == "save-fsdp2" else 6
+    assert [step["step"] for step in steps] == list(range(first, STEPS))
+    expected = [step["loss"] for step in single[first:]]
+    assert [step["loss"] for step in steps] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_checkpoint_is_loaded_bitwise_under_any_layout(world, runs):
+    assert json.loads((runs / f"loaded{world}.json").read_text()) == []
 
 
 @pytest.mark.parametrize("name", ["weights-ddp", "weights-fsdp"])

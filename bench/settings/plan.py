@@ -6,6 +6,7 @@ fit; every room below takes the slice that it needs. Memory it does not judge.
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Literal
 
 from bench.errors import UsageError
@@ -153,6 +154,8 @@ def make_plan(
     """
     config = config or load_config(args.config, args.pad_vocab)
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags))
+    if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
+        schedule = Schedule(0, 0)  # only a conversion: nothing is trained
     if schedule.profiler == "nsys" and platform == "cpu":
         raise UsageError(
             "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
