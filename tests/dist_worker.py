@@ -275,7 +275,8 @@ def check_shards(ranks, out: Path) -> None:
     saved = out / "save-fsdp2/checkpoints/step-00000006"
     differing = gather(ranks, differing_after_load(ranks, torch.device("cpu"), saved))
     if ranks.main:
-        (out / f"loaded{ranks.world}.json").write_text(json.dumps(sum(differing, [])))
+        names = [name for found in differing for name in found]
+        (out / f"loaded{ranks.world}.json").write_text(json.dumps(names))
     held = gather(ranks, held_bytes(ranks, torch.device("cpu")))
     skipped = gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
     timeouts = hsdp_timeouts(ranks, torch.device("cpu"))

@@ -29,7 +29,6 @@ from bench.results.tensorboard import TensorBoardFile
 from bench.run.checkpoint.manifest import (
     Manifest,
     check_same_training,
-    describe_data,
     find_checkpoint,
     read_manifest,
 )
@@ -50,28 +49,6 @@ from bench.run.window import Window
 from bench.settings.plan import Plan
 
 
-def find_resume(plan: Plan, ranks: Ranks) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-    """The checkpoint to go on from, with its manifest, and notes; the same on every rank.
-
-    UsageError where it does not fit the run.
-    """
-    found, notes, problem = None, [], None
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and plan.saving.save_every
-    if not (again or plan.saving.resume):
-        return None, notes
-    if ranks.main:
-        try:
-            found, notes = find_checkpoint(plan, run_before() if again else None)
-            if found:
-                check_same_training(read_manifest(found), found, plan, describe_data(plan.args))
-        except UsageError as error:
-            problem = str(error)
-    found, notes, problem = broadcast(ranks, (found, notes, problem))
-    if problem:
-        raise UsageError(problem)
-    return (found, read_manifest(found)) if found else None, notes
-
-
 class Run:
     """The record of one run: `with Run(...) as run` leaves a result.json behind in every case.
 
@@ -82,11 +59,11 @@ class Run:
     def __init__(
         self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
     ):
-        self.resume, notes = find_resume(plan, ranks)
+        self.plan, self.device, self.ranks = plan, device, ranks
+        self.resume, notes = self._find_resume()
         if self.resume:
             schedule = dataclasses.replace(plan.schedule, start=self.resume[1].step)
-            plan = dataclasses.replace(plan, schedule=schedule)
-        self.plan, self.device, self.ranks = plan, device, ranks
+            self.plan = plan = dataclasses.replace(plan, schedule=schedule)
         self.saver, self.evaluate = None, None
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
@@ -99,6 +76,32 @@ class Run:
             )
         self.result.run_name = broadcast(ranks, self.result.run_name)
         self.directory = Path(plan.output.output_dir) / self.result.run_name
+
+    def _find_resume(self) -> tuple[tuple[Path, Manifest] | None, list[str]]:
+        """The checkpoint to go on from, with its manifest, and notes; the same on every rank.
+
+        UsageError where it does not fit the run.
+        """
+        plan, saving = self.plan, self.plan.saving
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and saving.save_every
+        found, notes, problem = None, [], None
+        if not (again or saving.resume):
+            return None, notes
+        if self.ranks.main:
+            try:
+                before = run_before() if again else None
+                found, notes = find_checkpoint(saving, plan.output, before)
+                given = {} if saving.resume_anyway else dataclasses.asdict(plan.args)
+                if found:
+                    total = plan.schedule.total
+                    manifest = read_manifest(found)
+                    check_same_training(manifest, found, plan.work, total, given, plan.data)
+            except UsageError as error:
+                problem = str(error)
+        found, notes, problem = broadcast(self.ranks, (found, notes, problem))
+        if problem:
+            raise UsageError(problem)
+        return (found, read_manifest(found)) if found else None, notes
 
     def __enter__(self) -> Self:
         self.file = None

@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from bench.errors import UsageError
 from bench.files import Strict
+from bench.formulas.work import Work
 from bench.results.result_files import first_problem, storable
 from bench.run.checkpoint.durable import Files, checksum
-from bench.settings.flags import LEARNT, Args, flag_of, of_kind
-from bench.settings.plan import Plan
+from bench.settings.flags import LEARNT, DataFlags, OutputFlags, SaveFlags, flag_of, of_kind
 from model.json_keys import plain_file
 from model.stored import Part
 
@@ -174,21 +174,23 @@ def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | N
     return None
 
 
-def find_checkpoint(plan: Plan, again: Path | None = None) -> tuple[Path | None, list[str]]:
+def find_checkpoint(
+    saving: SaveFlags, output: OutputFlags, again: Path | None = None
+) -> tuple[Path | None, list[str]]:
     """The checkpoint that --resume means, and notes; UsageError where a given path has none.
 
     `again` is the run that this one restarts, if it does.
     """
-    saving, notes = plan.saving, []
+    notes: list[str] = []
     if again is not None and not saving.resume:
         return newest(directories(again / "checkpoints"), notes), notes
     if not saving.resume:
         return None, notes
     if saving.resume == "auto":
-        places = attempts(Path(plan.output.output_dir), saving.save_dir, plan.output.run_name)
+        places = attempts(Path(output.output_dir), saving.save_dir, output.run_name)
         found = newest(places, notes)
         if found is None:
-            notes.append(f"--resume auto: no checkpoint of {plan.output.run_name}; starts from 0")
+            notes.append(f"--resume auto: no checkpoint of {output.run_name}; starts from 0")
         return found, notes
     given = Path(saving.resume)
     if (given / MANIFEST).exists():
@@ -205,20 +207,27 @@ def find_checkpoint(plan: Plan, again: Path | None = None) -> tuple[Path | None,
     return found, notes
 
 
-def check_same_training(manifest: Manifest, where: Path, plan: Plan, data: dict[str, str]) -> None:
-    """UsageError, by name, for whatever would make the resumed run another training."""
-    args, work = plan.args, plan.work
+def check_same_training(
+    manifest: Manifest,
+    where: Path,
+    work: Work,
+    n_steps: int,
+    given: dict[str, Any],
+    files: DataFlags,
+) -> None:
+    """UsageError, by name, for whatever would make the resumed run another training.
+
+    `given` are all flags of the run, or none if they need not be the same (--resume-anyway).
+    """
     if manifest.model_hash != work.config.hash:
         raise UsageError(f"--resume {where}: is of another model than {work.config.path}")
-    if manifest.step > plan.schedule.total:
+    if manifest.step > n_steps:
         raise UsageError(
-            f"--resume {where}: is at step {manifest.step}, and this run ends at {plan.schedule.total}"
+            f"--resume {where}: is at step {manifest.step}, and this run ends at {n_steps}"
         )
-    if plan.saving.resume_anyway:
+    if not given:
         return
-    told = {
-        name: getattr(args, name) for name in (*sorted(of_kind(LEARNT)), *ALSO_EQUAL, "pad_vocab")
-    }
+    told = {name: given[name] for name in (*sorted(of_kind(LEARNT)), *ALSO_EQUAL, "pad_vocab")}
     told |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
     saved = manifest.args | {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
     for name, value in told.items():
@@ -227,7 +236,7 @@ def check_same_training(manifest: Manifest, where: Path, plan: Plan, data: dict[
                 f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
                 "the same, or --resume-anyway"
             )
-    for name, about in data.items():
+    for name, about in describe_data(files).items():
         if manifest.data.get(name, about) != about:
             raise UsageError(
                 f"{flag_of(name)}: the file is not the one that {where} was trained on; give the same, "
@@ -235,11 +244,11 @@ def check_same_training(manifest: Manifest, where: Path, plan: Plan, data: dict[
             )
 
 
-def describe_data(args: Args) -> dict[str, str]:
+def describe_data(files: DataFlags) -> dict[str, str]:
     """Size and a checksum of the ends of each token file, by flag."""
     found = {}
     for name in ("data", "val_data"):
-        path = getattr(args, name)
+        path = getattr(files, name)
         if path and path != "synthetic":
             with Path(path).open("rb") as f:
                 start = f.read(2**20)

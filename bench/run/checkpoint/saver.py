@@ -338,7 +338,7 @@ class Saver:
             seq_len=work.batch.seq_len,
             model_hash=work.config.hash,
             config=work.config.raw,
-            data=describe_data(run.plan.args),
+            data=describe_data(run.plan.data),
             loss=content["loss"],
             scaler=content["scaler"],
             versions={"llm-train-bench": __version__, "torch": torch.__version__},
