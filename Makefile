@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-cells test-oldest docs lint faults bench gpu-check gpu-test gpu-bench clean
+.PHONY: demo test test-cells test-oldest docs lint faults fuzz bench gpu-check gpu-test gpu-bench clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -47,6 +47,10 @@ faults: $(READY)
 # Every supported combination of toggles through Inductor's code generation too: ten minutes.
 test-cells: $(READY)
 	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
+
+# Any bytes as any file that the tools read: a million cases, or CASES of each kind in KINDS.
+fuzz: $(READY)
+	CASES="$(CASES)" KINDS="$(KINDS)" $(BIN)/python -m tests.fuzz
 
 # A benchmark that fails (a limit, an absent library) does not stop the others.
 each = @failed=; for name in $(2); do echo "== $$name"; $(1) benchmarks/$$name.py || failed="$$failed $$name"; \

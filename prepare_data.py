@@ -171,10 +171,14 @@ def load_encoder(tokenizer: str | None):
     if not ends:
         what = f"{tokenizer} has none of {', '.join(END_TOKENS)}"
         print(f"prepare_data.py: {what}: documents follow each other unmarked", file=sys.stderr)
-    return (
-        lambda text: np.array(loaded.encode(text, add_special_tokens=False).ids + ends),
-        loaded.get_vocab_size(with_added_tokens=True),
-    )
+
+    def encode(text: str) -> np.ndarray:
+        try:
+            return np.array(loaded.encode(text, add_special_tokens=False).ids + ends)
+        except Exception as error:  # a vocabulary that lacks what its own rules need
+            raise UsageError(f"--tokenizer {tokenizer}: cannot encode: {error}") from None
+
+    return encode, loaded.get_vocab_size(with_added_tokens=True)
 
 
 if __name__ == "__main__":

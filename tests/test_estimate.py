@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import estimate
 from bench.apply.precision import autocast
 from bench.formulas.collectives import collective_time, fsdp_bytes
-from bench.formulas.hardware import CONSTANTS, find_hardware
+from bench.formulas.hardware import constants, find_hardware
 from bench.formulas.memory_model import (
     COMMUNICATION_GIB,
     CONTEXT_GIB,
@@ -339,7 +339,7 @@ def test_fp32_matmuls_are_slower_than_the_device_can():
         gpu = find_hardware(name)
         for flags in ([], ["--tf32"]):
             work = plan_of(["configs/gpt2-125m.json", "--amp", "off", *flags]).work
-            seconds = matmul_time(work, 8192, 8192, 8192, False, gpu, CONSTANTS)
+            seconds = matmul_time(work, 8192, 8192, 8192, False, gpu, constants())
             rates[name, bool(flags)] = 2 * 8192**3 / seconds / 1e12
         assert 0.5 * gpu.fp32_tflops < rates[name, False] < gpu.fp32_tflops
     assert rates["h100", True] > 4 * rates["h100", False]

@@ -26,6 +26,7 @@ from model.config import ConfigError, load_config
 from model.hf import check_pretrained, save_pretrained
 from model.init import materialize
 from model.transformer import Transformer
+from tests import fuzz
 from tests.faults import SHAPE
 from tests.helpers import ROOT, only_result, run_train
 
@@ -318,3 +319,8 @@ def test_a_python_without_the_libraries_is_told_what_to_type():
                           capture_output=True, env=os.environ | {"PYTHONPATH": ""})  # fmt: skip
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "has no torch; activate the environment" in done.stderr
+
+
+@pytest.mark.parametrize("kind", fuzz.KINDS)
+def test_any_bytes_as_any_file(kind, tmp_path):
+    fuzz.attack(kind, 60, tmp_path)

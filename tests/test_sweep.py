@@ -138,7 +138,7 @@ def test_what_goes_wrong_is_a_row(killed_and_resumed):
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
-    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}, timeout_s=30)
+    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}, timeout_s=12)
     process = start(path, tmp_path)
     while not (tmp_path / "sweep.json").exists():
         assert process.poll() is None
@@ -148,7 +148,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
     assert other.returncode == 2 and refused.count("\n") == 1
     assert f"sweep.py: {tmp_path}: another sweep is running there" in refused
     text, _ = process.communicate(timeout=120)
-    assert process.returncode == 1 and "timeout: not done after 30 s" in text
+    assert process.returncode == 1 and "timeout: not done after 12 s" in text
     assert not processes_with(str(tmp_path / "runs"))
 
 

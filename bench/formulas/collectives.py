@@ -8,7 +8,7 @@ first two, twice that for the third.
 import dataclasses
 import math
 
-from bench.formulas.hardware import CONSTANTS, Constants, Hardware
+from bench.formulas.hardware import Constants, Hardware, constants
 from bench.formulas.parameters import Shapes, layer_names, matrices, n_numbers, parameter_shapes
 from bench.formulas.work import Work
 
@@ -73,7 +73,7 @@ def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
 
 
 def collective_time(
-    kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants = CONSTANTS
+    kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants | None = None
 ) -> float:
     """Seconds of a ring collective of `size` bytes (the whole tensor) over neighbouring ranks.
 
@@ -82,6 +82,7 @@ def collective_time(
     """
     if ranks == 1 or not size:
         return 0.0
+    c = c or constants()
     inside = min(ranks, per_node)
     nodes = math.ceil(ranks / per_node)
     bus = gpu.ring_gb_per_s

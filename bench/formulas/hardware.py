@@ -4,9 +4,13 @@ import dataclasses
 import functools
 import json
 import re
+import typing
+from pathlib import Path
+from typing import Any
 
 from bench.errors import UsageError
 from bench.files import ROOT
+from model.json_keys import plain_file
 
 ROOFS_FILE = ROOT / "configs" / "roofs.json"
 HARDWARE_FILE = ROOT / "configs" / "hardware.json"
@@ -44,8 +48,11 @@ class Hardware:
 
 @functools.cache
 def devices() -> tuple[Hardware, ...]:
-    """All that configs/hardware.json lists; UsageError where an entry's keys are not Hardware's."""
-    entries = json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["devices"]
+    """All that configs/hardware.json lists; UsageError for an entry that is not as Hardware's."""
+    entries = _read_json(HARDWARE_FILE).get("devices")
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise UsageError(f"{HARDWARE_FILE}: devices must be a list of objects")
+    hints = typing.get_type_hints(Hardware)
     keys = {field.name for field in dataclasses.fields(Hardware)}
     for entry in entries:
         if wrong := sorted(keys ^ entry.keys()):
@@ -53,7 +60,32 @@ def devices() -> tuple[Hardware, ...]:
                 f"lacks {wrong[0]}" if wrong[0] in keys else f"has {wrong[0]}, which no entry has"
             )
             raise UsageError(f"{HARDWARE_FILE}: the entry {entry.get('name', '?')} {what}")
+        for key, value in entry.items():
+            kinds = typing.get_args(hints[key]) or (hints[key],)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            names = key == "driver_names" and isinstance(value, list)
+            right = (
+                (float in kinds and number and 0 <= value < 1e15)
+                or (value is None and type(None) in kinds)
+                or (names and all(isinstance(n, str) for n in value))
+                or (key == "fitted" and isinstance(value, dict))
+                or type(value) in kinds
+            )
+            if not right:
+                shown = repr(value)[:40]
+                raise UsageError(f"{HARDWARE_FILE}: {entry.get('name')!r}: {key} is {shown}")
     return tuple(Hardware(**e | {"driver_names": tuple(e["driver_names"])}) for e in entries)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of configs/; UsageError if the file was spoilt."""
+    try:
+        content = json.loads(plain_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: must be a JSON object")
+    return content
 
 
 def device_called(name: str | None) -> Hardware | None:
@@ -84,8 +116,11 @@ def find_roof(device_name: str) -> Roof:
     """The measured roof of the device of that name (`name_of_part`), from configs/roofs.json."""
     if not ROOFS_FILE.exists():
         return Roof()
-    entry = json.loads(ROOFS_FILE.read_text(encoding="utf-8")).get(device_name)
-    return Roof(**entry) if entry else Roof()
+    entry = _read_json(ROOFS_FILE).get(device_name)
+    try:
+        return Roof(**entry) if entry else Roof()
+    except TypeError:
+        raise UsageError(f"{ROOFS_FILE}: {device_name!r} is {str(entry)[:80]!r}, no roof") from None
 
 
 def name_of_part(device_name: str, memory_gib: float | None) -> str:
@@ -186,4 +221,10 @@ class Constants:
     slowest_node: float
 
 
-CONSTANTS = Constants(**json.loads(HARDWARE_FILE.read_text(encoding="utf-8"))["speed_model"])
+@functools.cache
+def constants() -> Constants:
+    """The values for all devices; UsageError if the file was spoilt."""
+    try:
+        return Constants(**_read_json(HARDWARE_FILE)["speed_model"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{HARDWARE_FILE}: speed_model: {error}") from None

@@ -15,7 +15,7 @@ import math
 
 from bench.formulas.collectives import communication_time
 from bench.formulas.flops import attended_keys
-from bench.formulas.hardware import CONSTANTS, Constants, Hardware
+from bench.formulas.hardware import Constants, Hardware, constants
 from bench.formulas.parameters import matrices, n_numbers, parameter_shapes
 from bench.formulas.work import PASS_FORWARDS, Work
 
@@ -36,7 +36,7 @@ class SpeedEstimate:
 
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
     """The time of a step; `per_node` GPUs share a machine."""
-    c = dataclasses.replace(CONSTANTS, **gpu.fitted)
+    c = dataclasses.replace(constants(), **gpu.fitted)
     config, train, passes = work.config, work.trains, PASS_FORWARDS[work.pass_type]
     layers, micro_steps = config.num_hidden_layers, work.batch.grad_acc_steps
     again = work.recompute.blocks

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def complete_result(pointer: Path, status: str, error: str, consequences: tuple[
         path = Path(pointer.read_text(encoding="utf-8")) / "result.json"
         file = ResultFile(path.parent, None)
         result = Result.model_validate_json(path.read_text(encoding="utf-8"))
-        of_others = (result.error or "").split(": ", 1)[-1].startswith(consequences)
+        of_others = re.sub(r"^rank \d+: ", "", result.error or "").startswith(consequences)
         unaware = result.status == "interrupted" != status
         if result.status == "running" or unaware or of_others:
             result.status, result.error = status, error
