@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
 # One node of several: run this on every node with the same arguments.
-#   NNODES=2 HEAD=10.0.0.1 docker/torchrun_node.sh train_fsdp.py configs/llama-3.1-8b.json --bsz 1
+#   JOB_ID=k3vq9x NNODES=2 HEAD=10.0.0.1 docker/torchrun_node.sh train_fsdp.py configs/llama-3.1-8b.json
+# JOB_ID       a random word, the same on all nodes; whoever knows it can join (docs/CLUSTER.md)
 # NNODES       number of nodes
 # HEAD         address of one of them, where all meet; PORT (29400) is the port there
 # NODE         number of this node, 0 at HEAD: then the others wait for it, up to WAIT (900) seconds.
 #              Without it start all within two minutes. Kubernetes' JOB_COMPLETION_INDEX serves as well
 # GPUS         processes on this node; by default one per GPU
-# MAX_RESTARTS how often all ranks start again, from the beginning, after one failed (0)
+# MAX_RESTARTS how often all ranks start again after one failed, from the last checkpoint (0)
 set -euo pipefail
-if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ]; then
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ] || [ -z "${JOB_ID:-}" ]; then
+    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 cd "$(dirname "$0")/.."
@@ -25,7 +26,14 @@ if [ -n "$node" ]; then
         sleep 1
     done
 fi
+# What gloo and NCCL open is on the interface towards HEAD alone.
+if [ "$NNODES" -gt 1 ] && route=$(ip -o route get "$HEAD" 2>/dev/null) && [[ $route =~ \ dev\ ([^ ]+) ]]; then
+    interface=${BASH_REMATCH[1]}
+    if [ "$interface" != lo ]; then
+        export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$interface}
+    fi
+fi
 exec python -m torch.distributed.run \
     --nnodes "$NNODES" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
-    --rdzv-backend c10d --rdzv-id "${JOB_ID:-llm-train-bench}" --rdzv-endpoint "$HEAD:$port" \
+    --rdzv-backend c10d --rdzv-id "$JOB_ID" --rdzv-endpoint "$HEAD:$port" \
     ${conf[@]+"${conf[@]}"} "$@"

@@ -10,6 +10,8 @@ import time
 import pytest
 import torch
 
+from bench.compare.find_results import read_records
+from bench.compare.records import LogFacts
 from bench.run.checkpoint.manifest import committed, newest, verify
 from tests import faults
 from tests.helpers import ROOT, only_result, run_train
@@ -230,5 +232,8 @@ def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
     assert done.returncode == 0, done.stderr
     r = json.loads((tmp_path / "runs/r-restart1/result.json").read_text())
     assert r["status"] == "ok" and r["resumed_from"]["step"] == verify(found).step
+    (record,) = read_records([str(tmp_path / "runs")], print, LogFacts())  # the two are one run
+    assert [step for step, _ in record.losses] == list(range(402))
+    assert any("2 attempts of one run" in note for note in record.notes)
     losses = dict(faults.losses_of(tmp_path / "runs", "r"))
     assert sorted(losses) == list(range(402))

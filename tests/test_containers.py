@@ -463,7 +463,7 @@ def test_nodes_wait_for_the_first(machine):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         found = {}
-        where = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port}
+        where = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "JOB_ID": "k3v"}
         for node in ("0", "1", ""):
             done = subprocess.run(
                 ["bash", str(ROOT / "docker/torchrun_node.sh"), "train_fsdp.py", "x.json"],
@@ -473,7 +473,7 @@ def test_nodes_wait_for_the_first(machine):
             found[node] = done.stdout
     assert "--rdzv-conf is_host=1 train_fsdp.py x.json" in found["0"]
     assert "--rdzv-conf is_host=0 train_fsdp.py x.json" in found["1"]
-    assert "is_host" not in found[""]
+    assert "is_host" not in found[""] and "--rdzv-id k3v" in found[""]
     done = subprocess.run(
         ["bash", str(ROOT / "docker/torchrun_node.sh"), "train_fsdp.py", "x.json"],
         env=machine.environment | where | {"JOB_COMPLETION_INDEX": "1", "WAIT": "2"},
@@ -703,7 +703,7 @@ def test_manifests_agree_with_themselves():
     service, job = manifests("kubernetes-job.yaml")
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    environment = {e["name"]: e["value"] for e in container["env"]}
+    environment = {e["name"]: e.get("value") for e in container["env"]}
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     nodes = job["spec"]["completions"]
@@ -757,6 +757,19 @@ def test_slurm_variants(kind, tmp_path):
         assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(argv)
         assert "docker/launch.sh" in argv and "docker/torchrun_node.sh" in argv
         assert calls[-1][0][-3:] == ["rm", "-f", "llm-train-bench-1234"]  # no container is left
+
+
+@pytest.mark.parametrize("code", [75, 1])
+def test_slurm_queues_a_job_again_that_saved_and_stopped(code, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho node7\n')
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{plain_tools()}", "SLURM_SUBMIT_DIR": str(ROOT),
+                   "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "7"}  # fmt: skip
+    script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train_ddp.py", "x.json"]
+    assert subprocess.run(script, env=environment, capture_output=True).returncode == code
+    assert ("requeue 7" in (tmp_path / "calls").read_text()) == (code == 75)
 
 
 def test_slurm_refuses_other_engines(tmp_path):

@@ -44,7 +44,31 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
             records += found
         else:
             raise UsageError(f"{path}: no such file or directory")
-    return records
+    return join_attempts(records)
+
+
+def join_attempts(records: list[Record]) -> list[Record]:
+    """Each run once: the last attempt of a resumed run, with the losses of those before it.
+
+    Speed is the last attempt's; the others end in the middle, or have other neighbours.
+    """
+    by_place = {(Path(r.path).parent.parent, r.label): r for r in records}
+    gone = set()
+    for record in records:
+        last, seen = record, 0
+        while last.resumed_from:
+            name, first = last.resumed_from
+            before = by_place.get((Path(last.path).parent.parent, name))
+            if before is None or before is record:
+                break
+            record.losses = [x for x in before.losses if x[0] < first] + record.losses
+            rates = [x for x in before.learning_rates if x[0] < first]
+            record.learning_rates = rates + record.learning_rates
+            gone.add(id(before))
+            last, seen = before, seen + 1
+        if seen:
+            record.notes.append(f"{seen + 1} attempts of one run; figures are the last one's")
+    return [r for r in records if id(r) not in gone]
 
 
 def _runs_of(row: Record, file: Path) -> set[str]:

@@ -92,6 +92,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
         marks=r.unfit,
         notes=list(r.notes),
+        resumed_from=r.resumed_from and (r.resumed_from.run, r.resumed_from.step),
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )

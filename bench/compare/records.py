@@ -53,6 +53,7 @@ class Record:
     notes: list[str] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
+    resumed_from: tuple[str, int] | None = None  # name of the run before it, and first step of this
 
 
 def make_printable(r: Record) -> None:
