@@ -28,8 +28,10 @@ from unittest import mock
 import torch
 
 import train
+import train_ddp
+import train_fsdp
 from bench.apply import precision
-from bench.parallel.ranks import ALONE
+from bench.parallel.ranks import ALONE, MEETING, Ranks
 from bench.results.schema import Metrics
 from bench.run.checkpoint import durable, manifest, saver
 from bench.run.checkpoint.durable import Files
@@ -410,6 +412,76 @@ LAYOUTS = (
 )  # fmt: skip
 
 
+def fork_rank(script: str, argv: list[str], rank: int, world: int, meeting: Path) -> int:
+    """One rank of a run as a forked child; its process id."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
+                       "GLOO_SOCKET_IFNAME": "lo", MEETING: str(meeting)}  # fmt: skip
+        ranks = Ranks(rank, world, rank) if world > 1 else ALONE
+        entry = {"train.py": train, "train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            train_planned(entry.train, parse_args(argv, script), script, ranks)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def fork_ranks(script, world, argv, kill_after: float | None, draw: random.Random) -> bool:
+    """All ranks of a run, of which one or all are killed after some seconds; whether all ended well."""
+    with tempfile.TemporaryDirectory() as meeting:
+        children = [fork_rank(script, argv, rank, world, Path(meeting)) for rank in range(world)]
+        if kill_after is not None:
+            time.sleep(kill_after)
+            for child in draw.choice([children, [draw.choice(children)]]):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        codes, deadline = [], time.monotonic() + 20
+        for child in children:
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                if time.monotonic() > deadline:  # as an agent would
+                    os.kill(child, signal.SIGKILL)
+                time.sleep(0.01)
+            codes.append(ended[1])
+    return not any(codes)
+
+
+def ranks(count: int = 300) -> str:
+    """Kills of 1 to 4 gloo ranks from a warm process, another script or number at each restart."""
+    draw, n, runs = random.Random(4), 0, 0
+    with tempfile.TemporaryDirectory() as top:
+        out, config = Path(top), make_config(Path(top))
+        config.write_text(json.dumps(SHAPE | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}))
+        sgd = ["--optimizer", "sgd", "--lr", "0.1"]
+        run_here(arguments(config, out, "reference", *sgd))
+        reference = whole_state(newest([out / "reference/checkpoints"]))
+        losses = dict(losses_of(out, "reference"))
+        while n < count:
+            name, done = f"r{runs}", False
+            for attempt in range(8):
+                script, world, extra = draw.choice(LAYOUTS)
+                size = ["--bsz", str(4 // world), *(["--dist-timeout", "15"] if world > 1 else [])]
+                argv = arguments(config, out, name, *sgd, *size, *extra)
+                wait = draw.uniform(0.1, 2.5) if attempt < 7 else None
+                n += wait is not None
+                if done := fork_ranks(script, world, argv, wait, draw):
+                    break
+            found = newest(manifest.attempts(out, None, name))
+            assert done and verify(found).step == STEPS + 2, (name, script, world)
+            for key, tensor in whole_state(found).items():
+                far = (tensor.double() - reference[key].double()).abs().max()
+                assert far < 1e-4, (key, far)
+            for step, loss in losses_of(out, name):
+                assert abs(loss - losses[step]) < 1e-5, (step, loss, losses[step])
+            for path in out.glob(f"{name}*"):
+                shutil.rmtree(path)
+            runs += 1
+    return f"{n} kills in {runs} runs of changing layouts, 0 of them wrong"
+
+
 def start_command(script: str, world: int, argv: list[str], extra: list[str]) -> subprocess.Popen:
     """One of the scripts as a user starts it, with the global batch kept at four samples."""
     size = ["--bsz", str(4 // world)]
@@ -611,7 +683,8 @@ def mutants(count: int = 0) -> str:
 
 
 PARTS = {
-    f.__name__: f for f in (states, errors, damage, pieces, calls, kills, commands, disk, mutants)
+    f.__name__: f
+    for f in (states, errors, damage, pieces, calls, kills, ranks, commands, disk, mutants)
 }
 
 
