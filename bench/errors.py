@@ -16,6 +16,10 @@ class UsageError(Exception):
     """The user's input cannot be used; the message is one line: what, where, what to do."""
 
 
+class DoesNotFit(UsageError):
+    """The run needs more memory than the device has, whatever else is true."""
+
+
 class OwnError(UsageError):
     """A UsageError that the machine's other ranks do not have."""
 

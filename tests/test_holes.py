@@ -136,6 +136,14 @@ def test_an_empty_value_is_no_default(flags, tmp_path, capsys):
     assert "is empty; was a variable of the shell not set?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["train.py", "train_ddp.py"])
+def test_a_batch_that_cannot_fit_is_refused_at_once(script, tmp_path):
+    argv = [sys.executable, script, *TINY, "--bsz", "2147483648", "--output-dir", str(tmp_path)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 4 and done.stderr.count("\n") == 1
+    assert "token ids alone need" in done.stderr and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -70,6 +70,18 @@ def device_name(device: torch.device) -> str:
         return "CPU"
 
 
+def memory_gib(device: torch.device) -> float | None:
+    """Memory of a GPU, or of the machine with its swap space for a CPU [GiB]; None where unknown."""
+    if device.type != "cpu":
+        return device_memory_gib(device)
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        kib = dict(line.split(":", 1) for line in text.splitlines())
+        return sum(int(kib[name].split()[0]) for name in ("MemTotal", "SwapTotal")) / 2**20
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def device_memory_gib(device: torch.device) -> float | None:
     """Memory of a GPU in GiB; None on a CPU, which shares it with everything else."""
     if device.type != "cuda":

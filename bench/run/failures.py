@@ -14,6 +14,7 @@ from bench.start import PARENT
 
 from bench.errors import (
     CompileError,
+    DoesNotFit,
     Interrupted,
     NoStep,
     NotFinite,
@@ -93,9 +94,11 @@ def lost_a_rank(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for bad input, 3 for out of memory, 75 for stopped on request after saving, 1 for the rest."""
+    """2 bad input, 3 out of memory, 4 cannot fit, 75 stopped on request after saving, 1 the rest."""
     if isinstance(error, Preempted) and error.step is not None:
         return PREEMPTED
+    if isinstance(error, DoesNotFit):
+        return 4
     if isinstance(error, UsageError | ConfigError):
         return 2
     return 3 if is_out_of_memory(error) else 1

@@ -17,8 +17,10 @@ from bench.start import PARENT
 import torch
 
 from bench import start
-from bench.errors import Interrupted, UsageError
-from bench.measure.device import cpu_count, pick_device, platform_of
+from bench.errors import DoesNotFit, Interrupted, UsageError
+from bench.formulas.parameters import count_parameters
+from bench.formulas.work import Work
+from bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of
 from bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from bench.results.result_files import RUN_POINTER, complete_result, read_result
 from bench.run.failures import ENDING, NO_CAUSE, PREEMPTED, exit_code, has_parent, report
@@ -66,7 +68,25 @@ def train_planned(train: Callable[..., None], args: Args, script: str, ranks: Ra
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
     device = pick_device(args.device, ranks.local_rank)
     plan = make_plan(args, Script(script), ranks.world, platform_of(device))
+    refuse_impossible(plan.work, device)
     train(plan, device, ranks)
+
+
+def refuse_impossible(work: Work, device: torch.device) -> None:
+    """DoesNotFit for a step whose weights and token ids alone are more than the device's memory.
+
+    Others may not fit either; these would spend minutes before they failed.
+    """
+    states = 4 if work.pass_type == "step" and work.optimizer == "adamw" else 1
+    if work.fsdp and work.fsdp.cpu_offload:
+        return
+    weights = 4 * states * count_parameters(work.config) // (work.fsdp.shards if work.fsdp else 1)
+    need, has = (weights + 8 * work.batch.micro_tokens) / GIB, memory_gib(device)
+    if has and need > has:
+        raise DoesNotFit(
+            f"weights, gradients, optimizer state and token ids alone need {need:,.0f} GiB, and this "
+            f"device has {has:,.0f}; use a smaller --bsz or model, or train_fsdp.py on more devices"
+        )
 
 
 def _check_joining(flags: RankFlags) -> None:
@@ -259,13 +279,13 @@ def _first_failure(failure, prog: str, private: Path) -> int:
     """Print the error of the rank that failed first, and see that the result says it; its exit code."""
     rank = first_failure(failure.failures)
     first = failure.failures[rank]
-    code = first.exitcode if first.exitcode in (2, 3) else 1
+    code = first.exitcode if first.exitcode in (2, 3, 4) else 1
     data = first.error_file_data.get("message", {})
     text = data.get("message") if isinstance(data, dict) else None
     text = text or (
         f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     )
-    who = prog if code == 2 else f"{prog}: rank {rank}"
+    who = prog if code in (2, 4) else f"{prog}: rank {rank}"
     if isinstance(data, dict) and data.get("extraInfo", {}).get("shown"):
         print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
     print(f"{who}: {text}", file=sys.stderr, flush=True)

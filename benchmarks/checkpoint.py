@@ -1,0 +1,88 @@
+"""Saving against torch.distributed.checkpoint.async_save: stall of the loop, and time to durable.
+
+    python benchmarks/checkpoint.py [CONFIG]
+
+Both save the same state (parameters and AdamW's moments) of one process to the same disk, in turn.
+Ours writes with a checksum and synchronises files and names; theirs synchronises files.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bench.run.checkpoint.durable import Files, commit
+from bench.run.checkpoint.training_state import Staging, state_tensors
+from model.config import load_config
+from model.init import materialize
+from model.stored import encoded
+from model.transformer import Transformer
+
+ROUNDS = 7
+
+
+def ours(state: dict[str, torch.Tensor], staging: Staging, top: Path) -> tuple[float, float]:
+    """Stall and time to durable [s]."""
+    begin = time.perf_counter()
+    copies, _ = staging.copy(state)
+    stall = time.perf_counter() - begin
+    files, part = Files(), top / ".part"
+    files.make(part)
+    size, crc = files.write(part / "rank00000.safetensors", encoded(copies))
+    files.write(part / "manifest.json", [json.dumps([size, crc]).encode()])
+    commit(part, top / "ours", files)
+    return stall, time.perf_counter() - begin
+
+
+def theirs(state: dict[str, torch.Tensor], top: Path) -> tuple[float, float]:
+    """The same by torch's own."""
+    begin = time.perf_counter()
+    future = dcp.async_save(state, checkpoint_id=str(top / "theirs"))
+    stall = time.perf_counter() - begin
+    future.result()
+    return stall, time.perf_counter() - begin
+
+
+def main(argv: list[str]) -> None:
+    """Print both, interleaved: minimum and median, and the ratio of medians."""
+    config = load_config(argv[0] if argv else "configs/gpt2-125m.json")
+    with torch.device("meta"):
+        model = Transformer(config, 64)
+    materialize(model, torch.device("cpu"), 0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer.step()
+    state = {name: tensor.clone() for name, tensor in state_tensors(model, optimizer)}
+    gb = sum(t.numel() * t.element_size() for t in state.values()) / 1e9
+    staging, times = Staging(torch.device("cpu")), {"ours": [], "theirs": []}
+    for _ in range(ROUNDS + 1):  # the first warms both up
+        for name in times:
+            with tempfile.TemporaryDirectory(dir=".") as top:
+                found = (
+                    ours(state, staging, Path(top)) if name == "ours" else theirs(state, Path(top))
+                )
+                times[name].append(found)
+                shutil.rmtree(top)
+                Path(top).mkdir()
+    print(f"{config.name}: {gb:.2f} GB, {ROUNDS} rounds, torch {torch.__version__}")
+    medians = {}
+    for name, found in times.items():
+        stalls, durable = zip(*found[1:], strict=True)
+        medians[name] = statistics.median(stalls), statistics.median(durable)
+        print(
+            f"{name:7} stall {min(stalls):.3f} / {medians[name][0]:.3f} s, durable "
+            f"{min(durable):.3f} / {medians[name][1]:.3f} s, {gb / medians[name][1]:.2f} GB/s"
+        )
+    stall, durable = (a / b for a, b in zip(medians["ours"], medians["theirs"], strict=True))
+    print(f"ours / theirs, medians: stall {stall:.2f}, durable {durable:.2f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
