@@ -654,10 +654,11 @@ def check_lost_node(agents, out, lose, rank=1):
             agent.communicate()
 
 
-def test_max_restarts_starts_all_ranks_again(tmp_path):
-    argv = [*FOREVER, "--max-restarts", "1", "--run-name", "mine"]
+def test_max_restarts_goes_on_from_the_last_checkpoint(tmp_path):
+    """Then Ctrl-C, twice at once for a rank: by the terminal and by its agent."""
+    argv = [*FOREVER, "--max-restarts", "1", "--run-name", "mine", "--save-every", "5"]
     process = start("train_ddp.py", tmp_path, *argv)
-    assert wait_until(lambda: training(tmp_path), 240)
+    assert wait_until(lambda: list(tmp_path.glob("mine/checkpoints/step-*")), 240)
     first = ranks_of(process)
     os.kill(first[1], signal.SIGKILL)
     assert wait_until(
@@ -667,10 +668,17 @@ def test_max_restarts_starts_all_ranks_again(tmp_path):
         ),
         60,
     )
-    assert wait_until(lambda: len(list(tmp_path.glob("*/steps.jsonl"))) == 2, 240)
+    assert wait_until(lambda: list(tmp_path.glob("mine-restart1/checkpoints/step-*")), 240)
     assert {p.name for p in tmp_path.iterdir()} == {"mine", "mine-restart1"}
     interrupt(process)
-    assert finish(process)[0] == 1
+    code, _, err = finish(process)
+    assert code == 75, err
+    r = json.loads((tmp_path / "mine-restart1/result.json").read_text())
+    assert r["status"] == "preempted" and r["resumed_from"]["run"] == "mine"
+    steps = [
+        json.loads(x) for x in (tmp_path / "mine-restart1/steps.jsonl").read_text().splitlines()
+    ]
+    assert steps[0]["step"] == r["resumed_from"]["step"] >= 5
 
 
 def test_launchers_are_recognised():

@@ -47,6 +47,8 @@ from model.transformer import Transformer
 
 # What a rank may ask all to do, as numbers that can be averaged over ranks.
 STOP, NOT_FINITE = 1.0, 2.0**20
+# Signals that follow the first this soon [s] ask for the same.
+SAME_WISH_S = 3.0
 
 
 def build_saver(
@@ -154,12 +156,14 @@ class Saver:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first signal is a wish: all ranks save and stop at the same step."""
-        before = {}
+        before, heard = {}, []
 
         def wish(number: int, frame) -> None:
+            heard.append(time.monotonic())
             self.asked, self.number = max(self.asked, STOP), number
-            for each, handler in before.items():  # the next one acts as ever
-                signal.signal(each, signal.SIG_IGN if each == signal.SIGUSR1 else handler)
+            # A terminal interrupts a rank, and so does its agent, a moment later: that is one wish.
+            if heard[-1] > heard[0] + SAME_WISH_S and callable(before[number]):
+                before[number](number, frame)
 
         if not self.flags.no_save_on_signal:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
