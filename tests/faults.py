@@ -327,6 +327,7 @@ def fork(argv: list[str], kill_after: float | None = None, files: Files | None =
     if not child:
         code = 1
         try:
+            torch.set_num_threads(1)  # OpenMP's other threads were not forked
             if files is not None:
                 saver.Files = lambda: files
             run_here(argv)
@@ -419,6 +420,7 @@ def fork_rank(script: str, argv: list[str], rank: int, world: int, meeting: Path
         return child
     code = 1
     try:
+        torch.set_num_threads(1)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank),
                        "GLOO_SOCKET_IFNAME": "lo", MEETING: str(meeting)}  # fmt: skip
         ranks = Ranks(rank, world, rank) if world > 1 else ALONE
@@ -547,6 +549,7 @@ def disk(count: int = 10) -> str:
             child = os.fork()
             if not child:
                 try:
+                    torch.set_num_threads(1)
                     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                     limit = int(largest * level / count)
                     real = Files.write

@@ -141,7 +141,7 @@ def test_a_batch_that_cannot_fit_is_refused_at_once(script, tmp_path):
     argv = [sys.executable, script, *TINY, "--bsz", "2147483648", "--output-dir", str(tmp_path)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 4 and done.stderr.count("\n") == 1
-    assert "token ids alone need" in done.stderr and not list(tmp_path.iterdir())
+    assert "token ids of a micro batch alone need" in done.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,11 @@ import torch
 
 from bench import start
 from bench.errors import DoesNotFit, Interrupted, UsageError
-from bench.formulas.parameters import count_parameters
 from bench.formulas.work import Work
 from bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of
 from bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from bench.results.result_files import RUN_POINTER, complete_result, read_result
-from bench.run.failures import ENDING, NO_CAUSE, PREEMPTED, exit_code, has_parent, report
+from bench.run.failures import ENDING, LOST, PREEMPTED, exit_code, has_parent, report
 from bench.run.hang import HangWatch
 from bench.settings.command_line import parse_args
 from bench.settings.flags import Args, RankFlags, Script, flag_of
@@ -73,19 +72,15 @@ def train_planned(train: Callable[..., None], args: Args, script: str, ranks: Ra
 
 
 def refuse_impossible(work: Work, device: torch.device) -> None:
-    """DoesNotFit for a step whose weights and token ids alone are more than the device's memory.
+    """DoesNotFit for a step whose token ids alone are more than the device's memory.
 
-    Others may not fit either; these would spend minutes before they failed.
+    Others may not fit either; this one would spend minutes before it failed.
     """
-    states = 4 if work.pass_type == "step" and work.optimizer == "adamw" else 1
-    if work.fsdp and work.fsdp.cpu_offload:
-        return
-    weights = 4 * states * count_parameters(work.config) // (work.fsdp.shards if work.fsdp else 1)
-    need, has = (weights + 8 * work.batch.micro_tokens) / GIB, memory_gib(device)
+    need, has = 8 * work.batch.micro_tokens / GIB, memory_gib(device)
     if has and need > has:
         raise DoesNotFit(
-            f"weights, gradients, optimizer state and token ids alone need {need:,.0f} GiB, and this "
-            f"device has {has:,.0f}; use a smaller --bsz or model, or train_fsdp.py on more devices"
+            f"the token ids of a micro batch alone need {need:,.0f} GiB, and this device has {has:,.0f}; "
+            "use a smaller --bsz"
         )
 
 
@@ -262,7 +257,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
             if _preempted(Path(private)):
                 return PREEMPTED
             why = f"interrupted by {stop.sigval.name}"
-            complete_result(Path(private) / RUN_POINTER, "interrupted", why, NO_CAUSE)
+            complete_result(Path(private) / RUN_POINTER, "interrupted", why, (LOST,))
             raise Interrupted(stop.sigval.name) from None
         return PREEMPTED if _preempted(Path(private)) else 0
 
@@ -292,7 +287,7 @@ def _first_failure(failure, prog: str, private: Path) -> int:
     status = "oom" if code == 3 else "failed"
     if text.startswith("interrupted by"):
         status = "interrupted"
-    complete_result(private / RUN_POINTER, status, f"rank {rank}: {text}", NO_CAUSE)
+    complete_result(private / RUN_POINTER, status, f"rank {rank}: {text}", (LOST,))
     return code
 
 
