@@ -4,11 +4,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from bench.apply.fp8.base import Fp8
 from bench.apply.precision import LossScaler
 from bench.settings.flags import OptimizerFlags
+from bench.sharded import is_sharded
 
 
 def build_optimizer(
@@ -25,7 +25,7 @@ def build_optimizer(
     ]
     if flags.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
-        sharded = isinstance(matrices[0], DTensor)
+        sharded = is_sharded(matrices[0])
         optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
         for p in [] if sharded else model.parameters():
             # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
@@ -58,7 +58,7 @@ def optimizer_step(
     for group in optimizer.param_groups:
         group["lr"] = lr
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = norm.full_tensor() if is_sharded(norm) else norm
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.measure.device import GIB, reset_peak_memory
 from bench.measure.steps import StepLog
 from bench.results.schema import Memory, Result
 from bench.settings.plan import Schedule
+from bench.sharded import is_sharded
 
 # The allocator's history keeps this many of its latest events; each is about 1 KiB.
 HISTORY = 200_000
@@ -96,7 +96,7 @@ class MemoryReport:
 def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of tensors on this rank's device: a shard for a sharded one, 0 for an offloaded one."""
     with torch.no_grad():
-        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        local = [t.to_local() if is_sharded(t) else t for t in tensors]
     held = [part for t in local for part in _parts(t)]
     return sum(t.numel() * t.element_size() for t in held if t.device.type == device.type)
 

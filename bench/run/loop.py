@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from bench.apply.compile import compile_errors_named
 from bench.apply.data import Validation, batches
@@ -20,6 +19,7 @@ from bench.parallel.ranks import average_over_ranks, meet
 from bench.results.result_files import seconds_alive
 from bench.run.life import Run
 from bench.run.profiling import build_capture
+from bench.sharded import reshard, sharded_modules
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
@@ -169,7 +169,7 @@ def build_step(
 
 def forward_amp(amp: str, model: nn.Module) -> str:
     """The autocast of a forward pass: none for a sharded model, which casts when it gathers."""
-    return "off" if isinstance(model, FSDPModule) else amp
+    return "off" if sharded_modules(model) else amp
 
 
 @contextlib.contextmanager
@@ -205,17 +205,3 @@ def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | Non
     model.train()
     reshard(sharded_modules(model))
     return (total / len(data[1])).item()
-
-
-def sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules that FSDP gathers as units; none without FSDP."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def reshard(modules: list[FSDPModule]) -> None:
-    """Free the gathered weights after a forward pass without a backward.
-
-    Weights that stay are in low precision: no export can use them, and the next pass finds them.
-    """
-    for module in modules:
-        module.reshard()

@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from bench.errors import UsageError
 from bench.parallel.ranks import Ranks
 from bench.run.checkpoint.manifest import Manifest
+from bench.sharded import place
 from model.stored import DTYPES, NAMES, Part, read_block
 from model.transformer import Transformer
 
@@ -34,26 +33,6 @@ def state_tensors(
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield f"{key}/{name}", value
-
-
-def place(tensor: Tensor) -> tuple[Tensor, list[int], list[int], int, int]:
-    """This rank's part of a tensor: its numbers, offsets and lengths in the whole.
-
-    The last two values say how many ranks hold the same part, and which of them this one is; 0 copies
-    stand for all ranks.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor, [0] * tensor.ndim, list(tensor.shape), 0, 0
-    mesh, copies, index = tensor.device_mesh, 1, 0
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    for dimension, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            copies *= mesh.size(dimension)
-            index = index * mesh.size(dimension) + mesh.get_local_rank(dimension)
-    local = tensor.to_local()
-    # --fp8-all-gather has torchao's wrapper around the plain tensor.
-    local = getattr(local, "_tensor", local)
-    return local, list(offsets), list(lengths), copies, index
 
 
 def own_share(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, Part] | None:

@@ -1,0 +1,47 @@
+"""Tensors and modules that FSDP has sharded, told apart and read.
+
+PyTorch's DTensor takes 2 s of CPU to import. Only what meets a sharded tensor imports it.
+"""
+
+from torch import Tensor, nn
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor: a rank's part of a whole on a device mesh."""
+    return hasattr(tensor, "full_tensor")
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP gathers as units (`FSDPModule`); none without FSDP."""
+    return [module for module in model.modules() if hasattr(module, "reshard")]
+
+
+def reshard(modules: list[nn.Module]) -> None:
+    """Free the gathered weights after a forward pass without a backward.
+
+    Weights that stay are in low precision: no export can use them, and the next pass finds them.
+    """
+    for module in modules:
+        module.reshard()
+
+
+def place(tensor: Tensor) -> tuple[Tensor, list[int], list[int], int, int]:
+    """This rank's part of a tensor: its numbers, offsets and lengths in the whole.
+
+    The last two values say how many ranks hold the same part, and which of them this one is; 0 copies
+    stand for all ranks.
+    """
+    if not is_sharded(tensor):
+        return tensor, [0] * tensor.ndim, list(tensor.shape), 0, 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, copies, index = tensor.device_mesh, 1, 0
+    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            copies *= mesh.size(dimension)
+            index = index * mesh.size(dimension) + mesh.get_local_rank(dimension)
+    local = tensor.to_local()
+    # --fp8-all-gather has torchao's wrapper around the plain tensor.
+    local = getattr(local, "_tensor", local)
+    return local, list(offsets), list(lengths), copies, index
