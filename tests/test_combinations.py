@@ -1,6 +1,7 @@
 """Every supported combination of toggles runs for real, every other is refused with its reason."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -59,21 +60,31 @@ TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-ste
         "--no-tensorboard"]  # fmt: skip
 
 
-# Inductor needs ten seconds or more in a C++ compiler for each kind of cell. By default it
-# generates code for this one (tests/test_train.py has others); the rest run the graphs as captured
-# and differentiated. `make test-cells` lets Inductor do all.
+# Capturing a compiled cell takes seconds; Inductor's code for it ten or more in a C++ compiler.
+# Of compiled cells, the short form runs one recomputation for each script and number format, such
+# that each pair of them occurs. Inductor generates code for one (tests/test_train.py has others); the
+# rest run the graphs as captured and differentiated. `make test-cells` runs all, by Inductor.
+ALL_CELLS = "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
 WITH_INDUCTOR = {("train_fsdp.py", "bf16", "off", "block")}
 
 
+def in_short_form(c: Combination) -> bool:
+    formats = sorted({(x.amp, x.fp8) for x in ON_A_CPU})
+    turn = AXES["entrypoint"].index(c.entrypoint) + formats.index((c.amp, c.fp8))
+    return c.compile == "off" or AXES["sac"][turn % 3] == c.sac
+
+
+RUN_HERE = [c for c in ON_A_CPU if ALL_CELLS or in_short_form(c)]
+
+
 def traced_only(c: Combination) -> bool:
-    asked = "LLM_TRAIN_BENCH_ALL_CELLS" in os.environ
     chosen = (c.entrypoint, c.amp, c.fp8, c.sac) in WITH_INDUCTOR
-    return c.compile != "off" and not (INDUCTOR_LINKS and (asked or chosen))
+    return c.compile != "off" and not (INDUCTOR_LINKS and (ALL_CELLS or chosen))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """All cells that a CPU can run: train.py's here, the others in one torchrun start beside it."""
+    """The cells that a CPU runs: train.py's here, the others in one torchrun start beside it."""
     out = tmp_path_factory.mktemp("cells")
     cases = [
         (
@@ -82,7 +93,7 @@ def finished(tmp_path_factory):
             [*TINY, "--bsz", "2", "--dist-timeout", "300", *flags(c)],
             traced_only(c),
         )
-        for c in ON_A_CPU
+        for c in RUN_HERE
         if c.entrypoint != "train.py"
     ]
     path = out / "cases.json"
@@ -95,7 +106,7 @@ def finished(tmp_path_factory):
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(ROOT)
-            for c in ON_A_CPU:
+            for c in RUN_HERE:
                 if c.entrypoint == "train.py":
                     argv = [
                         *TINY,
@@ -126,7 +137,7 @@ def finished(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("c", ON_A_CPU, ids=name)
+@pytest.mark.parametrize("c", RUN_HERE, ids=name)
 def test_a_supported_combination_trains_as_its_number_format_does(c, finished):
     """The same losses as eager, unrecomputed train.py in that format, and the toggles were on.
 
@@ -177,6 +188,15 @@ def test_every_other_combination_is_refused_with_reason_and_alternative(c):
 @pytest.mark.parametrize("c", SUPPORTED, ids=name)
 def test_arguments_find_their_cell(c):
     assert combination_of(parse_args([*TINY, *flags(c)], c.entrypoint), c.entrypoint) == c
+
+
+def test_the_short_form_has_every_pair_of_settings():
+    for a, b in itertools.combinations(AXES, 2):
+        here, everywhere = (
+            {(getattr(c, a), getattr(c, b)) for c in cells} for cells in (RUN_HERE, ON_A_CPU)
+        )
+        assert here == everywhere, (a, b)
+    assert any((c.entrypoint, c.amp, c.fp8, c.sac) in WITH_INDUCTOR for c in RUN_HERE)
 
 
 def test_the_table_is_whole():

@@ -136,6 +136,22 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
             ["--pt-compile", "--compile-mode", "reduce-overhead", "--warmup-steps", "3"],
             "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed",
         ),
+    ],
+)
+def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    argv = [*TINY, *SHORT, "--output-dir", str(tmp_path / "runs"), *argv]
+    assert launch_ranks(train_fsdp.train, argv, "train_fsdp.py") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("train_fsdp.py: ") and message in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
         # The ranks find these errors; each is still one line.
         (
             ["--global-bsz", "6"],
@@ -145,7 +161,7 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
         (["--output-dir", "/proc/x"], "--output-dir /proc/x: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line(argv, message, tmp_path):
+def test_bad_input_of_ranks_is_one_line(argv, message, tmp_path):
     code, out, err = finish(start("train_fsdp.py", tmp_path / "runs", *SHORT, *argv))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and err.startswith("train_fsdp.py: ") and message in err
@@ -163,7 +179,7 @@ def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):
 def test_a_failing_rank_is_named_with_its_error(tmp_path):
     """No rank can allocate its batch: out of memory is exit code 3 wherever it happens."""
     prefix = ("prlimit", f"--as={8 * 2**30}", sys.executable)
-    argv = [*SHORT, "--bsz", "200000", "--seq-len", "256"]
+    argv = [*SHORT, "--bsz", "70000", "--seq-len", "256"]
     code, _, err = finish(start("train_ddp.py", tmp_path, *argv, prefix=prefix))
     assert code == 3 and "out of memory" in err and "--grad-acc-steps" in err
     assert err.splitlines()[-1].startswith("train_ddp.py: rank ")

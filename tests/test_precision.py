@@ -578,7 +578,7 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 def test_numerics_gate_in_small(tmp_path, capsys):
     # So small because many CPUs have no fast bf16.
     small = dict(n_embd=32, n_layer=2, n_head=2, vocab_size=256, n_positions=256)
-    argv = ["--config", write_config(tmp_path, FAMILIES["gpt2"] | small), "--steps", "40",
+    argv = ["--config", write_config(tmp_path, FAMILIES["gpt2"] | small), "--steps", "24",
             "--output-dir", str(tmp_path), "--settings", "bf16,fp8 tensorwise"]  # fmt: skip
     assert numerics.main(argv) == 0
     (path,) = tmp_path.glob("numerics-*.json")

@@ -316,7 +316,7 @@ def test_out_of_memory(tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
 
-    process = start(tmp_path, "--bsz", "200000", "--seq-len", "256", preexec_fn=limit)
+    process = start(tmp_path, "--bsz", "70000", "--seq-len", "256", preexec_fn=limit)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 3, stderr
     assert "Traceback" not in stderr and "--bsz" in stderr and "--seq-len" in stderr
@@ -328,13 +328,13 @@ def test_full_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6500k", "tmpfs", str(disk)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=2400k", "tmpfs", str(disk)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("a small file system can be mounted only by root")
     try:
         process = start(
-            tmp_path, "--output-dir", str(disk), "--n-steps", "100000", "--warmup-steps", "1"
+            tmp_path, "--output-dir", str(disk), "--n-steps", "20000", "--warmup-steps", "1"
         )
         _, stderr = process.communicate(timeout=400)
         assert process.returncode == 1 and "Traceback" not in stderr, stderr
