@@ -6,25 +6,14 @@ in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers
 """
 
 import dataclasses
-import functools
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from model.families import FAMILIES, refuse_by_name
 from model.json_keys import ConfigError, Keys, is_directory, kind_of, plain_file
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """How rotary frequencies are stretched: `linear` by factor, or `llama3` by wavelength."""
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+from model.shapes import Experts, Latent, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +54,27 @@ class ModelConfig:
     """Rows of the embedding and head are padded up to a multiple of this; 1 means not at all."""
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)
     unknown_keys: tuple[str, ...] = ()
+    # What only some families have. `shape` leaves out what is at these defaults.
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an MLP though `experts` is there."""
+    latent: Latent | None = None
+    sinks: bool = False
+    """A learned score for each head that takes part in the softmax and attends to nothing."""
+    rotary_size: int | None = None
+    """Rotated elements of a head, if not all."""
+    rope_pairs: str = "halves"
+    """Elements that rotate together: i and i + half, or `neighbours` 2i and 2i + 1."""
+    no_rope_layers: tuple[int, ...] = ()
+    whole_qk_norm: bool = False
+    """The norms of queries and keys span all heads."""
+    norm_after: bool = False
+    """Norms follow attention and MLP, and are not before them."""
+    attention_scale: float | None = None
+    """Factor of the scores, if not head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def query_size(self) -> int:
@@ -73,21 +83,65 @@ class ModelConfig:
 
     @property
     def kv_size(self) -> int:
-        """Elements of all key heads at a position; value heads have as many."""
+        """Elements of all key heads at a position."""
         return self.num_key_value_heads * self.head_dim
 
-    def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
-        """(out, in) of a block's linear layers; `up` is gate and up together in a gated MLP.
+    @property
+    def value_dim(self) -> int:
+        """Elements of a value head."""
+        return self.latent.value_dim if self.latent else self.head_dim
 
-        All blocks of the families here are alike; formulas ask for each, so that they need not be.
+    @property
+    def rope_dim(self) -> int:
+        """Rotated elements of a head."""
+        return self.latent.rope_dim if self.latent else self.rotary_size or self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an MLP."""
+        return self.experts is not None and layer not in self.dense_layers
+
+    def attention_shapes(self) -> dict[str, tuple[int, int]]:
+        """(out, in) of the linear layers of a block's attention."""
+        d, heads = self.hidden_size, self.num_attention_heads
+        out = {"out": (d, heads * self.value_dim)}
+        if self.latent is None:
+            return {"qkv": (self.query_size + 2 * self.kv_size, d)} | out
+        m = self.latent
+        if m.q_rank is None:
+            query = {"q": (self.query_size, d)}
+        else:
+            query = {"q_down": (m.q_rank, d), "q_up": (self.query_size, m.q_rank)}
+        return (
+            query
+            | {
+                "kv_down": (m.kv_rank + m.rope_dim, d),
+                "kv_up": (heads * (m.nope_dim + m.value_dim), m.kv_rank),
+            }
+            | out
+        )
+
+    def mlp_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        """(out, in) of the linear layers of a block that every token passes besides attention."""
+        d = self.hidden_size
+        if not self.has_experts(layer):
+            f = self.intermediate_size
+            return {"up": (2 * f if self.gated_mlp else f, d), "down": (d, f)}
+        shapes, f = {"router": (self.experts.number, d)}, self.experts.shared_size
+        return shapes | ({"shared_up": (2 * f, d), "shared_down": (d, f)} if f else {})
+
+    def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        """(out, in) of a block's linear layers that every token passes, in their order.
+
+        `up` is gate and up together in a gated MLP.
         """
-        d, f = self.hidden_size, self.intermediate_size
-        return {
-            "qkv": (self.query_size + 2 * self.kv_size, d),
-            "out": (d, self.query_size),
-            "up": (2 * f if self.gated_mlp else f, d),
-            "down": (d, f),
-        }
+        return self.attention_shapes() | self.mlp_shapes(layer)
+
+    def expert_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        """(out, in) of the two matrices of one expert; none in a layer without experts."""
+        if not self.has_experts(layer):
+            return {}
+        d, f = self.hidden_size, self.experts.size
+        return {"experts_up": (2 * f, d), "experts_down": (d, f)}
 
     @property
     def padded_vocab_size(self) -> int:
@@ -109,6 +163,12 @@ class ModelConfig:
         shape = dataclasses.asdict(kept)
         for key in ("raw", "unknown_keys", "path"):
             del shape[key]
+        for field in dataclasses.fields(self):
+            if (
+                field.default is not dataclasses.MISSING
+                and getattr(kept, field.name) == field.default
+            ):
+                shape.pop(field.name, None)
         shape["windows"] = list(self.windows)
         return shape
 
@@ -154,6 +214,7 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
     keys = Keys(raw, str(path))
+    refuse_by_name(keys)
     model_type = keys.choice("model_type", tuple(FAMILIES))
     fields = FAMILIES[model_type](keys)
     keys.refuse_unsupported()
@@ -171,207 +232,12 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
         )
-    if not config.learned_positions and config.head_dim % 2:
+    if not config.learned_positions and config.rope_dim % 2:
         raise ConfigError(
-            f"{path}: head_dim {config.head_dim} is odd; rotary embeddings need pairs"
+            f"{path}: head_dim {config.rope_dim} is odd; rotary embeddings need pairs"
         )
     if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
         raise ConfigError(
             f"{path}: pad_token_id {config.pad_token_id} is outside vocab_size {config.vocab_size}"
         )
     return config
-
-
-def _gpt2(keys: Keys) -> dict[str, Any]:
-    # transformers accepts the general names too, and prefers them.
-    def size(general: str, own: str, default: Any = ...) -> int:
-        return keys.integer(general if general in keys.raw else own, default)
-
-    hidden = size("hidden_size", "n_embd")
-    layers = size("num_hidden_layers", "n_layer")
-    heads = size("num_attention_heads", "n_head")
-    positions = size("max_position_embeddings", "n_positions", 1024)
-    head_dim = keys.divide(hidden, heads)
-    for key, neutral in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-    ):
-        if keys.boolean(key, neutral) is not neutral:
-            raise keys.error(key, f"only {json.dumps(neutral)} is implemented")
-    return dict(
-        vocab_size=keys.integer("vocab_size", 50257),
-        max_position_embeddings=positions,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=head_dim,
-        intermediate_size=keys.integer("n_inner", None) or 4 * hidden,
-        activation=keys.activation("activation_function", "gelu_new"),
-        gated_mlp=False,
-        rms_norm=False,
-        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
-        learned_positions=True,
-        rope_theta=0.0,
-        rope_scaling=None,
-        tie_word_embeddings=keys.boolean("tie_word_embeddings", True),
-        qkv_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
-        qk_norm=False,
-        windows=(None,) * layers,
-        embedding_dropout=keys.fraction("embd_pdrop", 0.1),
-        residual_dropout=keys.fraction("resid_pdrop", 0.1),
-        attention_dropout=keys.fraction("attn_pdrop", 0.1),
-        initializer_range=keys.number("initializer_range", 0.02),
-        pad_token_id=None,  # GPT-2's embedding knows no padding row
-    )
-
-
-def _llama_family(
-    keys: Keys,
-    positions: int,
-    kv_heads: int | None = None,
-    head_dim: int | None = None,
-    qkv_bias: bool = False,
-    bias_keys: tuple[str, ...] = (),
-    qk_norm: bool = False,
-    windows: Callable[[Keys, int], tuple[int | None, ...]] | None = None,
-) -> dict[str, Any]:
-    """A decoder with RMS norms, rotary embeddings and a gated MLP.
-
-    `positions`, `kv_heads` and `head_dim` are the family's defaults of absent keys. `bias_keys` are the
-    keys among attention_bias and mlp_bias that it has; `windows` reads its sliding windows.
-    """
-    hidden = keys.integer("hidden_size")
-    heads = keys.integer("num_attention_heads")
-    layers = keys.integer("num_hidden_layers")
-    # Absent and null differ in transformers: absent takes the family's default, null the head count.
-    head_dim = keys.integer("head_dim", head_dim, null=True)
-    bias = "attention_bias" in bias_keys and keys.boolean("attention_bias", False)
-    positions = keys.integer("max_position_embeddings", positions)
-    theta, scaling = _rope(keys, positions)
-    return dict(
-        vocab_size=keys.integer("vocab_size"),
-        max_position_embeddings=positions,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys.integer("num_key_value_heads", kv_heads, null=True) or heads,
-        head_dim=head_dim or keys.divide(hidden, heads),
-        intermediate_size=keys.integer("intermediate_size"),
-        activation=keys.activation("hidden_act", "silu"),
-        gated_mlp=True,
-        rms_norm=True,
-        norm_eps=keys.number("rms_norm_eps", 1e-6),
-        learned_positions=False,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
-        qkv_bias=qkv_bias or bias,
-        attention_out_bias=bias,
-        mlp_bias="mlp_bias" in bias_keys and keys.boolean("mlp_bias", False),
-        qk_norm=qk_norm,
-        windows=windows(keys, layers) if windows else (None,) * layers,
-        embedding_dropout=0.0,
-        residual_dropout=0.0,
-        attention_dropout=keys.fraction("attention_dropout", 0.0),
-        initializer_range=keys.number("initializer_range", 0.02),
-        pad_token_id=_pad_token(keys),
-    )
-
-
-def _pad_token(keys: Keys) -> int | None:
-    """The embedding row that gets no gradient; negative ones count from the end, as torch does."""
-    token = keys.integer("pad_token_id", None, minimum=-keys.integer("vocab_size"))
-    return token if token is None or token >= 0 else token + keys.integer("vocab_size")
-
-
-def _windows_everywhere(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    return (keys.integer("sliding_window", 4096, null=True),) * layers
-
-
-def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    window = keys.integer("sliding_window", 4096, null=True)
-    if not keys.boolean("use_sliding_window", False):
-        window = None
-    first = keys.integer("max_window_layers", 28, minimum=0)
-    kinds = keys.raw.get("layer_types")
-    keys.used.add("layer_types")
-    if kinds is None:
-        return tuple(window if layer >= first else None for layer in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise keys.error("layer_types", f"must be a list of num_hidden_layers = {layers} names")
-    for kind in kinds:
-        if kind not in ("full_attention", "attention", "sliding_attention"):
-            raise keys.error("layer_types", f"{kind!r} is not implemented")
-    if "sliding_attention" in kinds and window is None:
-        raise keys.error(
-            "layer_types",
-            "names sliding_attention, but use_sliding_window or sliding_window is off",
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _rope(keys: Keys, max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` with both inside."""
-    theta = keys.number("rope_theta", 10000.0)
-    where = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
-    keys.used |= {"rope_scaling", "rope_parameters"}
-    values = keys.raw.get(where) or {}
-    if not isinstance(values, dict):
-        raise keys.error(where, f"must be an object or null, found {kind_of(values)}")
-    if any(isinstance(value, dict) for value in values.values()):
-        raise keys.error(where, "rotary parameters that differ by layer type are not implemented")
-    inner = Keys(values, keys.where, prefix=where + ".")
-    theta = inner.number("rope_theta", theta)
-    kind, old = values.get("rope_type"), values.get("type")
-    inner.used |= {"rope_type", "type"}
-    if kind and old and kind != old:
-        raise keys.error(where, f"rope_type {kind!r} and type {old!r} disagree")
-    kind = kind or old or "default"
-    for partial in (keys, inner):
-        if partial.number("partial_rotary_factor", 1.0) != 1.0:
-            raise partial.error("partial_rotary_factor", "only 1 (the whole head) is implemented")
-    scaling = None
-    if kind == "linear":
-        scaling = RopeScaling("linear", inner.number("factor"))
-    elif kind == "llama3":
-        # As in transformers, a value at the top level overrides the one inside.
-        outer = keys.integer("original_max_position_embeddings", None)
-        original = inner.integer("original_max_position_embeddings", max_positions)
-        scaling = RopeScaling(
-            "llama3",
-            inner.number("factor"),
-            inner.number("low_freq_factor"),
-            inner.number("high_freq_factor"),
-            outer or original,
-        )
-        if scaling.high_freq_factor <= scaling.low_freq_factor:
-            raise inner.error("high_freq_factor", "must be above low_freq_factor")
-    elif kind != "default":
-        raise keys.error(
-            where, f"rope type {kind!r} is not implemented; there are default, linear and llama3"
-        )
-    if extra := inner.leftover():
-        raise keys.error(where, f"{extra[0]!r} has no meaning for rope type {kind!r}")
-    return theta, scaling
-
-
-# The reader of each family's config, by its model_type.
-FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
-    "gpt2": _gpt2,
-    "llama": functools.partial(
-        _llama_family, positions=2048, bias_keys=("attention_bias", "mlp_bias")
-    ),
-    "mistral": functools.partial(
-        _llama_family, positions=131072, kv_heads=8, windows=_windows_everywhere
-    ),
-    "qwen2": functools.partial(
-        _llama_family, positions=32768, kv_heads=32, qkv_bias=True, windows=_windows_by_layer
-    ),
-    "qwen3": functools.partial(
-        _llama_family, positions=32768, kv_heads=32, head_dim=128, bias_keys=("attention_bias",),
-        qk_norm=True, windows=_windows_by_layer,
-    ),
-}  # fmt: skip

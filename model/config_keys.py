@@ -40,6 +40,9 @@ IGNORED = frozenset(
     max_window_layers n_ctx n_special predict_special_tokens output_past original_max_position_embeddings
 
     unsloth_fixed unsloth_version is_llama_config transformers.js_config max_sequence_length
+    aux_loss_alpha seq_aux ep_size experts_per_token initial_context_length base_model_ep_plan
+    output_router_logits
+
     model_max_length tokenizer_model_max_length tokenizer_padding_side task_names license
     """.split()
 )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,16 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
 }
 # Keys that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = {
@@ -46,8 +56,23 @@ LLAMA_NAMES = {
     "attn.out": "self_attn.o_proj",
     "attn.q_norm": "self_attn.q_norm",
     "attn.k_norm": "self_attn.k_norm",
+    "attn.q": "self_attn.q_proj",
+    "attn.q_down": "self_attn.q_a_proj",
+    "attn.q_down_norm": "self_attn.q_a_layernorm",
+    "attn.q_up": "self_attn.q_b_proj",
+    "attn.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_down_norm": "self_attn.kv_a_layernorm",
+    "attn.kv_up": "self_attn.kv_b_proj",
     "mlp_norm": "post_attention_layernorm",
     "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
+# What single families call differently.
+OWN_NAMES = {
+    "mixtral": {"mlp.router": "block_sparse_moe.gate"},
+    "gpt_oss": {"mlp.router": "mlp.router"},
+    "olmo2": {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
 }
 
 
@@ -79,26 +104,69 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     _, layer, part = module.split(".", 2)
     if gpt2:
         return [f"transformer.h.{layer}.{GPT2_NAMES[part]}.{kind}"]
-    prefix = f"model.layers.{layer}"
+    prefix, family = f"model.layers.{layer}", config.model_type
+    if kind == "correction":
+        return [f"{prefix}.mlp.gate.e_score_correction_bias"]
+    if part == "attn" and kind == "sinks":
+        return [f"{prefix}.self_attn.sinks"]
     if part == "attn.qkv":
+        if family == "phi3":
+            return [f"{prefix}.self_attn.qkv_proj.{kind}"]
         return [f"{prefix}.self_attn.{p}_proj.{kind}" for p in "qkv"]
-    if part == "mlp.gate_up":
-        return [f"{prefix}.mlp.{p}_proj.{kind}" for p in ("gate", "up")]
-    return [f"{prefix}.{LLAMA_NAMES[part]}.{kind}"]
+    if part in ("mlp.gate_up", "mlp.shared.gate_up"):
+        if family == "phi3":
+            return [f"{prefix}.mlp.gate_up_proj.{kind}"]
+        inner = "mlp" if part == "mlp.gate_up" else "mlp.shared_experts"
+        return [f"{prefix}.{inner}.{p}_proj.{kind}" for p in ("gate", "up")]
+    if part.startswith("mlp.experts."):
+        return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
+    return [f"{prefix}.{OWN_NAMES.get(family, {}).get(part, LLAMA_NAMES[part])}.{kind}"]
 
 
-def _transposed(config: ModelConfig, name: str) -> bool:
-    # GPT-2's checkpoints keep its linear layers as (in, out).
-    return config.model_type == "gpt2" and name.split(".")[-2] in ("qkv", "out", "up", "down")
+def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:
+    """Names of the tensors of all experts, those of the first expert first."""
+    if config.model_type == "gpt_oss":  # all experts in one tensor
+        return [f"mlp.experts.{part}_proj" + ("_bias" if kind == "bias" else "")]
+    if config.model_type == "mixtral":
+        inner, own = "block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}
+    else:
+        inner, own = "mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+    return [f"{inner}.{e}.{p}.{kind}" for e in range(config.experts.number) for p in own[part]]
+
+
+def _theirs(config: ModelConfig, name: str, value: Tensor) -> Tensor:
+    """A whole parameter of ours in the order and orientation of the family's files."""
+    *_, module, kind = name.split(".")
+    if config.model_type == "gpt2" and module in ("qkv", "out", "up", "down"):
+        return value.t()  # they keep its linear layers as (in, out)
+    if ".mlp.experts." in name:
+        if config.model_type != "gpt_oss":
+            return value.flatten(0, 1)
+        if module == "gate_up":  # gate and up alternate
+            value = value.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        return value.transpose(1, 2) if kind == "weight" else value
+    return value
+
+
+def _ours(config: ModelConfig, name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `_theirs`, for a parameter of this shape."""
+    *_, module, kind = name.split(".")
+    if config.model_type == "gpt2" and module in ("qkv", "out", "up", "down"):
+        return value.t()
+    if ".mlp.experts." in name:
+        if config.model_type != "gpt_oss":
+            return value.view(shape)
+        value = value.transpose(1, 2) if kind == "weight" else value
+        if module == "gate_up":
+            value = value.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return value
 
 
 def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Our parameter (or its gradient) as the Hugging Face tensors it stands for."""
     if name in ("embed.weight", "lm_head.weight"):
         value = value[: config.vocab_size]
-    if _transposed(config, name):
-        value = value.t()
-    names = hf_names(config, name)
+    value, names = _theirs(config, name, value), hf_names(config, name)
     if name.split(".")[-2] == "qkv" and len(names) == 3:
         heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
         parts = value.split([h * config.head_dim for h in heads])
@@ -148,12 +216,23 @@ def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretra
     used = {theirs for places in found.values() for _, theirs in places}
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
-        if not tied and not theirs.endswith(NO_PARAMETERS):
+        if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs):
             raise ConfigError(
                 f"{index[theirs]}: {theirs} has no place in {config.path}; are these weights of that "
                 "model?"
             )
     return found
+
+
+def _further(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor is of DeepSeek's modules that predict further tokens: layers after the last."""
+    layer = name.removeprefix("model.layers.").split(".")[0]
+    further = ("num_nextn_predict_layers", "num_mtp_layers")
+    return (
+        any(config.raw.get(key) for key in further)
+        and layer.isdecimal()
+        and int(layer) >= config.num_hidden_layers
+    )
 
 
 def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
@@ -192,8 +271,7 @@ def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, found: Pr
             parts.append(f.get_tensor(hf_name))
             if not parts[-1].isfinite().all():
                 raise ConfigError(f"{path}: {hf_name} holds numbers that are not finite")
-    value = torch.cat(parts)
-    value = value.t() if _transposed(config, name) else value
+    value = _ours(config, name, torch.cat(parts), parameter.shape)
     parameter[: value.shape[0]].copy_(value)
     parameter[value.shape[0] :].zero_()
 

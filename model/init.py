@@ -37,7 +37,7 @@ def materialize(
 def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:
     """Set one whole parameter in place; `name` is its dotted name in the model."""
     *_, module, kind = name.split(".")
-    if kind == "bias":
+    if kind in ("bias", "correction", "sinks"):
         parameter.zero_()
     elif module.endswith("norm"):
         parameter.fill_(1.0)

@@ -53,9 +53,9 @@ class Keys:
             raise self.error(key, "missing; the model's shape needs it")
         return default
 
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
+    def choice(self, key: str, allowed: tuple[str, ...], default: Any = ...) -> str:
         """One of the allowed texts; any other is an error, as in the methods below."""
-        value = self.get(key)
+        value = self.get(key, default)
         if value not in allowed:
             raise self.error(key, f"not implemented; there are {', '.join(allowed)}")
         return value

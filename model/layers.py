@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from model.config import ModelConfig, RopeScaling
+from model.config import ModelConfig
+from model.shapes import RopeScaling, Yarn
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -61,10 +62,38 @@ def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
 
     Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequency = scale_rope(1.0 / config.rope_theta**exponent, config.rope_scaling)
+    scaling, size = config.rope_scaling, config.rope_dim
+    exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
+    frequency = 1.0 / config.rope_theta**exponent
+    factor = 1.0
+    if isinstance(scaling, Yarn):
+        frequency, factor = stretch(frequency, scaling, config.rope_theta), scaling.attention_factor
+    else:
+        frequency = scale_rope(frequency, scaling)
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
-    return angle.cos(), angle.sin()
+    return angle.cos() * factor, angle.sin() * factor
+
+
+def stretch(frequency: Tensor, yarn: Yarn, theta: float) -> Tensor:
+    """YaRN's rotary frequencies (Peng et al. 2023, section 3.2).
+
+    Those that turn often in the trained context stay, slow ones are divided; in between, by dimension,
+    both are blended.
+    """
+    n = len(frequency)
+
+    def dimension(turns: float) -> float:
+        length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return n * math.log(length) / math.log(theta)
+
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.rounded:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * n - 1)
+    if low == high:
+        high += 0.001
+    divided = ((torch.arange(n, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequency / yarn.factor * divided + frequency * (1 - divided)
 
 
 def scale_rope(frequency: Tensor, scaling: RopeScaling | None) -> Tensor:
@@ -87,8 +116,10 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling | None) -> Tensor:
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (B, T, H, D) by tables of (T, D / 2); halves are paired as in Hugging Face weights.
 
-    In fp32, rounded once.
+    In fp32, rounded once. With tables of fewer elements the rest of a head stays as it is.
     """
+    if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((apply_rope(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     if torch.compiler.is_compiling():  # one fused kernel
         first, second = x.float().chunk(2, dim=-1)
         cos, sin = cos[:, None, :], sin[:, None, :]
@@ -143,24 +174,55 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, dropout: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | BlockMask | None,
+    dropout: float,
+    scale: float | None = None,
 ) -> Tensor:
-    """(B, H, T, D): attention of queries of that size over (B, K, T, D) keys and values.
+    """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
-    K divides H: H / K query heads in turn share keys and values. Causal if mask is None.
+    K divides H: H / K query heads in turn share keys and values. Causal if mask is None. `scale` is
+    the scores' factor, D ** -0.5 if None.
     """
     gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         eager = q.is_cuda and not torch.compiler.is_compiling()
         flex = _compiled_flex_attention() if eager else flex_attention
-        return flex(q, k, v, block_mask=mask, enable_gqa=gqa)
+        return flex(q, k, v, block_mask=mask, enable_gqa=gqa, scale=scale)
     if gqa and q.is_cuda and q.dtype == torch.float32:
         # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=gqa
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        enable_gqa=gqa,
+        scale=scale,
     )
+
+
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float, scale: float, sinks: Tensor
+) -> Tensor:
+    """Attention in which each head's softmax has one more score, of `sinks` (H,), and no value for it.
+
+    `mask` (T, S + 1) has the sink's column first, always true. The score enters by one more key of
+    zeros, and one more element of each head: 1 in that key, the score in the queries. Heads grow by 8
+    elements, so that kernels can load them.
+    """
+    B, H, T, _ = q.shape
+    score = (sinks.to(q.dtype) / scale).view(1, H, 1, 1).expand(B, H, T, 1)
+    q = torch.cat((q, score, q.new_zeros(B, H, T, 7)), dim=-1)
+    k = F.pad(k, (0, 8, 1, 0))
+    one = F.one_hot(torch.tensor(k.shape[-1] - 8), k.shape[-1]).to(k)
+    k = torch.cat((one.expand(*k.shape[:2], 1, -1), k[:, :, 1:]), dim=2)
+    return attend(q, k, F.pad(v, (0, 0, 1, 0)), mask, dropout, scale)
 
 
 class Attention(nn.Module):
@@ -172,11 +234,15 @@ class Attention(nn.Module):
         self.n_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
+        self.scale = config.attention_scale
+        self.whole_norm = config.whole_qk_norm
         d, D = config.hidden_size, config.head_dim
         self.qkv = nn.Linear(d, (self.n_heads + 2 * self.n_kv_heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
-        self.q_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(D, config.norm_eps) if config.qk_norm else None
+        sizes = (config.query_size, config.kv_size) if self.whole_norm else (D, D)
+        self.q_norm = RMSNorm(sizes[0], config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(sizes[1], config.norm_eps) if config.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
 
     def forward(
         self,
@@ -189,13 +255,68 @@ class Attention(nn.Module):
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         qkv = self.qkv(x).view(B, T, sum(heads), self.head_dim)
         q, k, v = qkv.split(heads, dim=2)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.whole_norm:
+            q = self.q_norm(q.flatten(2)).view_as(q)
+            k = self.k_norm(k.flatten(2)).view_as(k)
+        elif self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        if self.sinks is None:
+            y = attend(q, k, v, mask, dropout, self.scale)
+        else:
+            scale = self.scale or self.head_dim**-0.5
+            y = attend_with_sinks(q, k, v, mask, dropout, scale, self.sinks)
         return self.out(y.transpose(1, 2).reshape(B, T, self.n_heads * self.head_dim))
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention through narrow layers (MLA; DeepSeek-V2, section 2.1), as it is trained."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        m, d = config.latent, config.hidden_size
+        self.sizes, self.n_heads = m, config.num_attention_heads
+        self.head_dim, self.dropout = config.head_dim, config.attention_dropout
+        self.scale, self.neighbours = config.attention_scale, config.rope_pairs == "neighbours"
+        if m.q_rank is None:
+            self.q = nn.Linear(d, config.query_size, bias=False)
+        else:
+            self.q_down = nn.Linear(d, m.q_rank, bias=False)
+            self.q_down_norm = RMSNorm(m.q_rank, 1e-6)
+            self.q_up = nn.Linear(m.q_rank, config.query_size, bias=False)
+        self.kv_down = nn.Linear(d, m.kv_rank + m.rope_dim, bias=False)
+        self.kv_down_norm = RMSNorm(m.kv_rank, 1e-6)
+        self.kv_up = nn.Linear(m.kv_rank, self.n_heads * (m.nope_dim + m.value_dim), bias=False)
+        self.out = nn.Linear(self.n_heads * m.value_dim, d, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None = None,
+        mask: Tensor | BlockMask | None = None,
+    ) -> Tensor:
+        """(B, T, d) to (B, T, d), as Attention."""
+        m, (B, T, _) = self.sizes, x.shape
+        q = self.q(x) if m.q_rank is None else self.q_up(self.q_down_norm(self.q_down(x)))
+        q, q_rope = q.view(B, T, -1, self.head_dim).split((m.nope_dim, m.rope_dim), dim=-1)
+        low, k_rope = self.kv_down(x).split((m.kv_rank, m.rope_dim), dim=-1)
+        kv = self.kv_up(self.kv_down_norm(low)).view(B, T, -1, m.nope_dim + m.value_dim)
+        k, v = kv.split((m.nope_dim, m.value_dim), dim=-1)
+        q_rope, k_rope = self.rotate(q_rope, rope), self.rotate(k_rope[:, :, None], rope)
+        q = torch.cat((q, q_rope), dim=-1)
+        k = torch.cat((k, k_rope.expand(-1, -1, k.shape[2], -1)), dim=-1)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.scale)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def rotate(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""
+        if self.neighbours:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+        return apply_rope(x.contiguous(), *rope)
 
 
 ACTIVATIONS = {
@@ -222,12 +343,12 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """Gated perceptron (SwiGLU when the activation is SiLU; Shazeer 2020); gate and up are fused."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, size: int | None = None):
+        """`size` elements of the activation, the config's if None."""
         super().__init__()
-        self.gate_up = nn.Linear(
-            config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias
-        )
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        d, f = config.hidden_size, size or config.intermediate_size
+        self.gate_up = nn.Linear(d, 2 * f, bias=config.mlp_bias)
+        self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from model.config import ModelConfig
+from model.experts import MixtureOfExperts
 from model.layers import (
     MLP,
     Attention,
     GatedMLP,
+    LatentAttention,
     LayerNorm,
     RMSNorm,
     autocast_dtype,
@@ -47,6 +49,7 @@ def saved_ops(attention: bool = True) -> set:
         aten.baddbmm.default,
         aten.linear.default,
         aten._scaled_mm.default,
+        aten._grouped_mm.default,
         aten.max.default,  # for a tensor's one FP8 scale: a pass over the tensor
         c10d.reduce_scatter_tensor.default,
         c10d.all_gather_into_tensor.default,
@@ -57,14 +60,18 @@ def saved_ops(attention: bool = True) -> set:
 class Block(nn.Module):
     """One residual block: attention, then the MLP, each behind its norm."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layer: int = 0, balanced: bool = False):
         super().__init__()
         norm = RMSNorm if config.rms_norm else LayerNorm
         self.attn_norm = norm(config.hidden_size, config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = LatentAttention(config) if config.latent else Attention(config)
         self.mlp_norm = norm(config.hidden_size, config.norm_eps)
-        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
-        self.dropout = config.residual_dropout
+        if config.has_experts(layer):
+            self.mlp = MixtureOfExperts(config, balanced)
+        else:
+            self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.dropout, self.scale = config.residual_dropout, config.residual_scale
+        self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
 
     def forward(
         self,
@@ -73,11 +80,17 @@ class Block(nn.Module):
         mask: Tensor | BlockMask | None,
     ) -> Tensor:
         """(B, T, d) to (B, T, d), with the rotary tables of T positions and a window's mask."""
+        rope = rope if self.rotates else None
+        if self.norm_after:
+            x = x + self.drop(self.attn_norm(self.attn(x, rope, mask)))
+            return x + self.drop(self.mlp_norm(self.mlp(x)))
         x = x + self.drop(self.attn(self.attn_norm(x), rope, mask))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
     def drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        """What is added to the residual stream: after dropout, and times the config's factor."""
+        x = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return x if self.scale == 1 else x * self.scale
 
 
 class Transformer(nn.Module):
@@ -85,10 +98,13 @@ class Transformer(nn.Module):
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
     it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies sliding
-    windows by FlexAttention (no backward on a CPU) instead of a dense mask.
+    windows by FlexAttention (no backward on a CPU) instead of a dense mask. `balanced` deals experts out
+    in turn in place of choosing them.
     """
 
-    def __init__(self, config: ModelConfig, seq_len: int, flex: bool = False):
+    def __init__(
+        self, config: ModelConfig, seq_len: int, flex: bool = False, balanced: bool = False
+    ):
         super().__init__()
         self.config, self.seq_len, self.flex = config, seq_len, flex
         d, V = config.hidden_size, config.padded_vocab_size
@@ -96,7 +112,9 @@ class Transformer(nn.Module):
         self.positions = (
             nn.Embedding(config.max_position_embeddings, d) if config.learned_positions else None
         )
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(
+            Block(config, i, balanced) for i in range(config.num_hidden_layers)
+        )
         self.norm = (RMSNorm if config.rms_norm else LayerNorm)(d, config.norm_eps)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
@@ -105,7 +123,7 @@ class Transformer(nn.Module):
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.rope: tuple[Tensor, Tensor] | None = None
-        self.masks: dict[tuple[int, int], Tensor | BlockMask] = {}
+        self.masks: dict[tuple[int, int | None], Tensor | BlockMask] = {}
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter under its name in the plain model, by which it is initialised and saved."""
@@ -115,6 +133,8 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """(B, T) int64 token ids and labels to the mean loss; without labels to logits."""
         x = self.norm(self.run_blocks(self.embed_tokens(tokens)))
+        if self.config.logit_scale != 1:
+            x = x * self.config.logit_scale
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
@@ -123,6 +143,8 @@ class Transformer(nn.Module):
         """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
         T, device = tokens.shape[1], tokens.device
         x = self.look_up(tokens)
+        if self.config.embedding_scale != 1:
+            x = x * self.config.embedding_scale
         if self.positions is not None:
             x = x + self.positions.weight[:T]
         if self.config.embedding_dropout:
@@ -173,8 +195,12 @@ class Transformer(nn.Module):
 
         None where plain causal attention is the same.
         """
-        if window is None or window >= T:
+        window = None if window is None or window >= T else window
+        if window is None and not self.config.sinks:
             return None
         if (T, window) not in self.masks:
-            self.masks[T, window] = window_mask(T, window, device, self.flex)
+            flex = self.flex and not self.config.sinks
+            mask = window_mask(T, window or T, device, flex)
+            # The column of the sink comes first.
+            self.masks[T, window] = F.pad(mask, (1, 0), value=True) if self.config.sinks else mask
         return self.masks[T, window]

@@ -7,7 +7,11 @@ import pytest
 import torch
 import transformers
 
-from bench.formulas.parameters import count_parameters, parameter_shapes
+from bench.formulas.parameters import (
+    count_active_parameters,
+    count_parameters,
+    parameter_shapes,
+)
 from model.config import ConfigError, load_config, parse_config
 from model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
@@ -25,8 +29,28 @@ EXACT = {
     "llama-3.1-70b": 70_553_706_496,
     "mistral-7b-v0.1": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
+    "llama-3.1-405b": 405_853_388_800,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "moonlight-16b-a3b": 15_960_108_544,
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
 }
-NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "llama-3.1-70b-proxy", "llama-70b-proxy"}
+# Billions that a token uses, as published; gpt-oss's 3.6 and 5.1 leave out the embedding's 0.58.
+ACTIVE = {
+    "qwen3-30b-a3b": 3.3,
+    "mixtral-8x7b": 12.9,
+    "gpt-oss-20b": 3.6 + 0.58,
+    "gpt-oss-120b": 5.13 + 0.58,
+    "moonlight-16b-a3b": 2.9,
+    "deepseek-v3": 37.5,
+    "kimi-k2": 32.9,
+}
+PROXIES = {"llama-3.1-70b", "llama-70b", "llama-3.1-405b", "qwen3-30b-a3b", "mixtral-8x7b",
+           "gpt-oss-120b", "deepseek-v3", "kimi-k2"}  # fmt: skip
+NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "moe-tiny", *(f"{name}-proxy" for name in PROXIES)}
 
 
 def test_all_promised_configs_are_shipped():
@@ -39,9 +63,12 @@ def test_shipped_config_builds_counts_and_opens_in_transformers(path, tmp_path):
     assert config.unknown_keys == ()
     with torch.device("meta"):
         model = Transformer(config, seq_len=128)
-    built = sum(p.numel() for p in model.parameters())
+    built = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert built == count_parameters(config) == EXACT.get(path.stem, built)
-    (tmp_path / "config.json").write_bytes(path.read_bytes())
+    raw = json.loads(path.read_text())
+    if raw["model_type"] == "kimi_k2":  # transformers has it under the name of its architecture
+        raw["model_type"] = "deepseek_v3"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(
             transformers.AutoConfig.from_pretrained(tmp_path)
@@ -49,14 +76,22 @@ def test_shipped_config_builds_counts_and_opens_in_transformers(path, tmp_path):
     assert sum(p.numel() for p in theirs.parameters()) == built
 
 
+@pytest.mark.parametrize("name", ACTIVE)
+def test_active_parameters_are_those_published(name):
+    config = load_config(ROOT / f"configs/{name}.json")
+    assert count_active_parameters(config) / 1e9 == pytest.approx(ACTIVE[name], abs=0.06)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameter_formula_on_every_family(family):
     config = parse_config(FAMILIES[family], "x.json")
     model = Transformer(config, seq_len=8)
-    assert sum(p.numel() for p in model.parameters()) == count_parameters(config)
+    found = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert found == count_parameters(config)
     padded = parse_config(FAMILIES[family], "x.json", vocab_multiple=64)
     with torch.device("meta"):
-        built = {n: tuple(p.shape) for n, p in Transformer(padded, 8).named_parameters()}
+        named = Transformer(padded, 8).named_parameters()
+        built = {n: tuple(p.shape) for n, p in named if p.requires_grad}
     assert parameter_shapes(padded) == built
 
 
@@ -95,7 +130,28 @@ REFUSED = [
     (LLAMA | {"sliding_window": 128}, "sliding_window 128: changes the computation"),
     (LLAMA | {"residual_multiplier": 0.22}, "residual_multiplier 0.22: changes the comp"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: only 1"),
-    (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type 'yarn' is not"),
+    (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not"),
+    (
+        LLAMA | {"model_type": "gemma2"},
+        "soft-capped scores and logits are not implemented; there are",
+    ),
+    (FAMILIES["mixtral"] | {"num_local_experts": 0}, "num_local_experts 0: must be at least 1"),
+    (
+        FAMILIES["mixtral"] | {"num_experts_per_tok": 6},
+        "num_experts_per_tok 6: is above num_local_ex",
+    ),
+    (
+        FAMILIES["deepseek_v3"] | {"n_group": 3},
+        "n_group 3: 8 experts do not divide .* 1, 2, 4 would",
+    ),
+    (FAMILIES["deepseek_v3"] | {"topk_group": 5}, "topk_group 5: is above n_group 4"),
+    (FAMILIES["deepseek_v3"] | {"topk_group": 1}, "topk_group 1: its groups have fewer experts"),
+    (
+        FAMILIES["deepseek_v3"] | {"scoring_func": "softmax"},
+        'scoring_func "softmax": not implemented',
+    ),
+    (FAMILIES["qwen3_moe"] | {"mlp_only_layers": [3]}, "must be a list of layers from 0 to 2"),
+    (FAMILIES["olmoe"] | {"clip_qkv": 8.0}, "clip_qkv 8.0: only null"),
     (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not"),
     (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor: missing"),
     (LLAMA | {"rope_scaling": {"rope_type": "linear", "type": "yarn"}}, "disagree"),

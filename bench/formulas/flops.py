@@ -25,8 +25,12 @@ def attended_keys(seq_len: int, window: int | None, causal: bool) -> float:
 
 def attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
     """Forward FLOPs per token of the two attention matmuls over all layers."""
-    width = config.query_size
-    return sum(4 * width * attended_keys(seq_len, w, causal) for w in config.windows)
+    return sum(attention_width(config) * attended_keys(seq_len, w, causal) for w in config.windows)
+
+
+def attention_width(config: ModelConfig) -> int:
+    """Forward FLOPs of a layer's two attention matmuls per token and key: scores, then values."""
+    return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
 def flops_per_token(
@@ -47,7 +51,7 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     drops out (model.transformer.saved_ops).
     """
     config, recompute = work.config, work.recompute
-    width = config.query_size if attention else 0
+    width = attention_width(config) if attention else 0
     if recompute.policy == "op" and not config.attention_dropout:
         width = 0
     # A compiler repeats only what is needed.
@@ -55,10 +59,12 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:
-        total += 4 * width * attended_keys(work.batch.seq_len, config.windows[i], causal)
+        total += width * attended_keys(work.batch.seq_len, config.windows[i], causal)
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
             if stops_early:
-                del shapes["down"]
+                shapes.pop("down", None)
             total += 2 * sum(n * k for n, k in shapes.values())
+            sent = config.experts.per_token if config.has_experts(i) else 0
+            total += 2 * sent * sum(n * k for n, k in config.expert_shapes(i).values())
     return total

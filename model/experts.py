@@ -1,0 +1,220 @@
+"""Mixtures of experts: a router chooses some of many gated MLPs for each token.
+
+Shapes in the comments: N tokens of one rank, E experts, k of them for a token, d hidden size, f size of
+an expert.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+from model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
+from model.shapes import Experts
+
+# For each token the experts' numbers (N, k), and what their outputs count (N, k).
+Choice = tuple[Tensor, Tensor]
+
+
+class Router(nn.Linear):
+    """Scores experts by a linear layer, and chooses the best for each token."""
+
+    def __init__(self, config: ModelConfig):
+        e = config.experts
+        super().__init__(config.hidden_size, e.number, bias=e.biases)
+        self.options: Experts = e
+        # Learned by no gradient, but saved, sharded and loaded like a parameter.
+        self.correction = (
+            nn.Parameter(torch.zeros(e.number), requires_grad=False) if e.correction else None
+        )
+
+    def forward(self, x: Tensor, balanced: bool = False) -> tuple[Tensor, Choice]:
+        """(N, d) tokens to all experts' scores (N, E) in fp32, and the choice.
+
+        Logits have autocast's dtype but for sigmoid scores, which are fp32 throughout, as in the
+        families' own code. `balanced` deals experts out in turn; scores weigh them as ever.
+        """
+        e = self.options
+        if e.scores == "sigmoid":
+            with no_autocast(x.device):
+                scores = F.linear(x.float(), self.weight.float()).sigmoid()
+        else:
+            scores = F.linear(x, self.weight, self.bias).float()
+            if e.scores == "softmax":
+                scores = scores.softmax(dim=-1)
+        index = _in_turn(len(x), e, x.device) if balanced else self.best(scores.detach())
+        weights = scores.gather(1, index)
+        if e.scores == "softmax_chosen":
+            weights = weights.softmax(dim=-1)
+        if e.normalised:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return scores, (index, weights * e.scale)
+
+    def best(self, scores: Tensor) -> Tensor:
+        """(N, E) scores to the numbers of the k experts chosen for each token (N, k)."""
+        e = self.options
+        if self.correction is not None:
+            scores = scores + self.correction
+        if (
+            e.groups > 1
+        ):  # only those of the best groups, by the sum of their two best (DeepSeek-V3)
+            grouped = scores.unflatten(1, (e.groups, -1))
+            best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(e.groups_per_token).indices
+            open_ = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device)
+            open_.scatter_(1, best, True)
+            scores = grouped.masked_fill(~open_[..., None], float("-inf")).flatten(1)
+        return scores.topk(e.per_token, dim=-1).indices
+
+
+def _in_turn(n: int, e: Experts, device: torch.device) -> Tensor:
+    """(n, k) experts dealt out one after the other: equal loads, and no expert twice for a token."""
+    return torch.arange(n * e.per_token, device=device).remainder(e.number).view(n, e.per_token)
+
+
+def count_rows(index: Tensor, number: int) -> Tensor:
+    """(N, k) experts' numbers to how often each occurs (number,)."""
+    flat = index.flatten()
+    return torch.zeros(number, dtype=flat.dtype, device=flat.device).scatter_add_(
+        0, flat, torch.ones_like(flat)
+    )
+
+
+class Stacked(nn.Module):
+    """The matrices (E, out, in) of one linear layer of each expert, and their biases (E, out)."""
+
+    def __init__(self, number: int, inside: int, outside: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(number, outside, inside))
+        self.bias = nn.Parameter(torch.empty(number, outside)) if bias else None
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows (R, in) sorted by expert, `counts` (E,) of each, to (R, out); one grouped matmul.
+
+        Autocast does not know grouped matmuls, so that its dtype is applied here.
+        """
+        dtype = autocast_dtype(rows.device) or rows.dtype
+        ends = counts.cumsum(0, dtype=torch.int32)
+        weight = self.weight.to(dtype).transpose(1, 2)
+        out = F.grouped_mm(rows.to(dtype).contiguous(), weight, offs=ends)
+        if self.bias is None:
+            return out
+        expert = torch.repeat_interleave(
+            torch.arange(len(counts), device=counts.device), counts, output_size=len(rows)
+        )
+        return out + self.bias.to(dtype)[expert]
+
+    def one_by_one(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The same by a plain loop over experts: the check of the grouped matmul."""
+        parts = rows.split(counts.tolist())
+        biases = [None] * len(self.weight) if self.bias is None else self.bias
+        return torch.cat(
+            [F.linear(part, w, b) for part, w, b in zip(parts, self.weight, biases, strict=True)]
+        )
+
+
+class StackedMLPs(nn.Module):
+    """The gated MLPs of all experts."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        e, d = config.experts, config.hidden_size
+        self.options, self.activation = e, ACTIVATIONS[config.activation]
+        self.gate_up = Stacked(e.number, d, 2 * e.size, e.biases)
+        self.down = Stacked(e.number, e.size, d, e.biases)
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows (R, d) sorted by expert, `counts` (E,) of each, to (R, d)."""
+        gate, up = self.gate_up(rows, counts).chunk(2, dim=-1)
+        limit = self.options.limit
+        if limit is None:
+            return self.down(self.activation(gate) * up, counts)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return self.down((up + 1) * gate * torch.sigmoid(self.options.gain * gate), counts)
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, experts and the shared expert in the place of a block's MLP; no token is dropped."""
+
+    def __init__(self, config: ModelConfig, balanced: bool = False):
+        super().__init__()
+        self.options, self.balanced = config.experts, balanced
+        self.router = Router(config)
+        self.experts = StackedMLPs(config)
+        self.shared = (
+            GatedMLP(config, config.experts.shared_size) if config.experts.shared_size else None
+        )
+        # Rows that each expert of this layer has had, since the last reset; fp32, on the device.
+        self.rows: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) to (B, T, d)."""
+        tokens = x.flatten(0, 1)
+        scores, (index, weights) = self.router(tokens, self.balanced)
+        y = self.mixed(tokens, index, weights.to(x.dtype))
+        if self.options.aux_loss and torch.is_grad_enabled():
+            y = _with_loss(y, self.balance_loss(scores, index))
+        y = y.view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+    def mixed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """(N, d) tokens, and the choice, to the weighted sums (N, d) of their experts' outputs."""
+        k = self.options.per_token
+        order = index.flatten().argsort(stable=True)  # by expert, then by token
+        counts = count_rows(index, self.options.number)
+        self.count(counts)
+        out = self.experts(tokens[order // k], counts)
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        return (out[back].unflatten(0, (-1, k)) * weights[..., None]).sum(dim=1)
+
+    @torch.no_grad()
+    def count(self, counts: Tensor) -> None:
+        """Add (E,) rows to those seen."""
+        if self.rows is None or self.rows.device != counts.device:
+            self.rows = torch.zeros_like(counts, dtype=torch.float32)
+        self.rows += counts
+
+    def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
+        """E x sum of each expert's share of the choices times its mean score (Fedus et al. 2021, eq. 4).
+
+        The mean score is of the softmax, or of sigmoids divided by their sum.
+        """
+        e = self.options
+        if e.scores == "sigmoid":
+            scores = scores / scores.sum(dim=-1, keepdim=True)
+        elif e.scores == "softmax_chosen":
+            scores = scores.softmax(dim=-1)
+        share = count_rows(index, e.number) / index.numel()
+        return e.aux_loss * e.number * (share * scores.mean(dim=0)).sum()
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, loss):
+        ctx.like = loss
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones_like(ctx.like)
+
+
+def _with_loss(y: Tensor, loss: Tensor) -> Tensor:
+    """`y`, whose backward also sends a gradient of 1 into `loss`; the reported loss is without it."""
+    return _WithLoss.apply(y, loss)
+
+
+@torch.no_grad()
+def update_corrections(model: nn.Module) -> None:
+    """Move the routers' corrections towards equal loads, and begin to count anew.
+
+    Each by the config's rate, up for experts with fewer rows than the mean, down for those with more
+    (Wang et al. 2024, algorithm 1; DeepSeek-V3, 2.1.2).
+    """
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts) and module.options.correction_rate:
+            rows = module.rows
+            step = module.options.correction_rate * (rows.mean() - rows).sign()
+            module.router.correction.add_(step.to(module.router.correction))
+            module.rows = None

@@ -1,0 +1,75 @@
+"""Parts of a model's shape that only some families have. Needs no torch."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched: `linear` by factor, or `llama3` by wavelength."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """Rotary frequencies stretched by YaRN (Peng et al. 2023), which also scales the rotated numbers.
+
+    Frequencies that turn more than `beta_fast` times in the trained context stay, those below
+    `beta_slow` turns are divided by `factor`; `rounded` bounds lie at whole dimensions.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rounded: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """A mixture of experts: gated MLPs of which a router chooses some for each token."""
+
+    number: int
+    per_token: int
+    size: int
+    """Elements of an expert's activation."""
+    shared_size: int = 0
+    """Those of the MLP that every token passes besides; 0 without one."""
+    scores: str = "softmax"
+    """Of all experts' logits: `softmax` or `sigmoid`; or `softmax_chosen`, of those chosen by logits."""
+    normalised: bool = False
+    """The chosen scores are divided by their sum."""
+    scale: float = 1.0
+    groups: int = 1
+    """Experts are chosen from the best `groups_per_token` of these groups."""
+    groups_per_token: int = 1
+    correction: bool = False
+    """A number for each expert is added to its score for the choice alone (DeepSeek-V3)."""
+    correction_rate: float = 0.0
+    """How far that number moves after a step, towards an equal load."""
+    aux_loss: float = 0.0
+    """Factor of the load-balancing loss of each layer (Switch Transformer)."""
+    biases: bool = False
+    limit: float | None = None
+    """Gate and up are clamped to this, as gpt-oss does."""
+    gain: float = 1.702
+    """Of the sigmoid in gpt-oss's activation, which has the limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Attention whose queries, keys and values pass narrow layers (MLA, DeepSeek-V2).
+
+    A key has `nope_dim` elements of its head, and `rope_dim` rotated ones that all heads share.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
