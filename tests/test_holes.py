@@ -18,8 +18,10 @@ import estimate
 import sweep
 import trace_report
 from bench.apply.tokens import write_tokens
+from bench.compare.find_results import read_records
 from bench.compare.log_formats import PARSERS
-from bench.errors import printable
+from bench.compare.records import LogFacts
+from bench.errors import UsageError, printable
 from bench.results.result_files import is_alive, this_process
 from bench.run.provenance import describe_environment
 from model.config import ConfigError, load_config
@@ -249,6 +251,15 @@ def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, ca
     with (tmp_path / "c/compare.csv").open() as f:
         for row in csv.reader(f):
             assert not any(cell[:1] in ("=", "@") for cell in row), row
+
+
+def test_a_field_with_a_line_break_in_its_name_is_one_line(tmp_path):
+    content = json.loads((ROOT / "tests/version1/plain/result.json").read_text())
+    content["metrics"]["tok\ns"] = 1.0
+    (tmp_path / "r.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"tok\\ns: Extra inputs") as refused:
+        read_records([str(tmp_path / "r.json")], print, LogFacts())
+    assert "\n" not in str(refused.value)
 
 
 def test_kernels_may_have_any_name(tmp_path, capsys):
