@@ -32,7 +32,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     kernel = select_attention(work, plan.flex, device)
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex)
+        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(model, files.init_from)
 

@@ -13,8 +13,8 @@ from bench.apply.fp8.choose import apply_fp8
 from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
-from bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values, whole
-from bench.parallel.mesh import build_mesh
+from bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values
+from bench.parallel.layout import RankLayout
 from bench.parallel.ranks import Ranks, join
 from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
@@ -33,7 +33,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     kernel = select_attention(work, plan.flex, device)
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex)
+        layout = RankLayout(work.fsdp, ranks.rank)
+        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(model, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout, work.fsdp.cpu_offload)
@@ -41,19 +42,18 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with Run(plan, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
-        apply_fsdp(model, build_mesh(device, work.fsdp.mesh, plan.ranks.dist_timeout), work)
+        apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)
         materialize_shards(model, device, files.seed, weights, fp8, work.fsdp.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
         set_exact_values(optimizer, model, device, files.seed, weights, fp8)
         build_saver(run, model, optimizer)
-        samples = sample_plan(n_steps, work.batch, ranks.rank, run.plan.schedule.start)
+        samples = sample_plan(n_steps, work.batch, layout.data_rank, run.plan.schedule.start)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, model, optimizer, build_passes(run, model, micro_batches))
-
         with validated(run, model, val_data):
             measure(run, model, optimizer, step)
         if plan.output.export:
-            save_pretrained(model, run.directory / "export", whole, write=ranks.main)
+            save_pretrained(model, run.directory / "export", layout.whole, write=ranks.main)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,14 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters apart by device mesh, which a fused optimizer's kernel cannot mix; never empty."""
+    found: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values()) or [[]]
+
+
 def sharded_modules(model: nn.Module) -> list[nn.Module]:
     """The modules that FSDP gathers as units (`FSDPModule`); none without FSDP."""
     return [module for module in model.modules() if hasattr(module, "reshard")]

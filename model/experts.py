@@ -4,12 +4,15 @@ Shapes in the comments: N tokens of one rank, E experts, k of them for a token, 
 an expert.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.config import ModelConfig
 from model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
+from model.layout import ALONE, Layout
 from model.shapes import Experts
 
 # For each token the experts' numbers (N, k), and what their outputs count (N, k).
@@ -115,12 +118,13 @@ class Stacked(nn.Module):
 class StackedMLPs(nn.Module):
     """The gated MLPs of all experts."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layout: Layout):
         super().__init__()
         e, d = config.experts, config.hidden_size
         self.options, self.activation = e, ACTIVATIONS[config.activation]
-        self.gate_up = Stacked(e.number, d, 2 * e.size, e.biases)
-        self.down = Stacked(e.number, e.size, d, e.biases)
+        number = e.number // layout.ep
+        self.gate_up = Stacked(number, d, 2 * e.size, e.biases)
+        self.down = Stacked(number, e.size, d, e.biases)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, d) sorted by expert, `counts` (E,) of each, to (R, d)."""
@@ -135,16 +139,16 @@ class StackedMLPs(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Router, experts and the shared expert in the place of a block's MLP; no token is dropped."""
 
-    def __init__(self, config: ModelConfig, balanced: bool = False):
+    def __init__(self, config: ModelConfig, balanced: bool = False, layout: Layout = ALONE):
         super().__init__()
-        self.options, self.balanced = config.experts, balanced
+        self.options, self.balanced, self.layout = config.experts, balanced, layout
         self.router = Router(config)
-        self.experts = StackedMLPs(config)
-        self.shared = (
-            GatedMLP(config, config.experts.shared_size) if config.experts.shared_size else None
-        )
-        # Rows that each expert of this layer has had, since the last reset; fp32, on the device.
+        self.experts = StackedMLPs(config, layout)
+        size = config.experts.shared_size
+        self.shared = GatedMLP(config, layout, size) if size else None
+        # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
         self.rows: Tensor | None = None
+        self.counted: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) to (B, T, d)."""
@@ -156,13 +160,14 @@ class MixtureOfExperts(nn.Module):
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
+    @torch.compiler.disable
     def mixed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """(N, d) tokens, and the choice, to the weighted sums (N, d) of their experts' outputs."""
         k = self.options.per_token
         order = index.flatten().argsort(stable=True)  # by expert, then by token
         counts = count_rows(index, self.options.number)
         self.count(counts)
-        out = self.experts(tokens[order // k], counts)
+        out = self.layout.experts(self.experts, tokens[order // k], counts)
         back = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
@@ -185,7 +190,8 @@ class MixtureOfExperts(nn.Module):
             scores = scores / scores.sum(dim=-1, keepdim=True)
         elif e.scores == "softmax_chosen":
             scores = scores.softmax(dim=-1)
-        share = count_rows(index, e.number) / index.numel()
+        share = self.layout.summed(count_rows(index, e.number).float())
+        share = share / share.sum()
         return e.aux_loss * e.number * (share * scores.mean(dim=0)).sum()
 
 
@@ -206,15 +212,16 @@ def _with_loss(y: Tensor, loss: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update_corrections(model: nn.Module) -> None:
-    """Move the routers' corrections towards equal loads, and begin to count anew.
+def update_corrections(model: nn.Module, average: Callable[[Tensor], None]) -> None:
+    """Move the routers' corrections towards equal loads of this step; `average` is over all ranks.
 
     Each by the config's rate, up for experts with fewer rows than the mean, down for those with more
     (Wang et al. 2024, algorithm 1; DeepSeek-V3, 2.1.2).
     """
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.options.correction_rate:
-            rows = module.rows
+            rows = module.rows - module.counted
+            module.counted = module.rows.clone()
+            average(rows)
             step = module.options.correction_rate * (rows.mean() - rows).sign()
             module.router.correction.add_(step.to(module.router.correction))
-            module.rows = None

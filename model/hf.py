@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
 from model.json_keys import plain_file
+from model.layout import whole_shape
 from model.stored import Part, read_block
 from model.transformer import Transformer
 
@@ -200,7 +201,8 @@ def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretra
     found = {}
     for name, parameter in model.weights():
         found[name] = []
-        for hf_name, part in to_hf(config, name, parameter.detach()):
+        shape = whole_shape(config, name, parameter.shape)
+        for hf_name, part in to_hf(config, name, torch.empty(shape, device="meta")):
             file, theirs = place = _find(index, hf_name, directory)
             shape, kind = _shape_and_dtype(*place)
             if shape != list(part.shape):
@@ -242,10 +244,11 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
         stored = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
         for name, parameter in model.weights():
             tensor = stored[f"p/{name}"]
-            if list(tensor["shape"]) != list(parameter.shape):
+            shape = list(whole_shape(model.config, name, parameter.shape))
+            if list(tensor["shape"]) != shape:
                 raise ConfigError(
                     f"{directory}: {name} has shape {tensor['shape']}, which does not fit "
-                    f"{model.config.path}: it should have {list(parameter.shape)}"
+                    f"{model.config.path}: it should have {shape}"
                 )
             found[name] = [Stored(directory, f"p/{name}", [Part(**p) for p in tensor["parts"]])]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -334,18 +337,18 @@ def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
 def save_pretrained(
     model: Transformer,
     directory: str | Path,
-    whole: Callable[[Tensor], Tensor] = lambda parameter: parameter,
+    whole: Callable[[ModelConfig, str, Tensor], Tensor] = lambda config, name, parameter: parameter,
     write: bool = True,
 ) -> None:
     """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens.
 
-    `whole` makes a parameter whole where it is sharded: then every rank calls this, and only the one
-    with `write` keeps and writes anything.
+    `whole(config, name, parameter)` makes a parameter whole where ranks share it: then every rank calls
+    this, and only the one with `write` keeps and writes anything.
     """
     directory, config = Path(directory), model.config
     tensors = {}
     for name, parameter in model.weights():
-        value = whole(parameter.detach())
+        value = whole(config, name, parameter.detach())
         if write:
             tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
     if not write:

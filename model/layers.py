@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from model.config import ModelConfig
+from model.layout import ALONE, Layout
 from model.shapes import RopeScaling, Yarn
 
 
@@ -226,12 +227,16 @@ def attend_with_sinks(
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads; one fused q, k, v projection."""
+    """Causal self-attention with grouped key/value heads; one fused q, k, v projection.
 
-    def __init__(self, config: ModelConfig):
+    A layout of several ranks has a part of the heads on each.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        self.n_heads = config.num_attention_heads
-        self.n_kv_heads = config.num_key_value_heads
+        self.layout = layout
+        self.n_heads = config.num_attention_heads // layout.tp
+        self.n_kv_heads = config.num_key_value_heads // layout.tp
         self.head_dim = config.head_dim
         self.dropout = config.attention_dropout
         self.scale = config.attention_scale
@@ -251,6 +256,7 @@ class Attention(nn.Module):
         mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions, `mask` only for a window."""
+        x = self.layout.gather(x)
         B, T, _ = x.shape
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         qkv = self.qkv(x).view(B, T, sum(heads), self.head_dim)
@@ -262,31 +268,43 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        y = self.layout.attend(self.attend, q, k, v, mask)
+        return self.layout.reduce(self.out, y.reshape(B, T, self.n_heads * self.head_dim))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, first: int
+    ) -> Tensor:
+        """(B, T, H, D) queries over (B, S, K, D) keys and values; `first` is the first head's number."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         if self.sinks is None:
             y = attend(q, k, v, mask, dropout, self.scale)
         else:
-            scale = self.scale or self.head_dim**-0.5
-            y = attend_with_sinks(q, k, v, mask, dropout, scale, self.sinks)
-        return self.out(y.transpose(1, 2).reshape(B, T, self.n_heads * self.head_dim))
+            scale, sinks = self.scale or self.head_dim**-0.5, self.sinks[first : first + q.shape[1]]
+            y = attend_with_sinks(q, k, v, mask, dropout, scale, sinks)
+        return y.transpose(1, 2)
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention through narrow layers (MLA; DeepSeek-V2, section 2.1), as it is trained."""
+    """Causal self-attention through narrow layers (MLA; DeepSeek-V2, section 2.1), as it is trained.
 
-    def __init__(self, config: ModelConfig):
+    Of several ranks each has a part of the heads, and the narrow layers whole.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
         m, d = config.latent, config.hidden_size
-        self.sizes, self.n_heads = m, config.num_attention_heads
+        self.layout = layout
+        self.sizes, self.n_heads = m, config.num_attention_heads // layout.tp
+        query = self.n_heads * config.head_dim
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         self.scale, self.neighbours = config.attention_scale, config.rope_pairs == "neighbours"
         if m.q_rank is None:
-            self.q = nn.Linear(d, config.query_size, bias=False)
+            self.q = nn.Linear(d, query, bias=False)
         else:
             self.q_down = nn.Linear(d, m.q_rank, bias=False)
             self.q_down_norm = RMSNorm(m.q_rank, 1e-6)
-            self.q_up = nn.Linear(m.q_rank, config.query_size, bias=False)
+            self.q_up = nn.Linear(m.q_rank, query, bias=False)
         self.kv_down = nn.Linear(d, m.kv_rank + m.rope_dim, bias=False)
         self.kv_down_norm = RMSNorm(m.kv_rank, 1e-6)
         self.kv_up = nn.Linear(m.kv_rank, self.n_heads * (m.nope_dim + m.value_dim), bias=False)
@@ -299,6 +317,7 @@ class LatentAttention(nn.Module):
         mask: Tensor | BlockMask | None = None,
     ) -> Tensor:
         """(B, T, d) to (B, T, d), as Attention."""
+        x = self.layout.gather(x)
         m, (B, T, _) = self.sizes, x.shape
         q = self.q(x) if m.q_rank is None else self.q_up(self.q_down_norm(self.q_down(x)))
         q, q_rope = q.view(B, T, -1, self.head_dim).split((m.nope_dim, m.rope_dim), dim=-1)
@@ -308,9 +327,16 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = self.rotate(q_rope, rope), self.rotate(k_rope[:, :, None], rope)
         q = torch.cat((q, q_rope), dim=-1)
         k = torch.cat((k, k_rope.expand(-1, -1, k.shape[2], -1)), dim=-1)
+        y = self.layout.attend(self.attend, q, k, v, mask)
+        return self.layout.reduce(self.out, y.flatten(2))
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, first: int
+    ) -> Tensor:
+        """As Attention's."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.scale)
-        return self.out(y.transpose(1, 2).flatten(2))
+        return y.transpose(1, 2)
 
     def rotate(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""
@@ -330,27 +356,31 @@ ACTIVATIONS = {
 class MLP(nn.Module):
     """Two-layer perceptron of GPT-2: d to f, activation, f to d."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.layout = layout
+        d, f = config.hidden_size, config.intermediate_size // layout.tp
+        self.up = nn.Linear(d, f, bias=config.mlp_bias)
+        self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        x = self.layout.gather(x)
+        return self.layout.reduce(self.down, self.activation(self.up(x)))
 
 
 class GatedMLP(nn.Module):
     """Gated perceptron (SwiGLU when the activation is SiLU; Shazeer 2020); gate and up are fused."""
 
-    def __init__(self, config: ModelConfig, size: int | None = None):
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE, size: int | None = None):
         """`size` elements of the activation, the config's if None."""
         super().__init__()
-        d, f = config.hidden_size, size or config.intermediate_size
+        self.layout = layout
+        d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
         self.gate_up = nn.Linear(d, 2 * f, bias=config.mlp_bias)
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        gate, up = self.gate_up(self.layout.gather(x)).chunk(2, dim=-1)
+        return self.layout.reduce(self.down, self.activation(gate) * up)

@@ -24,6 +24,7 @@ from model.layers import (
     rope_tables,
     window_mask,
 )
+from model.layout import ALONE, Layout
 from model.loss import LinearCrossEntropy
 
 
@@ -54,22 +55,29 @@ def saved_ops(attention: bool = True) -> set:
         c10d.reduce_scatter_tensor.default,
         c10d.all_gather_into_tensor.default,
         c10d.all_reduce.default,
+        c10d.all_to_all_single.default,
     }
 
 
 class Block(nn.Module):
     """One residual block: attention, then the MLP, each behind its norm."""
 
-    def __init__(self, config: ModelConfig, layer: int = 0, balanced: bool = False):
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int = 0,
+        balanced: bool = False,
+        layout: Layout = ALONE,
+    ):
         super().__init__()
         norm = RMSNorm if config.rms_norm else LayerNorm
         self.attn_norm = norm(config.hidden_size, config.norm_eps)
-        self.attn = LatentAttention(config) if config.latent else Attention(config)
+        self.attn = (LatentAttention if config.latent else Attention)(config, layout)
         self.mlp_norm = norm(config.hidden_size, config.norm_eps)
         if config.has_experts(layer):
-            self.mlp = MixtureOfExperts(config, balanced)
+            self.mlp = MixtureOfExperts(config, balanced, layout)
         else:
-            self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+            self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, layout)
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
 
@@ -103,17 +111,22 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, seq_len: int, flex: bool = False, balanced: bool = False
+        self,
+        config: ModelConfig,
+        seq_len: int,
+        flex: bool = False,
+        balanced: bool = False,
+        layout: Layout = ALONE,
     ):
         super().__init__()
-        self.config, self.seq_len, self.flex = config, seq_len, flex
+        self.config, self.seq_len, self.flex, self.layout = config, seq_len, flex, layout
         d, V = config.hidden_size, config.padded_vocab_size
         self.embed = nn.Embedding(V, d, padding_idx=config.pad_token_id)
         self.positions = (
             nn.Embedding(config.max_position_embeddings, d) if config.learned_positions else None
         )
         self.blocks = nn.ModuleList(
-            Block(config, i, balanced) for i in range(config.num_hidden_layers)
+            Block(config, i, balanced, layout) for i in range(config.num_hidden_layers)
         )
         self.norm = (RMSNorm if config.rms_norm else LayerNorm)(d, config.norm_eps)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
@@ -131,22 +144,32 @@ class Transformer(nn.Module):
             yield self.native_name(name), parameter
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, T) int64 token ids and labels to the mean loss; without labels to logits."""
-        x = self.norm(self.run_blocks(self.embed_tokens(tokens)))
+        """(B, T) int64 token ids and labels to the mean loss; without labels to logits.
+
+        In a layout of several ranks the loss and the logits are of this rank's own tokens.
+        """
+        T = tokens.shape[1]
+        if (own := self.layout.own_positions(T, tokens.device)) is not None:
+            tokens, labels = tokens[:, own], None if labels is None else labels[:, own]
+        x = self.norm(self.run_blocks(self.embed_tokens(tokens, own), T))
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
-    def embed_tokens(self, tokens: Tensor) -> Tensor:
-        """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
-        T, device = tokens.shape[1], tokens.device
+    def embed_tokens(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout.
+
+        `positions` (T,) are theirs; None for 0, 1, ...
+        """
+        device = tokens.device
         x = self.look_up(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:
-            x = x + self.positions.weight[:T]
+            weight = self.positions.weight
+            x = x + (weight[: tokens.shape[1]] if positions is None else weight[positions])
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
         if (dtype := autocast_dtype(device)) is not None:
@@ -154,10 +177,13 @@ class Transformer(nn.Module):
             x = x.to(dtype)
         return x
 
-    def run_blocks(self, x: Tensor) -> Tensor:
-        """(B, T, d) through all blocks, one after the other."""
-        T, device = x.shape[1], x.device
+    def run_blocks(self, x: Tensor, T: int) -> Tensor:
+        """(B, t, d), this rank's of T tokens, through all blocks, one after the other."""
+        device = x.device
         rope = self.rope_for(T, device)
+        gathered = self.layout.gathered_positions(T, device)
+        if rope is not None and gathered is not None:
+            rope = tuple(table[gathered] for table in rope)
         for block, window in zip(self.blocks, self.config.windows, strict=True):
             x = block(x, rope, self.mask_for(T, window, device))
         return x

@@ -7,7 +7,9 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 - traffic.json: the bytes that collectives were really handed, by kind,
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
-- built.json, of train_fsdp.py: the most bytes that tensors held until the model was built.
+- built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
+- with --gradients, gradients.safetensors and parameters.safetensors: whole, of the first step (clipped),
+  and after the last.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch._inductor.compile_fx  # as a first compilation would
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,7 +38,7 @@ from bench.apply.fp8.te import TransformerEngineFp8
 from bench.apply.optimizer import build_optimizer, optimizer_step
 from bench.apply.precision import LossScaler
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
-from bench.parallel.mesh import build_mesh
+from bench.parallel.layout import RankLayout
 from bench.parallel.ranks import find_ranks, gather, join, leave
 from bench.run.checkpoint import training_state
 from bench.run.checkpoint.manifest import verify
@@ -83,11 +86,24 @@ class Traffic(TorchDispatchMode):
         self.bytes, self.calls = Counter(), Counter()
         self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
+        self.model, self.gradients = None, {}
 
-    def built(self, *args):
+    def built(self, model, *args):
         """Stands in for build_optimizer: by then the model exists."""
         self.looking = False
-        return build_optimizer(*args)
+        optimizer = build_optimizer(model, *args)
+        if "--gradients" in sys.argv:
+            optimizer.register_step_pre_hook(lambda *_: self.at_step(model))
+        self.model = model
+        return optimizer
+
+    def at_step(self, model) -> None:
+        if not self.gradients:
+            self.gradients = {
+                name: model.layout.whole(model.config, name, p.grad).clone()
+                for name, p in model.weights()
+                if p.requires_grad
+            }
 
     def _look_at(self, tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, this rank's part
@@ -130,8 +146,8 @@ def shard(plan, device, model=None, fp8=None):
     if model is None:
         with torch.device("meta"):
             model = Transformer(plan.work.config, plan.work.batch.seq_len)
-    mesh = build_mesh(device, plan.work.fsdp.mesh, plan.ranks.dist_timeout)
-    apply_fsdp(model, mesh, plan.work)
+    layout = RankLayout(plan.work.fsdp, torch.distributed.get_rank())
+    apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), plan.work)
     materialize_shards(model, device, 0, fp8=fp8)
     return model
 
@@ -242,6 +258,12 @@ def main() -> None:
         ):
             entrypoints = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}
             train_planned(entrypoints[script].train, args, script, ranks)
+        if "--gradients" in sys.argv:
+            model = traffic.model
+            parameters = {n: model.layout.whole(model.config, n, p) for n, p in model.weights()}
+            if ranks.main:
+                save_file(traffic.gradients, out / name / "gradients.safetensors")
+                save_file(parameters, out / name / "parameters.safetensors")
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
             (out / name / "draws.json").write_text(json.dumps(draws))

@@ -30,7 +30,8 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
 
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:
-    T, config, masked = min(work.batch.seq_len, 512), work.config, work.windowed
+    T, config = min(work.batch.seq_len, 512), work.config
+    masked = work.windowed or config.sinks
     q, k, v = _inputs(work, T, device)
     mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
     with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
@@ -42,18 +43,25 @@ def _chosen_kernel(work: Work, device: torch.device) -> str | None:
 
 
 def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor]:
-    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, head_dim)."""
+    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements)."""
     config, dtype = work.config, AMP_DTYPES[work.amp]
     n, groups = config.num_attention_heads, config.num_key_value_heads
     if device.type == "cuda" and dtype == torch.float32:
         groups = n
     options = {"device": device, "dtype": dtype, "requires_grad": True}
-    return [torch.zeros(1, heads, T, config.head_dim, **options) for heads in (n, groups, groups)]
+    more = 8 if config.sinks else 0  # model.layers.attend_with_sinks
+    sizes = (
+        (n, config.head_dim + more),
+        (groups, config.head_dim + more),
+        (groups, config.value_dim),
+    )
+    return [torch.zeros(1, heads, T, size, **options) for heads, size in sizes]
 
 
 def _probe(work: Work, device: torch.device) -> None:
     """Run the one allowed kernel on a small case of the model's heads."""
-    T, config, mask = 16, work.config, work.windowed
+    T, config = 16, work.config
+    mask = work.windowed or config.sinks
     q, k, v = _inputs(work, T, device)
     attn_mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if mask else None
     try:

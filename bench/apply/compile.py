@@ -34,7 +34,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
 
     Block by block, since identical blocks share one compiled graph: compile time does not grow with
     depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
-    `fullgraph` turns a graph break into an error. `exact_casts` rounds between fused kernels as eager
+    `fullgraph` turns a graph break into an error; a block with experts has one. `exact_casts` rounds between fused kernels as eager
     code does, which FP8 scaled by rows needs before torch 2.13.
     """
     if mode is None:
@@ -49,7 +49,8 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     for i, block in enumerate(model.blocks):
-        compiled = torch.compile(block.forward, mode=mode, fullgraph=True, dynamic=False)
+        whole = not model.config.has_experts(i)  # the experts themselves run eagerly
+        compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, f"blocks.{i}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
     # next chunk would overwrite that.

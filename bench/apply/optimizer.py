@@ -1,6 +1,7 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from bench.apply.fp8.base import Fp8
 from bench.apply.precision import LossScaler
 from bench.settings.flags import OptimizerFlags
-from bench.sharded import is_sharded
+from bench.sharded import by_mesh, is_sharded
 
 
 def build_optimizer(
@@ -17,11 +18,14 @@ def build_optimizer(
     """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
     if flags is None:
         return None
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = {n for n, p in learnt.items() if p.ndim >= 2 and not n.endswith("bias")}
+    matrices = [p for name, p in learnt.items() if name in decayed]
+    vectors = [p for name, p in learnt.items() if name not in decayed]
     groups = [
-        {"params": matrices, "weight_decay": flags.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": same, "weight_decay": decay}
+        for some, decay in ((matrices, flags.weight_decay), (vectors, 0.0))
+        for same in by_mesh(some)
     ]
     if flags.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
@@ -49,14 +53,23 @@ def optimizer_step(
     lr: float,
     max_norm: float,
     scaler: LossScaler | None,
+    gradients: Any = None,
 ) -> Tensor:
     """Clip gradients to `max_norm` (0: leave them) and step; returns their norm, without a sync.
+
+    `gradients` completes, measures and clips those of ranks that share a batch (a layout's).
 
     With a scaler the gradients come multiplied by its scale; the norm returned is without it, and
     not finite where fp16 overflowed.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
+    if gradients is not None:
+        norm = gradients.norm()
+        if max_norm:
+            gradients.clip(max_norm, norm)
+        optimizer.step()
+        return norm
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     norm = norm.full_tensor() if is_sharded(norm) else norm
     scale = 1.0 if scaler is None else scaler.scale.clone()

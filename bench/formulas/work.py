@@ -83,7 +83,10 @@ class Ddp:
 
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
-    """FSDP: `shards` ranks share one copy of the model; HSDP has `replicas` of it."""
+    """FSDP: `shards` ranks share one copy of the model; HSDP has `replicas` of it.
+
+    Among them tp x cp ranks share a batch, and ep the experts.
+    """
 
     shards: int
     replicas: int = 1
@@ -91,6 +94,16 @@ class Fsdp:
     reduce_dtype: str = "fp32"
     prefetch: int = 1
     cpu_offload: bool = False
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    ulysses: bool = True
+    """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks share a batch, or the experts."""
+        return self.tp * self.cp * self.ep > 1
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -119,6 +132,8 @@ class Work:
     cuda_graphs: bool = False
     recompute: Recompute = Recompute()
     optimizer: str = "adamw"
+    balanced: bool = False
+    """Whether experts are dealt out in turn in place of chosen."""
     ddp: Ddp | None = None
     fsdp: Fsdp | None = None
 

@@ -15,21 +15,25 @@ from torch.distributed.tensor import DTensor
 from bench.apply.fp8.base import Fp8
 from bench.apply.precision import AMP_DTYPES
 from bench.formulas.work import Work
+from bench.sharded import is_sharded, sharded_modules
 from model.hf import Pretrained, read_pretrained
 from model.init import fill
+from model.layout import own_part, whole_shape
 from model.transformer import Transformer
 
 
-def apply_fsdp(model: Transformer, mesh: DeviceMesh, work: Work) -> None:
-    """Shard a meta-device model over the mesh's last dimension, block by block, in place.
+def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) -> None:
+    """Shard a meta-device model over the meshes' last dimension, block by block, in place.
 
     Of two dimensions the first holds replicas (HSDP). Embeddings, final norm and head belong to the
-    root, which stays gathered from its forward to its backward.
+    root (mesh `stage`), which stays gathered from its forward to its backward. Blocks are divided over
+    `dense`; experts are apart from them where their mesh is another one.
     """
     amp, options = work.amp, work.fsdp
     reduce = torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32
+    fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
     common = {
-        "mesh": mesh,
+        "ignored_params": fixed,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if amp == "off" else AMP_DTYPES[amp],
             reduce_dtype=reduce,
@@ -39,12 +43,22 @@ def apply_fsdp(model: Transformer, mesh: DeviceMesh, work: Work) -> None:
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
     blocks, ahead = list(model.blocks), options.prefetch
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=options.reshard, **common)
-    fully_shard(model, reshard_after_forward=False, **common)
+    again = options.reshard
+    units = []
+    for i, block in enumerate(blocks):
+        apart = [block.mlp.experts] if options.ep > 1 and work.config.has_experts(i) else []
+        for experts in apart:
+            fully_shard(experts, mesh=meshes["experts"], reshard_after_forward=again, **common)
+        fully_shard(block, mesh=meshes["dense"], reshard_after_forward=again, **common)
+        units.append([block, *apart])
+    fully_shard(model, mesh=meshes["stage"], reshard_after_forward=False, **common)
     for i, block in enumerate(blocks if ahead else []):
-        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1])
+        block.set_modules_to_forward_prefetch(sum(units[i + 1 : i + 1 + ahead], []))
+        block.set_modules_to_backward_prefetch(sum(units[max(0, i - ahead) : i][::-1], []))
+    if options.divided:  # gradients are summed: each rank's loss is divided by all ranks
+        for module in sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 @torch.no_grad()
@@ -62,7 +76,7 @@ def materialize_shards(
     """
     (fp8 or Fp8()).allocate(model, torch.device("cpu") if offload else device)
     for parameter, rows, _ in shard_values(model, device, seed, weights):
-        parameter.to_local().copy_(rows)
+        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(rows)
 
 
 def set_exact_values(
@@ -90,16 +104,20 @@ def shard_values(
     `weights` from check_pretrained): the model never exists whole anywhere.
     """
     for name, parameter in model.weights():
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        shape = whole_shape(model.config, name, parameter.shape)
+        full = torch.empty(shape, dtype=parameter.dtype, device=device)
         if weights:
             read_pretrained(full, name, model.config, weights)
         else:
             fill(full, name, model.config, seed)
-        yield parameter, own_rows(full, parameter), full
+        part = own_part(model.config, name, full, model.layout)
+        yield parameter, own_rows(part, parameter), full
 
 
-def own_rows(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """The rows of a whole tensor that this rank's shard holds, in FSDP's even chunks."""
+def own_rows(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor that this rank's shard holds, in FSDP's even chunks; all without one."""
+    if not isinstance(parameter, DTensor):
+        return full
     mesh = parameter.device_mesh
     shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
     chunks = full.chunk(shards)

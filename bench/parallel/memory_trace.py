@@ -22,8 +22,9 @@ from bench.apply.recompute import apply_recompute
 from bench.errors import UsageError
 from bench.formulas.work import Work
 from bench.parallel.fsdp import apply_fsdp
-from bench.parallel.mesh import build_mesh
+from bench.parallel.layout import RankLayout
 from bench.settings.flags import OptimizerFlags
+from model.layout import ALONE
 from model.transformer import Transformer
 
 CPU = torch.device("cpu")
@@ -38,10 +39,11 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None) -> int:
     with _fake_ranks(work.world), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            model = Transformer(work.config, work.batch.seq_len)
+            layout = RankLayout(work.fsdp, 0) if work.fsdp else ALONE
+            model = Transformer(work.config, work.batch.seq_len, layout=layout)
         apply_recompute(model, work.recompute)
         if work.fsdp:
-            apply_fsdp(model, build_mesh(CPU, work.fsdp.mesh, 60.0), work)
+            apply_fsdp(model, layout.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(F, "rms_norm", _as_on_gpu),

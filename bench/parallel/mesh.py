@@ -15,8 +15,13 @@ def build_mesh(device: torch.device, sizes: dict[str, int], timeout_s: float) ->
     *outer, last = sizes.items()
     kept = dict([(name, size) for name, size in outer if size > 1] + [last])
     mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    if len(kept) > 1:  # groups of their own, which do not inherit the timeout
-        for name in kept:
-            timeout = collective_timeout(device, timeout_s)
-            distributed_c10d._set_pg_timeout(timeout, mesh.get_group(name))
+    if len(kept) > 1:
+        set_timeouts(mesh, device, timeout_s)
     return mesh
+
+
+def set_timeouts(mesh: DeviceMesh, device: torch.device, timeout_s: float) -> None:
+    """Give the groups of a mesh the timeout of collectives; groups of their own do not inherit it."""
+    for name in mesh.mesh_dim_names:
+        timeout = collective_timeout(device, timeout_s)
+        distributed_c10d._set_pg_timeout(timeout, mesh.get_group(name))

@@ -20,6 +20,7 @@ from bench.results.result_files import seconds_alive
 from bench.run.life import Run
 from bench.run.profiling import build_capture
 from bench.sharded import reshard, sharded_modules
+from model.experts import update_corrections
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
@@ -103,6 +104,8 @@ def build_passes(
     work, log, device, scaler, fp8 = run.plan.work, run.log, run.device, run.scaler, run.fp8
     n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
+    # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
+    share = work.world if work.fsdp and work.fsdp.divided else 1
 
     def passes(step: int) -> Tensor:
         total = torch.zeros((), device=device)
@@ -119,7 +122,8 @@ def build_passes(
                     total += loss.detach()
                 if train:
                     with log.part("backward"):
-                        (loss if scaler is None else loss * scaler.scale).backward()
+                        loss = loss if scaler is None else loss * scaler.scale
+                        (loss if share == 1 else loss / share).backward()
                 else:
                     reshard(sharded)
         return total
@@ -135,6 +139,8 @@ def build_step(
     flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
     tokens = work.batch.tokens_per_step
     parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
+    gradients = model.layout.gradients(model) if work.fsdp else None
+    balances = bool(work.config.experts and work.config.experts.correction_rate)
     keeps_gradients = work.cuda_graphs and work.trains
     if keeps_gradients:
         # A gradient made inside a CUDA graph lives in the graph's memory, which the next replay
@@ -148,8 +154,12 @@ def build_step(
         with log.watched("optimizer"):
             if optimizer is not None:
                 rate = learning_rate(step, flags, n_steps)
-                norm = optimizer_step(parameters, optimizer, rate, flags.grad_clip, scaler)
+                norm = optimizer_step(
+                    parameters, optimizer, rate, flags.grad_clip, scaler, gradients
+                )
                 fp8.after_step(model)
+                if balances:
+                    update_corrections(model, average_over_ranks)
             if keeps_gradients:  # in place, without one kernel for each
                 torch._foreach_zero_([parameter.grad for parameter in parameters])
             elif work.trains:
@@ -204,4 +214,6 @@ def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | Non
             total += model(inputs, labels)
     model.train()
     reshard(sharded_modules(model))
+    if work.fsdp and work.fsdp.divided:  # each rank's loss is of its own tokens
+        average_over_ranks(total)
     return (total / len(data[1])).item()

@@ -79,6 +79,10 @@ class ModelFlags:
     config: str = positional(
         "CONFIG", "Model: a Hugging Face config.json, or a directory that holds one.", kind=LENGTH
     )
+    route: Literal["learned", "balanced"] = flag(
+        "learned", "Experts of a token: those its router chooses, or in turn, as in published tables.",
+        LEARNT, headline=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,6 +364,18 @@ class FsdpFlags:
     dp_replicate: int = flag(
         1, "Replicas of the sharded model (HSDP); must divide the number of ranks.", SPEED,
         scripts=(Script.FSDP,), at_least=1,
+    )  # fmt: skip
+    tp: int = flag(
+        1, "Ranks that share the heads and the MLP of every block (tensor and sequence parallelism).",
+        SPEED, scripts=(Script.FSDP,), at_least=1, headline=True,
+    )  # fmt: skip
+    cp: int = flag(
+        1, "Ranks that share the tokens of every sample (context parallelism).", SPEED,
+        scripts=(Script.FSDP,), at_least=1, headline=True,
+    )  # fmt: skip
+    ep: int = flag(
+        1, "Ranks that share the experts of every layer (expert parallelism).", SPEED,
+        scripts=(Script.FSDP,), at_least=1, headline=True,
     )  # fmt: skip
     cpu_offload: bool = flag(
         False, "Keep sharded parameters, gradients and optimizer state in host memory.", SPEED,

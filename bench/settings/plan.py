@@ -6,6 +6,7 @@ fit; every room below takes the slice that it needs. Memory it does not judge.
 
 import dataclasses
 import functools
+import math
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from bench.settings.flags import (
     BatchFlags,
     DataFlags,
     Fp8Flags,
+    FsdpFlags,
     OptimizerFlags,
     OutputFlags,
     PeakFlags,
@@ -153,6 +155,8 @@ def make_plan(
     not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
+    if args.route == "balanced" and config.experts is None:
+        raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags))
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
@@ -175,11 +179,16 @@ def make_plan(
             prefetch=args.prefetch,
             cpu_offload=args.cpu_offload,
         )
+        fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
+        for what in divided_refusals(args, fsdp):
+            raise UsageError(what)
     elif script is Script.DDP:
         ddp = Ddp(args.bucket_cap_mb, args.grad_compression)
     work = Work(
         config=config,
-        batch=resolve_batch(args.part(BatchFlags), seq_len, world),
+        batch=resolve_batch(
+            args.part(BatchFlags), seq_len, world // (fsdp.tp * fsdp.cp if fsdp else 1)
+        ),
         world=world,
         pass_type=args.pass_type,
         amp=args.amp,
@@ -189,6 +198,7 @@ def make_plan(
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config),
         optimizer=args.optimizer,
+        balanced=args.route == "balanced",
         ddp=ddp,
         fsdp=fsdp,
     )
@@ -283,10 +293,67 @@ def resolve_shards(replicas: int, world: int) -> int:
     return world // replicas
 
 
+def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: int) -> Fsdp:
+    """The ranks' shares of tokens, heads and experts; UsageError where sizes stand against them."""
+    tp, cp, ep = flags.tp, flags.cp, flags.ep
+    if ep > 1 and config.experts is None:
+        raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
+    if tp > 1 and config.whole_qk_norm:
+        raise UsageError(
+            f"--tp {tp}: {config.path} has norms of queries and keys that span all heads; use --cp"
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    sizes = [heads, kv_heads, *_mlp_sizes(config)]
+    parts = "heads, key/value heads and MLP" if config.latent is None else "heads and MLP"
+    _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
+    _must_divide("--tp", tp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    _must_divide("--cp", cp, f"--seq-len {seq_len}", seq_len)
+    _must_divide("--tp x --cp", tp * cp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    _must_divide("--tp x --cp", tp * cp, f"--seq-len {seq_len}", seq_len)
+    if ep > 1:
+        _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
+        _must_divide("--ep", ep, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
+    if not ulysses:
+        _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
+    return dataclasses.replace(fsdp, tp=tp, cp=cp, ep=ep, ulysses=ulysses)
+
+
+def _mlp_sizes(config: ModelConfig) -> list[int]:
+    """The sizes of MLPs, and of shared experts, that tensor parallelism divides."""
+    dense = not all(config.has_experts(i) for i in range(config.num_hidden_layers))
+    shared = config.experts.shared_size if config.experts else 0
+    return [size for size, there in ((config.intermediate_size, dense), (shared, shared)) if there]
+
+
+def _must_divide(flag: str, value: int, what: str, *sizes: int) -> None:
+    greatest = math.gcd(*sizes)
+    if greatest % value:
+        possible = ", ".join(str(n) for n in range(1, greatest + 1) if greatest % n == 0)
+        raise UsageError(f"{flag} {value} does not divide {what}; {possible} would")
+
+
+def divided_refusals(args: Args, fsdp: Fsdp) -> list[str]:
+    """Why flags do not go with ranks that share a batch or the experts."""
+    if not fsdp.divided:
+        return []
+    layout = " ".join(f"--{k} {v}" for k in ("tp", "cp", "ep") if (v := getattr(fsdp, k)) > 1)
+    reasons = {
+        "--amp fp16": (args.amp == "fp16", "its loss scale is checked by ranks apart; use --amp bf16"),
+        "--use-fp8": (args.use_fp8, "FP8 layers are converted whole; leave one of them out"),
+        "--cpu-offload": (args.cpu_offload, "gradients are completed on the device; leave it out"),
+        "--save-every": (
+            bool(args.save_every), "checkpoints of such layouts cannot be written yet; leave it out",
+        ),
+        "--resume": (bool(args.resume), "checkpoints cannot be read into it yet; leave it out"),
+    }  # fmt: skip
+    return [f"{layout} with {flag}: {why}" for flag, (given, why) in reasons.items() if given]
+
+
 def resolve_flex(work: Work, platform: Platform) -> bool:
     """Whether sliding windows go through FlexAttention; UsageError for a kernel that cannot serve."""
     config, name = work.config, work.attention
-    windowed = work.windowed
+    windowed = work.windowed and not config.sinks  # their window is part of a mask
     if name == "flex" and not windowed:
         raise UsageError(
             "--attention flex: no layer has a sliding window shorter than the sequence; "
@@ -302,7 +369,14 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
             "--attention cudnn: under a sliding window's mask its gradients can be NaN "
             "(pytorch/pytorch#196678); use --attention auto"
         )
+    by_tokens = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    if name == "flex" and by_tokens:
+        raise UsageError(
+            "--attention flex: heads do not divide over --cp, and only some rows of the mask would be "
+            "needed; use --attention auto"
+        )
     flex = windowed and (name == "flex" or (name == "auto" and platform != "cpu"))
+    flex = flex and not by_tokens
     if flex and config.attention_dropout:
         raise UsageError(
             f"{config.path}: attention_dropout {config.attention_dropout} does not work with "
@@ -313,6 +387,16 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
     """Which of a block's linear layers run in FP8; UsageError where sizes stand against it."""
+    config = work.config
+    unable = {
+        "experts": config.experts is not None,
+        "latent attention": config.latent is not None,
+        "norms after its layers": config.norm_after and flags.fp8_backend == "te",
+    }
+    for what in (name for name, has in unable.items() if has):
+        raise UsageError(
+            f"--use-fp8: {config.path} has {what}, which run in high precision alone; leave it out"
+        )
     fp8 = Fp8Work(
         backend=flags.fp8_backend,
         recipe=flags.fp8_recipe,

@@ -1,0 +1,125 @@
+"""How the ranks that share a batch divide tokens and parameters; without several, everything is whole.
+
+Each rank holds its own slice of tokens of the residual stream. Norms, embedding, head, loss and router
+work token by token. Three places move tokens: attention, the MLP, the experts. The model calls the
+methods here and knows no process group; bench/parallel/layout.py has the layout of several ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+
+# Queries (B, T, H, D), keys and values (B, S, K, D), a mask and the first head's number to (B, T, H, D).
+Attend = Callable[..., Tensor]
+
+
+class Layout:
+    """The layout of one rank: nothing moves. `tp`, `cp` and `ep` divide heads, tokens and experts."""
+
+    tp = cp = ep = 1
+    tp_rank = cp_rank = ep_rank = 0
+
+    def own_positions(self, T: int, device: torch.device) -> Tensor | None:
+        """The positions (t,) of a sample of T tokens that this rank holds; None for all."""
+        return None
+
+    def gathered_positions(self, T: int, device: torch.device) -> Tensor | None:
+        """The positions after `gather`; None for all."""
+        return None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""
+        return x
+
+    def reduce(self, linear: nn.Module, x: Tensor) -> Tensor:
+        """The inverse, after a linear layer of which each rank has some columns: the sum's own tokens."""
+        return linear(x)
+
+    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+        """Attention over all T tokens, of queries, keys and values of `gather`'s."""
+        return attend(q, k, v, mask, 0)
+
+    def experts(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """`experts(rows, counts)` on rows (R, d) sorted by expert, wherever the experts are."""
+        return experts(rows, counts)
+
+    def gradients(self, model: nn.Module) -> None:
+        """What completes and measures the gradients of several ranks (bench/parallel/layout.py)."""
+        return
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """Numbers added up over the ranks that hold other tokens of a step."""
+        return numbers
+
+
+ALONE = Layout()
+
+
+def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] | None:
+    """How a layout divides a parameter: `tp` or `ep`, the dimension, and its segments' lengths.
+
+    Each rank has its share of every segment (queries, keys and values; gate and up). None for one that
+    every rank has whole.
+    """
+    if not name.startswith("blocks."):
+        return None
+    _, _, *path, kind = name.split(".")
+    part = ".".join(path)
+    heads = config.num_attention_heads
+    if part.startswith("mlp.experts."):
+        return "ep", 0, (config.experts.number,)
+    if part in ("attn.out", "mlp.down", "mlp.shared.down"):
+        width = heads * config.value_dim if part == "attn.out" else _mlp_size(config, part)
+        return ("tp", 1, (width,)) if kind == "weight" else None
+    rows = {
+        "attn.qkv": (config.query_size, config.kv_size, config.kv_size),
+        "attn.q": (config.query_size,),
+        "attn.q_up": (config.query_size,),
+        "attn.kv_up": (heads * (config.head_dim - config.rope_dim + config.value_dim),),
+        "mlp.up": (config.intermediate_size,),
+        "mlp.gate_up": (config.intermediate_size,) * 2,
+    }
+    if part == "mlp.shared.gate_up":
+        rows[part] = (config.experts.shared_size,) * 2
+    if kind == "sinks":
+        return "tp", 0, (heads,)
+    return ("tp", 0, rows[part]) if part in rows else None
+
+
+def _mlp_size(config: ModelConfig, part: str) -> int:
+    return config.experts.shared_size if "shared" in part else config.intermediate_size
+
+
+def own_part(config: ModelConfig, name: str, whole: Tensor, layout: Layout) -> Tensor:
+    """A rank's part of a whole parameter, before FSDP divides it further."""
+    how = divided(config, name)
+    if how is None or (n := getattr(layout, how[0])) == 1:
+        return whole
+    kind, dim, segments = how
+    rank = getattr(layout, f"{kind}_rank")
+    return torch.cat([s.chunk(n, dim)[rank] for s in whole.split(segments, dim)], dim)
+
+
+def joined(config: ModelConfig, name: str, parts: list[Tensor]) -> Tensor:
+    """The inverse of `own_part`, of the parts of all ranks of its kind, in their order."""
+    _, dim, segments = divided(config, name)
+    pieces = [part.split([s // len(parts) for s in segments], dim) for part in parts]
+    return torch.cat([piece[i] for i in range(len(segments)) for piece in pieces], dim)
+
+
+def linear_without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer's product alone; its bias is added to the sum over ranks."""
+    return F.linear(x, linear.weight)
+
+
+def whole_shape(config: ModelConfig, name: str, part: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a parameter of which a layout's rank has a part of that shape."""
+    how = divided(config, name)
+    if how is None:
+        return tuple(part)
+    _, dim, segments = how
+    return (*part[:dim], sum(segments), *part[dim + 1 :])

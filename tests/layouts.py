@@ -1,0 +1,221 @@
+"""Every layout against one device: losses, gradient norms, every gradient, and the parameters at the end.
+
+    make layouts               all cases
+
+tests/test_layouts.py runs a short form. Tolerances are of fp32 on a CPU with gloo, over 16 AdamW steps
+with clipping active.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from tests.helpers import FAMILIES, ROOT, run_train
+
+STEPS = 16
+COMMON = ["--device", "cpu", "--amp", "off", "--warmup-steps", "1", "--n-steps", str(STEPS - 1),
+          "--lr", "2e-3", "--lr-warmup-steps", "0", "--grad-clip", "0.3", "--seq-len", "32",
+          "--no-tensorboard"]  # fmt: skip
+SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, intermediate_size=96)
+# What differs from tests.helpers.FAMILIES: sizes that divide, and several layers.
+MODELS = {
+    "gpt2": FAMILIES["gpt2"] | dict(n_embd=64, n_head=8, n_layer=2),
+    "llama": FAMILIES["llama-yarn"] | SIZES | dict(num_hidden_layers=2),
+    "qwen3": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=2),
+    "mistral": FAMILIES["mistral"] | SIZES | dict(num_hidden_layers=2),
+    "moe": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
+                                                mlp_only_layers=[]),
+    "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(num_hidden_layers=2, intermediate_size=32),
+    "deepseek": FAMILIES["deepseek_v3"] | SIZES | dict(num_key_value_heads=8, num_hidden_layers=2,
+                                                       router_bias_update_rate=0.01,
+                                                       output_router_logits=True,
+                                                       router_aux_loss_coef=0.01),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Some ranks, a model, and the flags of a layout; `traced` compiles without Inductor's code."""
+
+    ranks: int
+    model: str
+    flags: str
+    traced: bool = False
+
+
+CASES = {
+    "tp2": Case(2, "qwen3", "--tp 2"),
+    "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
+    "tp4": Case(4, "qwen3", "--tp 4 --sac-freq 1/2 --sac-policy op"),
+    "cp2": Case(2, "llama", "--cp 2 --sac-freq 1/1"),
+    "cp4-gather": Case(4, "mistral", "--cp 4 --tp 1"),
+    "cp8-gather": Case(8, "llama", "--cp 8"),
+    "ep2": Case(2, "moe", "--ep 2"),
+    "ep2-deepseek": Case(2, "deepseek", "--ep 2 --sac-freq 1/1"),
+    "ep4": Case(4, "moe", "--ep 4 --sac-freq 1/1 --sac-policy op"),
+    "ep4-gpt-oss": Case(4, "gpt_oss", "--ep 4"),
+    "dp2-tp2": Case(4, "qwen3", "--tp 2 --sac-freq 1/1"),
+    "dp2-cp2-window": Case(4, "mistral", "--cp 2"),
+    "tp2-cp2": Case(4, "qwen3", "--tp 2 --cp 2"),
+    "tp2-cp2-gpt-oss": Case(4, "gpt_oss", "--tp 2 --cp 2 --ep 2"),
+    "tp2-cp2-deepseek": Case(4, "deepseek", "--tp 2 --cp 2 --ep 4"),
+    "dp2-ep2-accumulate": Case(2, "moe", "--ep 2 --bsz 2 --grad-acc-steps 2"),
+    "hsdp2x2-tp2": Case(8, "qwen3", "--dp-replicate 2 --tp 2"),
+    "tp2-compiled": Case(2, "qwen3", "--tp 2 --pt-compile", True),
+    "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
+    "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile", True),
+}
+GLOBAL = 8  # samples of a step
+SHORT = ("tp2-biases", "cp2", "ep2-deepseek", "tp2-cp2", "tp2-cp2-gpt-oss", "dp2-ep2-accumulate",
+         "cp4-gather")  # fmt: skip
+
+
+def flags_of(case: Case, out: Path) -> list[str]:
+    """The command line of a case; its batch makes the same global batch as one device's."""
+    path = out / f"{case.model}.json"
+    path.write_text(json.dumps(MODELS[case.model]))
+    words = case.flags.split()
+    if "--bsz" not in words:
+        sizes = {f: int(words[words.index(f) + 1]) for f in ("--tp", "--cp") if f in words}
+        data = case.ranks // (sizes.get("--tp", 1) * sizes.get("--cp", 1))
+        words += ["--bsz", str(GLOBAL // data)]
+    return [str(path), *COMMON, *words]
+
+
+def reference(model: str, accumulation: int, out: Path) -> Path:
+    """One device's run of a model: its directory, with the tensors beside the steps."""
+    name = f"{model}-{accumulation}"
+    if (out / name).exists():
+        return out / name
+    case = Case(1, model, f"--bsz {GLOBAL // accumulation} --grad-acc-steps {accumulation}")
+    kept, built = {}, train.build_optimizer
+
+    def build_optimizer(model, *args):
+        optimizer = built(model, *args)
+        kept["model"] = model
+
+        def at_step(*_):
+            kept.setdefault(
+                "gradients", {n: p.grad.clone() for n, p in model.weights() if p.requires_grad}
+            )
+
+        optimizer.register_step_pre_hook(at_step)
+        return optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "build_optimizer", build_optimizer)
+        assert run_train(*flags_of(case, out), "--output-dir", out, "--run-name", name) == 0
+    save_file(kept["gradients"], out / name / "gradients.safetensors")
+    save_file(dict(kept["model"].weights()), out / name / "parameters.safetensors")
+    return out / name
+
+
+def run_cases(names: list[str], out: Path) -> None:
+    """All cases, with one start of ranks for each number of them; their directories lie in `out`."""
+    for world in sorted({CASES[name].ranks for name in names}):
+        chosen = [name for name in names if CASES[name].ranks == world]
+        cases = [
+            (name, "train_fsdp.py", [*flags_of(CASES[name], out), "--dist-timeout", "300"],
+             CASES[name].traced)
+            for name in chosen
+        ]  # fmt: skip
+        path = out / f"cases{world}.json"
+        path.write_text(json.dumps(cases))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
+                   "127.0.0.1", "--nproc-per-node", str(world), "tests/dist_worker.py", str(path),
+                   "--gradients"]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-6000:]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The largest differences of a case from one device."""
+
+    loss: float
+    first_norms: float
+    """Relative, of the gradient norm in steps 1 to 3."""
+    later_norms: float
+    gradient: float
+    """Of any gradient of the first step, relative to that gradient's norm."""
+    worst: str
+    parameter: float
+    """Of any number at the end."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all are within the tolerances promised."""
+        return (
+            self.loss < 1e-5
+            and self.first_norms < 1e-6
+            and self.later_norms < 1e-5
+            and self.gradient < 1e-5
+            and self.parameter < 1e-4
+        )
+
+
+def compare(name: str, out: Path) -> Difference:
+    """A finished case against one device."""
+    words = CASES[name].flags.split()
+    at = words.index("--grad-acc-steps") + 1 if "--grad-acc-steps" in words else None
+    alone, here = reference(CASES[name].model, int(words[at]) if at else 1, out), out / name
+    steps = [
+        [json.loads(line) for line in (where / "steps.jsonl").read_text().splitlines()]
+        for where in (alone, here)
+    ]
+    assert len(steps[0]) == len(steps[1]) == STEPS
+    loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(*steps, strict=True))
+    norms = [abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)]
+    assert min(step["grad_norm"] for step in steps[0]) > 0.3, "clipping is not active"
+    gradients, parameters = (
+        [load_file(where / f"{kind}.safetensors") for where in (alone, here)]
+        for kind in ("gradients", "parameters")
+    )
+    for tensors in (gradients, parameters):
+        assert tensors[0].keys() == tensors[1].keys()
+    worst = {
+        key: ((gradients[1][key] - value).norm() / value.norm().clamp(min=1e-12)).item()
+        for key, value in gradients[0].items()
+    }
+    most = max(worst, key=worst.get)
+    last = max((parameters[1][k] - v).abs().max().item() for k, v in parameters[0].items())
+    return Difference(loss, max(norms[:3]), max(norms[3:]), worst[most], most, last)
+
+
+HEAD = f"{'layout':20} {'loss':>8} {'norm 1-3':>8} {'later':>8} {'gradient':>8} {'at end':>8}"
+
+
+def row(name: str, found: Difference) -> str:
+    """A line of the table."""
+    numbers = (found.loss, found.first_norms, found.later_norms, found.gradient, found.parameter)
+    return f"{name:20} " + " ".join(f"{n:8.1e}" for n in numbers) + f"  {found.worst}"
+
+
+def main() -> int:
+    names = sys.argv[1:] or list(CASES)
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory)
+        os.chdir(ROOT)
+        run_cases(names, out)
+        print(HEAD)
+        failed = []
+        for name in names:
+            found = compare(name, out)
+            print(row(name, found), "" if found.ok else "  BEYOND", flush=True)
+            failed += [] if found.ok else [name]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(main())
