@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-cells test-oldest docs lint faults fuzz bench gpu-check gpu-test gpu-bench clean
+.PHONY: demo test layouts test-cells test-oldest docs lint faults fuzz bench gpu-check gpu-test gpu-bench clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -43,6 +43,10 @@ docs: $(READY)
 PART_OF_FAULTS = $(if $(filter command environment,$(firstword $(origin PART))),$(PART),)
 faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART_OF_FAULTS)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
+
+# Every layout of ranks against one device: losses, norms, every gradient; three minutes.
+layouts: $(READY)
+	$(BIN)/python -m tests.layouts
 
 # Every supported combination of toggles through Inductor's code generation too: ten minutes.
 test-cells: $(READY)

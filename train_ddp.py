@@ -13,7 +13,7 @@ from bench.apply.fp8.choose import apply_fp8
 from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
-from bench.parallel.ddp import apply_ddp
+from bench.parallel.ddp import ReplicaLayout, apply_ddp
 from bench.parallel.ranks import Ranks, join
 from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
@@ -33,7 +33,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     kernel = select_attention(work, plan.flex, device)
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
+        layout = ReplicaLayout()
+        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(model, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)

@@ -148,6 +148,8 @@ class MixtureOfExperts(nn.Module):
         self.shared = GatedMLP(config, layout, size) if size else None
         # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
         self.rows: Tensor | None = None
+        # The factor of the balance loss in this backward, as that of the model's own loss.
+        self.loss_factor: Tensor | float = 1.0
         self.counted: Tensor | float = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class MixtureOfExperts(nn.Module):
         scores, (index, weights) = self.router(tokens, self.balanced)
         y = self.mixed(tokens, index, weights.to(x.dtype))
         if self.options.aux_loss and torch.is_grad_enabled():
-            y = _with_loss(y, self.balance_loss(scores, index))
+            y = _with_loss(y, self.loss_factor * self.balance_loss(scores, index))
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
@@ -209,6 +211,13 @@ class _WithLoss(torch.autograd.Function):
 def _with_loss(y: Tensor, loss: Tensor) -> Tensor:
     """`y`, whose backward also sends a gradient of 1 into `loss`; the reported loss is without it."""
     return _WithLoss.apply(y, loss)
+
+
+def scale_balance_losses(model: nn.Module, factor: Tensor | float) -> None:
+    """Set what the backward of the model's own loss is multiplied by, for the balance losses."""
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.loss_factor = factor
 
 
 @torch.no_grad()

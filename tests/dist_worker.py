@@ -14,6 +14,7 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import sys
@@ -38,13 +39,15 @@ from bench.apply.fp8.te import TransformerEngineFp8
 from bench.apply.optimizer import build_optimizer, optimizer_step
 from bench.apply.precision import LossScaler
 from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
-from bench.parallel.layout import RankLayout
+from bench.parallel.layout import Gradients, RankLayout
 from bench.parallel.ranks import find_ranks, gather, join, leave
 from bench.run.checkpoint import training_state
 from bench.run.checkpoint.manifest import verify
 from bench.run.launch import train_planned
 from bench.settings.command_line import parse_args
 from model import te
+from model.experts import Router
+from model.layout import divided
 from model.transformer import Transformer
 from tests import te_standin
 from tests.faults import whole_state
@@ -132,6 +135,50 @@ class Traffic(TorchDispatchMode):
             for leaf in tree_leaves(made):
                 self._look_at(leaf)
         return made
+
+
+def unordered(config, name, whole, layout):
+    """A part of each weight as if nothing were fused."""
+    how = divided(config, name)
+    return whole if how is None else whole.chunk(layout.tp, how[1])[layout.tp_rank]
+
+
+def without_partial(init):
+    """Gradients that forget which of them are partial."""
+
+    def replaced(self, *args):
+        init(self, *args)
+        self.partial = []
+
+    return replaced
+
+
+def restless(best):
+    """A router that breaks near ties in another way at every second call."""
+    calls = itertools.count()
+
+    def chosen(self, scores):
+        sign = 1 if next(calls) % 2 else -1
+        return best(self, scores + sign * 0.02 * torch.linspace(-1, 1, scores.shape[-1]))
+
+    return chosen
+
+
+# Ways to break layouts, which tests/layouts.py must see.
+MUTANTS = {
+    "gradients are averaged": lambda: mock.patch(
+        "bench.parallel.fsdp.sharded_modules", lambda model: []
+    ),
+    "fused weights are cut unordered": lambda: mock.patch(
+        "bench.parallel.fsdp.own_part", unordered
+    ),
+    "norms' gradients stay partial": lambda: mock.patch.object(
+        Gradients, "__init__", without_partial(Gradients.__init__)
+    ),
+    "recomputation routes otherwise": lambda: mock.patch.object(
+        Router, "best", restless(Router.best)
+    ),
+}
 
 
 def sharded_llama(ranks, device, *flags, seq_len=8, config="configs/llama-tiny.json"):
@@ -242,7 +289,7 @@ def main() -> None:
     # One process group serves all runs.
     join(ranks, torch.device("cpu"), 60.0)
     out = Path(sys.argv[1]).parent
-    for name, script, flags, traced_only in json.loads(Path(sys.argv[1]).read_text()):
+    for name, script, flags, traced_only, *mutant in json.loads(Path(sys.argv[1]).read_text()):
         argv = [*flags, "--output-dir", str(out), "--run-name", name]
         args = parse_args(argv, script)
         torch._dynamo.reset()
@@ -255,6 +302,7 @@ def main() -> None:
             without_inductor() if traced_only else contextlib.nullcontext(),
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
             mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
+            MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
             entrypoints = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}
             train_planned(entrypoints[script].train, args, script, ranks)

@@ -30,16 +30,20 @@ from tests.helpers import (
     without_inductor,
 )  # fmt: skip
 
-ALL = list(all_combinations())
+# The flags of layouts are train_fsdp.py's alone.
+ALL = [c for c in all_combinations() if c.layout == "data" or c.entrypoint == "train_fsdp.py"]
 SUPPORTED = [c for c in ALL if refusal(c) is None]
 REFUSED = [c for c in ALL if refusal(c) is not None]
 # Transformer Engine and CUDA graphs need a GPU: tests/test_gpu.py runs their cells.
 ONLY_ON_A_GPU = [c for c in SUPPORTED if c.fp8 == "te" or c.compile == "graphs"]
-ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te" and c.compile != "graphs"]
+# tests/layouts.py shows that layouts are equal to one device, of each with SAC and compiled.
+ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te" and c.compile != "graphs" and c.layout == "data"]
 
 
 def name(c: Combination) -> str:
-    return f"{c.entrypoint.removesuffix('.py')}-{c.amp}-fp8_{c.fp8}-compile_{c.compile}-sac_{c.sac}"
+    layout = "" if c.layout == "data" else f"-{c.layout}"
+    script = c.entrypoint.removesuffix(".py")
+    return f"{script}-{c.amp}-fp8_{c.fp8}-compile_{c.compile}-sac_{c.sac}{layout}"
 
 
 def flags(c: Combination) -> list[str]:
@@ -52,6 +56,7 @@ def flags(c: Combination) -> list[str]:
         argv += ["--pt-compile", "--compile-mode", mode]
     if c.sac != "off":
         argv += ["--sac-freq", "1/2", "--sac-policy", c.sac]
+    argv += {"data": [], "tokens": ["--tp", "2"], "experts": ["--ep", "2"]}[c.layout]
     return argv
 
 
@@ -200,9 +205,11 @@ def test_the_short_form_has_every_pair_of_settings():
 
 
 def test_the_table_is_whole():
-    assert len(ALL) == 243 and len(SUPPORTED) == 102
+    assert len(ALL) == 405 and len(SUPPORTED) == 122
     for rule in RULES:
-        assert set(rule.when) <= set(AXES) and any(refusal(c) is rule for c in ALL), rule.reason
+        assert set(rule.when) <= set(AXES) and any(
+            refusal(c) is rule for c in all_combinations()
+        ), rule.reason
 
 
 def test_readme_shows_this_table():

@@ -1,5 +1,6 @@
 """Sharding by FSDP2 (fully_shard), replicated too under HSDP."""
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -53,8 +54,10 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         units.append([block, *apart])
     fully_shard(model, mesh=meshes["stage"], reshard_after_forward=False, **common)
     for i, block in enumerate(blocks if ahead else []):
-        block.set_modules_to_forward_prefetch(sum(units[i + 1 : i + 1 + ahead], []))
-        block.set_modules_to_backward_prefetch(sum(units[max(0, i - ahead) : i][::-1], []))
+        block.set_modules_to_forward_prefetch([*itertools.chain(*units[i + 1 : i + 1 + ahead])])
+        block.set_modules_to_backward_prefetch(
+            [*itertools.chain(*units[max(0, i - ahead) : i][::-1])]
+        )
     if options.divided:  # gradients are summed: each rank's loss is divided by all ranks
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bench.formulas.work import Fsdp
+from bench.parallel.ddp import ReplicaLayout
 from bench.parallel.fsdp import whole
 from bench.parallel.mesh import build_mesh, set_timeouts
 from model.config import ModelConfig
-from model.layout import Attend, Layout, divided, joined, linear_without_bias
+from model.layout import Attend, divided, joined, linear_without_bias
 from model.transformer import Transformer
 
 _c10d = torch.ops._c10d_functional
@@ -64,7 +65,7 @@ class _AllToAll(torch.autograd.Function):
         return _c10d.wait_tensor(grad), None, None, None
 
 
-class RankLayout(Layout):
+class RankLayout(ReplicaLayout):
     """One rank among tp x cp ranks that share a batch, and ep that share the experts.
 
     tp is innermost, so that its ranks are neighbours; then cp, then data; replicas are outermost. ep
@@ -231,11 +232,6 @@ class RankLayout(Layout):
             0, order, torch.arange(len(order), device=rows.device)
         )
         return _AllToAll.apply(y[back], sent, received, name)
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        numbers = numbers.clone()
-        dist.all_reduce(numbers)
-        return numbers
 
 
 class Gradients:

@@ -20,7 +20,7 @@ from bench.results.result_files import seconds_alive
 from bench.run.life import Run
 from bench.run.profiling import build_capture
 from bench.sharded import reshard, sharded_modules
-from model.experts import update_corrections
+from model.experts import scale_balance_losses, update_corrections
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
@@ -106,9 +106,12 @@ def build_passes(
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
     share = work.world if work.fsdp and work.fsdp.divided else 1
+    balances = bool(work.config.experts and work.config.experts.aux_loss)
 
     def passes(step: int) -> Tensor:
         total = torch.zeros((), device=device)
+        if balances:
+            scale_balance_losses(model, (1.0 if scaler is None else scaler.scale) / n_micro / share)
         for micro in range(n_micro):
             run.begin_micro_step(step)
             with log.part("data"):

@@ -48,6 +48,9 @@ def check(args: Checked, script: Script) -> Checked:
             "fp8": f"--use-fp8 --fp8-backend {args.fp8_backend}",
             "compile": f"--pt-compile --compile-mode {args.compile_mode}",
             "sac": f"--sac-freq {args.sac_freq} --sac-policy {args.sac_policy}",
+            "layout": " ".join(
+                f"--{n} {getattr(args, n)}" for n in ("tp", "cp", "ep") if getattr(args, n) > 1
+            ),
         }
         given = " ".join(flags[axis] for axis in broken.when if axis in flags)
         raise UsageError(f"{given}: {broken.reason}; use {broken.instead}")
@@ -92,6 +95,10 @@ def contradictions(args: Args, script: Script):
         args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
     ):
         yield f"--run-name {args.run_name!r}: must be a plain directory name"
+    if (args.save_every or args.resume or args.cpu_offload) and args.tp * args.cp * args.ep > 1:
+        given = [f"--{n}" for n in ("tp", "cp", "ep") if getattr(args, n) > 1]
+        other = "--cpu-offload" if args.cpu_offload else "--save-every or --resume"
+        yield f"{' '.join(given)} with {other}: is not implemented yet; leave one of them out"
     if args.save_every or args.resume:
         flag = "--save-every" if args.save_every else "--resume"
         if args.pass_type != "step":

@@ -16,18 +16,23 @@ AXES = {
     "fp8": ("off", "te", "torchao"),
     "compile": ("off", "on", "graphs"),
     "sac": ("off", "block", "op"),
+    "layout": ("data", "tokens", "experts"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Combination:
-    """One cell of the table. `graphs` are the compile modes that record CUDA graphs."""
+    """One cell of the table. `graphs` are the compile modes that record CUDA graphs.
+
+    The layout is of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
+    """
 
     entrypoint: str
     amp: str
     fp8: str
     compile: str
     sac: str
+    layout: str = "data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,26 @@ RULES = (
         "CUDA graphs need parameters at fixed addresses, and FSDP gathers them anew",
         "--compile-mode default or max-autotune-no-cudagraphs",
     ),
+    Rule(
+        {"layout": ("tokens", "experts"), "entrypoint": ("train.py", "train_ddp.py")},
+        "parts of layers and of samples need a sharded model",
+        "train_fsdp.py",
+    ),
+    Rule(
+        {"layout": ("tokens", "experts"), "amp": ("fp16",)},
+        "ranks would scale their parts of one loss apart",
+        "--amp bf16",
+    ),
+    Rule(
+        {"layout": ("tokens", "experts"), "fp8": ("te", "torchao")},
+        "layers are converted to FP8 whole",
+        "--amp bf16, or data parallelism alone",
+    ),
+    Rule(
+        {"layout": ("experts",), "sac": ("op",)},
+        "the policy cannot tell gathers of experts from what it keeps",
+        "--sac-policy block",
+    ),
 )
 
 
@@ -89,6 +114,7 @@ def combination_of(args: Args, entrypoint: Script) -> Combination:
         fp8=args.fp8_backend if args.use_fp8 else "off",
         compile=compiled,
         sac=args.sac_policy if args.sac_freq else "off",
+        layout="experts" if args.ep > 1 else "tokens" if args.tp * args.cp > 1 else "data",
     )
 
 
@@ -143,5 +169,6 @@ def _flags(rule: Rule) -> list[str]:
             "`--pt-compile`" if "on" in v else f"`--compile-mode {'|'.join(GRAPH_MODES)}`"
         ),
         "sac": lambda v: "`--sac-freq`" if len(v) == 2 else f"`--sac-policy {v[0]}`",
+        "layout": lambda v: "`--tp`, `--cp`, `--ep`" if len(v) == 2 else "`--ep`",
     }
     return [flags[axis](values) for axis, values in rule.when.items()]

@@ -180,8 +180,6 @@ def make_plan(
             cpu_offload=args.cpu_offload,
         )
         fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
-        for what in divided_refusals(args, fsdp):
-            raise UsageError(what)
     elif script is Script.DDP:
         ddp = Ddp(args.bucket_cap_mb, args.grad_compression)
     work = Work(
@@ -331,23 +329,6 @@ def _must_divide(flag: str, value: int, what: str, *sizes: int) -> None:
     if greatest % value:
         possible = ", ".join(str(n) for n in range(1, greatest + 1) if greatest % n == 0)
         raise UsageError(f"{flag} {value} does not divide {what}; {possible} would")
-
-
-def divided_refusals(args: Args, fsdp: Fsdp) -> list[str]:
-    """Why flags do not go with ranks that share a batch or the experts."""
-    if not fsdp.divided:
-        return []
-    layout = " ".join(f"--{k} {v}" for k in ("tp", "cp", "ep") if (v := getattr(fsdp, k)) > 1)
-    reasons = {
-        "--amp fp16": (args.amp == "fp16", "its loss scale is checked by ranks apart; use --amp bf16"),
-        "--use-fp8": (args.use_fp8, "FP8 layers are converted whole; leave one of them out"),
-        "--cpu-offload": (args.cpu_offload, "gradients are completed on the device; leave it out"),
-        "--save-every": (
-            bool(args.save_every), "checkpoints of such layouts cannot be written yet; leave it out",
-        ),
-        "--resume": (bool(args.resume), "checkpoints cannot be read into it yet; leave it out"),
-    }  # fmt: skip
-    return [f"{layout} with {flag}: {why}" for flag, (given, why) in reasons.items() if given]
 
 
 def resolve_flex(work: Work, platform: Platform) -> bool:

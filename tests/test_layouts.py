@@ -1,0 +1,132 @@
+"""Layouts of several ranks in short: equal to one device, refused where they do not fit."""
+
+import pytest
+import torch
+
+from bench.errors import UsageError
+from model import layout
+from model.init import fill
+from model.transformer import Transformer
+from tests import layouts
+from tests.helpers import config, plan_of
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    out = tmp_path_factory.mktemp("layouts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(layouts.ROOT)
+        layouts.run_cases(list(layouts.SHORT), out)
+    return out
+
+
+@pytest.mark.parametrize("name", [n for n in layouts.SHORT if n not in layouts.MUTANTS])
+def test_a_layout_is_equal_to_one_device(name, finished, monkeypatch, record_property):
+    monkeypatch.chdir(layouts.ROOT)
+    found = layouts.compare(name, finished)
+    record_property("figure", f"layout  {layouts.row(name, found)}")
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("name", layouts.MUTANTS)
+def test_a_broken_layout_is_seen_in_its_gradients(name, finished, monkeypatch):
+    monkeypatch.chdir(layouts.ROOT)
+    found = layouts.compare(name, finished)
+    assert not found.ok and found.gradient > 1e-4
+
+
+class Part(layout.Layout):
+    """A rank of a made-up layout, for the arithmetic of parts."""
+
+    def __init__(self, n: int, rank: int):
+        self.tp = self.ep = n
+        self.tp_rank = self.ep_rank = rank
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "moe", "gpt_oss", "deepseek"])
+def test_parts_are_those_that_the_model_builds_and_join_to_the_whole(family, monkeypatch):
+    from model.config import parse_config
+
+    shape = parse_config(layouts.MODELS[family], "x.json")
+    with torch.device("meta"):
+        whole = dict(Transformer(shape, 8).weights())
+        part = dict(Transformer(shape, 8, layout=Part(2, 1)).weights())
+    for name, parameter in whole.items():
+        full = torch.empty(parameter.shape)
+        fill(full, name, shape, 0)
+        parts = [layout.own_part(shape, name, full, Part(2, rank)) for rank in (0, 1)]
+        assert parts[1].shape == part[name].shape, name
+        assert layout.whole_shape(shape, name, part[name].shape) == parameter.shape
+        if layout.divided(shape, name) is not None:
+            assert torch.equal(layout.joined(shape, name, parts), full), name
+
+
+TINY = ["--seq-len", "32", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("family", "world", "flags", "message"),
+    [
+        (
+            "qwen3",
+            6,
+            "--tp 3",
+            r"--tp 3 does not divide heads, key/value heads and MLP of .*; 1, 2 w",
+        ),
+        ("qwen3", 3, "--tp 2", "--tp 2 does not divide the 3 ranks of a replica; 1, 3 would"),
+        ("qwen3", 3, "--cp 3", "--cp 3 does not divide --seq-len 32; 1, 2, 4, 8, 16, 32 would"),
+        ("qwen3", 4, "--tp 2 --cp 4", "--tp x --cp 8 does not divide the 4 ranks"),
+        ("qwen3", 4, "--cp 2 --dp-replicate 4", "--cp 2 does not divide the 1 ranks|--tp x --cp 2"),
+        ("qwen3", 2, "--ep 2", "--ep 2: qwen3.json has no experts; leave it out"),
+        ("qwen3_moe", 3, "--ep 3", "--ep 3 does not divide 8 experts; 1, 2, 4, 8 would"),
+        ("qwen3_moe", 6, "--ep 4", "--ep 4 does not divide the 6 ranks of a replica; 1, 2, 3, 6"),
+        ("olmoe", 2, "--tp 2", "norms of queries and keys that span all heads; use --cp"),
+        (
+            "qwen3",
+            2,
+            "--tp 2 --amp fp16",
+            "--tp 2 --amp fp16: .*use --amp bf16|--amp fp16: ranks would",
+        ),
+        ("qwen3", 2, "--tp 2 --use-fp8 --fp8-backend torchao", "converted to FP8 whole"),
+        ("qwen3_moe", 2, "--ep 2 --sac-freq 1/1 --sac-policy op", "use --sac-policy block"),
+        ("qwen3", 2, "--cp 2 --save-every 5", "--cp with --save-every"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_one_line(family, world, flags, message):
+    argv = ["x.json", *TINY, *flags.split()]
+    with pytest.raises(UsageError, match=message) as refused:
+        plan_of(argv, "train_fsdp.py", world, "cpu", config(family))
+    assert "\n" not in str(refused.value)
+
+
+def test_experts_are_computed_as_by_a_plain_loop():
+    """Outputs and gradients of the grouped matmul, with an expert that gets no row."""
+    from model.experts import Stacked
+
+    torch.manual_seed(0)
+    stacked = Stacked(4, 16, 8, bias=True)
+    torch.nn.init.normal_(stacked.weight)
+    torch.nn.init.normal_(stacked.bias)
+    rows, counts = torch.randn(9, 16, requires_grad=True), torch.tensor([3, 0, 5, 1])
+    found = []
+    for forward in (stacked.forward, stacked.one_by_one):
+        y = forward(rows, counts)
+        grads = torch.autograd.grad(y.square().sum(), [rows, stacked.weight, stacked.bias])
+        found.append([y, *grads])
+    for grouped, plain in zip(*found, strict=True):
+        torch.testing.assert_close(grouped, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_balanced_routing_gives_every_expert_as_many_rows():
+    shape = config("qwen3_moe", mlp_only_layers=[])
+    torch.manual_seed(0)
+    for balanced in (True, False):
+        model = Transformer(shape, 16, balanced=balanced)
+        for name, parameter in model.weights():
+            fill(parameter.data, name, shape, 0)
+        ids = torch.randint(97, (4, 16))
+        model(ids, ids).backward()
+        rows = torch.stack([block.mlp.rows for block in model.blocks])
+        assert rows.sum() == 3 * 64 * 3
+        assert ((rows.max(1).values / rows.mean(1) == 1).all()) == balanced
+        assert all(block.mlp.router.weight.grad.abs().sum() > 0 for block in model.blocks)
