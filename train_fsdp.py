@@ -53,7 +53,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         with validated(run, model, val_data):
             measure(run, model, optimizer, step)
         if plan.output.export:
-            save_pretrained(model, run.directory / "export", layout.whole, write=ranks.main)
+            save_pretrained(model, run.directory / "export", write=ranks.main)
 
 
 if __name__ == "__main__":

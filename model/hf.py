@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -337,18 +337,16 @@ def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
 def save_pretrained(
     model: Transformer,
     directory: str | Path,
-    whole: Callable[[ModelConfig, str, Tensor], Tensor] = lambda config, name, parameter: parameter,
     write: bool = True,
 ) -> None:
     """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens.
 
-    `whole(config, name, parameter)` makes a parameter whole where ranks share it: then every rank calls
-    this, and only the one with `write` keeps and writes anything.
+    Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
     """
     directory, config = Path(directory), model.config
     tensors = {}
     for name, parameter in model.weights():
-        value = whole(config, name, parameter.detach())
+        value = model.layout.whole(config, name, parameter.detach())
         if write:
             tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
     if not write:

@@ -47,6 +47,10 @@ class Layout:
         """`experts(rows, counts)` on rows (R, d) sorted by expert, wherever the experts are."""
         return experts(rows, counts)
 
+    def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+        """A parameter of that name, or its gradient, whole; all ranks call this."""
+        return tensor
+
     def gradients(self, model: nn.Module) -> None:
         """What completes and measures the gradients of several ranks (bench/parallel/layout.py)."""
         return

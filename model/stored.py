@@ -18,13 +18,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A block of a tensor: the file that holds it under the tensor's name, and its place."""
+    """A block of a tensor: its file, its place, and its key in the file if not the tensor's name."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of a manifest's schema)
 
     file: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
+    key: str = ""
 
 
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
@@ -76,7 +77,8 @@ def read_block(
         )
         ours = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
         with safe_open(directory / part.file, framework="pt") as f:
-            value = f.get_slice(name)[theirs] if theirs else f.get_tensor(name)
+            key = part.key or name
+            value = f.get_slice(key)[theirs] if theirs else f.get_tensor(key)
         block[ours].copy_(value)
         filled += value.numel()
     if filled != block.numel():

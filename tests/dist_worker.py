@@ -8,11 +8,12 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
-- with --gradients, gradients.safetensors and parameters.safetensors: whole, of the first step (clipped),
-  and after the last.
+- with --gradients, gradients.safetensors and parameters.safetensors: whole, of the first step (clipped;
+  of a resumed run what was loaded), and after the last.
 """
 
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -96,17 +97,22 @@ class Traffic(TorchDispatchMode):
         self.looking = False
         optimizer = build_optimizer(model, *args)
         if "--gradients" in sys.argv:
-            optimizer.register_step_pre_hook(lambda *_: self.at_step(model))
+            optimizer.register_step_pre_hook(lambda *_: self.at_step(model, optimizer))
         self.model = model
         return optimizer
 
-    def at_step(self, model) -> None:
-        if not self.gradients:
-            self.gradients = {
-                name: model.layout.whole(model.config, name, p.grad).clone()
-                for name, p in model.weights()
-                if p.requires_grad
-            }
+    def at_step(self, model, optimizer) -> None:
+        """Keep the first step's gradients; of a resumed run what was loaded."""
+        if self.gradients:
+            return
+        for name, p in model.weights():
+            whole = functools.partial(model.layout.whole, model.config, name)
+            if optimizer.state:
+                state = {key: t for key, t in optimizer.state.get(p, {}).items() if t.ndim}
+                self.gradients |= {f"{key}/{name}": whole(t).clone() for key, t in state.items()}
+                self.gradients[f"p/{name}"] = whole(p).clone()
+            elif p.requires_grad:
+                self.gradients[name] = whole(p.grad).clone()
 
     def _look_at(self, tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, this rank's part

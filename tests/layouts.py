@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from tests.dist_worker import Traffic
+from tests.faults import whole_state
 from tests.helpers import FAMILIES, ROOT, run_train
 
 STEPS = 16
@@ -54,6 +56,10 @@ class Case:
     flags: str
     traced: bool = False
     mutant: str = ""
+    resumes: str = ""
+    """The case from whose checkpoint this one goes on."""
+    first: int = 0
+    """The step of that checkpoint."""
 
 
 CASES = {
@@ -63,6 +69,7 @@ CASES = {
     "cp2": Case(2, "llama", "--cp 2 --sac-freq 1/1"),
     "cp4-gather": Case(4, "mistral", "--cp 4 --tp 1"),
     "cp8-gather": Case(8, "llama", "--cp 8"),
+    "tp2-moe": Case(2, "moe", "--tp 2 --sac-freq 1/1"),
     "ep2": Case(2, "moe", "--ep 2"),
     "ep2-deepseek": Case(2, "deepseek", "--ep 2 --sac-freq 1/1"),
     "ep4": Case(4, "moe", "--ep 4 --sac-freq 1/1"),
@@ -78,6 +85,27 @@ CASES = {
     "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
     "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile", True),
 }
+SAVE = "--save-every 2 --save-keep 99"
+CHECKPOINTS = {
+    # Each saves, and goes on from what another layout saved.
+    "tp2-save": Case(2, "moe", f"--tp 2 {SAVE}"),
+    "cp2-resume-tp2": Case(2, "moe", f"--cp 2 {SAVE}", resumes="tp2-save", first=4),
+    "ep2-resume-cp2": Case(2, "moe", f"--ep 2 {SAVE}", resumes="cp2-resume-tp2", first=6),
+    "dp2-resume-ep2": Case(2, "moe", SAVE, resumes="ep2-resume-cp2", first=8),
+    "tp2-resume-dp2": Case(2, "moe", f"--tp 2 {SAVE}", resumes="dp2-resume-ep2", first=10),
+    "mixed-resume-tp2": Case(
+        4, "moe", f"--tp 2 --cp 2 --ep 4 {SAVE}", resumes="tp2-resume-dp2", first=12
+    ),
+    "hsdp-resume-mixed": Case(
+        4, "moe", f"--dp-replicate 2 --tp 2 {SAVE}", resumes="mixed-resume-tp2", first=14
+    ),
+    "deepseek-save": Case(2, "deepseek", f"--tp 2 --ep 2 {SAVE}"),
+    "deepseek-resume": Case(
+        4, "deepseek", f"--cp 2 --ep 4 {SAVE}", resumes="deepseek-save", first=8
+    ),
+}
+CHECKPOINTS["one-resume-mixed"] = Case(1, "moe", "", resumes="mixed-resume-tp2", first=14)
+CASES |= CHECKPOINTS
 MUTANTS = {
     "mutant-divided": Case(2, "qwen3", "--tp 2", mutant="gradients are averaged"),
     "mutant-fused": Case(2, "qwen3", "--tp 2", mutant="fused weights are cut unordered"),
@@ -87,7 +115,7 @@ MUTANTS = {
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = ("tp2-biases", "cp2", "ep2-deepseek", "tp2-cp2", "tp2-cp2-gpt-oss", "dp2-ep2-accumulate",
-         "cp4-gather", *MUTANTS)  # fmt: skip
+         "cp4-gather", *MUTANTS, "tp2-save", "cp2-resume-tp2", "ep2-resume-cp2")  # fmt: skip
 
 
 def flags_of(case: Case, out: Path) -> list[str]:
@@ -99,40 +127,45 @@ def flags_of(case: Case, out: Path) -> list[str]:
         sizes = {f: int(words[words.index(f) + 1]) for f in ("--tp", "--cp") if f in words}
         data = case.ranks // (sizes.get("--tp", 1) * sizes.get("--cp", 1))
         words += ["--bsz", str(GLOBAL // data)]
+    if case.resumes:
+        words += ["--resume", str(checkpoint(case, out))]
     return [str(path), *COMMON, *words]
+
+
+def checkpoint(case: Case, out: Path) -> Path:
+    """The checkpoint from which a case goes on."""
+    return out / case.resumes / f"checkpoints/step-{case.first:08}"
 
 
 def reference(model: str, accumulation: int, out: Path) -> Path:
     """One device's run of a model: its directory, with the tensors beside the steps."""
     name = f"{model}-{accumulation}"
-    if (out / name).exists():
-        return out / name
-    case = Case(1, model, f"--bsz {GLOBAL // accumulation} --grad-acc-steps {accumulation}")
-    kept, built = {}, train.build_optimizer
+    if not (out / name).exists():
+        flags = f"--bsz {GLOBAL // accumulation} --grad-acc-steps {accumulation}"
+        run_alone(name, Case(1, model, flags), out)
+    return out / name
+
+
+def run_alone(name: str, case: Case, out: Path) -> None:
+    """A case on one device, by train.py in this process; it leaves what tests/dist_worker.py leaves."""
+    looking, built = Traffic(), train.build_optimizer
 
     def build_optimizer(model, *args):
         optimizer = built(model, *args)
-        kept["model"] = model
-
-        def at_step(*_):
-            kept.setdefault(
-                "gradients", {n: p.grad.clone() for n, p in model.weights() if p.requires_grad}
-            )
-
-        optimizer.register_step_pre_hook(at_step)
+        looking.model = model
+        optimizer.register_step_pre_hook(lambda *_: looking.at_step(model, optimizer))
         return optimizer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "build_optimizer", build_optimizer)
         assert run_train(*flags_of(case, out), "--output-dir", out, "--run-name", name) == 0
-    save_file(kept["gradients"], out / name / "gradients.safetensors")
-    save_file(dict(kept["model"].weights()), out / name / "parameters.safetensors")
-    return out / name
+    save_file(looking.gradients, out / name / "gradients.safetensors")
+    save_file(dict(looking.model.weights()), out / name / "parameters.safetensors")
 
 
 def run_cases(names: list[str], out: Path) -> None:
     """All cases, with one start of ranks for each number of them; their directories lie in `out`."""
-    for world in sorted({CASES[name].ranks for name in names}):
+    for world in sorted({CASES[name].ranks for name in names} - {1}):
         chosen = [name for name in names if CASES[name].ranks == world]
         cases = [
             (name, "train_fsdp.py", [*flags_of(CASES[name], out), "--dist-timeout", "300"],
@@ -148,6 +181,9 @@ def run_cases(names: list[str], out: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         told = [line for line in done.stderr.splitlines() if "rror" in line or "File" in line]
         assert done.returncode == 0, "\n".join(told)[:6000]
+    for name in names:
+        if CASES[name].ranks == 1:
+            run_alone(name, CASES[name], out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +221,9 @@ def compare(name: str, out: Path) -> Difference:
         [json.loads(line) for line in (where / "steps.jsonl").read_text().splitlines()]
         for where in (alone, here)
     ]
-    assert len(steps[0]) == len(steps[1]) == STEPS
+    first = CASES[name].first
+    steps[0] = steps[0][first:]
+    assert len(steps[0]) == len(steps[1]) == STEPS - first
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(*steps, strict=True))
     norms = [abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)]
     assert min(step["grad_norm"] for step in steps[0]) > 0.3, "clipping is not active"
@@ -193,15 +231,20 @@ def compare(name: str, out: Path) -> Difference:
         [load_file(where / f"{kind}.safetensors") for where in (alone, here)]
         for kind in ("gradients", "parameters")
     )
-    for tensors in (gradients, parameters):
+    for tensors in (gradients, parameters)[CASES[name].first > 0 :]:
         assert tensors[0].keys() == tensors[1].keys()
+    if first:  # what was loaded is bit for bit what was saved, and there is no first step
+        saved, begin = whole_state(checkpoint(CASES[name], out)), gradients[1]
+        assert begin.keys() == {key for key in saved if not key.startswith("step/")}
+        assert all(torch.equal(value, saved[key]) for key, value in begin.items()), name
+        gradients = [parameters[0]] * 2
     worst = {
         key: ((gradients[1][key] - value).norm() / value.norm().clamp(min=1e-12)).item()
         for key, value in gradients[0].items()
     }
     most = max(worst, key=worst.get)
     last = max((parameters[1][k] - v).abs().max().item() for k, v in parameters[0].items())
-    return Difference(loss, max(norms[:3]), max(norms[3:]), worst[most], most, last)
+    return Difference(loss, max(norms[:3]), max(norms[3:], default=0.0), worst[most], most, last)
 
 
 HEAD = f"{'layout':20} {'loss':>8} {'norm 1-3':>8} {'later':>8} {'gradient':>8} {'at end':>8}"

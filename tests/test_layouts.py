@@ -89,7 +89,8 @@ TINY = ["--seq-len", "32", "--device", "cpu"]
         ),
         ("qwen3", 2, "--tp 2 --use-fp8 --fp8-backend torchao", "converted to FP8 whole"),
         ("qwen3_moe", 2, "--ep 2 --sac-freq 1/1 --sac-policy op", "use --sac-policy block"),
-        ("qwen3", 2, "--cp 2 --save-every 5", "--cp with --save-every"),
+        ("qwen3_moe", 2, "--tp 2 --sac-freq 1/1 --sac-policy op", "has experts, whose gathers"),
+        ("qwen3", 2, "--cp 2 --cpu-offload", "--cp with --cpu-offload: gradients"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_line(family, world, flags, message):

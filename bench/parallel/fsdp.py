@@ -47,7 +47,8 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     again = options.reshard
     units = []
     for i, block in enumerate(blocks):
-        apart = [block.mlp.experts] if options.ep > 1 and work.config.has_experts(i) else []
+        other_mesh = options.tp * options.ep > 1
+        apart = [block.mlp.experts] if other_mesh and work.config.has_experts(i) else []
         for experts in apart:
             fully_shard(experts, mesh=meshes["experts"], reshard_after_forward=again, **common)
         fully_shard(block, mesh=meshes["dense"], reshard_after_forward=again, **common)

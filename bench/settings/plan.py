@@ -180,6 +180,11 @@ def make_plan(
             cpu_offload=args.cpu_offload,
         )
         fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
+        if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
+            raise UsageError(
+                f"--tp {fsdp.tp} --sac-policy op: {config.path} has experts, whose gathers the policy "
+                "cannot tell from what it keeps; use --sac-policy block"
+            )
     elif script is Script.DDP:
         ddp = Ddp(args.bucket_cap_mb, args.grad_compression)
     work = Work(

@@ -36,7 +36,7 @@ from bench.run.checkpoint.training_state import (
     described,
     file_of,
     load,
-    own_share,
+    own_shares,
     random_state,
     set_random_state,
     state_tensors,
@@ -57,7 +57,7 @@ def build_saver(
     """Set the state that the run goes on from, if any; the saver, if the run saves."""
     if run.resume:
         directory, manifest = run.resume
-        load(directory, manifest, model, optimizer)
+        load(directory, manifest, model, optimizer, run.ranks)
         run.fp8.after_step(model)
         if run.scaler is not None and manifest.scaler:
             for name, value in manifest.scaler.items():
@@ -82,7 +82,10 @@ def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
 def layout(run: Run) -> str:
     """Script, ranks and accumulation."""
     work = run.plan.work
-    mesh = work.fsdp.mesh if work.fsdp else {}
+    mesh = dict(work.fsdp.mesh) if work.fsdp else {}
+    mesh |= {
+        n: getattr(work.fsdp, n) for n in ("tp", "cp", "ep") if work.fsdp and work.fsdp.divided
+    }
     sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
     batch = work.batch
     return (
@@ -222,14 +225,13 @@ class Saver:
         shares, shapes = {}, {}
         for name, tensor in state_tensors(self.model, self.optimizer):
             shapes[name] = tensor
-            if share := own_share(tensor, self.run.ranks):
-                shares[name] = share
-        tensors = {name: tensor for name, (tensor, _) in shares.items()}
-        parts = {name: part for name, (_, part) in shares.items()}
+            shares[name] = own_shares(self.model, name, tensor, self.run.ranks)
+        tensors = {key: t for share in shares.values() for key, (t, _) in share.items()}
+        parts = {name: [part for _, part in share.values()] for name, share in shares.items()}
         copies, event = self.staging.copy(tensors | random_state(self.run.device))
         scaler = self.run.scaler
         content = {
-            "described": described(shapes),
+            "described": described(self.model, shapes),
             "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
             "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
         }
@@ -327,7 +329,7 @@ class Saver:
         run, work = self.run, self.run.plan.work
         tensors = {
             name: StoredTensor(
-                dtype=dtype, shape=shape, parts=[s.parts[name] for s in shares if name in s.parts]
+                dtype=dtype, shape=shape, parts=[p for s in shares for p in s.parts.get(name, ())]
             )
             for name, (dtype, shape) in content["described"].items()
         }

@@ -1,5 +1,6 @@
 """The tensors of a training state: this rank's share of each, and setting them from a checkpoint."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bench.errors import UsageError
-from bench.parallel.ranks import Ranks
+from bench.parallel.ranks import ALONE, Ranks
 from bench.run.checkpoint.manifest import Manifest
 from bench.sharded import place
+from model.layout import divided, whole_shape
 from model.stored import DTYPES, NAMES, Part, read_block
 from model.transformer import Transformer
 
@@ -35,20 +37,70 @@ def state_tensors(
                 yield f"{key}/{name}", value
 
 
-def own_share(tensor: Tensor, ranks: Ranks) -> tuple[Tensor, Part] | None:
-    """The rows of this rank's part that it writes: ranks with the same part share them out.
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of a whole tensor on this rank: its numbers and its place; `copies` ranks hold the same.
 
-    None where others write all of them.
+    This rank is number `index` of those.
     """
-    local, offsets, lengths, copies, index = place(tensor)
-    copies, index = (copies, index) if copies else (ranks.world, ranks.rank)
-    if not lengths:
-        return (local, Part(file_of(ranks.rank), (), ())) if index == 0 else None
-    first, last = lengths[0] * index // copies, lengths[0] * (index + 1) // copies
-    if first == last or not math.prod(lengths):
-        return None
-    where = (offsets[0] + first, *offsets[1:])
-    return local[first:last], Part(file_of(ranks.rank), where, (last - first, *lengths[1:]))
+
+    local: Tensor
+    offsets: tuple[int, ...]
+    copies: int
+    index: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self.local.shape)
+
+
+def blocks(model: Transformer, name: str, tensor: Tensor, ranks: Ranks) -> list[Block]:
+    """The blocks that this rank holds of a whole tensor; several where its layout cut a fused weight."""
+    config, layout, plain = model.config, model.layout, name.split("/", 1)[1]
+    local, offsets, _, copies, index = place(tensor)
+    if not tensor.ndim or not copies:  # no DTensor, or a number: the same everywhere
+        return [Block(local, tuple(offsets), ranks.world, ranks.rank)]
+    how = divided(config, plain)
+    if how is None:
+        if plain.startswith("blocks."):
+            copies, index = copies * layout.tp, index * layout.tp + layout.tp_rank
+        return [Block(local, tuple(offsets), copies, index)]
+    kind, dim, segments = how
+    n, rank = getattr(layout, kind), getattr(layout, f"{kind}_rank")
+    found, begin, whole_begin = [], 0, 0
+    for length in segments:
+        own = length // n
+        first = max(offsets[dim], begin)
+        last = min(offsets[dim] + local.shape[dim], begin + own)
+        if first < last:
+            where = [*offsets]
+            where[dim] = whole_begin + rank * own + first - begin
+            piece = local.narrow(dim, first - offsets[dim], last - first)
+            found.append(Block(piece, tuple(where), copies, index))
+        begin, whole_begin = begin + own, whole_begin + length
+    return found
+
+
+def own_shares(
+    model: Transformer, name: str, tensor: Tensor, ranks: Ranks
+) -> dict[str, tuple[Tensor, Part]]:
+    """What this rank writes of a tensor, by the keys in its file: ranks with the same share it out."""
+    shares = {}
+    for number, block in enumerate(blocks(model, name, tensor, ranks)):
+        lengths, key = block.lengths, f"{name}#{number}" if number else name
+        own = key if number else ""
+        if not lengths:
+            if block.index == 0:
+                shares[key] = block.local, Part(file_of(ranks.rank), (), ())
+            continue
+        first = lengths[0] * block.index // block.copies
+        last = lengths[0] * (block.index + 1) // block.copies
+        if first == last or not math.prod(lengths):
+            continue
+        where = (block.offsets[0] + first, *block.offsets[1:])
+        part = Part(file_of(ranks.rank), where, (last - first, *lengths[1:]), own)
+        shares[key] = block.local[first:last], part
+    return shares
 
 
 class Staging:
@@ -91,7 +143,11 @@ def set_random_state(directory: Path, rank: int, device: torch.device) -> None:
 
 @torch.no_grad()
 def load(
-    directory: Path, manifest: Manifest, model: Transformer, optimizer: torch.optim.Optimizer
+    directory: Path,
+    manifest: Manifest,
+    model: Transformer,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Set parameters and the optimizer's tensors, in place, from any layout's checkpoint.
 
@@ -100,16 +156,15 @@ def load(
     left = set(manifest.tensors)
 
     def fill(name: str, tensor: Tensor) -> None:
-        local, offsets, lengths, _, _ = place(tensor)
-        stored = manifest.tensors.get(name)
-        if stored is None or list(stored.shape) != list(tensor.shape):
+        stored, shape = manifest.tensors.get(name), whole_size(model, name, tensor)
+        if stored is None or list(stored.shape) != shape:
             has = f"shape {list(stored.shape)}" if stored else "nothing"
-            raise UsageError(
-                f"{directory}: {name} should have shape {list(tensor.shape)}, has {has}"
-            )
+            raise UsageError(f"{directory}: {name} should have shape {shape}, has {has}")
         left.discard(name)
-        dtype = DTYPES[stored.dtype]
-        local.copy_(read_block(directory, name, stored.parts, offsets, lengths, dtype))
+        for block in blocks(model, name, tensor, ranks):
+            place_of = block.offsets, block.lengths
+            dtype = DTYPES[stored.dtype]
+            block.local.copy_(read_block(directory, name, stored.parts, *place_of, dtype))
 
     keys = {name.split("/", 1)[0] for name in left} - {VALUE}
     try:
@@ -129,6 +184,13 @@ def load(
         raise UsageError(f"{directory}: holds {min(left)}, which this run has no place for")
 
 
-def described(tensors: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
+def whole_size(model: Transformer, name: str, tensor: Tensor) -> list[int]:
+    """The shape of the whole tensor of that name in a checkpoint."""
+    if not tensor.ndim:
+        return []
+    return list(whole_shape(model.config, name.split("/", 1)[1], tensor.shape))
+
+
+def described(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
     """Format and whole shape of each tensor."""
-    return {name: (NAMES[t.dtype], list(t.shape)) for name, t in tensors.items()}
+    return {name: (NAMES[t.dtype], whole_size(model, name, t)) for name, t in tensors.items()}
