@@ -12,7 +12,7 @@ from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
 from model.json_keys import plain_file
-from model.layout import whole_shape
+from model.shares import whole_shape
 from model.stored import Part, read_block
 from model.transformer import Transformer
 

@@ -4,7 +4,7 @@
 
 CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, for rank 0:
 
-- traffic.json: the bytes that collectives were really handed, by kind,
+- traffic.json: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean),
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
@@ -48,7 +48,7 @@ from bench.run.launch import train_planned
 from bench.settings.command_line import parse_args
 from model import te
 from model.experts import Router
-from model.layout import divided
+from model.shares import divided
 from model.transformer import Transformer
 from tests import te_standin
 from tests.faults import whole_state
@@ -58,6 +58,14 @@ KINDS = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
+}
+
+
+# Those that move tokens between ranks of a layout (bench/parallel/layout.py).
+TOKENS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
 }
 
 
@@ -105,6 +113,7 @@ class Traffic(TorchDispatchMode):
         """Keep the first step's gradients; of a resumed run what was loaded."""
         if self.gradients:
             return
+        before = self.bytes.copy()
         for name, p in model.weights():
             whole = functools.partial(model.layout.whole, model.config, name)
             if optimizer.state:
@@ -113,6 +122,7 @@ class Traffic(TorchDispatchMode):
                 self.gradients[f"p/{name}"] = whole(p).clone()
             elif p.requires_grad:
                 self.gradients[name] = whole(p.grad).clone()
+        self.bytes = before  # without these gathers
 
     def _look_at(self, tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, this rank's part
@@ -133,6 +143,10 @@ class Traffic(TorchDispatchMode):
                 if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
                     self.calls[kind] += 1
+        elif namespace == "_c10d_functional" and name in TOKENS:
+            size = args[0].numel() * args[0].element_size()
+            whole = args[1] if name == "all_gather_into_tensor" else 1
+            self.bytes[TOKENS[name]] += size * whole
         elif is_attention(func):
             self.kernels += 1
             self.calls.setdefault("gathers before attention", self.calls["all_gather"])
@@ -318,6 +332,8 @@ def main() -> None:
             if ranks.main:
                 save_file(traffic.gradients, out / name / "gradients.safetensors")
                 save_file(parameters, out / name / "parameters.safetensors")
+        sent = gather(ranks, traffic.bytes["all_to_all"])
+        traffic.bytes["all_to_all"] = sum(sent) / len(sent)
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
             (out / name / "draws.json").write_text(json.dumps(draws))

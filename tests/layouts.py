@@ -199,6 +199,8 @@ class Difference:
     worst: str
     parameter: float
     """Of any number at the end."""
+    traffic: dict[str, tuple[int, float]]
+    """Bytes a step by the formula and as handed to collectives, by kind, where they differ."""
 
     @property
     def ok(self) -> bool:
@@ -209,6 +211,7 @@ class Difference:
             and self.later_norms < 1e-5
             and self.gradient < 1e-5
             and self.parameter < 1e-4
+            and not self.traffic
         )
 
 
@@ -244,7 +247,16 @@ def compare(name: str, out: Path) -> Difference:
     }
     most = max(worst, key=worst.get)
     last = max((parameters[1][k] - v).abs().max().item() for k, v in parameters[0].items())
-    return Difference(loss, max(norms[:3]), max(norms[3:], default=0.0), worst[most], most, last)
+    metrics = json.loads((here / "result.json").read_text())["metrics"]
+    moved = json.loads((here / "traffic.json").read_text()) if CASES[name].ranks > 1 else {}
+    traffic = {}
+    if moved:  # nothing is seen of compiled steps
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            both = metrics[f"{kind}_bytes"], moved.get(kind, 0) / (STEPS - first)
+            traffic |= {kind: both} if both[0] != both[1] else {}
+    return Difference(
+        loss, max(norms[:3]), max(norms[3:], default=0.0), worst[most], most, last, traffic
+    )
 
 
 HEAD = f"{'layout':20} {'loss':>8} {'norm 1-3':>8} {'later':>8} {'gradient':>8} {'at end':>8}"
@@ -253,7 +265,8 @@ HEAD = f"{'layout':20} {'loss':>8} {'norm 1-3':>8} {'later':>8} {'gradient':>8} 
 def row(name: str, found: Difference) -> str:
     """A line of the table."""
     numbers = (found.loss, found.first_norms, found.later_norms, found.gradient, found.parameter)
-    return f"{name:20} " + " ".join(f"{n:8.1e}" for n in numbers) + f"  {found.worst}"
+    more = f"  traffic {found.traffic}" if found.traffic else ""
+    return f"{name:20} " + " ".join(f"{n:8.1e}" for n in numbers) + f"  {found.worst}{more}"
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import torch
 from bench.errors import UsageError
 from model import layout
 from model.init import fill
+from model.shares import divided, whole_shape
 from model.transformer import Transformer
 from tests import layouts
 from tests.helpers import config, plan_of
@@ -56,8 +57,8 @@ def test_parts_are_those_that_the_model_builds_and_join_to_the_whole(family, mon
         fill(full, name, shape, 0)
         parts = [layout.own_part(shape, name, full, Part(2, rank)) for rank in (0, 1)]
         assert parts[1].shape == part[name].shape, name
-        assert layout.whole_shape(shape, name, part[name].shape) == parameter.shape
-        if layout.divided(shape, name) is not None:
+        assert whole_shape(shape, name, part[name].shape) == parameter.shape
+        if divided(shape, name) is not None:
             assert torch.equal(layout.joined(shape, name, parts), full), name
 
 

@@ -11,11 +11,14 @@ import math
 from bench.formulas.hardware import Constants, Hardware, constants
 from bench.formulas.parameters import Shapes, layer_names, matrices, n_numbers, parameter_shapes
 from bench.formulas.work import Work
+from model.shares import divided, part_shape
 
 
 def traffic(work: Work) -> dict[str, int]:
     """Bytes that one step of a rank hands to collectives, by kind; without several ranks none."""
     shapes = parameter_shapes(work.config)
+    if work.fsdp is not None and work.fsdp.divided:
+        return layout_bytes(shapes, work)
     if work.fsdp is not None:
         return fsdp_bytes(shapes, work)
     return ddp_bytes(shapes, work) if work.ddp is not None else {}
@@ -69,6 +72,79 @@ def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
             moved["reduce_scatter"] = micro_steps * everything * fsdp.reduce_bytes
     if fsdp.replicas > 1 and work.trains:
         moved["all_reduce"] = micro_steps * everything // fsdp.shards * fsdp.reduce_bytes
+    return moved
+
+
+def layout_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
+    """Bytes where ranks share a batch or the experts: FSDP's over three meshes, and those of tokens."""
+    fsdp, config, micro_steps = work.fsdp, work.config, work.batch.grad_acc_steps
+    ranks = {"tp": fsdp.tp, "ep": fsdp.ep}
+    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0)
+    partial = 0
+    for name, shape in shapes.items():
+        part, how = part_shape(config, name, shape, ranks), divided(config, name)
+        block = name.startswith("blocks.")
+        mesh = fsdp.shards
+        if block:
+            mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
+        rows = -(-part[0] // mesh)
+        numbers = rows * mesh * math.prod(part[1:])
+        if mesh > 1:
+            gathers = 2 if block and work.trains and fsdp.reshard else 1
+            moved["all_gather"] += micro_steps * gathers * numbers * work.matmul_bytes
+            if work.trains:
+                moved["reduce_scatter"] += micro_steps * numbers * fsdp.reduce_bytes
+        if fsdp.replicas > 1 and work.trains:
+            moved["all_reduce"] += micro_steps * numbers // mesh * fsdp.reduce_bytes
+        if block and how is None and fsdp.tp > 1:
+            partial += min(rows, part[0]) * math.prod(part[1:])
+    if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
+        moved["all_reduce"] += 4 * partial
+        if config.experts and config.experts.correction_rate:
+            layers = sum(config.has_experts(i) for i in work.layers)
+            moved["all_reduce"] += 4 * config.experts.number * layers
+    for layer in work.layers:
+        for kind, size in _token_bytes(work, layer).items():
+            moved[kind] += micro_steps * size
+    return {kind: size for kind, size in moved.items() if size}
+
+
+def _token_bytes(work: Work, layer: int) -> dict[str, int]:
+    """Bytes that tokens of one micro batch move in a layer, forward and backward, by kind.
+
+    Tensor parallelism: Korthikanti et al. 2022, section 4.2.2. Ulysses: Jacobs et al. 2023, section 3.2;
+    gathered keys and values: Llama 3, section 3.3.2. A checkpointed block moves them in its recomputation
+    too, up to the input of its last linear layer; the `op` policy keeps what came. Rows of experts are
+    the mean over ranks: a rank sends back what it got.
+    """
+    fsdp, config, w = work.fsdp, work.config, work.matmul_bytes
+    again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
+    back = int(work.trains)
+    own = work.batch.micro_tokens // (fsdp.tp * fsdp.cp)
+    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce"), 0)
+    experts = config.experts if config.has_experts(layer) else None
+    if fsdp.tp > 1:
+        gathered = own * fsdp.tp * config.hidden_size * w
+        mlp = experts is None or experts.shared_size > 0
+        # Each place gathers and reduces forward, and the other way round backward.
+        moved["all_gather"] += gathered * ((1 + mlp) * (1 + back) + again * (1 + mlp))
+        moved["reduce_scatter"] += gathered * ((1 + mlp) * (1 + back) + again)
+    if fsdp.cp > 1:
+        tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
+        kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
+        kv = kv_heads * (config.head_dim + config.value_dim)
+        if fsdp.ulysses:
+            there, here = heads * config.head_dim + kv, heads * config.value_dim
+            moved["all_to_all"] += tokens * (there + here) * w * (1 + back + again)
+        else:
+            moved["all_gather"] += tokens * fsdp.cp * kv * w * (1 + again)
+            moved["reduce_scatter"] += tokens * fsdp.cp * kv * w * back
+    if experts is not None and fsdp.ep > 1:
+        rows = own * experts.per_token * config.hidden_size * w
+        counts = 8 * experts.number
+        moved["all_to_all"] += 2 * rows * (1 + back + again) + counts * (1 + again)
+    if experts is not None and experts.aux_loss and work.trains:
+        moved["all_reduce"] += 4 * experts.number * (1 + again)
     return moved
 
 

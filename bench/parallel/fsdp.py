@@ -19,7 +19,8 @@ from bench.formulas.work import Work
 from bench.sharded import is_sharded, sharded_modules
 from model.hf import Pretrained, read_pretrained
 from model.init import fill
-from model.layout import own_part, whole_shape
+from model.layout import own_part
+from model.shares import whole_shape
 from model.transformer import Transformer
 
 

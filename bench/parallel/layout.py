@@ -17,7 +17,8 @@ from bench.parallel.ddp import ReplicaLayout
 from bench.parallel.fsdp import whole
 from bench.parallel.mesh import build_mesh, set_timeouts
 from model.config import ModelConfig
-from model.layout import Attend, divided, joined, linear_without_bias
+from model.layout import Attend, joined, linear_without_bias
+from model.shares import divided
 from model.transformer import Transformer
 
 _c10d = torch.ops._c10d_functional

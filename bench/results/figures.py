@@ -69,7 +69,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         )
         for r in ranks
     ]
-    if not m.all_gather_bytes:
+    if not (m.all_gather_bytes or m.all_to_all_bytes):
         # Ranks wait for each other in backward, so all have the same step time. A late rank shows
         # in the parts before backward, unless it waits for weights there.
         own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]

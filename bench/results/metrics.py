@@ -277,6 +277,9 @@ class Metrics(Strict):
         "The same for reduce-scatters, at the size of their inputs.", unit="B"
     )
     all_reduce_bytes: int | None = metric("The same for all-reduces.", unit="B")
+    all_to_all_bytes: int | None = metric(
+        "The same for all-to-alls: what this rank sends, its own part included.", unit="B"
+    )
     energy_j: float | None = metric("Joules.", unit="J", csv=True)
     energy_source: str | None = metric("The counter that was read, or why none was.")
     average_power_w: float | None = metric(

@@ -66,7 +66,8 @@ def open_result(
         environment=describe_environment(device),
         notes=list(_notes(work, plan.schedule, plan.profile.memory_snapshot, device)),
     )
-    for kind in ("all_gather", "reduce_scatter", "all_reduce") if work.ddp or work.fsdp else ():
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    for kind in kinds if work.ddp or work.fsdp else ():
         setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
     return result
 

@@ -13,7 +13,7 @@ from bench.errors import UsageError
 from bench.parallel.ranks import ALONE, Ranks
 from bench.run.checkpoint.manifest import Manifest
 from bench.sharded import place
-from model.layout import divided, whole_shape
+from model.shares import divided, whole_shape
 from model.stored import DTYPES, NAMES, Part, read_block
 from model.transformer import Transformer
 

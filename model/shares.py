@@ -1,0 +1,60 @@
+"""How ranks that share a batch divide the parameters of a model. Needs no torch."""
+
+from collections.abc import Sequence
+
+from model.config import ModelConfig
+
+
+def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] | None:
+    """How a layout divides a parameter: `tp` or `ep`, the dimension, and its segments' lengths.
+
+    Each rank has its share of every segment (queries, keys and values; gate and up). None for one that
+    every rank has whole.
+    """
+    if not name.startswith("blocks."):
+        return None
+    _, _, *path, kind = name.split(".")
+    part = ".".join(path)
+    heads = config.num_attention_heads
+    if part.startswith("mlp.experts."):
+        return "ep", 0, (config.experts.number,)
+    if part in ("attn.out", "mlp.down", "mlp.shared.down"):
+        width = heads * config.value_dim if part == "attn.out" else _mlp_size(config, part)
+        return ("tp", 1, (width,)) if kind == "weight" else None
+    rows = {
+        "attn.qkv": (config.query_size, config.kv_size, config.kv_size),
+        "attn.q": (config.query_size,),
+        "attn.q_up": (config.query_size,),
+        "attn.kv_up": (heads * (config.head_dim - config.rope_dim + config.value_dim),),
+        "mlp.up": (config.intermediate_size,),
+        "mlp.gate_up": (config.intermediate_size,) * 2,
+    }
+    if part == "mlp.shared.gate_up":
+        rows[part] = (config.experts.shared_size,) * 2
+    if kind == "sinks":
+        return "tp", 0, (heads,)
+    return ("tp", 0, rows[part]) if part in rows else None
+
+
+def _mlp_size(config: ModelConfig, part: str) -> int:
+    return config.experts.shared_size if "shared" in part else config.intermediate_size
+
+
+def whole_shape(config: ModelConfig, name: str, part: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a parameter of which a layout's rank has a part of that shape."""
+    how = divided(config, name)
+    if how is None:
+        return tuple(part)
+    _, dim, segments = how
+    return (*part[:dim], sum(segments), *part[dim + 1 :])
+
+
+def part_shape(
+    config: ModelConfig, name: str, whole: Sequence[int], ranks: dict[str, int]
+) -> tuple[int, ...]:
+    """The shape of a rank's part of a parameter, of `ranks` by kind: tp, ep."""
+    how = divided(config, name)
+    if how is None:
+        return tuple(whole)
+    kind, dim, _ = how
+    return (*whole[:dim], whole[dim] // ranks[kind], *whole[dim + 1 :])
