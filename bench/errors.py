@@ -13,7 +13,13 @@ def printable(text: str, kept: str = "") -> str:
 
 
 class UsageError(Exception):
-    """The user's input cannot be used; the message is one line: what, where, what to do."""
+    """The user's input cannot be used; the message is one line: what, where, what to do.
+
+    Names from a file may be in it: it is kept printable, and on its line.
+    """
+
+    def __init__(self, message: object = ""):
+        super().__init__(printable(str(message)))
 
 
 class DoesNotFit(UsageError):

@@ -213,6 +213,20 @@ def _with_loss(y: Tensor, loss: Tensor) -> Tensor:
     return _WithLoss.apply(y, loss)
 
 
+def fullest_expert(model: nn.Module, average: Callable[[Tensor], None]) -> float | None:
+    """Rows of the fullest expert over the mean of its layer, in the worst layer; None without experts.
+
+    `average` is over all ranks.
+    """
+    worst = None
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts) and module.rows is not None:
+            rows = module.rows.clone()
+            average(rows)
+            worst = max(worst or 0.0, (rows.max() / rows.mean()).item())
+    return worst
+
+
 def scale_balance_losses(model: nn.Module, factor: Tensor | float) -> None:
     """Set what the backward of the model's own loss is multiplied by, for the balance losses."""
     for module in model.modules():

@@ -47,7 +47,7 @@ from bench.run.checkpoint.manifest import verify
 from bench.run.launch import train_planned
 from bench.settings.command_line import parse_args
 from model import te
-from model.experts import Router
+from model.experts import Router, fullest_expert
 from model.shares import divided
 from model.transformer import Transformer
 from tests import te_standin
@@ -88,7 +88,7 @@ class Meter:
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up the tensors handed to collectives; single numbers (loss, norm) are left out.
+    """Adds up the tensors handed to collectives; loss, norm and wishes to stop are left out.
 
     Also counts the bytes that tensors hold, until `looking` ends.
     """
@@ -108,6 +108,17 @@ class Traffic(TorchDispatchMode):
             optimizer.register_step_pre_hook(lambda *_: self.at_step(model, optimizer))
         self.model = model
         return optimizer
+
+    def unseen(self, function):
+        """The function, whose collectives are not counted: it runs after the steps."""
+
+        def called(*args):
+            before = self.bytes.copy()
+            found = function(*args)
+            self.bytes = before
+            return found
+
+        return called
 
     def at_step(self, model, optimizer) -> None:
         """Keep the first step's gradients; of a resumed run what was loaded."""
@@ -140,7 +151,7 @@ class Traffic(TorchDispatchMode):
             tensors = args[position]
             for t in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
                 # uint8: a gather of several formats at once.
-                if t.numel() > 1 and (t.is_floating_point() or t.dtype == torch.uint8):
+                if t.numel() > 2 and (t.is_floating_point() or t.dtype == torch.uint8):
                     self.bytes[kind] += t.numel() * t.element_size()
                     self.calls[kind] += 1
         elif namespace == "_c10d_functional" and name in TOKENS:
@@ -322,6 +333,7 @@ def main() -> None:
             without_inductor() if traced_only else contextlib.nullcontext(),
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
             mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
+            mock.patch("bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
             MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
             entrypoints = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}
@@ -333,7 +345,8 @@ def main() -> None:
                 save_file(traffic.gradients, out / name / "gradients.safetensors")
                 save_file(parameters, out / name / "parameters.safetensors")
         sent = gather(ranks, traffic.bytes["all_to_all"])
-        traffic.bytes["all_to_all"] = sum(sent) / len(sent)
+        if any(sent):
+            traffic.bytes["all_to_all"] = sum(sent) / len(sent)
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
             (out / name / "draws.json").write_text(json.dumps(draws))

@@ -38,6 +38,7 @@ from bench.run.checkpoint.durable import Files
 from bench.run.checkpoint.manifest import committed, newest, verify
 from bench.run.launch import train_planned
 from bench.settings.command_line import parse_args
+from model.layout import ALONE as ALONE_HERE
 from model.stored import DTYPES, read_block
 from tests.helpers import ROOT, plan_of
 
@@ -158,7 +159,9 @@ class OneRun:
             [config, *FLAGS, "--save-every", EVERY, "--no-save-async"], "train.py", 1, "cpu"
         )
         self.parameter = torch.nn.Parameter(torch.zeros(6, 4))
-        model = types.SimpleNamespace(weights=lambda: [("w", self.parameter)])
+        model = types.SimpleNamespace(
+            weights=lambda: [("w", self.parameter)], config=None, layout=ALONE_HERE
+        )
         optimizer = torch.optim.SGD([self.parameter], momentum=0.9)
         optimizer.state[self.parameter]["momentum_buffer"] = torch.zeros(6, 4)
         result = types.SimpleNamespace(

@@ -253,6 +253,15 @@ def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, ca
             assert not any(cell[:1] in ("=", "@") for cell in row), row
 
 
+def test_a_device_with_a_line_break_in_its_name_is_one_line(tmp_path):
+    content = json.loads((ROOT / "configs/hardware.json").read_text())
+    content["devices"].append({"a\nb": None})
+    (tmp_path / "hardware.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"a\\nb") as refused:
+        fuzz.read_hardware(tmp_path / "hardware.json")
+    assert "\n" not in str(refused.value)
+
+
 def test_a_field_with_a_line_break_in_its_name_is_one_line(tmp_path):
     content = json.loads((ROOT / "tests/version1/plain/result.json").read_text())
     content["metrics"]["tok\ns"] = 1.0

@@ -55,7 +55,7 @@ def test_add_a_gpu(tree):
 def test_add_a_family_a_flag_and_a_metric(tree):
     """One run of a model of a new family, with a new flag, in whose result a new metric is."""
     change(
-        tree / "model/config.py",
+        tree / "model/families.py",
         '    "mistral": functools.partial(',
         '    "newcomer": functools.partial(_llama_family, positions=64, qk_norm=True),\n'
         '    "mistral": functools.partial(',

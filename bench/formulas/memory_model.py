@@ -10,6 +10,7 @@ allocator's gaps.
 import dataclasses
 import math
 
+from bench.errors import UsageError
 from bench.formulas.collectives import fp8_gather_bytes
 from bench.formulas.work import Work
 from model.chunks import chunk_rows
@@ -49,6 +50,7 @@ def estimate_memory(work: Work, fused_norm: bool = True) -> MemoryEstimate:
     gradients and optimizer state off the GPU. `fused_norm` is False for a CPU: its RMS norm keeps fp32
     copies for the backward.
     """
+    refuse_unknown(work)
     sizes = _Sizes(work)
     fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp is not None
     shards = fsdp.shards if fsdp else None
@@ -118,6 +120,20 @@ def estimate_memory(work: Work, fused_norm: bool = True) -> MemoryEstimate:
         peak=max(in_loss, in_backward, at_end),
         apart=apart,
     )
+
+
+def refuse_unknown(work: Work) -> None:
+    """UsageError for models and layouts whose memory and speed are not estimated yet."""
+    config, fsdp = work.config, work.fsdp
+    reasons = {
+        "experts": config.experts is not None,
+        "latent attention": config.latent is not None,
+        "norms after its layers": config.norm_after,
+    }
+    for what in (name for name, has in reasons.items() if has):
+        raise UsageError(f"{config.path}: models with {what} are not estimated yet; measure a run")
+    if fsdp and fsdp.divided:
+        raise UsageError("--tp, --cp, --ep: such layouts are not estimated yet; measure a run")
 
 
 class _Sizes:

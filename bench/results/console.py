@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bench.errors import printable
+from bench.formulas.parameters import count_active_parameters
 from bench.formulas.work import Work
 from bench.results.metrics import metric_rows
 from bench.results.result_files import Step
@@ -93,12 +94,16 @@ def print_header(result: Result, work: Work) -> None:
     m, b, d = result.model, result.batch, result.device
     s = m.shape
     heads = f"{s['num_attention_heads']}/{s['num_key_value_heads']} heads of {s['head_dim']}"
+    mlp = f"MLP {s['intermediate_size']}"
+    if e := s.get("experts"):
+        active = count_active_parameters(work.config)
+        mlp = f"{e['number']} experts of {e['size']}, {e['per_token']} a token ({active:,} active)"
     compiled = f"compile {work.compile_mode}" if work.compiled else "eager"
     chosen, n = len(work.recompute.blocks), s["num_hidden_layers"]
     recomputed = f"{chosen} of {n} blocks recompute ({work.recompute.policy}), " if chosen else ""
     lines = [
         f"{m.name} ({s['model_type']}): {m.n_parameters:,} parameters, {n} "
-        f"layers, d {s['hidden_size']}, {heads}, MLP {s['intermediate_size']}, "
+        f"layers, d {s['hidden_size']}, {heads}, {mlp}, "
         f"vocabulary {s['vocab_size']}",
         f"batch: {b.micro_batch} x {b.grad_acc_steps} x {b.data_parallel_size} = {b.global_batch} "
         f"samples of {b.seq_len} tokens = {b.tokens_per_step:,} tokens a step",

@@ -277,6 +277,13 @@ class Metrics(Strict):
         "The same for reduce-scatters, at the size of their inputs.", unit="B"
     )
     all_reduce_bytes: int | None = metric("The same for all-reduces.", unit="B")
+    expert_rows_max_over_mean: float | None = metric(
+        "Rows of the fullest expert over the mean of its layer, in the worst layer, over all steps and "
+        "ranks. 1 with --route balanced.",
+        row=("fullest expert: rows over the mean; dropped tokens",
+             "{expert_rows_max_over_mean:.2f}; {dropped_tokens}"),
+    )  # fmt: skip
+    dropped_tokens: int | None = metric("Tokens that an expert did not take: none, ever.")
     all_to_all_bytes: int | None = metric(
         "The same for all-to-alls: what this rank sends, its own part included.", unit="B"
     )

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bench.errors import printable
 from bench.results.schema import Result, Writer
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
@@ -24,8 +23,8 @@ RESERVED_BYTES_PER_STEP = 48
 def first_problem(error: ValidationError) -> str:
     """The first error that a schema found: where, and what."""
     first = error.errors()[0]
-    where = printable(".".join(map(str, first["loc"])))  # names are the file's own
-    return ": ".join(filter(None, (where[:200], first["msg"])))
+    where = ".".join(map(str, first["loc"]))[:200]  # names are the file's own
+    return ": ".join(filter(None, (where, first["msg"])))
 
 
 class ResultFile:

@@ -20,7 +20,7 @@ from bench.results.result_files import seconds_alive
 from bench.run.life import Run
 from bench.run.profiling import build_capture
 from bench.sharded import reshard, sharded_modules
-from model.experts import scale_balance_losses, update_corrections
+from model.experts import fullest_expert, scale_balance_losses, update_corrections
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
@@ -80,6 +80,10 @@ def measure(
             if step % 1000 == 999:
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
         run.end_steps()
+    if work.config.experts:
+        m = run.result.metrics
+        m.expert_rows_max_over_mean = fullest_expert(model, average_over_ranks)
+        m.dropped_tokens = 0
 
 
 @contextlib.contextmanager
