@@ -10,7 +10,7 @@ from bench.compare.gate import baseline_key, judge, read_baselines
 from bench.compare.records import LogFacts
 from bench.results.result_files import parse_result, read_losses, read_result
 from bench.results.schema import SCHEMA_VERSION
-from bench.settings.flags import differing
+from bench.settings.flags import Args, defaults, differing
 from bench.sweep.cell_runs import Rows
 from bench.sweep.experiment import read_experiment
 from bench.sweep.grid import make_cells
@@ -29,12 +29,14 @@ def test_a_result_is_read_and_compared_with_one_of_today(tmp_path, capsys):
     assert run_train(ROOT / argv[0], *argv[1:], "--output-dir", tmp_path) == 0
     (new,) = read_records([str(tmp_path)], print, LogFacts())
     (before,) = read_records([str(FILES / "plain")], print, LogFacts())
+    default = defaults(Args)
     for then, now in (
         (before.hyperparameters, new.hyperparameters),
         (before.arguments, new.arguments),
     ):
         assert then.items() <= now.items() and not differing(then, now)
-        assert now.keys() - then.keys() <= {"data_dtype"}  # flags of today, at their defaults
+        newer = now.keys() - then.keys()  # flags of today, at their defaults
+        assert {name: now[name] for name in newer} == {name: default[name] for name in newer}
     assert before.losses[0] == new.losses[0] and len(before.losses) == len(new.losses)
     capsys.readouterr()
     assert compare.main([str(tmp_path), str(FILES / "plain")]) == 0
