@@ -34,7 +34,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(model, files.init_from)
+    weights = check_pretrained(work.config, files.init_from)
 
     with Run(plan, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)

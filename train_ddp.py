@@ -36,7 +36,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         layout = ReplicaLayout()
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
-    weights = check_pretrained(model, files.init_from)
+    weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)
 
     with Run(plan, device, ranks, fp8, kernel) as run:

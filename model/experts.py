@@ -4,8 +4,6 @@ Shapes in the comments: N tokens of one rank, E experts, k of them for a token, 
 an expert.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -213,16 +211,15 @@ def _with_loss(y: Tensor, loss: Tensor) -> Tensor:
     return _WithLoss.apply(y, loss)
 
 
-def fullest_expert(model: nn.Module, average: Callable[[Tensor], None]) -> float | None:
+def fullest_expert(model: nn.Module) -> float | None:
     """Rows of the fullest expert over the mean of its layer, in the worst layer; None without experts.
 
-    `average` is over all ranks.
+    Of the layers that this rank has, over all ranks that have them.
     """
     worst = None
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.rows is not None:
-            rows = module.rows.clone()
-            average(rows)
+            rows = module.layout.summed(module.rows)
             worst = max(worst or 0.0, (rows.max() / rows.mean()).item())
     return worst
 
@@ -235,16 +232,15 @@ def scale_balance_losses(model: nn.Module, factor: Tensor | float) -> None:
 
 
 @torch.no_grad()
-def update_corrections(model: nn.Module, average: Callable[[Tensor], None]) -> None:
-    """Move the routers' corrections towards equal loads of this step; `average` is over all ranks.
+def update_corrections(model: nn.Module) -> None:
+    """Move the routers' corrections towards equal loads of this step over all ranks.
 
     Each by the config's rate, up for experts with fewer rows than the mean, down for those with more
     (Wang et al. 2024, algorithm 1; DeepSeek-V3, 2.1.2).
     """
     for module in model.modules():
         if isinstance(module, MixtureOfExperts) and module.options.correction_rate:
-            rows = module.rows - module.counted
+            rows = module.layout.summed(module.rows - module.counted)
             module.counted = module.rows.clone()
-            average(rows)
             step = module.options.correction_rate * (rows.mean() - rows).sign()
             module.router.correction.add_(step.to(module.router.correction))

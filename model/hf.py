@@ -12,7 +12,6 @@ from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
 from model.json_keys import plain_file
-from model.shares import whole_shape
 from model.stored import Part, read_block
 from model.transformer import Transformer
 
@@ -177,15 +176,17 @@ def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, 
         yield hf_name, part.contiguous()
 
 
-def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretrained | None:
-    """Where each parameter of a (meta-device) model lies in a directory of safetensors.
+def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretrained | None:
+    """Where each parameter of a model lies in a directory of safetensors.
 
     None without a directory. ConfigError if a tensor is missing or does not fit, or if the directory's
     config is of another model. Only the files' headers are read.
     """
     if directory is None:
         return None
-    directory, config = Path(directory), model.config
+    directory = Path(directory)
+    with torch.device("meta"):
+        model = Transformer(config, 1)
     if (directory / "manifest.json").exists():
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
@@ -201,8 +202,7 @@ def check_pretrained(model: Transformer, directory: str | Path | None) -> Pretra
     found = {}
     for name, parameter in model.weights():
         found[name] = []
-        shape = whole_shape(config, name, parameter.shape)
-        for hf_name, part in to_hf(config, name, torch.empty(shape, device="meta")):
+        for hf_name, part in to_hf(config, name, parameter.detach()):
             file, theirs = place = _find(index, hf_name, directory)
             shape, kind = _shape_and_dtype(*place)
             if shape != list(part.shape):
@@ -244,7 +244,7 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
         stored = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
         for name, parameter in model.weights():
             tensor = stored[f"p/{name}"]
-            shape = list(whole_shape(model.config, name, parameter.shape))
+            shape = list(parameter.shape)
             if list(tensor["shape"]) != shape:
                 raise ConfigError(
                     f"{directory}: {name} has shape {tensor['shape']}, which does not fit "
@@ -344,9 +344,8 @@ def save_pretrained(
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
     """
     directory, config = Path(directory), model.config
-    tensors = {}
-    for name, parameter in model.weights():
-        value = model.layout.whole(config, name, parameter.detach())
+    tensors, own = {}, ((name, parameter.detach()) for name, parameter in model.weights())
+    for name, value in model.layout.wholes(config, own):
         if write:
             tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
     if not write:

@@ -5,7 +5,7 @@ work token by token. Three places move tokens: attention, the MLP, the experts. 
 methods here and knows no process group; bench/parallel/layout.py has the layout of several ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,8 @@ Attend = Callable[..., Tensor]
 class Layout:
     """The layout of one rank: nothing moves. `tp`, `cp` and `ep` divide heads, tokens and experts."""
 
-    tp = cp = ep = 1
-    tp_rank = cp_rank = ep_rank = 0
+    tp = cp = ep = pp = 1
+    tp_rank = cp_rank = ep_rank = pp_rank = 0
 
     def own_positions(self, T: int, device: torch.device) -> Tensor | None:
         """The positions (t,) of a sample of T tokens that this rank holds; None for all."""
@@ -51,6 +51,13 @@ class Layout:
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole; all ranks call this."""
         return tensor
+
+    def wholes(
+        self, config: ModelConfig, own: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """All parameters of the model, or their gradients, whole, by name; `own` are this rank's."""
+        for name, tensor in own:
+            yield name, self.whole(config, name, tensor)
 
     def gradients(self, model: nn.Module) -> None:
         """What completes and measures the gradients of several ranks (bench/parallel/layout.py)."""

@@ -51,7 +51,7 @@ def convert(
         if primary_recipe is not None
         else contextlib.nullcontext()
     ):
-        for block in model.blocks:
+        for block in model.blocks.values():
             for module in _convert_block(block, model.config, te, kept):
                 if cache_weights:
                     module.forward = _cached(module.forward, micro_batch)

@@ -107,7 +107,8 @@ class Transformer(nn.Module):
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
     it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies sliding
     windows by FlexAttention (no backward on a CPU) instead of a dense mask. `balanced` deals experts out
-    in turn in place of choosing them.
+    in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has the embedding
+    with the first layer, norm and head with the last, and a tied head's weight at both ends.
     """
 
     def __init__(
@@ -117,21 +118,29 @@ class Transformer(nn.Module):
         flex: bool = False,
         balanced: bool = False,
         layout: Layout = ALONE,
+        layers: range | None = None,
     ):
         super().__init__()
         self.config, self.seq_len, self.flex, self.layout = config, seq_len, flex, layout
         d, V = config.hidden_size, config.padded_vocab_size
-        self.embed = nn.Embedding(V, d, padding_idx=config.pad_token_id)
+        whole = range(config.num_hidden_layers)
+        layers = whole if layers is None else layers
+        self.first, self.last = whole[0] in layers, whole[-1] in layers
+        tied = config.tie_word_embeddings
+        embeds = self.first or (self.last and tied)
+        self.embed = nn.Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
         self.positions = (
-            nn.Embedding(config.max_position_embeddings, d) if config.learned_positions else None
+            nn.Embedding(config.max_position_embeddings, d)
+            if self.first and config.learned_positions
+            else None
         )
-        self.blocks = nn.ModuleList(
-            Block(config, i, balanced, layout) for i in range(config.num_hidden_layers)
-        )
-        self.norm = (RMSNorm if config.rms_norm else LayerNorm)(d, config.norm_eps)
+        # By the number of the layer, which is part of its parameters' names.
+        self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
+        norm = RMSNorm if config.rms_norm else LayerNorm
+        self.norm = norm(d, config.norm_eps) if self.last else None
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
-        self.lm_head = None if config.tie_word_embeddings else nn.Linear(d, V, bias=False)
+        self.lm_head = nn.Linear(d, V, bias=False) if self.last and not tied else None
         self.loss = LinearCrossEntropy(config.vocab_size)
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
@@ -146,16 +155,23 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """(B, T) int64 token ids and labels to the mean loss; without labels to logits.
 
-        In a layout of several ranks the loss and the logits are of this rank's own tokens.
+        In a layout of several ranks the loss and the logits are of this rank's own tokens (B, t). A stage
+        after the first takes the residual stream (B, t, d); one before the last returns it.
         """
-        T = tokens.shape[1]
-        if (own := self.layout.own_positions(T, tokens.device)) is not None:
-            tokens, labels = tokens[:, own], None if labels is None else labels[:, own]
-        x = self.norm(self.run_blocks(self.embed_tokens(tokens, own), T))
+        layout, x = self.layout, tokens
+        T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
+        own = layout.own_positions(T, x.device)
+        if self.first:
+            x = self.embed_tokens(x if own is None else x[:, own], own)
+        x = self.run_blocks(x, T)
+        if not self.last:
+            return x
+        x = self.norm(x)
         if self.config.logit_scale != 1:
             x = x * self.config.logit_scale
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
+        labels = labels if own is None else labels[:, own]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -184,8 +200,8 @@ class Transformer(nn.Module):
         gathered = self.layout.gathered_positions(T, device)
         if rope is not None and gathered is not None:
             rope = tuple(table[gathered] for table in rope)
-        for block, window in zip(self.blocks, self.config.windows, strict=True):
-            x = block(x, rope, self.mask_for(T, window, device))
+        for layer, block in self.blocks.items():
+            x = block(x, rope, self.mask_for(T, self.config.windows[int(layer)], device))
         return x
 
     def look_up(self, tokens: Tensor) -> Tensor:

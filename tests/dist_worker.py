@@ -260,7 +260,7 @@ def dtypes_in_a_block(ranks, device) -> list[str]:
     """Dtypes of activations and rotary tables as attention gets them under bf16."""
     _, model = sharded_llama(ranks, device)
     seen = []
-    model.blocks[1].attn.register_forward_pre_hook(
+    model.blocks["1"].attn.register_forward_pre_hook(
         lambda module, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1]))
     )
     ids = torch.zeros(1, 8, dtype=torch.int64)

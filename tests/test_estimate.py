@@ -108,7 +108,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     work = plan_of([shape.path, "--bsz", 2, "--seq-len", T, *flags], config=config).work
     with torch.device("meta"):
         whole = Transformer(config, T)
-    block = whole.blocks[0]
+    block = whole.blocks["0"]
     if work.compiled:
         torch._dynamo.reset()
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)

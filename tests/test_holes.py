@@ -65,10 +65,10 @@ def test_a_head_that_the_config_ties_away_is_refused(other, weights):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + float(other)
     save_file(tensors, directory / "model.safetensors")
     if not other:
-        assert check_pretrained(model, directory)
+        assert check_pretrained(model.config, directory)
         return
     with pytest.raises(ConfigError, match=r"lm_head.weight is not transformer.wte.weight, though"):
-        check_pretrained(model, directory)
+        check_pretrained(model.config, directory)
 
 
 def test_weights_that_are_no_numbers_are_refused(weights):
@@ -77,11 +77,11 @@ def test_weights_that_are_no_numbers_are_refused(weights):
     tensors["transformer.ln_f.weight"][0] = float("nan")
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ConfigError, match=r"ln_f.weight holds numbers that are not finite"):
-        materialize(model, torch.device("cpu"), 0, check_pretrained(model, directory))
+        materialize(model, torch.device("cpu"), 0, check_pretrained(model.config, directory))
     tensors["transformer.ln_f.weight"] = torch.ones(16).to(torch.float8_e4m3fn)
     save_file(tensors, directory / "model.safetensors")
     with pytest.raises(ConfigError, match="holds F8_E4M3; quantised weights are not read"):
-        check_pretrained(model, directory)
+        check_pretrained(model.config, directory)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors"])
@@ -91,7 +91,7 @@ def test_an_index_names_files_beside_it(name, weights):
     index = {"weight_map": {"lm_head.weight": name}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="is no name of a file beside it"):
-        check_pretrained(model, directory)
+        check_pretrained(model.config, directory)
 
 
 def test_padding_rows_change_no_other_value(tmp_path):

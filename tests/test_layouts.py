@@ -128,7 +128,7 @@ def test_balanced_routing_gives_every_expert_as_many_rows():
             fill(parameter.data, name, shape, 0)
         ids = torch.randint(97, (4, 16))
         model(ids, ids).backward()
-        rows = torch.stack([block.mlp.rows for block in model.blocks])
+        rows = torch.stack([block.mlp.rows for block in model.blocks.values()])
         assert rows.sum() == 3 * 64 * 3
         assert ((rows.max(1).values / rows.mean(1) == 1).all()) == balanced
-        assert all(block.mlp.router.weight.grad.abs().sum() > 0 for block in model.blocks)
+        assert all(block.mlp.router.weight.grad.abs().sum() > 0 for block in model.blocks.values())

@@ -46,7 +46,7 @@ def pair(request, tmp_path_factory):
     theirs.save_pretrained(directory)
     ours_config = config(request.param)
     model = Transformer(ours_config, T)
-    materialize(model, CPU, 0, check_pretrained(model, directory))
+    materialize(model, CPU, 0, check_pretrained(model.config, directory))
     return ours_config, model, theirs, directory
 
 
@@ -98,7 +98,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     fresh = Transformer(ours_config, T)
-    materialize(fresh, CPU, 0, check_pretrained(fresh, tmp_path))
+    materialize(fresh, CPU, 0, check_pretrained(fresh.config, tmp_path))
     for a, b in zip(ours.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(a, b)
     if ours_config.model_type == "gpt2":
@@ -106,7 +106,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
         bare.pop("lm_head.weight")
         (tmp_path / "bare").mkdir()
         save_file(bare, tmp_path / "bare" / "model.safetensors")
-        check_pretrained(fresh, tmp_path / "bare")
+        check_pretrained(fresh.config, tmp_path / "bare")
 
 
 def test_weights_of_another_shape_are_refused(pair, tmp_path):
@@ -116,20 +116,20 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     deeper = parse_config(ours_config.raw | {key: 4} | layers, "deeper.json")
     model = Transformer(deeper, T)
     with pytest.raises(ConfigError, match=r"num_hidden_layers is 3, but deeper\.json says 4"):
-        check_pretrained(model, directory)
+        check_pretrained(model.config, directory)
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
     with pytest.raises(ConfigError, match="has no tensor"):
-        check_pretrained(model, tmp_path)
+        check_pretrained(model.config, tmp_path)
     fewer = parse_config(ours_config.raw | {key: 2} | layers, "fewer.json")
     with pytest.raises(ConfigError, match=r"has no place in fewer\.json"):
-        check_pretrained(Transformer(fewer, T), tmp_path)
+        check_pretrained(fewer, tmp_path)
     tensors = load_file(directory / "model.safetensors")
     name = next(n for n in tensors if n.endswith(("o_proj.weight", "c_attn.weight")))
     for value, message in ((tensors[name].to(torch.int8), "holds I8; quantised"),
                            (tensors[name][:-1].clone(), "has shape")):  # fmt: skip
         save_file(tensors | {name: value}, tmp_path / "model.safetensors")
         with pytest.raises(ConfigError, match=message):
-            check_pretrained(Transformer(ours_config, T), tmp_path)
+            check_pretrained(ours_config, tmp_path)
 
 
 @pytest.mark.parametrize("flex", [False, True])

@@ -255,7 +255,7 @@ def test_each_recipe_is_its_own():
         with torch.autocast("cpu", torch.bfloat16):
             logits[recipe] = model(ids).detach()
             model(ids, ids).backward()
-        gradients[recipe] = model.blocks[2].mlp.gate_up.weight.grad
+        gradients[recipe] = model.blocks["2"].mlp.gate_up.weight.grad
     tensorwise, rowwise, exact = logits.values()
     assert not torch.equal(tensorwise, rowwise) and torch.equal(rowwise, exact)
     tensorwise, rowwise, exact = gradients.values()

@@ -48,10 +48,10 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
-    for i, block in enumerate(model.blocks):
-        whole = not model.config.has_experts(i)  # the experts themselves run eagerly
+    for layer, block in model.blocks.items():
+        whole = not model.config.has_experts(int(layer))  # the experts themselves run eagerly
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
-        block.forward = _named(compiled, f"blocks.{i}")
+        block.forward = _named(compiled, f"blocks.{layer}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
     # next chunk would overwrite that.
     mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(

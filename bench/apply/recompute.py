@@ -25,9 +25,9 @@ def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = 
             return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
 
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
-    for index in recompute.blocks:
-        block = model.blocks[index]
-        block.forward = _checkpointed(block.forward, (fp8 or Fp8()).checkpoint, options)
+    for layer, block in model.blocks.items():
+        if int(layer) in recompute.blocks:
+            block.forward = _checkpointed(block.forward, (fp8 or Fp8()).checkpoint, options)
 
 
 def _checkpointed(forward, checkpoint, options: dict):

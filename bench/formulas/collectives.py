@@ -75,13 +75,17 @@ def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     return moved
 
 
-def layout_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
-    """Bytes where ranks share a batch or the experts: FSDP's over three meshes, and those of tokens."""
-    fsdp, config, micro_steps = work.fsdp, work.config, work.batch.grad_acc_steps
+def layout_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
+    """Bytes where ranks share a batch, the experts or the layers: FSDP's over three meshes, and tokens'.
+
+    In a pipeline they are of one of its groups of ranks, which gathers and reduces its stages once.
+    """
+    fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
+    micro_steps = 1 if fsdp.pp > 1 else n_micro
     ranks = {"tp": fsdp.tp, "ep": fsdp.ep}
-    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all"), 0)
-    partial = 0
-    for name, shape in shapes.items():
+    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
+    partial, layers = 0, work.layers_of(pp_rank)
+    for name, shape in _shapes_of(shapes, work, pp_rank).items():
         part, how = part_shape(config, name, shape, ranks), divided(config, name)
         block = name.startswith("blocks.")
         mesh = fsdp.shards
@@ -101,12 +105,45 @@ def layout_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
         moved["all_reduce"] += 4 * partial
         if config.experts and config.experts.correction_rate:
-            layers = sum(config.has_experts(i) for i in work.layers)
-            moved["all_reduce"] += 4 * config.experts.number * layers
-    for layer in work.layers:
+            routers = sum(config.has_experts(i) for i in layers)
+            moved["all_reduce"] += 4 * config.experts.number * routers
+    for layer in layers:
         for kind, size in _token_bytes(work, layer).items():
-            moved[kind] += micro_steps * size
+            moved[kind] += n_micro * size
+    moved["send"] = _sent_bytes(shapes, work, pp_rank)
     return {kind: size for kind, size in moved.items() if size}
+
+
+def _shapes_of(shapes: Shapes, work: Work, pp_rank: int) -> Shapes:
+    """The parameters of a group of ranks in a pipeline."""
+    layers, last = work.layers_of(pp_rank), work.config.num_hidden_layers - 1
+    ends = {"embed": 0 in layers or (last in layers and work.config.tie_word_embeddings),
+            "positions": 0 in layers, "norm": last in layers, "lm_head": last in layers}  # fmt: skip
+    found = {}
+    for name, shape in shapes.items():
+        part, number, *_ = name.split(".")
+        if int(number) in layers if part == "blocks" else ends[part]:
+            found[name] = shape
+    return found
+
+
+def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
+    """Bytes that a rank sends to other groups of a pipeline in a step (Narayanan et al. 2021, 4.1).
+
+    The residual stream goes to the next stage, its gradient to the one before; the gradients of a tied
+    head go to the other end.
+    """
+    fsdp, batch = work.fsdp, work.batch
+    if fsdp.pp == 1:
+        return 0
+    stages = range(pp_rank, fsdp.stages, fsdp.pp)
+    times = sum(s < fsdp.stages - 1 for s in stages) + work.trains * sum(s > 0 for s in stages)
+    own = batch.micro_tokens // (fsdp.tp * fsdp.cp)
+    sent = times * batch.grad_acc_steps * own * work.config.hidden_size * work.matmul_bytes
+    if work.config.tie_word_embeddings and work.pass_type == "step" and pp_rank in (0, fsdp.pp - 1):
+        rows, width = shapes["embed.weight"]
+        sent += 4 * -(-rows // fsdp.shards) * width
+    return sent
 
 
 def _token_bytes(work: Work, layer: int) -> dict[str, int]:

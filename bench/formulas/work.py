@@ -10,7 +10,7 @@ from typing import Any
 from model.config import ModelConfig
 
 # The parts of a step, in their order.
-STEP_PARTS = ("data", "forward", "backward", "optimizer")
+STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
 # A backward costs two forwards.
 PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
 
@@ -99,11 +99,25 @@ class Fsdp:
     ep: int = 1
     ulysses: bool = True
     """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
+    pp: int = 1
+    """Groups of ranks between which the layers are cut; `shards` and `replicas` are of one group."""
+    virtual: int = 1
+    """Stages of the pipeline that each of these groups has."""
 
     @property
     def divided(self) -> bool:
-        """Whether ranks share a batch, or the experts."""
-        return self.tp * self.cp * self.ep > 1
+        """Whether ranks share a batch, the experts or the layers."""
+        return self.tp * self.cp * self.ep * self.pp > 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have the same layers: all, without a pipeline."""
+        return self.shards * self.replicas
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; stage s is on group s % pp."""
+        return self.pp * self.virtual
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -166,6 +180,18 @@ class Work:
     def layers(self) -> range:
         """The numbers of the blocks."""
         return range(self.config.num_hidden_layers)
+
+    def stage_layers(self, stage: int) -> range:
+        """The blocks of a pipeline's stage: as equal a number in each as can be."""
+        n, stages = self.config.num_hidden_layers, self.fsdp.stages
+        return range(n * stage // stages, n * (stage + 1) // stages)
+
+    def layers_of(self, pp_rank: int) -> list[int]:
+        """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
+        if self.fsdp is None or self.fsdp.pp == 1:
+            return list(self.layers)
+        stages = range(pp_rank, self.fsdp.stages, self.fsdp.pp)
+        return [layer for stage in stages for layer in self.stage_layers(stage)]
 
     @functools.cached_property
     def block_parameters(self) -> list[int]:

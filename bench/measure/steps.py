@@ -89,7 +89,7 @@ class StepLog:
         """One of the STEP_PARTS: stamps its end, and draws it as a range while a profiler looks."""
         with self.watched(name):
             yield
-        self._mark(name)
+        self.mark(name)
 
     def watched(self, name: str) -> contextlib.AbstractContextManager:
         """The context of a part of a step for those who look at it; the first began to look first."""
@@ -100,7 +100,8 @@ class StepLog:
             stack.enter_context(watcher(name))
         return stack
 
-    def _mark(self, part: str) -> None:
+    def mark(self, part: str) -> None:
+        """The time since the last mark belongs to this part."""
         self.marks.append((part, self.clock.stamp()))
 
     def finish(
@@ -122,7 +123,7 @@ class StepLog:
         on_device = torch.stack((loss, norm) if wish is None else (loss, norm, wish))
         values = self.values[step, : len(on_device)]
         values.copy_(on_device, non_blocking=True)
-        self._mark("optimizer")
+        self.mark("optimizer")
         self.pending.append(_Pending(step, phase, lr, tokens, self.marks, values))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:

@@ -44,18 +44,18 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         ),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
-    blocks, ahead = list(model.blocks), options.prefetch
+    ahead = options.prefetch
     again = options.reshard
     units = []
-    for i, block in enumerate(blocks):
+    for layer, block in model.blocks.items():
         other_mesh = options.tp * options.ep > 1
-        apart = [block.mlp.experts] if other_mesh and work.config.has_experts(i) else []
+        apart = [block.mlp.experts] if other_mesh and work.config.has_experts(int(layer)) else []
         for experts in apart:
             fully_shard(experts, mesh=meshes["experts"], reshard_after_forward=again, **common)
         fully_shard(block, mesh=meshes["dense"], reshard_after_forward=again, **common)
         units.append([block, *apart])
     fully_shard(model, mesh=meshes["stage"], reshard_after_forward=False, **common)
-    for i, block in enumerate(blocks if ahead else []):
+    for i, (block, *_) in enumerate(units if ahead else []):
         block.set_modules_to_forward_prefetch([*itertools.chain(*units[i + 1 : i + 1 + ahead])])
         block.set_modules_to_backward_prefetch(
             [*itertools.chain(*units[max(0, i - ahead) : i][::-1])]

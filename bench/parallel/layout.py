@@ -5,6 +5,7 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 """
 
 import functools
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from bench.parallel.fsdp import whole
 from bench.parallel.mesh import build_mesh, set_timeouts
 from model.config import ModelConfig
 from model.layout import Attend, joined, linear_without_bias
-from model.shares import divided
+from model.shares import divided, whole_shape
 from model.transformer import Transformer
 
 _c10d = torch.ops._c10d_functional
@@ -67,42 +68,48 @@ class _AllToAll(torch.autograd.Function):
 
 
 class RankLayout(ReplicaLayout):
-    """One rank among tp x cp ranks that share a batch, and ep that share the experts.
+    """One rank among tp x cp ranks that share a batch, ep that share the experts, pp the layers.
 
-    tp is innermost, so that its ranks are neighbours; then cp, then data; replicas are outermost. ep
-    spans neighbours too, over tp, cp and data.
+    tp is innermost, so that its ranks are neighbours; then cp, data, replicas; the groups of a pipeline
+    are outermost. ep spans neighbours too, over tp, cp and data.
     """
 
     def __init__(self, fsdp: Fsdp, rank: int):
         self.fsdp, self.ulysses = fsdp, fsdp.ulysses
-        self.tp, self.cp, self.ep = fsdp.tp, fsdp.cp, fsdp.ep
+        self.tp, self.cp, self.ep, self.pp = fsdp.tp, fsdp.cp, fsdp.ep, fsdp.pp
+        self.pp_rank, self.stage_rank = divmod(rank, fsdp.ranks)
         self.tp_rank, self.cp_rank = rank % self.tp, rank // self.tp % self.cp
-        self.ep_rank = rank % self.ep
-        self.data_rank = rank // (self.tp * self.cp)
+        self.ep_rank = self.stage_rank % self.ep
+        self.data_rank = self.stage_rank // (self.tp * self.cp)
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.names: dict[str, str] = {}
 
     def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
         """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
 
-        `dense` has the ranks of one tp part, `experts` those of the same experts, `stage` all ranks;
-        with replicas each has them as its first dimension.
+        `dense` has the ranks of one tp part, `experts` those of the same experts, `stage` all that have
+        the same layers; with replicas each has them as its first dimension.
         """
         if not self.fsdp.divided:
             return dict.fromkeys(
                 ("dense", "experts", "stage"), build_mesh(device, self.fsdp.mesh, timeout_s)
             )
-        replicas = self.fsdp.replicas
-        ranks = torch.arange(replicas * self.fsdp.shards).view(replicas, -1)
-        by_tp = ranks.view(replicas, -1, self.tp).permute(2, 0, 1)
-        by_ep = ranks.view(replicas, -1, self.ep).permute(2, 0, 1)
+        replicas, pp = self.fsdp.replicas, self.pp
+        ranks = torch.arange(pp * self.fsdp.ranks)
+        stages = ranks.view(pp, replicas, -1)
         by_cp = ranks.view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
+
+        def by(n: int) -> torch.Tensor:  # of n neighbours each has another part
+            return ranks.view(pp, replicas, -1, n).permute(0, 3, 1, 2)
+
         grids = {
-            "dense": (("tp", "replicate", "shard"), by_tp),
-            "experts": (("ep", "replicate", "shard"), by_ep),
-            "stage": (("replicate", "shard"), ranks),
+            "dense": (("stage", "tp", "replicate", "shard"), by(self.tp)),
+            "experts": (("stage", "ep", "replicate", "shard"), by(self.ep)),
+            "stage": (("stage", "replicate", "shard"), stages),
             "cp": (("rest", "cp"), by_cp),
             "batch": (("rest", "batch"), ranks.view(-1, self.tp * self.cp)),
+            "same": (("rest", "same"), ranks.view(pp, -1)),
+            "pp": (("rest", "pp"), ranks.view(pp, -1).T),
         }
         whole = {
             kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
@@ -110,7 +117,7 @@ class RankLayout(ReplicaLayout):
         }
         for mesh in whole.values():
             set_timeouts(mesh, device, timeout_s)
-        of = {"tp": "dense", "ep": "experts", "cp": "cp", "batch": "batch"}
+        of = {"tp": "dense", "ep": "experts"} | {g: g for g in ("cp", "batch", "same", "pp")}
         self.groups = {kind: whole[mesh].get_group(kind) for kind, mesh in of.items()}
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
         dims = ("replicate", "shard") if replicas > 1 else ("shard",)
@@ -125,6 +132,45 @@ class RankLayout(ReplicaLayout):
         parts = [torch.empty_like(value) for _ in range(getattr(self, kind))]
         dist.all_gather(parts, value.contiguous(), group=self.groups[kind])
         return joined(config, name, parts)
+
+    def wholes(
+        self, config: ModelConfig, own: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        if self.pp == 1:
+            yield from super().wholes(config, own)
+            return
+        group, mine = self.groups["pp"], dict(own)
+        shapes = {n: (whole_shape(config, n, t.shape), t.dtype, t.device) for n, t in mine.items()}
+        everywhere = [None] * self.pp
+        dist.all_gather_object(everywhere, shapes, group=group)
+        done = set()
+        for owner, theirs in enumerate(everywhere):
+            for name, (shape, dtype, device) in theirs.items():
+                if name in done:  # the weight of a tied head
+                    continue
+                done.add(name)
+                here = owner == self.pp_rank
+                value = self.whole(config, name, mine[name]).contiguous() if here else None
+                if value is None:
+                    value = torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(value, dist.get_global_rank(group, owner), group)
+                yield name, value
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.clone()
+        dist.all_reduce(numbers, group=self.groups["same"] if self.pp > 1 else None)
+        return numbers
+
+    def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
+        """The numbers of the rank with the same parts in another group of a pipeline, for this rank's."""
+        group, theirs = self.groups["pp"], torch.empty_like(numbers)
+        other = dist.get_global_rank(group, pp_rank)
+        for work in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, numbers.contiguous(), other, group),
+            dist.P2POp(dist.irecv, theirs, other, group),
+        ]):  # fmt: skip
+            work.wait()
+        return theirs
 
     def gradients(self, model: Transformer) -> "Gradients | None":
         return Gradients(model, self) if self.fsdp.divided else None
@@ -243,7 +289,8 @@ class Gradients:
     """
 
     def __init__(self, model: Transformer, layout: RankLayout):
-        self.layout = layout
+        self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
+        self.tied: nn.Parameter | None = None
         self.partial: list[nn.Parameter] = []
         self.copies: list[tuple[nn.Parameter, int]] = []
         for name, parameter in model.weights():
@@ -252,11 +299,17 @@ class Gradients:
             whole = name.startswith("blocks.") and divided(model.config, name) is None
             if whole and layout.tp > 1:
                 self.partial.append(parameter)
-            self.copies.append((parameter, layout.fsdp.replicas * (layout.tp if whole else 1)))
+            copies = layout.fsdp.replicas * (layout.tp if whole else 1)
+            if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
+                self.tied, copies = parameter, 2 * copies  # of the first and of the last stage
+            self.copies.append((parameter, copies))
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """Complete the gradients, and return the norm over all ranks."""
+        if self.tied is not None:
+            grad = self.tied.grad.to_local()
+            grad += self.layout.exchanged(grad, self.other_end)
         if self.partial:
             parts = [p.grad.to_local() for p in self.partial]
             flat = torch.cat([part.flatten() for part in parts])

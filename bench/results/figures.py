@@ -23,7 +23,7 @@ class RankTimes:
     rank: int
     host: str
     step_times_s: list[float]
-    part_means_s: dict[str, float]
+    part_means_s: dict[str, float | None]
     device: DeviceUse
     memory: dict[str, float | int | None]
     probe_tflops: float | None  # of its device by itself (bench/measure/matmul_rate.py)
@@ -33,11 +33,12 @@ class RankTimes:
     graphs_recorded: int | None = None
 
 
-def mean_part_times(steps: list[Step]) -> dict[str, float]:
-    """Mean time [s] of each part of a step."""
-    return {
+def mean_part_times(steps: list[Step]) -> dict[str, float | None]:
+    """Mean time [s] of each part of a step; None for waiting where there is no pipeline."""
+    means = {
         part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in STEP_PARTS
     }
+    return means | {"idle": means["idle"] or None}
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
@@ -69,7 +70,12 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         )
         for r in ranks
     ]
-    if not (m.all_gather_bytes or m.all_to_all_bytes):
+    if any(r.part_means_s["idle"] for r in ranks):
+        m.pipeline_bubble = statistics.fmean(
+            r.part_means_s["idle"] / (r.part_means_s["forward"] + r.part_means_s["backward"])
+            for r in ranks
+        )
+    if not (m.all_gather_bytes or m.all_to_all_bytes or m.send_bytes):
         # Ranks wait for each other in backward, so all have the same step time. A late rank shows
         # in the parts before backward, unless it waits for weights there.
         own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]

@@ -185,6 +185,22 @@ class Metrics(Strict):
     optimizer_time_mean_s: float | None = metric(
         "Clipping, optimizer, zeroing gradients.", unit="s"
     )
+    idle_time_mean_s: float | None = metric(
+        "Waiting for other stages of a pipeline, on rank 0; `ranks` has each rank's. `null` without one.",
+        unit="s",
+    )
+    pipeline_bubble: float | None = metric(
+        "That time over the time of forward and backward passes, mean over all ranks.",
+        row=(
+            "pipeline bubble: measured, ideal",
+            "{pipeline_bubble:.1%}, {pipeline_bubble_ideal:.1%}",
+        ),
+        csv=True,
+    )
+    pipeline_bubble_ideal: float | None = metric(
+        "(p - 1) / (v m) for p groups of ranks, v stages each and m micro batches: what the schedule "
+        "costs if all stages take the same time and sending none (Narayanan et al. 2021, section 2.2)."
+    )
     setup_s: float | None = metric(
         "From making the run's directory to the window, without the warm-up steps: building the "
         "model, first validation.",
@@ -286,6 +302,11 @@ class Metrics(Strict):
     dropped_tokens: int | None = metric("Tokens that an expert did not take: none, ever.")
     all_to_all_bytes: int | None = metric(
         "The same for all-to-alls: what this rank sends, its own part included.", unit="B"
+    )
+    send_bytes: int | None = metric(
+        "What rank 0 sends to other groups of a pipeline: the residual stream, its gradient, and the "
+        "gradient of a tied head.",
+        unit="B",
     )
     energy_j: float | None = metric("Joules.", unit="J", csv=True)
     energy_source: str | None = metric("The counter that was read, or why none was.")

@@ -187,6 +187,7 @@ class Step:
     forward_time_s: float
     backward_time_s: float
     optimizer_time_s: float
+    idle_time_s: float = 0.0
     saved: bool = False
 
 
@@ -199,8 +200,9 @@ class StepsFile:
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
             fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
-            if not step.saved:
-                del fields["saved"]
+            for name in ("saved", "idle_time_s"):
+                if not fields[name]:
+                    del fields[name]
             self.file.write(json.dumps(fields) + "\n")
         self.file.flush()
 

@@ -108,6 +108,10 @@ class RankInfo(Strict):
     forward_time_mean_s: float = about("Under FSDP it contains waiting for gathers.")
     backward_time_mean_s: float = about("Contains waiting for other ranks.")
     optimizer_time_mean_s: float = about("Likewise.")
+    idle_time_mean_s: float | None = about(
+        "Under a pipeline: waiting for other stages, between forward and backward passes.",
+        default=None,
+    )
     peak_memory_gib: float | None = about(
         "Its peak: allocated on a GPU (without tensors inside CUDA graphs), resident on a CPU."
     )

@@ -15,7 +15,7 @@ from bench.apply.optimizer import learning_rate, optimizer_step
 from bench.apply.precision import autocast
 from bench.measure.device import synchronize
 from bench.measure.memory import MemoryReport
-from bench.parallel.ranks import average_over_ranks, meet
+from bench.parallel.ranks import average_over_ranks, gather, meet
 from bench.results.result_files import seconds_alive
 from bench.run.life import Run
 from bench.run.profiling import build_capture
@@ -82,7 +82,8 @@ def measure(
         run.end_steps()
     if work.config.experts:
         m = run.result.metrics
-        m.expert_rows_max_over_mean = fullest_expert(model, average_over_ranks)
+        fullest = gather(run.ranks, fullest_expert(model))
+        m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
         m.dropped_tokens = 0
 
 
@@ -109,7 +110,7 @@ def build_passes(
     n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
-    share = work.world if work.fsdp and work.fsdp.divided else 1
+    share = work.fsdp.ranks if work.fsdp and work.fsdp.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
     def passes(step: int) -> Tensor:
@@ -133,6 +134,28 @@ def build_passes(
                         (loss if share == 1 else loss / share).backward()
                 else:
                     reshard(sharded)
+        return total
+
+    return passes
+
+
+def build_pipelined_passes(run: Run, model: nn.Module, micro_batches: Batches) -> Passes:
+    """Forward and backward of all micro batches of a step, by the schedule of a pipeline.Pipeline."""
+    work, log = run.plan.work, run.log
+    if not work.trains:
+        return build_passes(run, model, micro_batches)
+    n_micro = work.batch.grad_acc_steps
+    scheduled = model.build_schedule(run.device, log)
+    if work.config.experts and work.config.experts.aux_loss:
+        scale_balance_losses(model, 1.0 / n_micro / work.fsdp.ranks)
+
+    def passes(step: int) -> Tensor:
+        run.begin_micro_step(step)
+        with log.part("data"):
+            some = [next(micro_batches) for _ in range(n_micro)]
+            inputs, labels = (torch.cat(tensors) for tensors in zip(*some, strict=True))
+        total = scheduled(inputs, labels)
+        log.mark("idle")
         return total
 
     return passes
@@ -166,7 +189,7 @@ def build_step(
                 )
                 fp8.after_step(model)
                 if balances:
-                    update_corrections(model, average_over_ranks)
+                    update_corrections(model)
             if keeps_gradients:  # in place, without one kernel for each
                 torch._foreach_zero_([parameter.grad for parameter in parameters])
             elif work.trains:

@@ -196,11 +196,12 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     run.log.watchers.append(draw)
     stack.callback(run.log.watchers.remove, draw)
-    transformer = next(m for m in model.modules() if isinstance(m, Transformer))
-    for i, block in enumerate(transformer.blocks):
-        _draw_forward(stack, block, f"blocks.{i}", draw)
-    _draw_forward(stack, transformer.loss, "loss", draw)
-    _draw_backward(stack, transformer, draw)
+    for part in (m for m in model.modules() if isinstance(m, Transformer)):  # stages of a pipeline
+        for layer, block in part.blocks.items():
+            _draw_forward(stack, block, f"blocks.{layer}", draw)
+        if part.last:
+            _draw_forward(stack, part.loss, "loss", draw)
+        _draw_backward(stack, part, draw)
     return stack
 
 
@@ -233,11 +234,11 @@ def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: 
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: switch(name))
 
-    blocks = list(transformer.blocks)
+    blocks = list(transformer.blocks.values())
     first = blocks[0].register_forward_pre_hook(lambda module, args: watch(args[0], None))
     stack.callback(first.remove)
-    for i, block in enumerate(blocks):
+    for layer, block in transformer.blocks.items():
         hook = block.register_forward_hook(
-            lambda module, args, output, i=i: watch(output, f"blocks.{i} backward")
+            lambda module, args, output, layer=layer: watch(output, f"blocks.{layer} backward")
         )
         stack.callback(hook.remove)

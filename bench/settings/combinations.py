@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from bench.settings.flags import GRAPH_MODES, Args, Script
+from bench.settings.flags import GRAPH_MODES, SHARDED, Args, Script
 
 AXES = {
     "entrypoint": tuple(Script),
@@ -65,19 +65,29 @@ RULES = (
         "--sac-policy block, or --fp8-backend torchao",
     ),
     Rule(
-        {"compile": ("graphs",), "entrypoint": ("train_fsdp.py",)},
+        {"compile": ("graphs",), "entrypoint": SHARDED},
         "CUDA graphs need parameters at fixed addresses, and FSDP gathers them anew",
         "--compile-mode default or max-autotune-no-cudagraphs",
     ),
     Rule(
         {"layout": ("tokens", "experts"), "entrypoint": ("train.py", "train_ddp.py")},
         "parts of layers and of samples need a sharded model",
-        "train_fsdp.py",
+        "train_fsdp.py or train_pp.py",
     ),
     Rule(
         {"layout": ("tokens", "experts"), "amp": ("fp16",)},
         "ranks would scale their parts of one loss apart",
         "--amp bf16",
+    ),
+    Rule(
+        {"entrypoint": ("train_pp.py",), "amp": ("fp16",)},
+        "the first stages would not know the scale that the last one's loss needs",
+        "--amp bf16",
+    ),
+    Rule(
+        {"entrypoint": ("train_pp.py",), "fp8": ("te", "torchao")},
+        "conversion of stages has no test yet",
+        "--amp bf16, or train_fsdp.py",
     ),
     Rule(
         {"layout": ("tokens", "experts"), "fp8": ("te", "torchao")},

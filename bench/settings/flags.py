@@ -21,6 +21,7 @@ class Script(enum.StrEnum):
     ONE = "train.py"
     DDP = "train_ddp.py"
     FSDP = "train_fsdp.py"
+    PP = "train_pp.py"
 
 
 class Kind(enum.Enum):
@@ -33,7 +34,8 @@ class Kind(enum.Enum):
 
 
 LEARNT, SPEED, LENGTH, OUTPUT = Kind.HYPERPARAMETER, Kind.SPEED, Kind.LENGTH, Kind.OUTPUT
-EVERYWHERE, SEVERAL = tuple(Script), (Script.DDP, Script.FSDP)
+EVERYWHERE, SEVERAL = tuple(Script), (Script.DDP, Script.FSDP, Script.PP)
+SHARDED = (Script.FSDP, Script.PP)
 LARGEST = 2**31
 # Compile modes that record CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
@@ -95,8 +97,9 @@ class BatchFlags:
         above=0, headline=True,
     )  # fmt: skip
     grad_acc_steps: int = flag(
-        1, "Micro batches accumulated into one optimizer step.", SPEED, at_least=1, headline=True
-    )
+        1, "Micro batches accumulated into one optimizer step; train_pp.py takes 2 x --pp in place of 1.",
+        SPEED, at_least=1, headline=True,
+    )  # fmt: skip
     global_bsz: int | None = flag(
         None,
         "Samples of one optimizer step over all ranks; sets --grad-acc-steps, and must divide evenly.",
@@ -355,7 +358,7 @@ class FsdpFlags:
         SPEED, scripts=(Script.FSDP,),
     )  # fmt: skip
     reduce_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "Format in which gradients are reduced.", SPEED, scripts=(Script.FSDP,)
+        "fp32", "Format in which gradients are reduced.", SPEED, scripts=SHARDED
     )
     prefetch: int = flag(
         1, "Blocks gathered ahead of the one that runs; 0 leaves it to PyTorch.", SPEED,
@@ -363,23 +366,37 @@ class FsdpFlags:
     )  # fmt: skip
     dp_replicate: int = flag(
         1, "Replicas of the sharded model (HSDP); must divide the number of ranks.", SPEED,
-        scripts=(Script.FSDP,), at_least=1,
+        scripts=SHARDED, at_least=1,
     )  # fmt: skip
     tp: int = flag(
         1, "Ranks that share the heads and the MLP of every block (tensor and sequence parallelism).",
-        SPEED, scripts=(Script.FSDP,), at_least=1, headline=True,
+        SPEED, scripts=SHARDED, at_least=1, headline=True,
     )  # fmt: skip
     cp: int = flag(
         1, "Ranks that share the tokens of every sample (context parallelism).", SPEED,
-        scripts=(Script.FSDP,), at_least=1, headline=True,
+        scripts=SHARDED, at_least=1, headline=True,
     )  # fmt: skip
     ep: int = flag(
         1, "Ranks that share the experts of every layer (expert parallelism).", SPEED,
-        scripts=(Script.FSDP,), at_least=1, headline=True,
+        scripts=SHARDED, at_least=1, headline=True,
     )  # fmt: skip
     cpu_offload: bool = flag(
         False, "Keep sharded parameters, gradients and optimizer state in host memory.", SPEED,
         scripts=(Script.FSDP,),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineFlags:
+    """Pipeline."""
+
+    pp: int = flag(
+        2, "Ranks between which the layers are cut into stages, in groups of neighbouring ranks.", SPEED,
+        scripts=(Script.PP,), at_least=2,
+    )  # fmt: skip
+    pp_virtual: int = flag(
+        1, "Stages of each rank: 1 runs the schedule 1F1B, more run Interleaved1F1B.", SPEED,
+        scripts=(Script.PP,), at_least=1,
     )  # fmt: skip
 
 
@@ -438,8 +455,9 @@ class PeakFlags:
 
 @dataclasses.dataclass(frozen=True)
 class Args(  # dataclasses take fields from the last base first
-    PeakFlags, ProfileFlags, FsdpFlags, DdpFlags, RankFlags, SaveFlags, OutputFlags, OptimizerFlags,
-    DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags, ModelFlags,
+    PeakFlags, ProfileFlags, PipelineFlags, FsdpFlags, DdpFlags, RankFlags, SaveFlags, OutputFlags,
+    OptimizerFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags,
+    ModelFlags,
 ):  # fmt: skip
     """Train a GPT-2 or Llama-family model for some steps and say exactly how fast that was."""
 

@@ -16,6 +16,7 @@ from bench.formulas.parameters import layer_names
 from bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
 from bench.settings.flags import (
     GRAPH_MODES,
+    SHARDED,
     Args,
     BatchFlags,
     DataFlags,
@@ -24,6 +25,7 @@ from bench.settings.flags import (
     OptimizerFlags,
     OutputFlags,
     PeakFlags,
+    PipelineFlags,
     ProfileFlags,
     RankFlags,
     SaveFlags,
@@ -166,18 +168,23 @@ def make_plan(
         )
     seq_len = resolve_seq_len(args.seq_len, config)
     fsdp = ddp = None
-    if script is Script.FSDP:
+    if script in SHARDED:
         if args.cpu_offload and platform == "cpu":
             raise UsageError(
                 "--cpu-offload has no meaning on a CPU: parameters are in host memory; leave it out"
             )
+        pp, virtual = (args.pp, args.pp_virtual) if script is Script.PP else (1, 1)
+        _must_divide("--pp", pp, f"{world} ranks", world)
         fsdp = Fsdp(
-            shards=resolve_shards(args.dp_replicate, world),
+            shards=resolve_shards(args.dp_replicate, world // pp),
             replicas=args.dp_replicate,
-            reshard=args.reshard_after_forward == "always",
+            # The stages of a pipeline stay gathered over all micro batches of a step.
+            reshard=args.reshard_after_forward == "always" and pp == 1,
             reduce_dtype=args.reduce_dtype,
             prefetch=args.prefetch,
             cpu_offload=args.cpu_offload,
+            pp=pp,
+            virtual=virtual,
         )
         fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
         if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
@@ -187,11 +194,15 @@ def make_plan(
             )
     elif script is Script.DDP:
         ddp = Ddp(args.bucket_cap_mb, args.grad_compression)
+    batch = args.part(BatchFlags)
+    if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
+        batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
+    batch = resolve_batch(batch, seq_len, (fsdp.ranks // (fsdp.tp * fsdp.cp)) if fsdp else world)
+    if script is Script.PP:
+        check_pipeline(args.part(PipelineFlags), config, batch)
     work = Work(
         config=config,
-        batch=resolve_batch(
-            args.part(BatchFlags), seq_len, world // (fsdp.tp * fsdp.cp if fsdp else 1)
-        ),
+        batch=batch,
         world=world,
         pass_type=args.pass_type,
         amp=args.amp,
@@ -320,6 +331,27 @@ def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: i
     if not ulysses:
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     return dataclasses.replace(fsdp, tp=tp, cp=cp, ep=ep, ulysses=ulysses)
+
+
+def check_pipeline(flags: PipelineFlags, config: ModelConfig, batch: Batch) -> None:
+    """UsageError where the layers or the micro batches are too few for the stages."""
+    layers, stages, micro = (
+        config.num_hidden_layers,
+        flags.pp * flags.pp_virtual,
+        batch.grad_acc_steps,
+    )
+    if layers < stages:
+        raise UsageError(
+            f"--pp {flags.pp} x --pp-virtual {flags.pp_virtual} = {stages} stages: {config.path} has "
+            f"only {layers} blocks; use no more stages"
+        )
+    if micro < flags.pp or (flags.pp_virtual > 1 and micro % flags.pp):
+        few = max(1, -(-micro // flags.pp)) * flags.pp
+        need = "a multiple of it" if flags.pp_virtual > 1 else "as many or more"
+        raise UsageError(
+            f"--pp {flags.pp}: {micro} micro batches a step, and the schedule needs {need}; "
+            f"use --grad-acc-steps {few}"
+        )
 
 
 def _mlp_sizes(config: ModelConfig) -> list[int]:

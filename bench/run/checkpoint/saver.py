@@ -86,6 +86,8 @@ def layout(run: Run) -> str:
     mesh |= {
         n: getattr(work.fsdp, n) for n in ("tp", "cp", "ep") if work.fsdp and work.fsdp.divided
     }
+    if work.fsdp and work.fsdp.pp > 1:
+        mesh |= {"pp": work.fsdp.pp, "virtual": work.fsdp.virtual}
     sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
     batch = work.batch
     return (
@@ -101,6 +103,7 @@ class _Share:
     size: int = 0
     crc: int = 0
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    described: dict[str, Any] = dataclasses.field(default_factory=dict)
     finite: bool = True
     error: str | None = None
 
@@ -231,11 +234,13 @@ class Saver:
         copies, event = self.staging.copy(tensors | random_state(self.run.device))
         scaler = self.run.scaler
         content = {
-            "described": described(self.model, shapes),
             "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
             "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
         }
-        arguments = step, copies, event, parts, content
+        share = _Share(
+            file_of(self.run.ranks.rank), parts=parts, described=described(self.model, shapes)
+        )
+        arguments = step, copies, event, share, content
         self.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self.thread.start()
         if self.flags.no_save_async:
@@ -258,11 +263,10 @@ class Saver:
             self.flags = dataclasses.replace(self.flags, save_every=2**31)
         self.thread = None
 
-    def _write(self, step: int, copies: dict, event, parts: dict, content: dict) -> None:
+    def _write(self, step: int, copies: dict, event, share: _Share, content: dict) -> None:
         """In a thread: write this rank's share; rank 0 commits what all have written."""
         start, ranks = time.perf_counter(), self.run.ranks
         part = self.directory / f".step-{step:08}.part"
-        share = _Share(file_of(ranks.rank), parts=parts)
         try:
             if event is not None:
                 event.synchronize()
@@ -327,11 +331,12 @@ class Saver:
 
     def _manifest(self, step: int, shares: list[_Share], content: dict) -> Manifest:
         run, work = self.run, self.run.plan.work
+        kinds = {name: kind for s in shares for name, kind in s.described.items()}
         tensors = {
             name: StoredTensor(
                 dtype=dtype, shape=shape, parts=[p for s in shares for p in s.parts.get(name, ())]
             )
-            for name, (dtype, shape) in content["described"].items()
+            for name, (dtype, shape) in kinds.items()
         }
         return Manifest(
             run=run.result.run_name,

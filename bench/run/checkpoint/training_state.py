@@ -10,9 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bench.errors import UsageError
-from bench.parallel.ranks import ALONE, Ranks
+from bench.parallel.ranks import ALONE, Ranks, gather
 from bench.run.checkpoint.manifest import Manifest
-from bench.sharded import place
+from bench.sharded import is_sharded, place
 from model.shares import divided, whole_shape
 from model.stored import DTYPES, NAMES, Part, read_block
 from model.transformer import Transformer
@@ -58,8 +58,17 @@ def blocks(model: Transformer, name: str, tensor: Tensor, ranks: Ranks) -> list[
     """The blocks that this rank holds of a whole tensor; several where its layout cut a fused weight."""
     config, layout, plain = model.config, model.layout, name.split("/", 1)[1]
     local, offsets, _, copies, index = place(tensor)
-    if not tensor.ndim or not copies:  # no DTensor, or a number: the same everywhere
-        return [Block(local, tuple(offsets), ranks.world, ranks.rank)]
+    world, rank = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
+    if (
+        not tensor.ndim or not copies
+    ):  # no DTensor, or a number: the same on all that have the layer
+        copies, index = world, rank
+    if layout.pp > 1 and plain == "embed.weight" and config.tie_word_embeddings:
+        # The first stage and the last have it: those before the last rank come first.
+        index += copies * (layout.pp_rank > 0)
+        copies *= 2
+    if not tensor.ndim or not is_sharded(tensor):
+        return [Block(local, tuple(offsets), copies, index)]
     how = divided(config, plain)
     if how is None:
         if plain.startswith("blocks."):
@@ -180,6 +189,8 @@ def load(
                     fill(f"{key}/{name}", state[key])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UsageError(f"{directory}: cannot be read: {error}") from None
+    if model.layout.pp > 1:  # what no stage has a place for
+        left = set.intersection(*gather(ranks, left))
     if left:
         raise UsageError(f"{directory}: holds {min(left)}, which this run has no place for")
 

@@ -1,0 +1,60 @@
+"""Train with pipeline parallelism: each group of ranks has some layers, sharded by FSDP2 in it."""
+
+import sys
+
+import bench.start  # noqa: F401
+
+import torch
+
+from bench.apply.attention import select_attention
+from bench.apply.compile import apply_compile
+from bench.apply.data import batches, open_data, sample_plan
+from bench.apply.fp8.base import Fp8
+from bench.apply.optimizer import build_optimizer
+from bench.apply.precision import set_precision
+from bench.apply.recompute import apply_recompute
+from bench.parallel.fsdp import apply_fsdp, materialize_shards
+from bench.parallel.layout import RankLayout
+from bench.parallel.pipeline import Pipeline
+from bench.parallel.ranks import Ranks, join
+from bench.run.checkpoint.saver import build_saver
+from bench.run.launch import launch_ranks
+from bench.run.life import Run
+from bench.run.loop import build_pipelined_passes, build_step, measure, validated
+from bench.settings.plan import Plan
+from model.hf import check_pretrained, save_pretrained
+
+
+def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
+    """One rank's run: its stages are sharded one by one; a schedule runs micro batches through all."""
+    work, files, n_steps = plan.work, plan.data, plan.schedule.total
+    set_precision(work.amp, work.tf32, device)
+    torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
+    kernel = select_attention(work, plan.flex, device)
+    data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
+    with torch.device("meta"):
+        layout = RankLayout(work.fsdp, ranks.rank)
+        model = Pipeline(work, plan.flex, layout)
+    weights = check_pretrained(work.config, files.init_from)
+    join(ranks, device, plan.ranks.dist_timeout)
+
+    with Run(plan, device, ranks, Fp8(), kernel) as run:
+        meshes = layout.connect(device, plan.ranks.dist_timeout)
+        for stage in model.stages:
+            apply_recompute(stage, work.recompute)
+            apply_compile(stage, work.compile_mode)
+            apply_fsdp(stage, meshes, work)
+        materialize_shards(model, device, files.seed, weights)
+        optimizer = build_optimizer(model, plan.optimizer)
+        build_saver(run, model, optimizer)
+        samples = sample_plan(n_steps, work.batch, layout.data_rank, run.plan.schedule.start)
+        micro_batches = batches(data, samples, device, files.n_workers)
+        step = build_step(run, model, optimizer, build_pipelined_passes(run, model, micro_batches))
+        with validated(run, model, val_data):
+            measure(run, model, optimizer, step)
+        if plan.output.export:
+            save_pretrained(model, run.directory / "export", write=ranks.main)
+
+
+if __name__ == "__main__":
+    sys.exit(launch_ranks(train, sys.argv[1:], __file__))
