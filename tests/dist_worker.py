@@ -4,7 +4,8 @@
 
 CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, for rank 0:
 
-- traffic.json: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean),
+- traffic.json: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean);
+  of a pipeline those of each group of ranks,
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
@@ -13,7 +14,6 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 """
 
 import contextlib
-import functools
 import gc
 import itertools
 import json
@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_ddp
 import train_fsdp
+import train_pp
 from bench.apply.fp8.base import Fp8
 from bench.apply.fp8.te import TransformerEngineFp8
 from bench.apply.optimizer import build_optimizer, optimizer_step
@@ -54,7 +55,9 @@ from tests import te_standin
 from tests.faults import whole_state
 from tests.helpers import attention_calls, is_attention, plan_of, without_inductor
 
+ENTRYPOINTS = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp, "train_pp.py": train_pp}
 KINDS = {
+    "send": ("send", 0),
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
@@ -125,14 +128,15 @@ class Traffic(TorchDispatchMode):
         if self.gradients:
             return
         before = self.bytes.copy()
-        for name, p in model.weights():
-            whole = functools.partial(model.layout.whole, model.config, name)
-            if optimizer.state:
-                state = {key: t for key, t in optimizer.state.get(p, {}).items() if t.ndim}
-                self.gradients |= {f"{key}/{name}": whole(t).clone() for key, t in state.items()}
-                self.gradients[f"p/{name}"] = whole(p).clone()
-            elif p.requires_grad:
-                self.gradients[name] = whole(p.grad).clone()
+        named = dict(model.weights())
+        if not optimizer.state:
+            self.gradients = wholes(model, {n: p.grad for n, p in named.items() if p.requires_grad})
+        else:
+            self.gradients = {f"p/{n}": t for n, t in wholes(model, named).items()}
+        keys = {key for state in optimizer.state.values() for key, t in state.items() if t.ndim}
+        for key in sorted(keys):  # in the same order on all ranks
+            some = {n: optimizer.state[p][key] for n, p in named.items() if optimizer.state.get(p)}
+            self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, some).items()}
         self.bytes = before  # without these gathers
 
     def _look_at(self, tensor) -> None:
@@ -166,6 +170,12 @@ class Traffic(TorchDispatchMode):
             for leaf in tree_leaves(made):
                 self._look_at(leaf)
         return made
+
+
+def wholes(model, named) -> dict[str, torch.Tensor]:
+    """Copies of the named tensors of all ranks, whole."""
+    found = model.layout.wholes(model.config, ((n, t.detach()) for n, t in named.items()))
+    return {name: tensor.clone() for name, tensor in found}
 
 
 def unordered(config, name, whole, layout):
@@ -205,6 +215,9 @@ MUTANTS = {
     ),
     "norms' gradients stay partial": lambda: mock.patch.object(
         Gradients, "__init__", without_partial(Gradients.__init__)
+    ),
+    "a tied head's gradients stay apart": lambda: mock.patch.object(
+        RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
     ),
     "recomputation routes otherwise": lambda: mock.patch.object(
         Router, "best", restless(Router.best)
@@ -327,7 +340,7 @@ def main() -> None:
         # Dynamo compiles nothing while a dispatch mode looks on.
         traffic = Traffic()
         looking = contextlib.nullcontext() if args.pt_compile else traffic
-        train_fsdp.build_optimizer = traffic.built
+        train_fsdp.build_optimizer = train_pp.build_optimizer = traffic.built
         with (
             looking,
             without_inductor() if traced_only else contextlib.nullcontext(),
@@ -336,22 +349,27 @@ def main() -> None:
             mock.patch("bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
             MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
-            entrypoints = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}
-            train_planned(entrypoints[script].train, args, script, ranks)
+            train_planned(ENTRYPOINTS[script].train, args, script, ranks)
         if "--gradients" in sys.argv:
             model = traffic.model
-            parameters = {n: model.layout.whole(model.config, n, p) for n, p in model.weights()}
+            parameters = wholes(model, dict(model.weights()))
             if ranks.main:
                 save_file(traffic.gradients, out / name / "gradients.safetensors")
                 save_file(parameters, out / name / "parameters.safetensors")
-        sent = gather(ranks, traffic.bytes["all_to_all"])
-        if any(sent):
-            traffic.bytes["all_to_all"] = sum(sent) / len(sent)
+        groups = gather(ranks, traffic.bytes)
+        each = len(groups) // (args.pp if script == "train_pp.py" else 1)
+        groups = [groups[i : i + each] for i in range(0, len(groups), each)]
+        moved = [
+            group[0] | {"all_to_all": sum(g["all_to_all"] for g in group) / each}
+            for group in groups
+        ]
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
         if ranks.main:
             (out / name / "draws.json").write_text(json.dumps(draws))
             (out / name / "calls.json").write_text(json.dumps(traffic.calls))
-            (out / name / "traffic.json").write_text(json.dumps(traffic.bytes))
+            (out / name / "traffic.json").write_text(
+                json.dumps(moved if each < ranks.world else moved[0])
+            )
             calls = calls and calls | {"kernels": traffic.kernels}
             (out / name / "attention.json").write_text(json.dumps(calls))
             if script == "train_fsdp.py":

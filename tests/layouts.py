@@ -19,9 +19,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from bench.formulas.collectives import traffic as traffic_of
 from tests.dist_worker import Traffic
 from tests.faults import whole_state
-from tests.helpers import FAMILIES, ROOT, run_train
+from tests.helpers import FAMILIES, ROOT, plan_of, run_train
 
 STEPS = 16
 COMMON = ["--device", "cpu", "--amp", "off", "--warmup-steps", "1", "--n-steps", str(STEPS - 1),
@@ -33,6 +34,7 @@ MODELS = {
     "gpt2": FAMILIES["gpt2"] | dict(n_embd=64, n_head=8, n_layer=2),
     "llama": FAMILIES["llama-yarn"] | SIZES | dict(num_hidden_layers=2),
     "qwen3": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=2),
+    "deep": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=4),
     "mistral": FAMILIES["mistral"] | SIZES | dict(num_hidden_layers=2),
     "moe": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
                                                 mlp_only_layers=[]),
@@ -61,6 +63,16 @@ class Case:
     first: int = 0
     """The step of that checkpoint."""
 
+    def size(self, flag: str, default: int = 1) -> int:
+        """The value of a flag."""
+        words = self.flags.split()
+        return int(words[words.index(flag) + 1]) if flag in words else default
+
+    @property
+    def script(self) -> str:
+        """The script that has these flags."""
+        return "train_pp.py" if "--pp" in self.flags.split() else "train_fsdp.py"
+
 
 CASES = {
     "tp2": Case(2, "qwen3", "--tp 2"),
@@ -84,6 +96,20 @@ CASES = {
     "tp2-compiled": Case(2, "qwen3", "--tp 2 --pt-compile", True),
     "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
     "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile", True),
+    "pp2": Case(2, "qwen3", "--pp 2"),
+    "pp2-tied": Case(2, "gpt2", "--pp 2 --grad-acc-steps 2"),
+    "pp4": Case(4, "deep", "--pp 4"),
+    "pp2-interleaved": Case(2, "deep", "--pp 2 --pp-virtual 2"),
+    "pp2-dp2": Case(4, "gpt2", "--pp 2"),
+    "pp2-cp2-deepseek": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4"),
+    "pp2-tp2-dp2-ep4": Case(8, "moe", "--pp 2 --tp 2 --ep 4 --grad-acc-steps 2"),
+    "pp2-hsdp2x2": Case(8, "deep", "--pp 2 --pp-virtual 2 --dp-replicate 2 --grad-acc-steps 2"),
+    "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
+}
+CASES |= {
+    f"{name}-sac": dataclasses.replace(case, flags=f"{case.flags} --sac-freq 1/1")
+    for name, case in CASES.items()
+    if "--sac-freq" not in case.flags
 }
 SAVE = "--save-every 2 --save-keep 99"
 CHECKPOINTS = {
@@ -104,18 +130,32 @@ CHECKPOINTS = {
         4, "deepseek", f"--cp 2 --ep 4 {SAVE}", resumes="deepseek-save", first=8
     ),
 }
+CHECKPOINTS |= {
+    "pp-resume-ep2": Case(
+        4, "moe", f"--pp 2 --bsz 2 --grad-acc-steps 2 {SAVE}", resumes="ep2-resume-cp2", first=8
+    ),
+    "tp2-resume-pp": Case(2, "moe", f"--tp 2 {SAVE}", resumes="pp-resume-ep2", first=10),
+    "cp2-resume-pp": Case(2, "moe", f"--cp 2 {SAVE}", resumes="pp-resume-ep2", first=10),
+    "ep2-resume-pp": Case(2, "moe", f"--ep 2 {SAVE}", resumes="pp-resume-ep2", first=10),
+    "one-resume-pp": Case(1, "moe", "", resumes="pp-resume-ep2", first=12),
+    "pp-save-tied": Case(2, "gpt2", f"--pp 2 {SAVE}"),
+    "dp2-resume-tied": Case(2, "gpt2", f"--tp 2 {SAVE}", resumes="pp-save-tied", first=6),
+    "pp-resume-tied": Case(4, "gpt2", f"--pp 2 {SAVE}", resumes="dp2-resume-tied", first=10),
+}
 CHECKPOINTS["one-resume-mixed"] = Case(1, "moe", "", resumes="mixed-resume-tp2", first=14)
 CASES |= CHECKPOINTS
 MUTANTS = {
     "mutant-divided": Case(2, "qwen3", "--tp 2", mutant="gradients are averaged"),
     "mutant-fused": Case(2, "qwen3", "--tp 2", mutant="fused weights are cut unordered"),
     "mutant-norms": Case(2, "qwen3", "--tp 2", mutant="norms' gradients stay partial"),
+    "mutant-tied": Case(2, "gpt2", "--pp 2", mutant="a tied head's gradients stay apart"),
     "mutant-tie": Case(2, "moe", "--cp 2 --sac-freq 1/1", mutant="recomputation routes otherwise"),
 }
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = ("tp2-biases", "cp2", "ep2-deepseek", "tp2-cp2", "tp2-cp2-gpt-oss", "dp2-ep2-accumulate",
-         "cp4-gather", *MUTANTS, "tp2-save", "cp2-resume-tp2", "ep2-resume-cp2")  # fmt: skip
+         "cp4-gather", "pp2-interleaved", "pp2-dp2", "pp2-cp2-deepseek", *MUTANTS, "tp2-save",
+         "cp2-resume-tp2", "ep2-resume-cp2", "pp-resume-ep2")  # fmt: skip
 
 
 def flags_of(case: Case, out: Path) -> list[str]:
@@ -124,9 +164,10 @@ def flags_of(case: Case, out: Path) -> list[str]:
     path.write_text(json.dumps(MODELS[case.model]))
     words = case.flags.split()
     if "--bsz" not in words:
-        sizes = {f: int(words[words.index(f) + 1]) for f in ("--tp", "--cp") if f in words}
-        data = case.ranks // (sizes.get("--tp", 1) * sizes.get("--cp", 1))
-        words += ["--bsz", str(GLOBAL // data)]
+        pp = case.size("--pp")
+        micro = case.size("--grad-acc-steps", 2 * pp if pp > 1 else 1)
+        data = case.ranks // (case.size("--tp") * case.size("--cp") * pp)
+        words += ["--bsz", str(GLOBAL // data // micro)]
     if case.resumes:
         words += ["--resume", str(checkpoint(case, out))]
     return [str(path), *COMMON, *words]
@@ -163,12 +204,21 @@ def run_alone(name: str, case: Case, out: Path) -> None:
     save_file(dict(looking.model.weights()), out / name / "parameters.safetensors")
 
 
+def turn(name: str) -> tuple[int, int]:
+    """When a case runs: after those from whose checkpoint it goes on, and by its number of ranks."""
+    case = CASES[name]
+    if not case.resumes:
+        return 0, case.ranks
+    wave, ranks = turn(case.resumes)
+    return wave + (ranks > case.ranks), case.ranks
+
+
 def run_cases(names: list[str], out: Path) -> None:
-    """All cases, with one start of ranks for each number of them; their directories lie in `out`."""
-    for world in sorted({CASES[name].ranks for name in names} - {1}):
-        chosen = [name for name in names if CASES[name].ranks == world]
+    """All cases, with few starts of ranks; their directories lie in `out`."""
+    for wave, world in sorted({turn(name) for name in names if CASES[name].ranks > 1}):
+        chosen = [name for name in names if turn(name) == (wave, world)]
         cases = [
-            (name, "train_fsdp.py", [*flags_of(CASES[name], out), "--dist-timeout", "300"],
+            (name, CASES[name].script, [*flags_of(CASES[name], out), "--dist-timeout", "300"],
              CASES[name].traced, CASES[name].mutant)
             for name in chosen
         ]  # fmt: skip
@@ -217,9 +267,10 @@ class Difference:
 
 def compare(name: str, out: Path) -> Difference:
     """A finished case against one device."""
-    words = CASES[name].flags.split()
-    at = words.index("--grad-acc-steps") + 1 if "--grad-acc-steps" in words else None
-    alone, here = reference(CASES[name].model, int(words[at]) if at else 1, out), out / name
+    case = CASES[name]
+    # A balance loss is of one micro batch.
+    micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
+    alone, here = reference(case.model, micro, out), out / name
     steps = [
         [json.loads(line) for line in (where / "steps.jsonl").read_text().splitlines()]
         for where in (alone, here)
@@ -252,10 +303,20 @@ def compare(name: str, out: Path) -> Difference:
     if "moe" in CASES[name].model:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8 and metrics["dropped_tokens"] == 0
     traffic = {}
-    if moved:  # nothing is seen of compiled steps
-        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
-            both = metrics[f"{kind}_bytes"], moved.get(kind, 0) / (STEPS - first)
-            traffic |= {kind: both} if both[0] != both[1] else {}
+    kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    if moved and "--pt-compile" not in case.flags:  # nothing is seen of compiled steps
+        plan = plan_of(flags_of(case, out), case.script, case.ranks, "cpu")
+        groups = [moved] if case.script == "train_fsdp.py" else moved
+        for group, bytes_moved in enumerate(groups):
+            formula = traffic_of(plan.work, group)
+            if not group:
+                kinds += ["send"] if len(groups) > 1 else []
+                assert {k: metrics[f"{k}_bytes"] for k in kinds} == {
+                    k: formula.get(k, 0) for k in kinds
+                }
+            for kind in kinds:
+                both = formula.get(kind, 0), bytes_moved.get(kind, 0) / (STEPS - first)
+                traffic |= {f"{kind} of {group}": both} if both[0] != both[1] else {}
     return Difference(
         loss, max(norms[:3]), max(norms[3:], default=0.0), worst[most], most, last, traffic
     )

@@ -14,11 +14,14 @@ from bench.formulas.work import Work
 from model.shares import divided, part_shape
 
 
-def traffic(work: Work) -> dict[str, int]:
-    """Bytes that one step of a rank hands to collectives, by kind; without several ranks none."""
+def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
+    """Bytes that one step of a rank hands to collectives, by kind; without several ranks none.
+
+    In a pipeline, of a rank in group `pp_rank`.
+    """
     shapes = parameter_shapes(work.config)
     if work.fsdp is not None and work.fsdp.divided:
-        return layout_bytes(shapes, work)
+        return layout_bytes(shapes, work, pp_rank)
     if work.fsdp is not None:
         return fsdp_bytes(shapes, work)
     return ddp_bytes(shapes, work) if work.ddp is not None else {}
@@ -75,10 +78,10 @@ def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     return moved
 
 
-def layout_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
+def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
     """Bytes where ranks share a batch, the experts or the layers: FSDP's over three meshes, and tokens'.
 
-    In a pipeline they are of one of its groups of ranks, which gathers and reduces its stages once.
+    In a pipeline they are of one of its groups of ranks. It gathers and reduces its stages once a step.
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
