@@ -103,9 +103,9 @@ def run_train(*argv: object) -> Result:
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    args = parse_args([*map(str, argv)], "train.py")
-    train_planned(train.train, args, "train.py", ALONE)
-    (path,) = Path(args.output_dir).glob("*/result.json")
+    words = [*map(str, argv)]
+    train_planned(train.train, words, "train.py", ALONE)
+    (path,) = Path(parse_args(words, "train.py").output_dir).glob("*/result.json")
     return read_result(path)
 
 

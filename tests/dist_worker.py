@@ -349,7 +349,7 @@ def main() -> None:
             mock.patch("bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
             MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
-            train_planned(ENTRYPOINTS[script].train, args, script, ranks)
+            train_planned(ENTRYPOINTS[script].train, argv, script, ranks)
         if "--gradients" in sys.argv:
             model = traffic.model
             parameters = wholes(model, dict(model.weights()))

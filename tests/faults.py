@@ -37,7 +37,6 @@ from bench.run.checkpoint import durable, manifest, saver
 from bench.run.checkpoint.durable import Files
 from bench.run.checkpoint.manifest import committed, newest, verify
 from bench.run.launch import train_planned
-from bench.settings.command_line import parse_args
 from model.layout import ALONE as ALONE_HERE
 from model.stored import DTYPES, read_block
 from tests.helpers import ROOT, plan_of
@@ -321,7 +320,7 @@ def arguments(config: Path, out: Path, name: str, *more: str) -> list[str]:
 def run_here(argv: list[str]) -> None:
     """train.py in this process, quietly."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        train_planned(train.train, parse_args(argv, "train.py"), "train.py", ALONE)
+        train_planned(train.train, argv, "train.py", ALONE)
 
 
 def fork(argv: list[str], kill_after: float | None = None, files: Files | None = None) -> int:
@@ -429,7 +428,7 @@ def fork_rank(script: str, argv: list[str], rank: int, world: int, meeting: Path
         ranks = Ranks(rank, world, rank) if world > 1 else ALONE
         entry = {"train.py": train, "train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[script]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            train_planned(entry.train, parse_args(argv, script), script, ranks)
+            train_planned(entry.train, argv, script, ranks)
         code = 0
     finally:
         os._exit(code)

@@ -21,6 +21,7 @@ from bench.settings.combinations import (
     refusal,
 )
 from bench.settings.command_line import parse_args
+from bench.settings.flags import SHARDED
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,
@@ -30,14 +31,21 @@ from tests.helpers import (
     without_inductor,
 )  # fmt: skip
 
-# The flags of layouts are train_fsdp.py's alone.
-ALL = [c for c in all_combinations() if c.layout == "data" or c.entrypoint == "train_fsdp.py"]
+# The flags of layouts are of sharded models alone.
+ALL = [c for c in all_combinations() if c.layout == "data" or c.entrypoint in SHARDED]
 SUPPORTED = [c for c in ALL if refusal(c) is None]
 REFUSED = [c for c in ALL if refusal(c) is not None]
 # Transformer Engine and CUDA graphs need a GPU: tests/test_gpu.py runs their cells.
 ONLY_ON_A_GPU = [c for c in SUPPORTED if c.fp8 == "te" or c.compile == "graphs"]
-# tests/layouts.py shows that layouts are equal to one device, of each with SAC and compiled.
-ON_A_CPU = [c for c in SUPPORTED if c.fp8 != "te" and c.compile != "graphs" and c.layout == "data"]
+# tests/layouts.py shows that layouts and pipelines are equal to one device, with SAC and compiled too.
+ON_A_CPU = [
+    c
+    for c in SUPPORTED
+    if c.fp8 != "te"
+    and c.compile != "graphs"
+    and c.layout == "data"
+    and c.entrypoint != "train_pp.py"
+]
 
 
 def name(c: Combination) -> str:
@@ -205,7 +213,7 @@ def test_the_short_form_has_every_pair_of_settings():
 
 
 def test_the_table_is_whole():
-    assert len(ALL) == 405 and len(SUPPORTED) == 122
+    assert len(ALL) == 648 and len(SUPPORTED) == 154
     for rule in RULES:
         assert set(rule.when) <= set(AXES) and any(
             refusal(c) is rule for c in all_combinations()

@@ -77,7 +77,7 @@ def test_drift_is_of_the_last_third_to_the_first():
 
 def window(times, **known):
     """Metrics and notes of a window of such steps; `known` metrics are set before."""
-    parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s"), 0.0)
+    parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s", "idle_time_s"), 0.0)
     steps = [
         types.SimpleNamespace(step=i, loss=1.0, step_time_s=t, optimizer_time_s=t, **parts)
         for i, t in enumerate(times)
@@ -122,7 +122,7 @@ def test_time_between_steps_belongs_to_the_step_that_follows():
 
 
 def rank_times(rank, own, probe, **window):
-    means = {"data": 0.0, "forward": own, "backward": 0.0, "optimizer": 0.0}
+    means = {"data": 0.0, "forward": own, "backward": 0.0, "idle": None, "optimizer": 0.0}
     memory = {"peak_allocated_gib": None, "peak_rss_gib": 1.0, "allocator_retries": rank}
     return RankTimes(rank, "host", [1.0], means, DeviceUse(rank=rank), memory, probe, **window)
 

@@ -15,7 +15,7 @@ from tests.helpers import ROOT
 ROOMS = ("run", "parallel", "measure", "compare", "sweep", "apply", "results", "trace", "settings",
          "formulas")  # fmt: skip
 BENCH = sorted(ROOT.glob("bench/**/*.py"))
-ENTRYPOINTS = ("train", "train_ddp", "train_fsdp")
+ENTRYPOINTS = ("train", "train_ddp", "train_fsdp", "train_pp")
 MODULES = sorted([*ROOT.glob("*.py"), *BENCH, *ROOT.glob("model/*.py")])
 
 
@@ -106,7 +106,7 @@ def test_nothing_below_the_plan_asks_for_a_script_by_name():
         if name_of(path) != "bench.settings.flags":
             assert not re.search(r"[=!]= \"train\w*\.py\"", text), path
         if f"{path.parent.name}" not in ("settings", "sweep", "compare"):
-            assert not re.search(r"Script\.(ONE|DDP|FSDP)", text), path
+            assert not re.search(r"Script\.(ONE|DDP|FSDP|PP)", text), path
         if name_of(path) not in ("bench.settings.flags", "bench.settings.plan"):
             assert name_of(path) == "bench.settings.checks" or "parse_sac_freq" not in text, path
 

@@ -25,7 +25,7 @@ from bench.results.result_files import RUN_POINTER, complete_result, read_result
 from bench.run.failures import ENDING, LOST, PREEMPTED, exit_code, has_parent, report
 from bench.run.hang import HangWatch
 from bench.settings.command_line import parse_args
-from bench.settings.flags import Args, RankFlags, Script, flag_of
+from bench.settings.flags import RankFlags, Script, flag_of
 from bench.settings.plan import make_plan
 
 
@@ -37,7 +37,7 @@ def launch(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
     """
 
     prog = Path(script).name
-    return _guarded(lambda: train_planned(train, parse_args(argv, prog), prog, ALONE), prog, ALONE)
+    return _guarded(lambda: train_planned(train, argv, prog, ALONE), prog, ALONE)
 
 
 def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
@@ -52,10 +52,7 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
     def body() -> None:
-        args = parse_args(argv, prog)
-        if not has_parent():
-            _check_joining(args.part(RankFlags))
-        train_planned(train, args, prog, ranks)
+        train_planned(train, argv, prog, ranks)
         # Only now: DDP must be gone before its process group, or the two can wait for each other.
         gc.collect()
         leave()
@@ -63,8 +60,13 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
     return _guarded(body, prog, ranks)
 
 
-def train_planned(train: Callable[..., None], args: Args, script: str, ranks: Ranks) -> None:
+def train_planned(
+    train: Callable[..., None], argv: Sequence[str], script: str, ranks: Ranks
+) -> None:
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
+    args = parse_args(argv, script)
+    if not has_parent():
+        _check_joining(args.part(RankFlags))
     device = pick_device(args.device, ranks.local_rank)
     plan = make_plan(args, Script(script), ranks.world, platform_of(device))
     refuse_impossible(plan.work, device)

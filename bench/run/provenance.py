@@ -21,7 +21,7 @@ from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
 from bench.results.result_files import this_process
 from bench.results.schema import Device, Fp8Info, ModelInfo, Result
-from bench.settings.flags import GRAPH_MODES, PeakFlags, Script
+from bench.settings.flags import GRAPH_MODES, PeakFlags
 from bench.settings.machine import installed_version
 from bench.settings.plan import Plan, Schedule
 
@@ -69,8 +69,8 @@ def open_result(
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     for kind in kinds if work.ddp or work.fsdp else ():
         setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
-    if plan.script is Script.PP:
-        fsdp, micro = plan.work.fsdp, plan.work.batch.grad_acc_steps
+    if work.fsdp and work.fsdp.pp > 1:
+        fsdp, micro = work.fsdp, work.batch.grad_acc_steps
         result.metrics.send_bytes = plan.traffic.get("send", 0)
         result.metrics.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * micro)
     return result

@@ -390,9 +390,9 @@ class FsdpFlags:
 class PipelineFlags:
     """Pipeline."""
 
-    pp: int = flag(
-        2, "Ranks between which the layers are cut into stages, in groups of neighbouring ranks.", SPEED,
-        scripts=(Script.PP,), at_least=2,
+    pp: int | None = flag(
+        None, "Groups of neighbouring ranks between which the layers are cut into stages; by default 2.",
+        SPEED, scripts=(Script.PP,), at_least=2,
     )  # fmt: skip
     pp_virtual: int = flag(
         1, "Stages of each rank: 1 runs the schedule 1F1B, more run Interleaved1F1B.", SPEED,

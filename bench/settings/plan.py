@@ -25,7 +25,6 @@ from bench.settings.flags import (
     OptimizerFlags,
     OutputFlags,
     PeakFlags,
-    PipelineFlags,
     ProfileFlags,
     RankFlags,
     SaveFlags,
@@ -173,7 +172,7 @@ def make_plan(
             raise UsageError(
                 "--cpu-offload has no meaning on a CPU: parameters are in host memory; leave it out"
             )
-        pp, virtual = (args.pp, args.pp_virtual) if script is Script.PP else (1, 1)
+        pp, virtual = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
         _must_divide("--pp", pp, f"{world} ranks", world)
         fsdp = Fsdp(
             shards=resolve_shards(args.dp_replicate, world // pp),
@@ -199,7 +198,7 @@ def make_plan(
         batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
     batch = resolve_batch(batch, seq_len, (fsdp.ranks // (fsdp.tp * fsdp.cp)) if fsdp else world)
     if script is Script.PP:
-        check_pipeline(args.part(PipelineFlags), config, batch)
+        check_pipeline(fsdp, config, batch)
     work = Work(
         config=config,
         batch=batch,
@@ -333,23 +332,19 @@ def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: i
     return dataclasses.replace(fsdp, tp=tp, cp=cp, ep=ep, ulysses=ulysses)
 
 
-def check_pipeline(flags: PipelineFlags, config: ModelConfig, batch: Batch) -> None:
+def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch) -> None:
     """UsageError where the layers or the micro batches are too few for the stages."""
-    layers, stages, micro = (
-        config.num_hidden_layers,
-        flags.pp * flags.pp_virtual,
-        batch.grad_acc_steps,
-    )
-    if layers < stages:
+    pp, virtual, micro = fsdp.pp, fsdp.virtual, batch.grad_acc_steps
+    if config.num_hidden_layers < fsdp.stages:
         raise UsageError(
-            f"--pp {flags.pp} x --pp-virtual {flags.pp_virtual} = {stages} stages: {config.path} has "
-            f"only {layers} blocks; use no more stages"
+            f"--pp {pp} x --pp-virtual {virtual} = {fsdp.stages} stages: {config.path} has only "
+            f"{config.num_hidden_layers} blocks; use no more stages"
         )
-    if micro < flags.pp or (flags.pp_virtual > 1 and micro % flags.pp):
-        few = max(1, -(-micro // flags.pp)) * flags.pp
-        need = "a multiple of it" if flags.pp_virtual > 1 else "as many or more"
+    if micro < pp or (virtual > 1 and micro % pp):
+        few = max(1, -(-micro // pp)) * pp
+        need = "a multiple of it" if virtual > 1 else "as many or more"
         raise UsageError(
-            f"--pp {flags.pp}: {micro} micro batches a step, and the schedule needs {need}; "
+            f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; "
             f"use --grad-acc-steps {few}"
         )
 
