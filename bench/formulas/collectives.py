@@ -7,6 +7,7 @@ first two, twice that for the third.
 
 import dataclasses
 import math
+from collections.abc import Iterator, Sequence
 
 from bench.formulas.hardware import Constants, Hardware, constants
 from bench.formulas.parameters import Shapes, layer_names, matrices, n_numbers, parameter_shapes
@@ -85,15 +86,10 @@ def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
-    ranks = {"tp": fsdp.tp, "ep": fsdp.ep}
     moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
     partial, layers = 0, work.layers_of(pp_rank)
-    for name, shape in _shapes_of(shapes, work, pp_rank).items():
-        part, how = part_shape(config, name, shape, ranks), divided(config, name)
+    for name, part, mesh in rank_parameters(shapes, work, pp_rank):
         block = name.startswith("blocks.")
-        mesh = fsdp.shards
-        if block:
-            mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         rows = -(-part[0] // mesh)
         numbers = rows * mesh * math.prod(part[1:])
         if mesh > 1:
@@ -103,7 +99,7 @@ def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
                 moved["reduce_scatter"] += micro_steps * numbers * fsdp.reduce_bytes
         if fsdp.replicas > 1 and work.trains:
             moved["all_reduce"] += micro_steps * numbers // mesh * fsdp.reduce_bytes
-        if block and how is None and fsdp.tp > 1:
+        if block and divided(config, name) is None and fsdp.tp > 1:
             partial += min(rows, part[0]) * math.prod(part[1:])
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
         moved["all_reduce"] += 4 * partial
@@ -115,6 +111,21 @@ def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
             moved[kind] += n_micro * size
     moved["send"] = _sent_bytes(shapes, work, pp_rank)
     return {kind: size for kind, size in moved.items() if size}
+
+
+def rank_parameters(
+    shapes: Shapes, work: Work, pp_rank: int = 0
+) -> Iterator[tuple[str, Sequence[int], int]]:
+    """The parameters of a rank: name, shape of its part in the layout, and ranks that shard that part."""
+    fsdp, config = work.fsdp, work.config
+    if fsdp is None:
+        yield from ((name, shape, 1) for name, shape in shapes.items())
+        return
+    for name, shape in _shapes_of(shapes, work, pp_rank).items():
+        how, mesh = divided(config, name), fsdp.shards
+        if name.startswith("blocks."):
+            mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
+        yield name, part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep}), mesh
 
 
 def _shapes_of(shapes: Shapes, work: Work, pp_rank: int) -> Shapes:
@@ -141,8 +152,9 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
         return 0
     stages = range(pp_rank, fsdp.stages, fsdp.pp)
     times = sum(s < fsdp.stages - 1 for s in stages) + work.trains * sum(s > 0 for s in stages)
-    own = batch.micro_tokens // (fsdp.tp * fsdp.cp)
-    sent = times * batch.grad_acc_steps * own * work.config.hidden_size * work.matmul_bytes
+    sent = (
+        times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
+    )
     if work.config.tie_word_embeddings and work.pass_type == "step" and pp_rank in (0, fsdp.pp - 1):
         rows, width = shapes["embed.weight"]
         sent += 4 * -(-rows // fsdp.shards) * width
@@ -160,7 +172,7 @@ def _token_bytes(work: Work, layer: int) -> dict[str, int]:
     fsdp, config, w = work.fsdp, work.config, work.matmul_bytes
     again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
     back = int(work.trains)
-    own = work.batch.micro_tokens // (fsdp.tp * fsdp.cp)
+    own = work.own_tokens
     moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce"), 0)
     experts = config.experts if config.has_experts(layer) else None
     if fsdp.tp > 1:

@@ -181,6 +181,16 @@ class Work:
         """The numbers of the blocks."""
         return range(self.config.num_hidden_layers)
 
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro batch in this rank's part of the residual stream."""
+        return self.gathered_tokens // (self.fsdp.tp if self.fsdp else 1)
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Those of all ranks that share heads: what attention's and the MLP's first layers see."""
+        return self.batch.micro_tokens // (self.fsdp.cp if self.fsdp else 1)
+
     def stage_layers(self, stage: int) -> range:
         """The blocks of a pipeline's stage: as equal a number in each as can be."""
         n, stages = self.config.num_hidden_layers, self.fsdp.stages

@@ -263,8 +263,7 @@ class RankLayout(ReplicaLayout):
             theirs = _c10d.wait_tensor(_c10d.all_to_all_single(
                 counts, [len(counts) // n] * n, [len(counts) // n] * n, name
             )).view(n, -1)  # fmt: skip
-        # The one wait for the device of a layer: how many rows go where.
-        sent, received = torch.stack((counts.view(n, -1).sum(1), theirs.sum(1))).tolist()
+        sent, received = self.rows_to_send(counts.view(n, -1).sum(1), theirs.sum(1))
         came = _AllToAll.apply(rows, received, sent, name)
         local = torch.arange(theirs.shape[1], device=rows.device).repeat(n)
         expert = torch.repeat_interleave(local, theirs.flatten(), output_size=len(came))
@@ -279,6 +278,11 @@ class RankLayout(ReplicaLayout):
             0, order, torch.arange(len(order), device=rows.device)
         )
         return _AllToAll.apply(y[back], sent, received, name)
+
+    def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        """Rows to and from each of the ep ranks: the one wait for the device of a layer."""
+        there, here = torch.stack((sent, received)).tolist()
+        return there, here
 
 
 class Gradients:
