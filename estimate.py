@@ -52,9 +52,9 @@ class EstimateFlags:
     )  # fmt: skip
     gpus: int = flag(1, "How many of them.", at_least=1)
     per_node: int = flag(8, "GPUs of one machine, or of one NVLink domain (GB200: 72).", at_least=1)
-    parallel: Literal["fsdp", "ddp"] = flag(
+    parallel: Literal["fsdp", "ddp", "pp"] = flag(
         "fsdp",
-        "Script for more than one GPU: train_fsdp.py (--dp-replicate for HSDP) or train_ddp.py.",
+        "Script for more than one GPU: train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).",
     )
     tokens: float | None = flag(
         None, "Tokens of the whole training, to give its days, energy and cost.", above=0
@@ -113,7 +113,8 @@ def main(argv: Sequence[str]) -> int:
     check_bounds(wanted)
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
-    several = {"ddp": Script.DDP, "fsdp": Script.FSDP}[wanted.parallel]
+    several = {"ddp": Script.DDP, "fsdp": Script.FSDP, "pp": Script.PP}[wanted.parallel]
+    several = Script.PP if args.pp else several
     script = Script.ONE if wanted.gpus == 1 else several
     args = check(args, script)
     if wanted.fit:
@@ -177,6 +178,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
             "attention": s.attention_s,
             "memory-bound": s.memory_s,
             "optimizer": s.optimizer_s,
+            "tokens between ranks": s.tokens_s,
+            "pipeline bubble": s.bubble_s,
             "exposed communication": s.exposed_s,
             "hidden communication": s.communication_s - s.exposed_s,
             "host, if it were the limit": s.host_s,

@@ -28,12 +28,13 @@ from bench.settings.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = Path(__file__).parent / "published.json"
+LAYOUTS = Path(__file__).parent / "published_layouts.json"
 OUTLIER = 0.15
 
 
 def predicted(row: dict) -> float:
     """Tokens/s per GPU of a published setting, by the model."""
-    script = "train.py" if row["gpus"] == 1 else "train_fsdp.py"
+    script = row.get("script") or ("train.py" if row["gpus"] == 1 else "train_fsdp.py")
     flags = shlex.split(row["flags"])
     argv = [str(ROOT / row["config"]), "--bsz", str(row["bsz"]), *flags]
     args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
@@ -49,9 +50,9 @@ def predicted(row: dict) -> float:
     return work.batch.tokens_per_step / row["gpus"] / estimate_speed(work, gpu).step_s
 
 
-def published_rows() -> list[dict]:
-    """The settings and figures of others."""
-    return json.loads(PUBLISHED.read_text())["rows"]
+def published_rows(path: Path = PUBLISHED) -> list[dict]:
+    """The settings and figures of others; those of LAYOUTS have chosen no constant."""
+    return json.loads(path.read_text())["rows"]
 
 
 def errors(rows: list[dict]) -> list[float]:
@@ -79,9 +80,16 @@ def own_rows() -> list[dict]:
 
 
 def main() -> None:
-    """Print the table and the median error."""
+    """Print the tables."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    rows = published_rows() + own_rows()
+    print("Constants were fitted to most of these:")
+    show(published_rows() + own_rows())
+    print("Layouts of several kinds and mixtures of experts, which chose no constant:")
+    show(published_rows(LAYOUTS))
+
+
+def show(rows: list[dict]) -> None:
+    """A table of these rows, and the errors' median and largest."""
     found = errors(rows)
     table = Table(box=box.MARKDOWN)
     for name in ("source", "setting", "published", "estimate", "error", "note"):

@@ -21,7 +21,7 @@ from bench.formulas.memory_model import (
 )
 from bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
 from bench.parallel.memory_trace import traced_memory
-from benchmarks.estimate_vs_published import OUTLIER, errors, published_rows
+from benchmarks.estimate_vs_published import LAYOUTS, OUTLIER, errors, published_rows
 from model.config import load_config
 from model.init import materialize
 from model.layers import apply_rope
@@ -48,6 +48,16 @@ SETTINGS = [
     ("train_fsdp.py", 256, 4096, "llama-70b-proxy --bsz 2 --sac-freq 1/4"),
     ("train_fsdp.py", 8, 2048, "llama-3.2-1b --bsz 1 --sac-freq 1/1 --reshard-after-forward never"),
     ("train.py", 1, 512, "gpt2-125m --bsz 1 --optimizer sgd"),
+    ("train.py", 1, 256, "moe-tiny --bsz 8"),
+    ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 2 --tp 2 --cp 2 --sac-freq 1/2"),
+    ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 4 --tp 4 --sac-freq 1/1 --sac-policy op"),
+    ("train_fsdp.py", 16, 8192, "llama-3.1-8b-proxy --bsz 1 --cp 16"),
+    ("train_fsdp.py", 8, 4096, "qwen3-30b-a3b-proxy --bsz 4 --ep 8"),
+    ("train_fsdp.py", 8, 4096, "mixtral-8x7b-proxy --bsz 2 --tp 2 --ep 8"),
+    ("train_fsdp.py", 64, 4096, "deepseek-v3-proxy --bsz 2 --ep 32 --tp 8 --cp 2"),
+    ("train_fsdp.py", 64, 8192, "gpt-oss-120b-proxy --bsz 1 --ep 16 --tp 2 --cp 2"),
+    ("train_pp.py", 64, 8192, "llama-3.1-405b-proxy --bsz 1 --pp 2 --tp 8 --sac-freq 1/2"),
+    ("train_pp.py", 128, 4096, "deepseek-v3-proxy --bsz 1 --pp 2 --ep 32"),
 ]
 
 
@@ -57,11 +67,12 @@ def test_formula_and_trace_agree(setting, record_property):
     script, world, seq_len, text = setting
     model, *flags = text.split()
     plan = plan_of([f"configs/{model}.json", *flags, "--seq-len", seq_len], script, world)
-    formula = estimate_memory(plan.work).peak
-    traced = traced_memory(plan.work, plan.optimizer)
-    sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
-    record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
-    assert formula == pytest.approx(traced, rel=0.10)
+    for group in range(plan.work.fsdp.pp if plan.work.fsdp else 1):
+        formula = estimate_memory(plan.work, pp_rank=group).peak
+        traced = traced_memory(plan.work, plan.optimizer, group)
+        sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
+        record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
+        assert formula == pytest.approx(traced, rel=0.10)
 
 
 def test_peaks_are_those_of_pytorchs_own_allocator(record_property):
@@ -168,6 +179,28 @@ def test_published_figures_are_met():
         f"against {len(found)} published figures the median error is {median}, {beyond} of them"
         in text
     )
+
+
+def test_layouts_are_held_against_published_figures():
+    """No constant was chosen by them: the page says what came out."""
+    page = (ROOT / "docs/LAYOUTS.md").read_text(encoding="utf-8")
+    rows = published_rows(LAYOUTS)
+    for row, error in zip(rows, errors(rows), strict=True):
+        published = row["tokens_per_sec_per_gpu"]
+        assert f"| {published:,} | {published * (1 + error):,.0f} | {error:+.0%} |" in page
+
+
+def test_time_of_a_pipeline_has_its_bubble():
+    """(p - 1) / (v m) of the time of m micro batches; stages of one size, and sending beside it."""
+    flags = ["--bsz", 1, "--pp", 4, "--grad-acc-steps", 16]
+    argv = ["configs/llama-3.1-70b.json", "--seq-len", 4096, *flags]
+    for virtual in (1, 2, 4):
+        work = plan_of([*argv, "--pp-virtual", virtual], "train_pp.py", 32).work
+        found = estimate_speed(work, H100)
+        slowest = 1 + constants().slowest_node * 2
+        rest = found.step_s / slowest - found.bubble_s - found.optimizer_s - found.exposed_s
+        assert found.bubble_s / rest == pytest.approx(3 / (virtual * 16), rel=1e-6)
+        assert found.tokens_s > 0
 
 
 def speed(model, T, world, *flags, gpu=H100):

@@ -107,8 +107,8 @@ def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
             routers = sum(config.has_experts(i) for i in layers)
             moved["all_reduce"] += 4 * config.experts.number * routers
     for layer in layers:
-        for kind, size in _token_bytes(work, layer).items():
-            moved[kind] += n_micro * size
+        for move in token_moves(work, layer):
+            moved[move.kind] += n_micro * move.calls * move.size
     moved["send"] = _sent_bytes(shapes, work, pp_rank)
     return {kind: size for kind, size in moved.items() if size}
 
@@ -161,8 +161,22 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     return sent
 
 
-def _token_bytes(work: Work, layer: int) -> dict[str, int]:
-    """Bytes that tokens of one micro batch move in a layer, forward and backward, by kind.
+@dataclasses.dataclass(frozen=True)
+class TokenMoves:
+    """Collectives of one kind that move a micro batch's tokens in a layer: each of `size` bytes.
+
+    Among `ranks` that lie `apart` in the order of ranks.
+    """
+
+    kind: str
+    calls: int
+    size: float
+    ranks: int
+    apart: int
+
+
+def token_moves(work: Work, layer: int) -> list[TokenMoves]:
+    """What tokens of one micro batch move in a layer, forward and backward.
 
     Tensor parallelism: Korthikanti et al. 2022, section 4.2.2. Ulysses: Jacobs et al. 2023, section 3.2;
     gathered keys and values: Llama 3, section 3.3.2. A checkpointed block moves them in its recomputation
@@ -172,47 +186,57 @@ def _token_bytes(work: Work, layer: int) -> dict[str, int]:
     fsdp, config, w = work.fsdp, work.config, work.matmul_bytes
     again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
     back = int(work.trains)
-    own = work.own_tokens
-    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "all_reduce"), 0)
+    own, found = work.own_tokens, []
     experts = config.experts if config.has_experts(layer) else None
     if fsdp.tp > 1:
         gathered = own * fsdp.tp * config.hidden_size * w
-        mlp = experts is None or experts.shared_size > 0
+        places = 2 if experts is None or experts.shared_size else 1
         # Each place gathers and reduces forward, and the other way round backward.
-        moved["all_gather"] += gathered * ((1 + mlp) * (1 + back) + again * (1 + mlp))
-        moved["reduce_scatter"] += gathered * ((1 + mlp) * (1 + back) + again)
+        for kind, calls in (
+            ("all_gather", places * (1 + back + again)),
+            ("reduce_scatter", places * (1 + back) + again),
+        ):
+            found.append(TokenMoves(kind, calls, gathered, fsdp.tp, 1))
     if fsdp.cp > 1:
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
         kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
         kv = kv_heads * (config.head_dim + config.value_dim)
         if fsdp.ulysses:
-            there, here = heads * config.head_dim + kv, heads * config.value_dim
-            moved["all_to_all"] += tokens * (there + here) * w * (1 + back + again)
+            for width in (heads * config.head_dim + kv, heads * config.value_dim):
+                size, calls = tokens * width * w, 1 + back + again
+                found.append(TokenMoves("all_to_all", calls, size, fsdp.cp, fsdp.tp))
         else:
-            moved["all_gather"] += tokens * fsdp.cp * kv * w * (1 + again)
-            moved["reduce_scatter"] += tokens * fsdp.cp * kv * w * back
+            size = tokens * fsdp.cp * kv * w
+            found.append(TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp))
+            found.append(TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp))
     if experts is not None and fsdp.ep > 1:
         rows = own * experts.per_token * config.hidden_size * w
+        found.append(TokenMoves("all_to_all", 2 * (1 + back + again), rows, fsdp.ep, 1))
         counts = 8 * experts.number
-        moved["all_to_all"] += 2 * rows * (1 + back + again) + counts * (1 + again)
+        found.append(TokenMoves("all_to_all", 1 + again, counts, fsdp.ep, 1))
     if experts is not None and experts.aux_loss and work.trains:
-        moved["all_reduce"] += 4 * experts.number * (1 + again)
-    return moved
+        found.append(TokenMoves("all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1))
+    return found
 
 
 def collective_time(
     kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants | None = None
 ) -> float:
-    """Seconds of a ring collective of `size` bytes (the whole tensor) over neighbouring ranks.
+    """Seconds of a collective of `size` bytes (the whole tensor) over neighbouring ranks.
 
-    time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that. Over several nodes
-    the bus is no faster than the network cards of a node together.
+    A ring: time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that. Over several
+    nodes the bus is no faster than the network cards of a node together. In an all-to-all each rank sends
+    to all others at once: what leaves the node goes through its own card.
     """
     if ranks == 1 or not size:
         return 0.0
     c = c or constants()
     inside = min(ranks, per_node)
     nodes = math.ceil(ranks / per_node)
+    if kind == "all_to_all":
+        away = size * (ranks - inside) / ranks / (c.network * gpu.nic_gb_per_s * 1e9)
+        near = size * (inside - 1) / ranks / (gpu.ring_gb_per_s * 1e9)
+        return c.latency_s + (nodes - 1 > 0) * c.latency_node_s + max(away, near)
     bus = gpu.ring_gb_per_s
     if nodes > 1:
         bus = min(bus, c.network * gpu.nic_gb_per_s * inside)
@@ -225,19 +249,20 @@ def collective_time(
 
 
 def communication_time(
-    work: Work, gpu: Hardware, per_node: int, compute: float, c: Constants
+    work: Work, gpu: Hardware, per_node: int, compute: float, c: Constants, pp_rank: int = 0
 ) -> tuple[float, float]:
-    """Seconds of communication of one micro step (under DDP of one step), and its exposed part.
+    """Seconds of communication of weights and gradients of one micro step, and its exposed part.
 
-    `compute` is the seconds of a micro step's computation. FSDP hides a block's gather behind the
-    computation of the block before, and its reduction behind that of the next. The first gather and
-    the last reduction of embedding and head hide behind nothing.
+    Under DDP and in a pipeline they are of a whole step. `compute` is the seconds of a micro step's
+    computation. FSDP hides a block's gather behind the computation of the block before, and its reduction
+    behind that of the next. The first gather and the last reduction of embedding and head hide behind
+    nothing.
     """
     if work.world == 1:
         return 0.0, 0.0
     shapes = matrices(parameter_shapes(work.config))
     if work.fsdp is not None:
-        return _fsdp_time(work, shapes, gpu, per_node, compute, c)
+        return _fsdp_time(work, shapes, gpu, per_node, compute, c, pp_rank)
     if not work.trains:
         return 0.0, 0.0
     size = ddp_bytes(shapes, work)["all_reduce"]
@@ -247,40 +272,69 @@ def communication_time(
 
 
 def _fsdp_time(
-    work: Work, shapes: Shapes, gpu: Hardware, per_node: int, compute: float, c: Constants
+    work: Work,
+    shapes: Shapes,
+    gpu: Hardware,
+    per_node: int,
+    compute: float,
+    c: Constants,
+    pp_rank: int,
 ) -> tuple[float, float]:
     fsdp, train = work.fsdp, work.trains
-    once = dataclasses.replace(
-        work,
-        batch=dataclasses.replace(work.batch, grad_acc_steps=1),
-        fsdp=dataclasses.replace(fsdp, reshard=True),
-    )
-
-    def seconds(part: Shapes, gathers: int) -> tuple[float, float]:
-        moved = fsdp_bytes(part, once)
-        size = moved.get("all_gather", 0) / gathers  # bytes of one gather
-        gather = collective_time("all_gather", size, fsdp.shards, per_node, gpu, c)
-        reduce = collective_time(
-            "reduce_scatter", moved.get("reduce_scatter", 0), fsdp.shards, per_node, gpu, c
+    in_fp8, layers = gathered_in_fp8(work, shapes), work.layers_of(pp_rank)
+    units: dict[int, dict[int, list[float]]] = {layer: {} for layer in (-1, *layers)}
+    for name, part, mesh in rank_parameters(shapes, work, pp_rank):
+        layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
+        numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
+        sizes = units[layer].setdefault(mesh, [0.0, 0.0, 0.0])
+        sizes[0] += round(
+            numbers * (fp8_gather_bytes(work) if name in in_fp8 else work.matmul_bytes)
         )
-        # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
-        apart = max(1, per_node // fsdp.shards)
-        reduced = moved.get("all_reduce", 0)
-        return gather, reduce + collective_time("all_reduce", reduced, fsdp.replicas, apart, gpu, c)
+        sizes[1] += numbers * fsdp.reduce_bytes * train
+        sizes[2] += numbers // mesh * fsdp.reduce_bytes * train * (fsdp.replicas > 1)
+
+    def seconds(layer: int) -> tuple[float, float]:
+        gather = reduce = 0.0
+        for mesh, (gathered, reduced, replicated) in units[layer].items():
+            near = max(1, per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
+            gather += collective_time("all_gather", gathered, mesh, near, gpu, c)
+            reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu, c)
+            # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
+            apart = max(1, per_node // fsdp.shards)
+            reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu, c)
+        return gather, reduce
 
     again = train and fsdp.reshard
-    root = {n: s for n, s in shapes.items() if not n.startswith("blocks.")}
-    root_gather, root_reduce = seconds(root, 1)
+    root_gather, root_reduce = seconds(-1)
     total, exposed = root_gather + root_reduce, root_gather + root_reduce
-    numbers = work.block_parameters
-    for i in work.layers:
-        block = {n: s for n, s in shapes.items() if n.startswith(f"blocks.{i}.")}
-        gather, reduce = seconds(block, 2 if train else 1)
+    numbers = {layer: work.block_parameters[layer] for layer in layers}
+    for i in layers:
+        gather, reduce = seconds(i)
         total += gather * (2 if again else 1) + reduce
-        part = compute * numbers[i] / sum(numbers)
+        part = compute * numbers[i] / sum(numbers.values())
         forward, backward = part * (1 / 3 if train else 1), part * 2 / 3
-        exposed += max(0.0, gather - forward) + (gather if i == 0 else 0.0)
+        exposed += max(0.0, gather - forward) + (gather if i == layers[0] else 0.0)
         if train:
             exposed += max(0.0, (gather if again else 0.0) + reduce - backward)
-            exposed += reduce if i == 0 else 0.0
+            exposed += reduce if i == layers[0] else 0.0
     return total, min(exposed, total)
+
+
+def token_time(work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0) -> float:
+    """Seconds in which tokens of a micro batch move between ranks; nothing hides them."""
+    if work.fsdp is None or not work.fsdp.divided:
+        return 0.0
+    return sum(
+        move.calls
+        * collective_time(move.kind, move.size, move.ranks, max(1, per_node // move.apart), gpu, c)
+        for layer in work.layers_of(pp_rank)
+        for move in token_moves(work, layer)
+    )
+
+
+def send_time(work: Work, gpu: Hardware, per_node: int, c: Constants) -> float:
+    """Seconds to hand the residual stream of a micro batch to the next stage of a pipeline."""
+    size = work.own_tokens * work.config.hidden_size * work.matmul_bytes
+    near = work.world <= per_node
+    rate = gpu.ring_gb_per_s if near else c.network * gpu.nic_gb_per_s
+    return c.latency_s + (0 if near else c.latency_node_s) + size / (rate * 1e9)

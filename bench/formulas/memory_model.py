@@ -401,8 +401,8 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             other = 4 * config.num_attention_heads / tp
             total += work.gathered_tokens * (w * elements + other)
             total += w * work.own_tokens * (d + outputs)
-            if tp > 1:  # what collectives gathered
-                total += w * work.gathered_tokens * 2 * d
+            if tp > 1:  # what collectives gathered, and sums of which each rank has a part
+                total += w * work.gathered_tokens * 4 * d
     return total
 
 

@@ -13,11 +13,17 @@ code are here. benchmarks/estimate_vs_published.py compares the outcome with pub
 import dataclasses
 import math
 
-from bench.formulas.collectives import communication_time
-from bench.formulas.flops import attended_keys
+from bench.formulas.collectives import (
+    communication_time,
+    rank_parameters,
+    send_time,
+    token_time,
+)
+from bench.formulas.flops import attended_keys, attention_width
 from bench.formulas.hardware import Constants, Hardware, constants
-from bench.formulas.parameters import matrices, n_numbers, parameter_shapes
+from bench.formulas.parameters import layer_names, matrices, parameter_shapes
 from bench.formulas.work import PASS_FORWARDS, Work
+from model.shares import divided, part_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,59 +38,97 @@ class SpeedEstimate:
     communication_s: float
     exposed_s: float
     host_s: float
+    tokens_s: float = 0.0
+    """Tokens on their way between ranks: tensor, context and expert parallelism, and pipelines."""
+    bubble_s: float = 0.0
 
 
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
-    """The time of a step; `per_node` GPUs share a machine."""
-    c = dataclasses.replace(constants(), **gpu.fitted)
-    config, train, passes = work.config, work.trains, PASS_FORWARDS[work.pass_type]
-    layers, micro_steps = config.num_hidden_layers, work.batch.grad_acc_steps
-    again = work.recompute.blocks
-    whole_again = again if work.recompute.policy == "block" else ()
-    shards = work.fsdp.shards if work.fsdp else None
+    """The time of a step; `per_node` GPUs share a machine.
 
-    blocks = [_block_matmuls(work, i, gpu, c) for i in work.layers]
-    head = passes * matmul_time(
-        work, work.batch.micro_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
-    )
-    matmuls = passes * sum(blocks) + sum(blocks[i] for i in whole_again) + head
-    forward, backward = _attention(work, gpu, c)
-    attention = forward + (backward if train else 0.0) + forward * len(whole_again) / layers
+    In a pipeline the slowest group of ranks sets the pace, and the bubble is (p - 1) / v of its micro
+    batches (Narayanan et al. 2021, section 2.2).
+    """
+    c = dataclasses.replace(constants(), **gpu.fitted)
+    fsdp, micro_steps = work.fsdp, work.batch.grad_acc_steps
+    pp = fsdp.pp if fsdp else 1
+    parts = max((_group_time(work, group, gpu, c) for group in range(pp)), key=lambda g: g.compute)
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
-    moved = block_bytes(work)
-    memory = (layers * moved * passes + len(again) * moved) / rate
-    memory += _loss_bytes(work) / rate
-    n = n_numbers(matrices(parameter_shapes(config)))
-    if shards is None and work.amp != "off":
-        memory += 6 * n / rate  # autocast casts every weight in every forward pass
-    if train:
-        # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
-        memory += 6 * n / rate
-    compute = matmuls + attention + memory
     optimizer = 0.0
     if work.pass_type == "step":
         # AdamW reads parameter, gradient and two moments and writes three; clipping reads and scales.
-        optimizer = (28 + 12) * n / (shards or 1) / rate
-
-    total, exposed = communication_time(work, gpu, per_node, compute, c)
+        optimizer = (28 + 12) * parts.held / rate
+    compute = parts.compute
+    total, exposed = communication_time(work, gpu, per_node, compute, c, parts.pp_rank)
+    moves = token_time(work, gpu, per_node, c, parts.pp_rank)
+    if pp > 1:
+        moves += 2 * fsdp.virtual * send_time(work, gpu, per_node, c)
     compute *= 1 + c.beside_communication * (total > 0)
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
-    kernels = 3 if work.cuda_graphs else kernels * (1 if train else 1 / 3)
-    host = c.launch_s * (layers + 2) * (kernels + (20 if shards else 0))
-    step = micro_steps * max(compute, host) + optimizer
-    # Under DDP gradients travel once a step; under FSDP everything travels in every micro step.
-    travels = micro_steps if shards else 1
+    kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
+    layers = len(work.layers_of(parts.pp_rank))
+    host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
+    micro = max(compute + moves, host)
+    bubble = (pp - 1) / fsdp.virtual * micro if pp > 1 else 0.0
+    step = micro_steps * micro + bubble + optimizer
+    # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
+    travels = micro_steps if fsdp and pp == 1 else 1
     slowest = 1 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
     return SpeedEstimate(
         step_s=(step + travels * exposed) * slowest,
-        matmul_s=micro_steps * matmuls,
-        attention_s=micro_steps * attention,
-        memory_s=micro_steps * memory,
+        matmul_s=micro_steps * parts.matmuls,
+        attention_s=micro_steps * parts.attention,
+        memory_s=micro_steps * parts.memory,
         optimizer_s=optimizer,
         communication_s=travels * total,
         exposed_s=travels * exposed,
         host_s=micro_steps * host,
+        tokens_s=micro_steps * moves,
+        bubble_s=bubble,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupTime:
+    """Seconds of a micro batch on a rank: of all, or of one group in a pipeline; and its numbers."""
+
+    pp_rank: int
+    matmuls: float
+    attention: float
+    memory: float
+    held: float
+
+    @property
+    def compute(self) -> float:
+        return self.matmuls + self.attention + self.memory
+
+
+def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _GroupTime:
+    config, train, passes = work.config, work.trains, PASS_FORWARDS[work.pass_type]
+    layers, again = work.layers_of(pp_rank), set(work.recompute.blocks)
+    whole_again = again if work.recompute.policy == "block" else set()
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    matmuls = attention = memory = 0.0
+    for layer in layers:
+        block = _block_matmuls(work, layer, gpu, c)
+        matmuls += block * (passes + (layer in whole_again))
+        forward, backward = _attention(work, layer, gpu, c)
+        attention += forward * (1 + (layer in whole_again)) + (backward if train else 0.0)
+        memory += block_bytes(work, layer) * (passes + (layer in again)) / rate
+    if config.num_hidden_layers - 1 in layers:
+        matmuls += passes * matmul_time(
+            work, work.own_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
+        )
+        memory += _loss_bytes(work) / rate
+    parts = list(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
+    n = sum(math.prod(part) for _, part, _ in parts)
+    if work.fsdp is None and work.amp != "off":
+        memory += 6 * n / rate  # autocast casts every weight in every forward pass
+    if train:
+        # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
+        memory += 6 * n / rate
+    held = sum(math.prod(part) / mesh for _, part, mesh in parts)
+    return _GroupTime(pp_rank, matmuls, attention, memory, held)
 
 
 def matmul_time(
@@ -111,54 +155,84 @@ def matmul_time(
     return seconds
 
 
+# Rows of an expert that a kernel of a grouped matmul takes at a time.
+GROUPED_ROWS = 128
+
+
 def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> float:
     """Forward seconds of a block's matmuls; each backward matmul takes as long again."""
-    tokens, shapes = work.batch.micro_tokens, work.config.block_shapes(layer)
+    config, fsdp = work.config, work.fsdp
+    tp, ep = (fsdp.tp, fsdp.ep) if fsdp else (1, 1)
     low = work.fp8.layers if work.fp8 else ()
-    return sum(
-        matmul_time(work, tokens, n, k, kind in low, gpu, c) for kind, (n, k) in shapes.items()
-    )
+    names, seconds = layer_names(config), 0.0
+    for kind, (n, k) in config.block_shapes(layer).items():
+        how = divided(config, f"blocks.{layer}.{names[kind]}.weight")
+        n, k = part_shape(
+            config, f"blocks.{layer}.{names[kind]}.weight", (n, k), {"tp": tp, "ep": ep}
+        )
+        tokens = work.own_tokens if kind == "router" or how is None else work.gathered_tokens
+        if how is None and kind != "router":  # the narrow layers of latent attention
+            tokens = work.gathered_tokens
+        seconds += matmul_time(work, tokens, n, k, kind in low, gpu, c)
+    for n, k in config.expert_shapes(layer).values():
+        # Each rank gets as many rows as it sends; an expert's last tile is filled up.
+        rows = work.own_tokens * config.experts.per_token
+        number = config.experts.number // ep
+        filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
+        whole = matmul_time(work, rows * filled, n, k, False, gpu, c)
+        weights = number * n * k * work.matmul_bytes / (gpu.memory_tb_per_s * 1e12 * c.bandwidth)
+        seconds += max(whole, weights)
+    return seconds
 
 
-def _attention(work: Work, gpu: Hardware, c: Constants) -> tuple[float, float]:
-    """Seconds of all layers' attention, forward and backward."""
+def _attention(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
+    """Seconds of a layer's attention, forward and backward."""
     config, seq_len, amp = work.config, work.batch.seq_len, work.amp
     cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
-    seconds = [0.0, 0.0]
-    for window in config.windows:
-        keys = attended_keys(seq_len, window, causal=True)
-        flops = work.batch.micro_tokens * 4 * config.query_size * keys
-        if cudnn and (window is None or window >= seq_len):
-            parts = c.cudnn_forward, c.cudnn_backward
-        else:
-            parts = c.attention_forward, c.attention_backward
-        rate = gpu.bf16_tflops * 1e12 * head * keys / (keys + c.half_keys)
-        seconds[0] += flops / (rate * parts[0])
-        seconds[1] += 2 * flops / (rate * parts[1])
-    slower = 1.0
+    window = config.windows[layer]
+    keys = attended_keys(seq_len, window, causal=True)
+    tp = work.fsdp.tp if work.fsdp else 1
+    flops = work.gathered_tokens * attention_width(config) * keys / tp
+    if cudnn and (window is None or window >= seq_len):
+        parts = c.cudnn_forward, c.cudnn_backward
+    else:
+        parts = c.attention_forward, c.attention_backward
+    rate = gpu.bf16_tflops * 1e12 * head * keys / (keys + c.half_keys)
     if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
-        slower = gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
-    return slower * seconds[0], slower * seconds[1]
+        rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
+    return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 
 
-def block_bytes(work: Work) -> float:
+def block_bytes(work: Work, layer: int = 0) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     config, w = work.config, work.matmul_bytes
-    d, f = config.hidden_size, config.intermediate_size
-    a, kv = config.query_size, config.kv_size
-    if work.compiled:  # norm with the residual before it, rotary embedding, activation: once each
-        elements = 2 * 4 * d + (0 if config.learned_positions else 2 * (a + kv))
-        elements += 3 * f if config.gated_mlp else 2 * f
-    else:
-        rope = 7 if w == 2 else 5  # a product in fp32 between its two kernels
-        elements = 2 * (2 * d + 3 * d) + (0 if config.learned_positions else rope * (a + kv))
-        elements += 5 * f if config.gated_mlp else 2 * f
-    return work.batch.micro_tokens * w * elements
+    tp = work.fsdp.tp if work.fsdp else 1
+    d, f = config.hidden_size, config.intermediate_size / tp
+    a, kv = config.query_size / tp, config.kv_size / tp
+    # Compiled: norm with the residual before it, rotary embedding, activation: once each.
+    norms = 2 * 4 * d if work.compiled else 2 * (2 * d + 3 * d)
+    rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
+    gated = 3 if work.compiled else 5
+    heads = 0 if config.learned_positions else rope * (a + kv)
+    if m := config.latent:  # a share of each head turns; queries and keys are put together
+        size = config.num_attention_heads / tp
+        heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
+    elements = norms * work.own_tokens + heads * work.gathered_tokens
+    if not config.has_experts(layer):
+        elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
+        return w * elements
+    e = config.experts
+    rows = work.own_tokens * e.per_token
+    # Rows are put in order and back, sent and received likewise, weighed and added up.
+    moves = 4 + 3 + (4 if work.fsdp and work.fsdp.ep > 1 else 0)
+    elements += rows * (gated * e.size + moves * d)
+    elements += gated * e.shared_size / tp * work.gathered_tokens
+    return w * elements + work.own_tokens * e.number * 4 * 6  # scores, in fp32
 
 
 def _loss_bytes(work: Work) -> float:
     """Bytes of the loss and its gradient over the logits, outside of the matmuls."""
     eager = 26 if work.matmul_bytes == 2 else 32
     each = 8 if work.compiled else eager
-    return work.batch.micro_tokens * work.config.padded_vocab_size * each
+    return work.own_tokens * work.config.padded_vocab_size * each
