@@ -75,7 +75,7 @@ FAMILIES = {
            moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1]),
     "gpt_oss": LLAMA
     | dict(model_type="gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2,
-           intermediate_size=24, sliding_window=7, swiglu_limit=0.5,
+           intermediate_size=24, sliding_window=7, swiglu_limit=0.02,
            rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False, beta_fast=32.0,
                              beta_slow=1.0, original_max_position_embeddings=16)),
     "deepseek_v3": LLAMA
