@@ -20,7 +20,7 @@ import bench.start  # noqa: F401
 from bench.compare.find_results import read_records
 from bench.compare.gate import gate
 from bench.compare.ratios import check_prices, compare, prices_of
-from bench.compare.records import LogFacts
+from bench.compare.records import LogFacts, facts_by_log
 from bench.compare.report import show_comparison, sweep_remarks, write
 from bench.errors import UsageError
 from bench.settings.command_line import parse_dataclass
@@ -79,11 +79,17 @@ class PriceFlags:
 
 @dataclasses.dataclass(frozen=True)
 class LogFlags:
-    """Facts that logs of other suites do not tell."""
+    """Facts that logs of other suites do not tell: of all, or of one as LOG=VALUE."""
 
-    log_seq_len: int | None = flag(None, "Sequence length of logs that do not tell it.", above=0)
-    log_gpus: int | None = flag(None, "GPUs of logs that do not tell how many.", above=0)
-    log_hardware: str | None = flag(None, "GPU of logs that do not tell which.", metavar="HARDWARE")
+    log_seq_len: tuple[str, ...] = flag(
+        (), "Sequence length of logs that do not tell it.", metavar="[LOG=]N"
+    )
+    log_gpus: tuple[str, ...] = flag(
+        (), "GPUs of the log that does not tell how many.", metavar="[LOG=]N"
+    )
+    log_hardware: tuple[str, ...] = flag(
+        (), "GPU of the log that does not tell which.", metavar="[LOG=]HARDWARE"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +124,11 @@ def main(argv: Sequence[str]) -> int:
             if args.output_dir:
                 raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
             return gate(args.results, Path(args.baseline), args.tolerance, args.update_baselines)
-        facts = LogFacts(args.log_seq_len, args.log_gpus, args.log_hardware)
+        facts = LogFacts(
+            facts_by_log("log-seq-len", args.log_seq_len, int),
+            facts_by_log("log-gpus", args.log_gpus, int),
+            facts_by_log("log-hardware", args.log_hardware, str),
+        )
         records = read_records(args.results, say, facts)
         for record in records:
             for note in record.notes if record.suite != "llm-train-bench" else ():

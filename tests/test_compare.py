@@ -78,6 +78,18 @@ def variant(result, directory, name, speed=1.0, noise=0.01, **changes):
     return run
 
 
+def repeats(result, directory, name, speed=1.0, spread=0.004, n=3, **changes):
+    """Runs of one setting, named name-0, name-1, ...; their speeds are that far apart."""
+    number = float(zlib.crc32(name.encode()) % 1000 + 1)
+    changes = {"args__bucket_cap_mb": number} | changes
+    return [
+        variant(
+            result, directory, f"{name}-{i}", speed * (1 + spread * (i - (n - 1) / 2)), **changes
+        )
+        for i in range(n)
+    ]
+
+
 def rows_of(*paths, tokens=None, prices=NONE, **options):
     records = read_records(map(str, paths), lambda text: None, LogFacts())
     return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
@@ -110,8 +122,12 @@ def test_results_of_earlier_versions_are_still_read(path):
 # --- logs ------------------------------------------------------------------------------------------
 
 
+def given(**facts) -> LogFacts:
+    return LogFacts(**{name: {"": value} for name, value in facts.items()})
+
+
 def log(name, **facts) -> Record:
-    (record,) = read_log(LOGS / f"{name}.log", LogFacts(**facts))
+    (record,) = read_log(LOGS / f"{name}.log", given(**facts))
     return record
 
 
@@ -121,9 +137,43 @@ def test_megatron():
     # The first of three lines is left out.
     assert r.step_times_s == pytest.approx([15.639, 15.4485])
     assert r.tokens_per_sec_per_gpu == pytest.approx(2048 * 4096 * 2 / (15.639 + 15.4485) / 256)
-    assert r.tflops_per_gpu == pytest.approx((494.6 + 500.6) / 2)
+    assert r.tflops_per_gpu == pytest.approx(2 / (1 / 494.6 + 1 / 500.6))
     assert r.losses == [(5, 13.4424), (6, 13.42407), (7, 13.40574)]
     assert r.learning_rates[0] == (5, 4.134e-07)
+
+
+def test_facts_are_of_one_log_and_never_against_it(tmp_path, capsys):
+    """What a log tells is not overruled; a GPU said of all is not taken by two logs."""
+    shutil.copy(LOGS / "megatron.log", tmp_path / "a.log")
+    shutil.copy(LOGS / "megatron.log", tmp_path / "b.log")
+    shutil.copy(LOGS / "primus.log", tmp_path / "p.log")
+    paths = [str(tmp_path / f"{name}.log") for name in "ab"]
+    argv = [*paths, "--log-seq-len", "4096", "--log-gpus", "a.log=256", "b=128"]
+    hardware = ["--log-hardware", "a=H200 SXM", "b=MI300X"]
+    assert compare.main([*argv, *hardware, "--output-dir", str(tmp_path / "out"), "--no-plot"]) == 0
+    with (tmp_path / "out/runs.csv").open() as f:
+        rows = [(row["hardware"], row["GPUs"]) for row in csv.DictReader(f)]
+    assert rows == [("H200 SXM", "256"), ("MI300X", "128")]
+    capsys.readouterr()
+    assert compare.main([*argv, "--log-hardware", "H200"]) == 2
+    assert "a.log and " in (error := capsys.readouterr().err) and "name each" in error
+    assert compare.main([str(tmp_path / "p.log"), "--log-seq-len", "4096"]) == 2
+    assert "says 8192" in capsys.readouterr().err
+    assert compare.main([*argv, "--log-gpus", "c=1"]) == 2  # the first would be lost
+    assert "--log-gpus: is given twice" in capsys.readouterr().err
+    assert compare.main([*paths, "--log-gpus", "a=many"]) == 2
+    assert "must be a whole number" in capsys.readouterr().err
+
+
+def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
+    """Lines that count as warm-up have no part in TFLOP/s either; rates of equal work go harmonically."""
+    line = "Step Time : {}s GPU utilization: {}MODEL_TFLOP/s/GPU"
+    lines = [line.format("9.0", "100.0")] * 4 + [line.format("1.0", "1000.0")] * 8
+    lines += [line.format("1.1", "900.0")] * 2
+    (tmp_path / "x.log").write_text("\n".join(["global_batch_size: 8", *lines]))
+    (r,) = read_log(tmp_path / "x.log", given(seq_len=1024, n_gpus=8))
+    assert len(r.step_times_s) == 10
+    assert r.tflops_per_gpu == pytest.approx(10 / (8 / 1000 + 2 / 900))
 
 
 def test_primus():
@@ -204,7 +254,7 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
     last = ["using world size: 16, data-parallel size: 16", *megatron_lines(range(1, 13), 500.0)]
     path = tmp_path / "x.log"
     path.write_text("\n".join(first + last))
-    (record,) = read_log(path, LogFacts(seq_len=4096))
+    (record,) = read_log(path, given(seq_len=4096))
     assert (record.n_gpus, record.tokens_per_sec_per_gpu) == (16, 2048 * 4096 / 0.5 / 16)
     assert len(record.losses) == 12 and "59 lines of earlier ones" in record.notes[0]
     # Resumed from a checkpoint, without a header.
@@ -213,7 +263,7 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
         assert log.earlier_steps == len(steps) - len(log.steps) and log.steps[0].step == steps[0]
         assert [s.step for s in log.steps] == steps[log.earlier_steps :]
     path.write_text("\n".join(first + megatron_lines(range(31, 41), 250.0)))
-    (record,) = read_log(path, LogFacts(seq_len=4096))
+    (record,) = read_log(path, given(seq_len=4096))
     assert (record.n_gpus, len(record.losses), record.step_times_s[0]) == (8, 10, 0.25)
 
 
@@ -242,10 +292,10 @@ def test_a_run_that_diverged_is_marked(tmp_path):
     lines = megatron_lines(range(1, 21), 100.0)
     path = tmp_path / "x.log"
     path.write_text("\n".join(lines[:10] + [line.replace("1.3E+01", "nan") for line in lines[10:]]))
-    (record,) = read_log(path, LogFacts(seq_len=4096))
+    (record,) = read_log(path, given(seq_len=4096))
     assert record.marks == ["loss not finite"] and len(record.losses) == 20
     path.write_text("\n".join(lines))
-    (record,) = read_log(path, LogFacts(seq_len=4096))
+    (record,) = read_log(path, given(seq_len=4096))
     assert record.marks == [] and record.losses[0] == (1, 13.0)
 
 
@@ -318,8 +368,8 @@ def test_steady():
 
 def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
     variant(result, tmp_path, "a")
-    variant(result, tmp_path, "b", speed=1.1)
-    variant(result, tmp_path.parent / f"{tmp_path.name}-far", "c")
+    variant(result, tmp_path, "b", speed=1.1)  # a repeat of a
+    variant(result, tmp_path.parent / f"{tmp_path.name}-far", "c", args__bucket_cap_mb=1.0)
     (tmp_path / "link").symlink_to(tmp_path.parent / f"{tmp_path.name}-far")
     (tmp_path / "loop").symlink_to(tmp_path)
     shutil.copy(LOGS / "torchtitan.log", tmp_path / "t.log")
@@ -329,8 +379,9 @@ def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
     (tmp_path / "table.csv").write_text("id,text\n1," + "x" * 200_000 + "\n")
     assert compare.main([str(tmp_path)]) == 0
     printed = capsys.readouterr()
-    runs = [line.split("|")[1].strip() for line in printed.out.splitlines() if line.count("|") > 5]
-    assert {"a", "b", "c", "t"} <= set(runs) and runs.count("a") == 1
+    rows = [line.split("|")[1:3] for line in printed.out.splitlines() if line.count("|") > 5]
+    rows = {name.strip(): number.strip() for name, number in rows}
+    assert rows["bucket-cap-mb 25.0"] == "2" and rows["bucket-cap-mb 1.0"] == rows["t"] == "1"
     assert "notes.txt: no line of Megatron-LM" in printed.err
     assert "table.csv: is of a known kind, but not understood: Error: field larger" in printed.err
     assert "other.json: is no result.json of ours" in printed.err and "image.png" not in printed.err
@@ -340,25 +391,50 @@ def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
 
 
 def test_ratio_and_its_interval(result, tmp_path):
+    """Over runs of each setting, not over steps: two runs of one setting are no contestants."""
+    speeds = {"a": 1.0, "b": 1.2, "c": 1.001, "d": 0.9}
+    rows = rows_of(*(p for n, s in speeds.items() for p in repeats(result, tmp_path, n, s, n=5)))
+    assert len(rows) == 4 and rows["a-0"].verdict == "reference"
+    b = rows["b-0"]
+    assert b.ratio == pytest.approx(1.2) and b.verdict == "faster" and len(b.record.rates) == 5
+    # Five runs 0.4 % apart: a deviation of 0.63 %, of the ratio's means 0.4 %, times Student's 2.8.
+    assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.004 * 2.8, rel=0.35)
+    assert rows["c-0"].verdict == "within noise" and rows["d-0"].verdict == "slower"
+    # The runs surely differ, but by less than runs of one setting do on another day.
+    speeds = {"a": 1, "b": 1.009, "c": 1.02}
+    sure = tmp_path / "sure"
+    rows = rows_of(*(p for n, s in speeds.items() for p in repeats(result, sure, n, s, 1e-4)))
+    assert rows["b-0"].ratio_low > 1.008 and rows["b-0"].verdict == "within noise"
+    assert rows["c-0"].verdict == "faster"
+
+
+def test_one_or_two_runs_give_no_verdict(result, tmp_path, capsys):
+    """Repeats are one row, whatever their speeds; without three runs nobody knows how runs differ."""
+    paths = [
+        *repeats(result, tmp_path, "a", spread=0.3, n=2),
+        *repeats(result, tmp_path, "b", 3, n=1),
+    ]
+    rows = rows_of(*paths)
+    assert [len(row.record.rates) for row in rows.values()] == [2, 1]
+    assert rows["b-0"].verdict == "no verdict: 1 run" and rows["b-0"].ratio == pytest.approx(3)
+    assert compare.main([*map(str, paths), "--output-dir", str(tmp_path / "out"), "--no-plot"]) == 0
+    assert "times as fast" not in (tmp_path / "out/report.html").read_text()
+    assert len((tmp_path / "out/runs.csv").read_text().splitlines()) == 4  # every run stays
+
+
+def test_settings_are_named_by_what_differs(result, tmp_path):
+    """The reference is the plainest, whatever the order; an unfit run is left out of its setting."""
     rows = rows_of(
-        variant(result, tmp_path, "a"), variant(result, tmp_path, "b", speed=1.2),
-        variant(result, tmp_path, "c", speed=1.001), variant(result, tmp_path, "d", speed=0.9),
-    )  # fmt: skip
-    assert rows["a"].verdict == "reference"
-    b = rows["b"]
-    assert b.ratio == pytest.approx(1.2) and b.verdict == "faster"
-    # Two means of 40 steps with 1 % noise each: +- 1.96 x 1 % x sqrt(2 / 40) = 0.44 %.
-    assert b.ratio_high - b.ratio_low == pytest.approx(2 * 1.2 * 0.0044, rel=0.35)
-    assert rows["c"].verdict == "within noise" and rows["d"].verdict == "slower"
-    # The steps surely differ, but two runs of one setting differ as much.
-    rows = rows_of(
-        *(
-            variant(result, tmp_path / "sure", n, speed, noise=1e-4)
-            for n, speed in (("a", 1), ("b", 1.009), ("c", 1.02))
-        )
+        variant(result, tmp_path, "x", args__sac_freq="1/2", args__bsz=4),
+        variant(result, tmp_path, "y", args__sac_freq="1/2", status="oom"),
+        variant(result, tmp_path, "z", args__sac_freq="1/2"),
+        variant(result, tmp_path, "plain"),
     )
-    assert rows["b"].ratio_low > 1.008 and rows["b"].verdict == "within noise"
-    assert rows["c"].verdict == "faster"
+    names = {row.record.setting: row for row in rows.values()}
+    assert set(names) == {"bsz 4, sac 1/2", "bsz 2, sac 1/2", "bsz 2, no sac"}
+    assert names["bsz 2, no sac"].is_reference
+    pooled = names["bsz 2, sac 1/2"].record
+    assert len(pooled.rates) == 1 and "left out y: status oom" in pooled.notes
 
 
 @pytest.mark.parametrize(
@@ -379,7 +455,8 @@ def test_ratio_and_its_interval(result, tmp_path):
 )
 def test_what_is_not_alike_is_marked_and_not_mixed(result, tmp_path, changes, mark):
     rows = rows_of(
-        variant(result, tmp_path, "a"), variant(result, tmp_path, "b", speed=2, **changes)
+        variant(result, tmp_path, "a"),
+        variant(result, tmp_path, "b", speed=2, args__bucket_cap_mb=1.0, **changes),
     )
     assert rows["b"].marks == [mark] and rows["b"].verdict == "not compared"
     assert rows["b"].ratio is None
@@ -407,11 +484,11 @@ def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, tmp
 
 def test_settings_may_differ_unless_all_must_be_identical(result, tmp_path):
     paths = (
-        variant(result, tmp_path, "a"),
-        variant(result, tmp_path, "b", speed=1.5, args__pt_compile=True, batch__global_batch=4),
+        *repeats(result, tmp_path, "a", args__bucket_cap_mb=25.0),
+        *repeats(result, tmp_path, "b", 1.5, args__pt_compile=True, batch__global_batch=4),
     )
-    assert rows_of(*paths)["b"].verdict == "faster"
-    marks = rows_of(*paths, identical=True)["b"].marks
+    assert rows_of(*paths)["b-0"].verdict == "faster"
+    marks = rows_of(*paths, identical=True)["b-0"].marks
     assert any("global_batch 2 / 4" in m for m in marks) and any("pt_compile" in m for m in marks)
 
 
@@ -434,7 +511,7 @@ def test_cost_energy_and_days_by_hand(result, tmp_path):
     assert rows["b"].usd_per_trillion == pytest.approx(2.0 / 3600 / 640 * 1e12)  # the default price
     assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
     # If its power is not given: the limit it ran under, otherwise the datasheet's.
-    limit = [{"rank": 0, "power_limit_w": 320.0}]
+    limit = [{"rank": 0, "power_limit_w": 320.0}]  # a setting by itself
     c = variant(result, tmp_path, "c", device__hardware="MI300X", devices=limit)
     rows = rows_of(b, c)
     assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
@@ -486,21 +563,23 @@ def test_rows_of_a_csv_keep_their_axes(tmp_path):
 
 
 def test_all_files_are_written(result, tmp_path, capsys):
-    a, b = variant(result, tmp_path, "a"), variant(result, tmp_path, "b<i>", speed=1.3)
+    paths = [*repeats(result, tmp_path, "a", args__sac_freq=None),
+             *repeats(result, tmp_path, "b<i>", 1.3, args__sac_freq="1/2<i>")]  # fmt: skip
     out = tmp_path / "out"
-    argv = [str(a), str(b), str(LOGS / "primus.log"), "--tokens", "1e9", "--output-dir", str(out),
+    argv = [*map(str, paths), str(LOGS / "primus.log"), "--tokens", "1e9", "--output-dir", str(out),
             "--usd-per-hour", f"{CPU}=0.5"]  # fmt: skip
     assert compare.main(argv) == 0
     assert {p.name for p in out.iterdir()} == {
-        "compare.csv", "compare.md", "compare.png", "report.html",
+        "compare.csv", "compare.md", "compare.png", "report.html", "runs.csv",
     }  # fmt: skip
     with (out / "compare.csv").open() as f:
         table = list(csv.DictReader(f))
-    assert [row["run"] for row in table] == ["a", "b<i>", "primus"]
+    assert [row["runs"] for row in table] == ["3", "3", "1"] and table[2]["setting"] == "primus"
+    assert "sac 1/2<i>" in table[1]["setting"]
     assert table[1]["verdict"] == "faster" and table[1]["ratio [95 %]"].startswith("1.300 [1.2")
     assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
     text = (out / "report.html").read_text()
-    assert "b&lt;i&gt;" in text and "b<i>" not in text  # names are no HTML
+    assert "1/2&lt;i&gt;" in text and "2<i>" not in text  # names are no HTML
     # One file that needs no other, and no network.
     sources = re.findall(r'(?:src|href)="([^"]{0,40})', text)
     assert sources and all(s.startswith("data:image/png;base64,") for s in sources)
@@ -515,7 +594,10 @@ def test_all_files_are_written(result, tmp_path, capsys):
         (["docs"], "docs: holds no result"),
         (["README.md"], "no line of Megatron-LM"),
         (["configs/hardware.json"], "is no result.json of ours"),
-        (["tests/logs/primus.log", "--reference", "x"], "--reference x: no run of that name"),
+        (
+            ["tests/logs/primus.log", "--reference", "x"],
+            "--reference x: no setting or run of that name",
+        ),
         (["tests/logs/primus.log", "--usd-per-hour", "H100"], "must be HARDWARE=NUMBER"),
         (["tests/logs/primus.log", "--update-baselines"], "needs --baseline"),
         (["tests/logs/primus.log", "--tolerance", "banana"], "--tolerance needs --baseline"),
@@ -609,7 +691,11 @@ def test_another_power_limit_is_another_machine(result, tmp_path, capsys):
     assert compare.main([limited("c", 500.0), *argv]) == 5
     assert "power limit 500 W, the baseline's was 700 W" in capsys.readouterr().out
     rows = rows_of(tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    assert rows["b"].marks == [] and rows["c"].marks == ["power limit 700 / 500 W"]
+    assert (
+        rows["a"].marks == []
+        and len(rows["a"].record.rates) == 2
+        and rows["c"].marks == ["power limit 700 / 500 W"]
+    )
 
 
 def test_what_got_slower_says_what_changed(result, tmp_path, capsys):

@@ -539,7 +539,7 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
 
 def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
     def ranked(label, rate, low, high):
-        return Ranked(label, "ok", rate, low, high, 0.01, None, 1.0, "reserved")
+        return Ranked("m", label, "ok", rate, low, high, 0.01, None, 1.0, "reserved")
 
     show_ranking(
         [ranked("a", 100, 95, 105), ranked("b", 96, 90, 99), ranked("c", 80, 75, 85)], tmp_path
@@ -548,6 +548,20 @@ def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
     marks = {line.split("|")[1].strip(): "~" in line for line in lines if " ok " in line}
     assert marks == {"a": False, "b": True, "c": False}
     assert sum("1.00 reserved" in line for line in lines) == 3
+
+
+def test_settings_are_ranked_within_their_model_and_length(tmp_path, capsys):
+    def row(model, length, bsz, rate):
+        return {"key": f"{model}{length}{bsz}-0", "repeat": 0, "model": model, "status": "ok",
+                "axes": {"bsz": bsz}, "mfu": None, "tokens_per_sec": rate, "memory_gib": 1.0,
+                "memory_kind": "resident", "step_times_s": [1.0] * 5, "seq_len": length}  # fmt: skip
+
+    rows = [row("small", 64, 1, 900), row("large", 64, 1, 90), row("large", 64, 2, 100),
+            row("large", 128, 1, 50)]  # fmt: skip
+    show_ranking(rank(rows), tmp_path)
+    lines = (tmp_path / "ranked.md").read_text().splitlines()
+    shares = [line.split("|")[6].strip() for line in lines if " ok " in line]
+    assert shares == ["100.0%", "100.0%", "90.0%", "100.0%"]
 
 
 def test_ranking_by_hand():

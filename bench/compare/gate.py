@@ -16,7 +16,7 @@ from bench.compare.find_results import discover
 from bench.compare.ratios import unlike_limits
 from bench.errors import UsageError, printable
 from bench.files import write_whole
-from bench.results.result_files import read_result
+from bench.results.result_files import read_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
 from model.json_keys import plain_file
@@ -87,15 +87,6 @@ def entry_of(r: Result) -> dict[str, Any]:
             "software": software(r),
         },
     }
-
-
-def software(r: Result) -> dict[str, str]:
-    """Software that a run's speed can depend on, besides our own: name to version, where known."""
-    e = r.environment
-    found = dict(e.get("libraries") or {})
-    found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
-    found["image"] = " ".join(filter(None, (e.get("image") or {}).values()))
-    return {name: str(version) for name, version in found.items() if version}
 
 
 def _rate(r: Result, step_s: float | None) -> float | None:

@@ -21,7 +21,7 @@ def draw(rows: list[Compared], path: Path, tokens: float | None) -> None:
         ) from None
 
     shown = [r for r in rows if r.record.tokens_per_sec_per_gpu or r.record.losses]
-    labels = [r.record.label.replace("$", r"\$") for r in shown]
+    labels = [r.record.setting.replace("$", r"\$") for r in shown]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(shown))]
     height = max(2.6, 0.9 + 0.32 * len(shown))
     figure, axes = plt.subplots(3, 3, figsize=(16, 3 * height), layout="constrained")

@@ -3,22 +3,29 @@
 import contextlib
 import dataclasses
 import math
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 
+from bench.compare.pool import name_settings, plainest, pool
 from bench.compare.records import Record
 from bench.errors import UsageError
 from bench.formulas.hardware import device_called, find_hardware
 from bench.formulas.time_statistics import bootstrap_ratio
 from bench.settings.flags import differing
 
-# Runs of one setting differ by this much; the interval of two runs' steps does not show it.
+# Runs of one setting differ by this much.
 RUNS_DIFFER = 0.01
+
+
+# With fewer runs of a setting nobody knows how much runs differ.
+RUNS_FOR_A_VERDICT = 3
 
 
 @dataclasses.dataclass
 class Compared:
-    """A run beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster."""
+    """A setting beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster.
+
+    Intervals are over runs.
+    """
 
     record: Record
     group: str
@@ -31,6 +38,7 @@ class Compared:
     tokens_per_joule: float | None = None
     energy_measured: bool = False
     days: float | None = None
+    runs_of_reference: int = 0
 
     @property
     def verdict(self) -> str:
@@ -41,8 +49,9 @@ class Compared:
             return "not compared"
         if self.ratio is None:
             return "unknown"
-        if self.ratio_low is None:
-            return "one number only"
+        few = min(len(self.record.rates), self.runs_of_reference)
+        if few < RUNS_FOR_A_VERDICT or self.ratio_low is None:
+            return f"no verdict: {few} run{'s' * (few > 1)}"
         if self.ratio_low <= 1 <= self.ratio_high or abs(self.ratio - 1) < RUNS_DIFFER:
             return "within noise"
         return "faster" if self.ratio > 1 else "slower"
@@ -64,23 +73,35 @@ def compare(
     reference: str | None = None,
     identical: bool = False,
 ) -> list[Compared]:
-    """Rows in groups of one model and length, each against its first comparable run.
+    """Settings in groups of one model and length, each against the plainest that can be compared.
 
-    With `identical`, hyperparameters that only concern speed must agree too.
+    `reference` names another: a setting, or one of its runs. With `identical`, hyperparameters that only
+    concern speed must agree too.
     """
-    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in records]
-    if reference is not None and reference not in {r.label for r in records}:
-        known = ", ".join(r.label for r in records)
-        raise UsageError(f"--reference {reference}: no run of that name; there are {known}")
-    for group in dict.fromkeys(row.group for row in rows):
-        members = [row for row in rows if row.group == group]
+    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in pool(records)]
+    groups = {
+        group: [row for row in rows if row.group == group] for group in (r.group for r in rows)
+    }
+    for members in groups.values():
+        name_settings([row.record for row in members])
+    names = {r.label: row for row in rows for r in row.record.runs}
+    names = {row.record.setting: row for row in rows} | names
+    if reference is not None and reference not in names:
+        known = ", ".join(row.record.setting for row in rows)
+        raise UsageError(
+            f"--reference {reference}: no setting or run of that name; there are {known}"
+        )
+    for members in groups.values():
         usable = [row for row in members if not row.marks and row.record.tokens_per_sec_per_gpu]
-        named = [row for row in members if row.record.label == reference]
-        first = (named or usable or members)[0]
+        plain = plainest([row.record for row in usable or members])
+        first = next(row for row in members if row.record is plain)
+        if reference is not None and names[reference] in members:
+            first = names[reference]
         first.is_reference = True
         for row in members:
             if row is not first:
                 row.marks += unlike(first.record, row.record, identical)
+                row.runs_of_reference = len(first.record.rates)
                 if not row.marks and not first.marks:
                     _fill_ratio(row, first.record)
     for row in rows:
@@ -128,10 +149,8 @@ def _fill_ratio(row: Compared, reference: Record) -> None:
     if not ours or not theirs:
         return
     row.ratio = ours / theirs
-    times = reference.step_times_s, row.record.step_times_s
-    if spread := bootstrap_ratio(*times):
-        middle = statistics.fmean(times[0]) / statistics.fmean(times[1])
-        row.ratio_low, row.ratio_high = (row.ratio * end / middle for end in spread)
+    if spread := bootstrap_ratio(row.record.rates, reference.rates):
+        row.ratio_low, row.ratio_high = spread
 
 
 def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:

@@ -6,6 +6,7 @@ any such line is refused. If a log holds several runs, the last one is taken.
 
 import dataclasses
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,8 +83,12 @@ def _after(text: str, n: int, parser: Callable[[str], Log]) -> str:
 
 def _record(log: Log, path: Path, facts: LogFacts) -> Record:
     steps = log.steps
-    n = log.n_gpus or facts.n_gpus
-    length, batch = log.seq_len or facts.seq_len, log.global_batch or steps[-1].global_batch
+    n = facts.of(path, "n_gpus", log.n_gpus)
+    hardware = facts.of(path, "hardware", log.hardware)
+    length, batch = (
+        facts.of(path, "seq_len", log.seq_len),
+        log.global_batch or steps[-1].global_batch,
+    )
     notes = []
     if log.earlier_steps:
         notes.append(
@@ -91,7 +96,10 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         )
     # Compilation and caches spoil the first logged step; the second is left out too if many follow.
     body = steps[2:] if len(steps) > 5 else steps[1:] or steps
-    times = steady([s.time_s for s in body if s.time_s])
+    timed = [s for s in body if s.time_s]
+    times = steady([s.time_s for s in timed])
+    late = {id(s) for s in timed[: len(timed) - len(times)]}
+    body = [s for s in body if id(s) not in late]  # the same lines for every figure
     total, per_gpu = None, None
     rates = [s.tokens_per_sec_per_gpu for s in body if s.tokens_per_sec_per_gpu]
     totals = [s.tokens_per_sec for s in body if s.tokens_per_sec]
@@ -118,7 +126,7 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         path=str(path),
         suite=log.suite,
         label=path.stem,
-        hardware=log.hardware or facts.hardware,
+        hardware=hardware,
         n_gpus=n,
         model=log.model or path.stem,
         seq_len=length,
@@ -126,8 +134,9 @@ def _record(log: Log, path: Path, facts: LogFacts) -> Record:
         tokens_per_sec=total,
         tokens_per_sec_per_gpu=per_gpu,
         step_times_s=times,
-        mfu=sum(mfu) / len(mfu) if mfu else None,
-        tflops_per_gpu=sum(tflops) / len(tflops) if tflops else None,
+        # Rates of equal work: their harmonic mean is that of the whole.
+        mfu=statistics.harmonic_mean(mfu) if mfu else None,
+        tflops_per_gpu=statistics.harmonic_mean(tflops) if tflops else None,
         flop_convention=log.suite,
         memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
         memory_kind=log.memory_kind,

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from bench.compare.records import Record, steady, unfinished_loss
 from bench.errors import UsageError
-from bench.results.result_files import first_problem, parse_result
+from bench.results.result_files import first_problem, parse_result, software
 from bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
@@ -92,6 +92,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
         marks=r.unfit,
         notes=list(r.notes),
+        software=software(r) | {"commit": (r.environment.get("git_sha") or "unknown")[:10]},
         resumed_from=r.resumed_from and (r.resumed_from.run, r.resumed_from.step),
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
@@ -174,6 +175,7 @@ def read_csv(path: Path) -> list[Record]:
             settings=" ".join(f"{name}={value}" for name, value in flags(row).items()),
             hyperparameters={k: v for k, v in flags(row).items() if k in of_kind(LEARNT)},
             arguments={k: v for k, v in flags(row).items() if k not in of_kind(LENGTH)},
+            repeat_of=row["key"].rsplit("-", 1)[0],
             model=row["model"],
             hardware=row.get("hardware") or None,
             n_gpus=whole(row, "n_gpus"),

@@ -3,18 +3,60 @@
 import dataclasses
 import math
 import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from bench.errors import printable
+from bench.errors import UsageError, printable
 
 
 @dataclasses.dataclass(frozen=True)
 class LogFacts:
-    """Facts that a log does not say itself, given by the user."""
+    """Facts that logs do not say themselves, given by the user: of all, or by a log's name or path."""
 
-    seq_len: int | None = None
-    n_gpus: int | None = None
-    hardware: str | None = None
+    seq_len: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    n_gpus: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    hardware: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unnamed: list[str] = dataclasses.field(default_factory=list, compare=False)
+    """Logs that took the hardware said of all."""
+
+    def of(self, path: Path, name: str, told: Any) -> Any:
+        """A fact of one log; UsageError where the log told another, or two would take one hardware."""
+        given, flag = getattr(self, name), FACT_FLAGS[name]
+        own = next((given[key] for key in (str(path), path.name, path.stem) if key in given), None)
+        value = given.get("") if own is None else own
+        if value is None:
+            return told
+        if told is not None:
+            if not str(told).lower().startswith(str(value).lower()):
+                raise UsageError(f"--{flag} {value}: {path} says {told}; name a log: LOG=VALUE")
+            return told
+        if own is None and name == "hardware":
+            self.unnamed.append(str(path))
+            if len(self.unnamed) > 1:
+                raise UsageError(
+                    f"--{flag} {value}: {' and '.join(self.unnamed)} do not tell theirs; name each: "
+                    "LOG=VALUE LOG=VALUE"
+                )
+        return value
+
+
+FACT_FLAGS = {"seq_len": "log-seq-len", "n_gpus": "log-gpus", "hardware": "log-hardware"}
+
+
+def facts_by_log(flag: str, texts: Sequence[str], kind: type) -> dict[str, Any]:
+    """Values given as VALUE, of all logs (""), or LOG=VALUE; UsageError for what is none."""
+    found = {}
+    for text in texts:
+        log, _, value = text.rpartition("=")
+        try:
+            found[log] = kind(value)
+        except ValueError:
+            found[log] = 0
+        if not found[log] or (kind is int and found[log] < 1):
+            what = "a whole number above 0" if kind is int else "a name"
+            raise UsageError(f"--{flag} {text}: must be {what}, or LOG=VALUE")
+    return found
 
 
 @dataclasses.dataclass
@@ -54,6 +96,12 @@ class Record:
     arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
     resumed_from: tuple[str, int] | None = None  # name of the run before it, and first step of this
+    software: dict[str, str] | None = None  # versions that speed can depend on, our own included
+    repeat_of: str | None = None  # the setting of a sweep's row
+    # Of a setting (bench/compare/pool.py): its name, its runs, and the rates of those that count.
+    setting: str = ""
+    runs: "list[Record]" = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
 
 
 def make_printable(r: Record) -> None:

@@ -18,8 +18,12 @@ from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, n
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 COLUMNS = (
-    "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "ratio [95 %]", "verdict", "TFLOP/s",
+    "setting", "runs", "hardware", "GPUs", "tokens/s per GPU", "ratio [95 %]", "verdict", "TFLOP/s",
     "MFU", "memory GiB", "US$/T tokens", "tokens/J",
+)  # fmt: skip
+RUN_COLUMNS = (
+    "group", "setting", "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "MFU", "TFLOP/s",
+    "memory GiB", "not compared", "path",
 )  # fmt: skip
 
 
@@ -33,7 +37,7 @@ def cells(row: Compared, tokens: float | None) -> list[str]:
     star = "*" if r.flop_convention != "palm" else ""
     estimated = "" if row.energy_measured or row.tokens_per_joule is None else " (TDP)"
     texts = [
-        r.label, r.hardware or "unknown", str(r.n_gpus or "?"), r.settings or r.suite,
+        r.setting, str(len(r.rates) or 1), r.hardware or "unknown", str(r.n_gpus or "?"),
         number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict,
         number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
         number(r.mfu, ".1%") + (star if r.mfu else ""), memory(r), number(row.usd_per_trillion, ",.0f"),
@@ -59,7 +63,7 @@ def tables(
     made = []
     for group in dict.fromkeys(row.group for row in rows):
         names = (*COLUMNS, "days") if tokens else COLUMNS
-        text = ("hardware", "settings", "verdict")
+        text = ("hardware", "verdict")
         table = markdown_table(*names, left=text, title=cell(group))
         for row in (row for row in rows if row.group == group):
             table.add_row(*map(cell, cells(row, tokens)))
@@ -92,6 +96,14 @@ def write(
         writer.writerow(["group", *names, "path"])
         for r in rows:
             writer.writerow(map(csv_cell, [r.group, *cells(r, tokens), r.record.path]))
+    with (directory / "runs.csv").open("w", newline="", encoding="utf-8") as f:
+        writer = csv.writer(f)
+        writer.writerow(RUN_COLUMNS)
+        for row in rows:
+            for r in row.record.runs:
+                figures = (r.tokens_per_sec_per_gpu, r.mfu, r.tflops_per_gpu, r.memory_gib)
+                known = [row.group, row.record.setting, r.label, r.hardware, r.n_gpus, r.settings]
+                writer.writerow(map(csv_cell, [*known, *figures, "; ".join(r.marks), r.path]))
     with (directory / "compare.md").open("w", encoding="utf-8") as f:
         console = Console(highlight=False, markup=False, width=400, file=f)
         for table in tables(rows, tokens, markdown_cell):
@@ -159,6 +171,6 @@ def summary(members: list[Compared]) -> str | None:
     best = max(ahead, key=lambda m: m.ratio)
     (reference,) = (m for m in members if m.is_reference)
     return (
-        f"{members[0].group}: {best.record.label} is {best.ratio:.2f} times as fast per GPU as "
-        f"{reference.record.label} (95 %: {best.ratio_low:.2f} to {best.ratio_high:.2f})."
+        f"{members[0].group}: {best.record.setting} is {best.ratio:.2f} times as fast per GPU as "
+        f"{reference.record.setting} (95 % over runs: {best.ratio_low:.2f} to {best.ratio_high:.2f})."
     )

@@ -172,6 +172,15 @@ def _profile_of_1(profile: Any) -> Any:
     return rest | {"host_gaps": None if gaps["count"] is None else gaps}
 
 
+def software(r: Result) -> dict[str, str]:
+    """Software that a run's speed can depend on, besides our own: name to version, where known."""
+    e = r.environment
+    found = dict(e.get("libraries") or {})
+    found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
+    found["image"] = " ".join(filter(None, (e.get("image") or {}).values()))
+    return {name: str(version) for name, version in found.items() if version}
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """One finished step, as a line of steps.jsonl; times in seconds, tokens over all ranks."""

@@ -40,6 +40,10 @@ def parse_dataclass(
         if not word or re.fullmatch(r"--[\w-]+=", word):
             name = word.rstrip("=") or (before if before.startswith("--") else "an argument")
             raise UsageError(f"{name}: is empty; was a variable of the shell not set?")
+    for field in dataclasses.fields(kind):  # the values of the first would be lost
+        name = flag_of(field.name)
+        if isinstance(field.default, tuple) and [w.replace("_", "-") for w in argv].count(name) > 1:
+            raise UsageError(f"{name}: is given twice; give all values after one {name}")
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages), _columns("500"):

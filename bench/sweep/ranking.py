@@ -29,8 +29,9 @@ def write_csv(rows: list[CellRow], path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """A setting over its repeats; rates in tokens/s."""
+    """A setting over its repeats; rates in tokens/s. Only settings of one group are contestants."""
 
+    group: str
     label: str
     status: str
     tokens_per_sec: float | None
@@ -43,7 +44,9 @@ class Ranked:
 
 
 def rank(rows: list[CellRow]) -> list[Ranked]:
-    """Settings by tokens/s, best first, with 95 % intervals; those that never ran last.
+    """Settings of each model and length by tokens/s, best first, with 95 % intervals.
+
+    Those that never ran come last.
 
     Intervals are over the repeats' rates if there are three or more, or over the runs' steps.
     """
@@ -53,9 +56,10 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
     ranked = []
     for members in groups.values():
         ok = [row for row in members if row["status"] == "ok"]
-        label = _label(members[0])
+        label, length = _label(members[0]), members[0].get("seq_len")
+        group = members[0]["model"] + (f" T{length}" if length else "")
         if not ok:
-            ranked.append(Ranked(label, members[0]["status"], *[None] * 7))
+            ranked.append(Ranked(group, label, members[0]["status"], *[None] * 7))
             continue
         rates = [row["tokens_per_sec"] for row in ok]
         if len(rates) >= 3:
@@ -74,6 +78,7 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
         mean_mfu = None if None in mfu else statistics.fmean(mfu)
         ranked.append(
             Ranked(
+                group,
                 label,
                 status,
                 statistics.fmean(rates),
@@ -85,7 +90,8 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
                 kind,
             )
         )
-    return sorted(ranked, key=lambda r: -(r.tokens_per_sec or 0.0))
+    order = list(dict.fromkeys(r.group for r in ranked))
+    return sorted(ranked, key=lambda r: (order.index(r.group), -(r.tokens_per_sec or 0.0)))
 
 
 def _memory(row: CellRow) -> tuple[float | None, str | None]:
@@ -105,13 +111,15 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
         "setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB",
         left=["status"],
     )  # fmt: skip
-    best = ranked[0].tokens_per_sec if ranked else None
+    first = {r.group: r for r in reversed(ranked)}
     for r in ranked:
+        best = first[r.group]
         if r.tokens_per_sec is None:
             table.add_row(r.label, r.status, *[""] * 6)
             continue
-        tied = r.high is not None and ranked[0].low is not None and r.high >= ranked[0].low
-        share = f"{r.tokens_per_sec / best:.1%}" + (" ~" if tied and r is not ranked[0] else "")
+        tied = r.high is not None and best.low is not None and r.high >= best.low
+        share = f"{r.tokens_per_sec / best.tokens_per_sec:.1%}"
+        share += " ~" if tied and r is not best else ""
         low, high = number(r.low, ",.0f"), number(r.high, ",.0f")
         table.add_row(
             r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
@@ -120,5 +128,5 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
     Console(width=200, highlight=False, markup=False).print(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:
         Console(width=200, highlight=False, markup=False, file=f).print(table)
-    print("~: the interval overlaps that of the best")
+    print("of the best: of this model and length; ~: the interval overlaps that of the best")
     print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")
