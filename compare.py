@@ -105,6 +105,13 @@ class GateFlags:
         needs="baseline",
     )  # fmt: skip
     update_baselines: bool = flag(False, "Make the results the baselines.", needs="baseline")
+    allow_new: bool = flag(
+        False, "Results without a baseline are named, and do not fail.", needs="baseline"
+    )
+    allow_missing: bool = flag(
+        False, "Baselines of this machine without a result are named, and do not fail.",
+        needs="baseline",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +130,10 @@ def main(argv: Sequence[str]) -> int:
         if args.baseline:
             if args.output_dir:
                 raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
-            return gate(args.results, Path(args.baseline), args.tolerance, args.update_baselines)
+            allowed = {"new"} if args.allow_new else set()
+            allowed |= {"missing"} if args.allow_missing else set()
+            path, update = Path(args.baseline), args.update_baselines
+            return gate(args.results, path, args.tolerance, update, allowed)
         facts = LogFacts(
             facts_by_log("log-seq-len", args.log_seq_len, int),
             facts_by_log("log-gpus", args.log_gpus, int),

@@ -479,7 +479,7 @@ def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, tmp
                   args__pt_compile=compiled, args__compile_mode=mode)  # fmt: skip
     (row,) = rows_of(run).values()
     assert (row.record.memory_gib, row.record.memory_kind) == memory
-    assert entry_of(read_result(run / "result.json"))["memory_gib"] == memory[0]
+    assert entry_of([read_result(run / "result.json")])["memory_gib"] == memory[0]
 
 
 def test_settings_may_differ_unless_all_must_be_identical(result, tmp_path):
@@ -640,6 +640,8 @@ def test_baselines_say_where_they_come_from(baselines, result):
     [
         ({"speed": 1.0}, "ok", 0),
         ({"speed": 0.97}, "ok", 0),
+        ({"speed": 1.2}, "ok", 0),
+        ({"speed": 7.8}, "IMPLAUSIBLE GAIN", 5),
         ({"speed": 0.90}, "SLOWER", 1),
         ({"speed": 0.94, "noise": 0.2}, "not certain", 0),  # one number is below, but uncertain
         ({"metrics__peak_rss_gib": 1.2}, "MORE MEMORY", 1),
@@ -677,6 +679,52 @@ def test_what_has_no_baseline_is_named_and_alone_no_pass(
     assert "NO BASELINE new" in out and "ok known" in out
     assert compare.main([new, *argv]) == 5
     assert "NOTHING JUDGED" in capsys.readouterr().out
+
+
+def test_nothing_passes_that_was_not_judged(result, tmp_path, capsys):
+    """Baselines that nothing measured, results without a baseline; each can be allowed by its flag."""
+    path = tmp_path / "b.json"
+    argv = ["--baseline", str(path), "--tolerance", "5%"]
+    six = [
+        str(variant(result, tmp_path, f"v{i}", args__bucket_cap_mb=float(i + 1))) for i in range(6)
+    ]
+    assert compare.main([*six, *argv, "--update-baselines"]) == 0
+    assert compare.main([*six, *argv]) == 0
+    capsys.readouterr()
+    assert compare.main([six[0], *argv]) == 5
+    assert capsys.readouterr().out.count("NOT MEASURED") == 5
+    assert compare.main([six[0], *argv, "--allow-missing"]) == 0
+    new = str(variant(result, tmp_path, "new", args__bucket_cap_mb=99.0))
+    assert compare.main([*six, new, *argv]) == 5
+    assert compare.main([*six, new, *argv, "--allow-new"]) == 0
+    # A baseline of another machine is for that machine to measure.
+    content = json.loads(path.read_text())
+    entry = next(iter(content["baselines"].values()))
+    content["baselines"]["Other GPU / gpt2-tiny / 1 / 0123456789ab"] = entry
+    path.write_text(json.dumps(content))
+    assert compare.main([*six, *argv]) == 0
+
+
+def test_repeats_are_judged_together_and_entries_have_tolerances(result, tmp_path, capsys):
+    path = tmp_path / "b.json"
+    argv = ["--baseline", str(path), "--tolerance", "5%"]
+    old = repeats(result, tmp_path / "old", "a", n=5)
+    assert compare.main([*map(str, old), *argv, "--update-baselines"]) == 0
+    (entry,) = json.loads(path.read_text())["baselines"].values()
+    assert entry["n_runs"] == 5 and entry["tokens_per_sec_per_gpu"] == pytest.approx(640)
+    capsys.readouterr()
+    # One slow run of five is noise; all of them slow is not.
+    now = repeats(result, tmp_path / "now", "a", spread=0.03, n=5)
+    assert compare.main([*map(str, now), *argv]) == 0
+    assert "ok a-0 and 4 more" in capsys.readouterr().out
+    slow = repeats(result, tmp_path / "slow", "a", speed=0.92, spread=0.002, n=5)
+    assert compare.main([*map(str, slow), *argv]) == 1
+    content = json.loads(path.read_text())
+    next(iter(content["baselines"].values()))["tolerance"] = 0.1
+    path.write_text(json.dumps(content))
+    assert compare.main([*map(str, slow), *argv]) == 0
+    assert compare.main([*map(str, slow), *argv, "--update-baselines"]) == 0
+    assert next(iter(json.loads(path.read_text())["baselines"].values()))["tolerance"] == 0.1
 
 
 def test_another_power_limit_is_another_machine(result, tmp_path, capsys):
@@ -778,7 +826,7 @@ def test_length_of_a_run_is_no_part_of_its_key(result, tmp_path):
     b = read_result(variant(result, tmp_path, "b", args__n_steps=999) / "result.json")
     c = read_result(variant(result, tmp_path, "c", args__lr=1.0) / "result.json")
     assert baseline_key(a) == baseline_key(b) != baseline_key(c)
-    assert "NO BASELINE" in judge(a, {}, 0.05).line
+    assert "NO BASELINE" in judge([a], {}, 0.05).line
 
 
 def test_shipped_baselines_are_readable():

@@ -35,6 +35,18 @@ NAMES = [
     ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128>", "matmul", "bf16"),
     ("ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_nn", "matmul", "fp16"),
     ("ampere_sgemm_128x64_nn", "matmul", "fp32"),
+    ("void fbgemm_gpu::split_embedding_codegen_forward_unweighted_kernel<float>", "embedding"),
+    ("void fbgemm_gpu::jagged_dense_elementwise_add_kernel<float>", "embedding"),
+    ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128", "convolution"),
+    ("void cudnn::cnn::conv2d_grouped_direct_kernel<true, false, false>", "convolution"),
+    ("void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1>", "convolution"),
+    ("void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4>>", "convolution"),
+    ("_chunk_scan_fwd_kernel", "scan"),
+    ("_chunk_state_bwd_dx_kernel", "scan"),
+    ("void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16>>", "scan"),
+    ("fused_moe_kernel", "matmul", None),
+    ("ns_line_1_kernel", "optimizer"),
+    ("muon_update_kernel", "optimizer"),
     ("Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1", "matmul", "bf16"),
     ("Cijk_Alik_Bljk_HHS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1", "matmul", "fp16"),
     ("Cijk_Ailk_Bljk_S_B_Bias_HA_S_SAV_UserArgs_MT16x16x128_MI16x16x1", "matmul", "fp32"),
@@ -382,3 +394,13 @@ def test_a_list_of_devices_that_is_none_names_none(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": [event], "deviceProperties": {"name": "H100"}}))
     assert read_trace(path).device_name is None
+
+
+def test_a_trace_of_a_device_that_is_not_read_is_refused(tmp_path, capsys):
+    events = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2, "pid": 1, "tid": 1},
+              {"ph": "X", "cat": "mtia_ccp_events", "name": "fba", "ts": 1, "dur": 2, "pid": 0,
+               "tid": 1}]  # fmt: skip
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert trace_report.main([str(path)]) == 2
+    assert "is of an MTIA device" in capsys.readouterr().err

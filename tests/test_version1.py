@@ -63,7 +63,7 @@ def test_a_baseline_is_found_though_its_key_was_made_otherwise():
     baselines = read_baselines(FILES / "baselines.json", must_exist=True)
     result = read_result(FILES / "plain/result.json")
     assert baseline_key(result, version=1) in baselines and baseline_key(result) not in baselines
-    verdict = judge(result, baselines, 0.05)
+    verdict = judge([result], baselines, 0.05)
     assert verdict.line.startswith("ok ") and not verdict.bad
 
 

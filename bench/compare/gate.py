@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,27 @@ from bench.compare.find_results import discover
 from bench.compare.ratios import unlike_limits
 from bench.errors import UsageError, printable
 from bench.files import write_whole
+from bench.formulas.time_statistics import bootstrap_mean
 from bench.results.result_files import read_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
 from model.json_keys import plain_file
 
+# Beyond this much faster, a run probably does less than it did.
+PLAUSIBLE_GAIN = 0.25
 # 2: keys without validation and --global-bsz.
 BASELINES_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """One result against its baseline, on one line; `bad` fails the gate."""
+    """A setting against its baseline, on one line; `bad` fails the gate."""
 
     line: str
     bad: bool
     unknown: bool = False  # there was nothing to judge by
+    new: bool = False  # no baseline
+    missing: bool = False  # no result
 
 
 def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
@@ -67,14 +73,24 @@ def unfit(r: Result) -> str | None:
     return None
 
 
-def entry_of(r: Result) -> dict[str, Any]:
-    """A result's baseline entry: figures with their interval, and where they come from."""
+def entry_of(results: list[Result]) -> dict[str, Any]:
+    """The baseline entry of a setting's runs: figures with their interval, and where they come from.
+
+    The interval is over runs if there are three or more; otherwise it spans those of their steps.
+    """
+    r = results[0]
     m, e = r.metrics, r.environment
+    rates = [each.metrics.tokens_per_sec_per_gpu for each in results]
+    low = min(_rate(each, each.metrics.step_time_ci95_high_s) for each in results)
+    high = max(_rate(each, each.metrics.step_time_ci95_low_s) for each in results)
+    if len(results) >= 3:
+        low, high = bootstrap_mean(rates)
     return {
-        "tokens_per_sec_per_gpu": m.tokens_per_sec_per_gpu,
-        "low": _rate(r, m.step_time_ci95_high_s),
-        "high": _rate(r, m.step_time_ci95_low_s),
-        "memory_gib": r.peak_memory[0],
+        "tokens_per_sec_per_gpu": statistics.fmean(rates),
+        "low": low,
+        "high": high,
+        "n_runs": len(results),
+        "memory_gib": max((each.peak_memory[0] or 0.0) for each in results) or None,
         "n_steps": m.n_measured_steps,
         "power_limit_w": r.power_limit_w,
         "provenance": {
@@ -94,23 +110,32 @@ def _rate(r: Result, step_s: float | None) -> float | None:
     return r.batch.tokens_per_step / r.device.count / step_s if step_s else None
 
 
-def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
-    """Slower, when even the upper end of its interval is below what the tolerance allows."""
-    name, why = f"{r.run_name}", unfit(r)
-    if why:
-        return Verdict(f"UNFIT, left out {name}: {why}", False, unknown=True)
+def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) -> Verdict:
+    """The runs of one setting together: slower, if even their interval's upper end is below the floor.
+
+    The floor is what the entry's tolerance allows, or the given one.
+    """
+    fit = [r for r in results if not unfit(r)]
+    name = printable_names(fit or results)
+    if not fit:
+        return Verdict(f"UNFIT, left out {name}: {unfit(results[0])}", False, unknown=True)
+    r = fit[0]
     baseline = baselines.get(baseline_key(r)) or baselines.get(baseline_key(r, version=1))
     if baseline is None:
         line = f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one"
-        return Verdict(line, False, unknown=True)
-    now = entry_of(r)
+        return Verdict(line, False, unknown=True, new=True)
+    now = entry_of(fit)
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
     if unlike_limits(limit, had):
         why = f"power limit {limit:.0f} W, the baseline's was {had:.0f} W"
         return Verdict(f"UNFIT, left out {name}: {why}", False, unknown=True)
+    tolerance = baseline.get("tolerance", tolerance)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
     change += f" ({rate / was - 1:+.1%})"
+    left_out = [other for other in results if other not in fit]
+    if left_out:
+        change += f"; left out {', '.join(f'{o.run_name} ({unfit(o)})' for o in left_out)}"
     floor = (1 - tolerance) * was
     problems = []
     if now["high"] < floor:
@@ -129,8 +154,29 @@ def judge(r: Result, baselines: dict[str, Any], tolerance: float) -> Verdict:
         ]
         since = f"; since then {', '.join(changed)}" if before and changed else ""
         return Verdict(f"{' and '.join(problems)} {name}: {change}{since}", True)
+    if rate > (1 + PLAUSIBLE_GAIN) * was:
+        why = "does it still do the same work? If so, --update-baselines"
+        return Verdict(f"IMPLAUSIBLE GAIN {name}: {change}; {why}", False, unknown=True)
     doubt = ", not certain: its interval reaches the tolerance" if rate < floor else ""
     return Verdict(f"ok {name}: {change}{doubt}", False)
+
+
+def printable_names(results: list[Result]) -> str:
+    """The first run's name, and how many more there are."""
+    more = f" and {len(results) - 1} more" if len(results) > 1 else ""
+    return f"{results[0].run_name}{more}"
+
+
+def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict]:
+    """Baselines of the results' hardware and number of ranks that no result is of."""
+    measured = {key for r in results for key in (baseline_key(r), baseline_key(r, version=1))}
+    places = {(r.device.hardware, str(r.device.count)) for r in results}
+    found = []
+    for key in baselines:
+        hardware, *_, count, _ = key.split(" / ") if key.count(" / ") >= 3 else ("", "", "")
+        if (hardware, count) in places and key not in measured:
+            found.append(Verdict(f"NOT MEASURED: {key}", False, unknown=True, missing=True))
+    return found
 
 
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
@@ -150,6 +196,9 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
                 raise ValueError(f"{key}: memory_gib is {memory!r}")
             if not isinstance(entry.setdefault("provenance", {}), dict):
                 raise ValueError(f"{key}: provenance is {entry['provenance']!r}")
+            allowed = entry.get("tolerance", 0.0)
+            if not (isinstance(allowed, int | float) and 0 <= allowed < 1):
+                raise ValueError(f"{key}: tolerance is {allowed!r}; must be from 0 to below 1")
         return baselines
     except FileNotFoundError:
         if must_exist:
@@ -172,10 +221,13 @@ def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
-def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
+def gate(
+    paths: Sequence[str], path: Path, text: str, update: bool, allowed: Collection[str] = ()
+) -> int:
     """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
-    1 if something got slower, 5 if something could not be judged.
+    1 if something got slower, 5 if something could not be judged: a result without a baseline, unless
+    `new` is allowed; a baseline of this machine without a result, unless `missing` is.
     `text` is the tolerance as it was given: 5%, or 0.05.
     """
     try:
@@ -188,38 +240,41 @@ def gate(paths: Sequence[str], path: Path, text: str, update: bool) -> int:
     results = own_results(paths)
     if update:
         code = 0
-        for result in one_each(results):
-            if why := unfit(result):
-                name = printable(result.run_name)
-                print(f"UNFIT {name}: {why}; its baseline stays as it was")
-                code = 5
-                continue
-            stored[baseline_key(result)] = entry_of(result)
-            rate = result.metrics.tokens_per_sec_per_gpu
-            print(printable(f"baseline {baseline_key(result)}: {rate:,.0f}"))
+        for key, runs in by_setting(results).items():
+            fit = [r for r in runs if not unfit(r)]
+            for r in runs:
+                if why := unfit(r):
+                    print(printable(f"UNFIT {r.run_name}: {why}; its baseline stays as it was"))
+                    code = 5
+            if fit:
+                before = stored.get(key, {})
+                kept = {"tolerance": before["tolerance"]} if "tolerance" in before else {}
+                stored[key] = entry_of(fit) | kept
+                rate = stored[key]["tokens_per_sec_per_gpu"]
+                print(printable(f"baseline {key}: {rate:,.0f}"))
         write_baselines(path, stored)
         return code
-    verdicts = [judge(result, stored, tolerance) for result in results]
+    verdicts = [judge(runs, stored, tolerance) for runs in by_setting(results).values()]
+    verdicts += unmeasured(results, stored)
     for verdict in verdicts:
         print(printable(verdict.line))
     if all(verdict.unknown for verdict in verdicts):
         print(f"NOTHING JUDGED: {path} has no baseline of any of these runs that are fit")
     if any(verdict.bad for verdict in verdicts):
         return 1
-    return 5 if any(verdict.unknown for verdict in verdicts) else 0
+    unjudged = [
+        v for v in verdicts
+        if v.unknown and not (v.new and "new" in allowed) and not (v.missing and "missing" in allowed)
+    ]  # fmt: skip
+    return 5 if unjudged or all(v.unknown for v in verdicts) else 0
 
 
-def one_each(results: list[Result]) -> list[Result]:
-    """For each setting, the run with the median rate among its runs (a sweep's repeats)."""
+def by_setting(results: list[Result]) -> dict[str, list[Result]]:
+    """The runs of each setting, by its baseline's key."""
     groups: dict[str, list[Result]] = {}
     for result in results:
         groups.setdefault(baseline_key(result), []).append(result)
-    kept = []
-    for members in groups.values():
-        fit = [m for m in members if not unfit(m)] or members
-        fit.sort(key=lambda m: m.metrics.tokens_per_sec_per_gpu or 0.0)
-        kept.append(fit[(len(fit) - 1) // 2])
-    return kept
+    return groups
 
 
 def own_results(paths: Sequence[str]) -> list[Result]:

@@ -201,6 +201,7 @@ class Profile(Strict):
         "Seconds of a step by class; they add up to `step_time_s`. `matmul` with the format of its "
         "inputs where known, `attention`, `elementwise` (norms and activations too), `loss` and "
         "`optimizer` (by the range they were launched in; matmuls of the loss count as matmuls), "
+        "`convolution`, `scan` (state-space models), `embedding` (kernels of libraries for it), "
         "`communication` (exposed; it includes waiting in a collective for slower ranks), "
         "`copies`, `idle` or `host`."
     )

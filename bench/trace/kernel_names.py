@@ -8,6 +8,7 @@ import re
 
 MATMUL, ATTENTION, COMMUNICATION, COPIES = "matmul", "attention", "communication", "copies"
 LOSS, OPTIMIZER, ELEMENTWISE = "loss", "optimizer", "elementwise"
+CONVOLUTION, SCAN, EMBEDDING = "convolution", "scan", "embedding"
 
 _COMMUNICATION = re.compile(
     r"nccl|rccl|mscclkernel|gloo|record_param_comms|c10d::|cross_device_reduce"
@@ -23,13 +24,31 @@ _ATTENTION = re.compile(
     r"|compute_dot_do_o|convert_dq_to",
     re.IGNORECASE,
 )
+# Before matmuls: FBGEMM's library has embeddings, and convolutions are named after the GEMM in them.
+_EMBEDDING = re.compile(
+    r"fbgemm.*(embedding|tbe|jagged)|split_embedding|embedding_bag", re.IGNORECASE
+)
+_CONVOLUTION = re.compile(
+    r"conv(olve|olution|[123]d|_?depthwise)|causal_conv|cudnn.*(fprop|dgrad|wgrad)|implicit_convolve"
+    r"|xmma_(fprop|dgrad|wgrad)|miopen.*conv|igemm_(fwd|bwd|wrw)",
+    re.IGNORECASE,
+)
+# State-space models and linear attention: Mamba's and flash-linear-attention's kernels.
+_SCAN = re.compile(
+    r"selective_scan|chunk_(scan|state|cumsum)|state_passing|ssd_|bmm_chunk|chunk_gated_delta"
+    r"|chunk_(fwd|bwd)_kernel_(h|o)|fused_recurrent",
+    re.IGNORECASE,
+)
 _MATMUL = re.compile(
     r"gemm|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_mm|scaled_mm"
-    r"|^_?matmul_kernel|grouped_mm",
+    r"|^_?matmul_kernel|grouped_mm|fused_moe_kernel|moe_mm",
     re.IGNORECASE,
 )
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_entropy|xentropy", re.IGNORECASE)
-_OPTIMIZER = re.compile(r"adam|lamb_|fusedsgd|fused_sgd|optimizer", re.IGNORECASE)
+_OPTIMIZER = re.compile(
+    r"adam|lamb_|fusedsgd|fused_sgd|optimizer|muon|newton_?schulz|ns_line|polar_express",
+    re.IGNORECASE,
+)
 # Inductor's fused kernels carry the names of all their operators. These include matmuls they only
 # prepare, and losses that send a gradient through them.
 _FUSED = re.compile(r"^triton_(poi|red|per|for|unk|spl|coo)_")
@@ -48,13 +67,18 @@ def kernel_class(name: str) -> str:
         return LOSS if _FUSED_LOSS.search(name) else ELEMENTWISE
     if _TEMPLATE.match(name):
         return MATMUL
+    if _SCAN.search(name):
+        return SCAN
     if _ATTENTION.search(name):
         return ATTENTION
+    for label, pattern in ((EMBEDDING, _EMBEDDING), (CONVOLUTION, _CONVOLUTION)):
+        if pattern.search(name):
+            return label
+    if _OPTIMIZER.search(name):  # Muon's matmuls are the optimizer's work
+        return OPTIMIZER
     if _MATMUL.search(name):
         return MATMUL
-    if _LOSS.search(name):
-        return LOSS
-    return OPTIMIZER if _OPTIMIZER.search(name) else ELEMENTWISE
+    return LOSS if _LOSS.search(name) else ELEMENTWISE
 
 
 _CPU_MATMULS = re.compile(

@@ -88,6 +88,8 @@ def read_trace(path: str | Path) -> Trace:
             (event.get("pid"), event.get("tid")),
             event.get("args") or {},
         )
+        if span.category.startswith("mtia"):
+            raise UsageError(f"{path}: is of an MTIA device, whose kernels are not read")
         if span.category in GPU_CATEGORIES:
             gpu.append(span)
         elif span.category in LAUNCH_CATEGORIES:
