@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 
@@ -45,3 +46,10 @@ def short(name: str) -> str:
 def milliseconds(seconds: float) -> str:
     """Seconds as they stand in a table of milliseconds."""
     return f"{1e3 * seconds:,.3f}"
+
+
+def show_whole(table: Table) -> None:
+    """A table on the screen, wider than the terminal where it must be: no number is cut."""
+    wide = Console(highlight=False, markup=False, width=1000)
+    needed = wide.measure(table).maximum
+    Console(highlight=False, markup=False, width=max(needed, 40)).print(table)

@@ -833,3 +833,22 @@ def test_shipped_baselines_are_readable():
     with pytest.raises(UsageError, match="no such file"):
         read_baselines(ROOT / "configs/none.json", must_exist=True)
     assert read_baselines(ROOT / "configs/baselines.json", must_exist=True) is not None
+
+
+def test_no_number_is_cut_and_no_column_is_unknown_throughout(
+    result, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    paths = [
+        variant(
+            result, tmp_path, name, device__hardware="A device with a rather long name", **changes
+        )
+        for name, changes in (("a", {}), ("b", {"args__bsz": 4, "args__sac_freq": "1/2"}))
+    ]
+    assert compare.main([*map(str, paths), "--no-plot", "--output-dir", str(tmp_path / "o")]) == 0
+    printed = capsys.readouterr().out
+    assert "…" not in printed and "A device with a rather long name" in printed
+    assert "MFU" not in printed and "tokens/s per GPU" in printed  # a CPU's peak is unknown
+    assert "tokens/J" not in (tmp_path / "o/compare.md").read_text()
+    with (tmp_path / "o/compare.csv").open() as f:
+        assert "MFU" in next(csv.reader(f))  # every column, for programs

@@ -4,7 +4,6 @@ import base64
 import csv
 import datetime
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.table import Table
 from bench.compare.ratios import Compared
 from bench.compare.records import Record
 from bench.errors import UsageError
-from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, number
+from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, number, show_whole
 
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 COLUMNS = (
@@ -63,19 +62,22 @@ def tables(
     made = []
     for group in dict.fromkeys(row.group for row in rows):
         names = (*COLUMNS, "days") if tokens else COLUMNS
+        found = [cells(row, tokens) for row in rows if row.group == group]
+        # A column that nobody knows tells nothing.
+        known = [bool({line[i] for line in found} - {"unknown", "?"}) for i in range(len(names))]
+        kept = [i for i, name in enumerate(names) if known[i] or name.startswith("tokens/s")]
         text = ("hardware", "verdict")
-        table = markdown_table(*names, left=text, title=cell(group))
-        for row in (row for row in rows if row.group == group):
-            table.add_row(*map(cell, cells(row, tokens)))
+        table = markdown_table(*(names[i] for i in kept), left=text, title=cell(group))
+        for line in found:
+            table.add_row(*(cell(line[i]) for i in kept))
         made.append(table)
     return made
 
 
 def show_comparison(rows: list[Compared], tokens: float | None) -> None:
     """The tables on the screen."""
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 220)
     for table in tables(rows, tokens):
-        console.print(table)
+        show_whole(table)
     if any(counted_otherwise(row.record) for row in rows):
         print("* counted by another suite in its own way")
 
