@@ -313,7 +313,7 @@ def test_traffic_of_forward_passes(name, runs):
     metrics = result_of(runs / name)["metrics"]
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 4, kind
-    assert bool(moved) == ("ddp" not in name)
+    assert any(moved.values()) == ("ddp" not in name)
 
 
 def test_the_window_is_that_of_the_slowest_rank(runs):
