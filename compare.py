@@ -58,7 +58,7 @@ class ReportFlags:
     output_dir: str | None = flag(
         None, "Write compare.csv, compare.md, compare.png and report.html here.", metavar="DIR"
     )
-    no_plot: bool = flag(False, "Leave out compare.png (and its picture in the report).")
+    no_plot: bool = flag(False, "Leave out compare.png.")
     tokens: float | None = flag(None, "Tokens of a whole training, for the days it takes.", above=0)
 
 
@@ -112,6 +112,14 @@ class GateFlags:
         False, "Baselines of this machine without a result are named, and do not fail.",
         needs="baseline",
     )  # fmt: skip
+    markdown: str | None = flag(
+        None, "Write the gate's verdicts here, as a comment for a pull request.", metavar="FILE",
+        needs="baseline",
+    )  # fmt: skip
+    benchmark_json: str | None = flag(
+        None, "Write the gate's figures here, for github-action-benchmark (customBiggerIsBetter).",
+        metavar="FILE", needs="baseline",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +138,10 @@ def main(argv: Sequence[str]) -> int:
         if args.baseline:
             if args.output_dir:
                 raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
-            allowed = {"new"} if args.allow_new else set()
-            allowed |= {"missing"} if args.allow_missing else set()
+            allowed = ["NO BASELINE"] * args.allow_new + ["NOT MEASURED"] * args.allow_missing
+            files = [file and Path(file) for file in (args.markdown, args.benchmark_json)]
             path, update = Path(args.baseline), args.update_baselines
-            return gate(args.results, path, args.tolerance, update, allowed)
+            return gate(args.results, path, args.tolerance, update, allowed, *files)
         facts = LogFacts(
             facts_by_log("log-seq-len", args.log_seq_len, int),
             facts_by_log("log-gpus", args.log_gpus, int),

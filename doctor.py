@@ -55,7 +55,6 @@ LIBRARIES = (
     ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
     ("amdsmi", "energy and clocks on AMD", "pip install ${ROCM_PATH:-/opt/rocm}/share/amd_smi", False),
     ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
-    ("jinja2", "report.html", "pip install -e '.[report]'", False),
 )  # fmt: skip
 
 

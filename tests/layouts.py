@@ -38,7 +38,7 @@ MODELS = {
     "mistral": FAMILIES["mistral"] | SIZES | dict(num_hidden_layers=2),
     "moe": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
                                                 mlp_only_layers=[]),
-    # No clamp is reached: at its edge another rounding turns a gradient on or off, and Adam magnifies that.
+    # No clamp is reached: rounding at its edge turns a gradient on or off, and Adam magnifies that.
     "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(num_hidden_layers=2, intermediate_size=32,
                                                   swiglu_limit=7.0),
     "deepseek": FAMILIES["deepseek_v3"] | SIZES | dict(num_key_value_heads=8, num_hidden_layers=2,

@@ -2,16 +2,27 @@
 
 import csv
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import compare
 from bench.compare.find_results import read_records
-from bench.compare.gate import baseline_key, entry_of, judge, read_baselines
+from bench.compare.gate import (
+    Regression,
+    assert_no_regression,
+    baseline_key,
+    entry_of,
+    judge,
+    read_baselines,
+)  # fmt: skip
 from bench.compare.ratios import Prices
 from bench.compare.ratios import compare as compare_records
 from bench.compare.read_logs import parse_log, read_log
@@ -23,6 +34,7 @@ from tests.helpers import ROOT, run_train
 from tests.invented.sitecustomize import CPU
 
 LOGS = ROOT / "tests/logs"
+SAME = {"args__bucket_cap_mb": 25.0}  # repeats() gives each name its own
 NONE = Prices({}, {})
 EMULATED = {"backend": "torchao", "version": "0", "recipe": "tensorwise", "emulated": True,
             "all_gather": False, "n_linear_layers": 1, "n_parameters": 1,
@@ -31,9 +43,6 @@ EMULATED = {"backend": "torchao", "version": "0", "recipe": "tensorwise", "emula
 
 @pytest.fixture(scope="module", autouse=True)
 def in_repository():
-    import os
-    from pathlib import Path
-
     before = Path.cwd()
     os.chdir(ROOT)
     yield
@@ -418,7 +427,8 @@ def test_one_or_two_runs_give_no_verdict(result, tmp_path, capsys):
     assert [len(row.record.rates) for row in rows.values()] == [2, 1]
     assert rows["b-0"].verdict == "no verdict: 1 run" and rows["b-0"].ratio == pytest.approx(3)
     assert compare.main([*map(str, paths), "--output-dir", str(tmp_path / "out"), "--no-plot"]) == 0
-    assert "times as fast" not in (tmp_path / "out/report.html").read_text()
+    assert "No verdict: it takes 3 runs" in capsys.readouterr().out
+    assert report_data(tmp_path / "out")["groups"][0]["verdicts"][0].startswith("No verdict")
     assert len((tmp_path / "out/runs.csv").read_text().splitlines()) == 4  # every run stays
 
 
@@ -563,8 +573,8 @@ def test_rows_of_a_csv_keep_their_axes(tmp_path):
 
 
 def test_all_files_are_written(result, tmp_path, capsys):
-    paths = [*repeats(result, tmp_path, "a", args__sac_freq=None),
-             *repeats(result, tmp_path, "b<i>", 1.3, args__sac_freq="1/2<i>")]  # fmt: skip
+    paths = [*repeats(result, tmp_path, "a", **SAME),
+             *repeats(result, tmp_path, "b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)]  # fmt: skip
     out = tmp_path / "out"
     argv = [*map(str, paths), str(LOGS / "primus.log"), "--tokens", "1e9", "--output-dir", str(out),
             "--usd-per-hour", f"{CPU}=0.5"]  # fmt: skip
@@ -579,11 +589,74 @@ def test_all_files_are_written(result, tmp_path, capsys):
     assert table[1]["verdict"] == "faster" and table[1]["ratio [95 %]"].startswith("1.300 [1.2")
     assert (out / "compare.png").read_bytes()[:4] == b"\x89PNG"
     text = (out / "report.html").read_text()
-    assert "1/2&lt;i&gt;" in text and "2<i>" not in text  # names are no HTML
+    assert "2<i>" not in text  # names are no HTML
     # One file that needs no other, and no network.
-    sources = re.findall(r'(?:src|href)="([^"]{0,40})', text)
-    assert sources and all(s.startswith("data:image/png;base64,") for s in sources)
-    assert "1.30 times as fast" in text and 'class="marked"' not in text
+    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", text)
+    group, other = report_data(out)["groups"]
+    (verdict,) = group["verdicts"]
+    assert re.fullmatch(
+        r"sac 1/2<i> is 30\.\d % faster \[2\d\.\d, 3\d\.\d\] than no sac\.", verdict
+    )
+    assert verdict in capsys.readouterr().out
+    assert [(row["setting"], row["n"], row["verdict"]) for row in group["rows"]] == [
+        ("no sac", 3, "reference"), ("sac 1/2<i>", 3, "faster"),
+    ]  # fmt: skip
+    assert [run["name"] for run in group["rows"][0]["runs"]] == ["a-0", "a-1", "a-2"]
+    assert len(group["rows"][0]["runs"][0]["times"]) > 3 and other["rows"][0]["losses"]
+
+
+def report_data(out):
+    """What the report's script is given."""
+    text = (out / "report.html").read_text()
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_what_a_setting_costs_is_said_with_its_memory(result, tmp_path, capsys):
+    plain = repeats(result, tmp_path, "a", metrics__peak_rss_gib=20.0, **SAME)
+    sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": 12.0, **SAME}
+    sac = repeats(result, tmp_path, "b", 0.88, **sac)
+    assert compare.main([*map(str, plain), *map(str, sac)]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"sac 1/2 costs 12\.\d % \[1\d\.\d, 1\d\.\d\] of the speed of no sac "
+                        r"and saves 8\.0 GiB\.", said), said  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to show the report in")
+def test_the_report_in_a_browser(result, tmp_path):
+    sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": 0.1, **SAME}
+    paths = [*repeats(result, tmp_path, "a", **SAME), *repeats(result, tmp_path, "b", 1.3, **sac)]
+    out = tmp_path / "out"
+    assert compare.main([*map(str, paths), "--output-dir", str(out), "--no-plot"]) == 0
+    page = (out / "report.html").read_text()
+    script = """
+      const tell = (what) => document.title += " | " + what;
+      window.onerror = (message) => tell("ERROR " + message);
+      const cell = (row, n) => document.querySelectorAll("tbody tr")[row].cells[n].textContent;
+      tell(document.querySelectorAll("svg").length + " plots");
+      tell(cell(0, 1) + ": " + cell(0, 7));
+      document.querySelectorAll("tbody input[type=radio]")[0].click();
+      tell(cell(1, 1) + ": " + cell(1, 7) + " " + cell(1, 6));
+      document.querySelector("tbody tr button").click();
+      tell(document.querySelectorAll("td.runs div").length + " runs");
+    """
+    (out / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    dumped = subprocess.run(
+        ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
+         f"file://{out / 'driven.html'}"], capture_output=True, text=True, timeout=120,
+    ).stdout  # fmt: skip
+    title = re.search("<title>(.*?)</title>", dumped)[1]
+    assert "ERROR" not in title and "| 3 plots | sac 1/2: faster |" in title and "3 runs" in title
+    # The other as reference: the ratio is turned round, with an interval made in the page.
+    low, high = map(
+        float, re.search(r"\| no sac: slower 0\.7\d\d \[([\d.]+), ([\d.]+)\]", title).groups()
+    )
+    row = compare_records(
+        read_records(map(str, paths), print, LogFacts()), Prices({}, {}), None, "sac 1/2"
+    )
+    other = next(r for r in row if not r.is_reference)
+    assert low == pytest.approx(other.ratio_low, abs=0.01) and high == pytest.approx(
+        other.ratio_high, abs=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -725,6 +798,64 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(result, tmp_pat
     assert compare.main([*map(str, slow), *argv]) == 0
     assert compare.main([*map(str, slow), *argv, "--update-baselines"]) == 0
     assert next(iter(json.loads(path.read_text())["baselines"].values()))["tolerance"] == 0.1
+
+
+def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, result, tmp_path, capsys):
+    slow = str(variant(result, tmp_path / "slow", "slow|x", speed=0.8))
+    files = tmp_path / "c.md", tmp_path / "b.json"
+    argv = [
+        "--baseline",
+        str(baselines),
+        "--markdown",
+        str(files[0]),
+        "--benchmark-json",
+        str(files[1]),
+    ]
+    assert compare.main([slow, *argv]) == 1
+    text = files[0].read_text()
+    assert text.startswith("### Training speed: something got worse\n")
+    assert r"| slow\|x | slower | 512 (-20.0%) |" in text and "since then" not in text
+    speed, samples = json.loads(files[1].read_text())
+    assert speed["value"] == pytest.approx(512) and speed["unit"] == "tokens/s per GPU"
+    length = json.loads(Path(slow, "result.json").read_text())["batch"]["seq_len"]
+    assert samples["value"] == pytest.approx(512 / length) and {"name", "unit", "value"} <= set(
+        speed
+    )
+    assert compare.main([slow, "--markdown", str(files[0])]) == 2
+    assert "--markdown needs --baseline" in capsys.readouterr().err
+
+
+def test_mean_memory_is_judged_too(result, tmp_path, capsys):
+    argv = ["--baseline", str(tmp_path / "b.json")]
+    run = lambda name, gib: str(variant(  # noqa: E731
+        result, tmp_path, name, devices=[{"rank": 0, "memory_mean_gib": gib}]))  # fmt: skip
+    assert compare.main([run("a", 1.0), *argv, "--update-baselines"]) == 0
+    assert compare.main([run("b", 1.04), *argv]) == 0
+    capsys.readouterr()
+    assert compare.main([run("c", 1.2), *argv]) == 1
+    assert (
+        "MORE MEMORY c: " in (out := capsys.readouterr().out) and "mean 1.20 GiB, was 1.00" in out
+    )
+
+
+def test_the_gate_in_other_peoples_tests(baselines, result, tmp_path):
+    """As a function, and as pytest's fixture: a regression fails, a run as before passes."""
+    same = variant(result, tmp_path / "same", "same")
+    slow = variant(result, tmp_path / "slow", "slow", speed=0.8)
+    assert [v.status for v in assert_no_regression(same, baseline=baselines)] == ["ok"]
+    with pytest.raises(Regression, match="SLOWER slow: 512 tokens/s"):
+        assert_no_regression(slow, baseline=baselines)
+    (tmp_path / "test_theirs.py").write_text(
+        f"def test_same(no_regression): no_regression({str(same)!r})\n"
+        f"def test_slow(no_regression): no_regression({str(slow)!r})\n"
+    )
+    argv = [sys.executable, "-m", "pytest", "-p", "bench.compare.pytest_plugin", "-rs", "-p",
+            "no:benchmark", str(tmp_path / "test_theirs.py"), "--rootdir", str(tmp_path)]  # fmt: skip
+    options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    judged = subprocess.run([*argv, "--train-baseline", str(baselines)], **options)
+    assert judged.returncode == 1 and "1 failed, 1 passed" in judged.stdout, judged.stdout
+    assert "SLOWER slow: 512 tokens/s" in judged.stdout
+    assert "2 skipped" in subprocess.run(argv, **options).stdout
 
 
 def test_another_power_limit_is_another_machine(result, tmp_path, capsys):

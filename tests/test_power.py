@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from bench.measure.device import memory_now
 from bench.measure.power import PowerMeter
 from bench.measure.sensors import nvidia
 from bench.measure.sensors.amd import AmdSensor
@@ -301,7 +302,20 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
         RaplSensor(tmp_path)
     meter = PowerMeter(GPU)
     meter.begin()
-    assert meter.end(rank=0) == DeviceUse(rank=0) and meter.source.startswith("none: ")
+    use = meter.end(rank=0)
+    assert use == DeviceUse(rank=0, memory_mean_gib=use.memory_mean_gib)
+    assert meter.source.startswith("none: ")
+
+
+def test_mean_memory_is_of_all_looks(monkeypatch):
+    """Also without a sensor: at the begin and at the end, of the process on a CPU."""
+    seen = iter([1.0, 4.0])
+    monkeypatch.setattr("bench.measure.power.memory_now", lambda device: next(seen))
+    meter = PowerMeter(GPU)
+    meter.begin()
+    assert meter.end(rank=0).memory_mean_gib == 2.5
+    before, ballast = memory_now(torch.device("cpu")), torch.ones(50_000_000)
+    assert 0.15 < memory_now(torch.device("cpu")) - before < 0.25 and ballast.sum() > 0
 
 
 def test_nvmls_names_are_its_own():

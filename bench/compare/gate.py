@@ -1,5 +1,7 @@
 """Did it get slower? Results against stored baselines, judged on intervals. Needs no torch.
 
+For tests of your own: `assert_no_regression`, or pytest's fixture `no_regression` (pytest_plugin.py).
+
 A baseline belongs to hardware, model, settings and number of ranks; configs/baselines.json keeps it
 and its origin.
 """
@@ -21,6 +23,7 @@ from bench.formulas.time_statistics import bootstrap_mean
 from bench.results.result_files import read_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
+from bench.tables import markdown_cell, number
 from model.json_keys import plain_file
 
 # Beyond this much faster, a run probably does less than it did.
@@ -29,15 +32,35 @@ PLAUSIBLE_GAIN = 0.25
 BASELINES_VERSION = 2
 
 
+WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A setting against its baseline, on one line; `bad` fails the gate."""
+    """A setting against its baseline: `ok`, one of `WORSE`, or why nothing could be judged.
 
-    line: str
-    bad: bool
-    unknown: bool = False  # there was nothing to judge by
-    new: bool = False  # no baseline
-    missing: bool = False  # no result
+    `now` and `was` are entries as baselines have them (`entry_of`); None where there is none.
+    """
+
+    status: str
+    name: str
+    text: str = ""
+    now: dict[str, Any] | None = None
+    was: dict[str, Any] | None = None
+
+    @property
+    def line(self) -> str:
+        """One line that says it."""
+        return f"{self.status} {self.name}{': ' if self.text else ''}{self.text}"
+
+    @property
+    def judged(self) -> bool:
+        """Whether there was something to judge by."""
+        return self.status == "ok" or self.status in WORSE
+
+
+class Regression(AssertionError):
+    """Results got slower, take more memory, or could not be judged; says each setting's line."""
 
 
 def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
@@ -90,7 +113,9 @@ def entry_of(results: list[Result]) -> dict[str, Any]:
         "low": low,
         "high": high,
         "n_runs": len(results),
+        "samples_per_sec_per_gpu": statistics.fmean(rates) / r.batch.seq_len,
         "memory_gib": max((each.peak_memory[0] or 0.0) for each in results) or None,
+        "memory_mean_gib": max((each.mean_memory_gib or 0.0) for each in results) or None,
         "n_steps": m.n_measured_steps,
         "power_limit_w": r.power_limit_w,
         "provenance": {
@@ -118,17 +143,15 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     fit = [r for r in results if not unfit(r)]
     name = printable_names(fit or results)
     if not fit:
-        return Verdict(f"UNFIT, left out {name}: {unfit(results[0])}", False, unknown=True)
-    r = fit[0]
+        return Verdict("UNFIT, left out", name, unfit(results[0]))
+    r, now = fit[0], entry_of(fit)
     baseline = baselines.get(baseline_key(r)) or baselines.get(baseline_key(r, version=1))
     if baseline is None:
-        line = f"NO BASELINE {name}: {baseline_key(r)}; --update-baselines adds one"
-        return Verdict(line, False, unknown=True, new=True)
-    now = entry_of(fit)
+        return Verdict("NO BASELINE", name, f"{baseline_key(r)}; --update-baselines adds one", now)
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
     if unlike_limits(limit, had):
         why = f"power limit {limit:.0f} W, the baseline's was {had:.0f} W"
-        return Verdict(f"UNFIT, left out {name}: {why}", False, unknown=True)
+        return Verdict("UNFIT, left out", name, why, now, baseline)
     tolerance = baseline.get("tolerance", tolerance)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
@@ -137,14 +160,14 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     if left_out:
         change += f"; left out {', '.join(f'{o.run_name} ({unfit(o)})' for o in left_out)}"
     floor = (1 - tolerance) * was
-    problems = []
-    if now["high"] < floor:
-        problems.append("SLOWER")
-    memory, held = now["memory_gib"], baseline["memory_gib"]
-    if memory and held and memory > (1 + tolerance) * held:
-        problems.append("MORE MEMORY")
-        change += f"; {memory:.2f} GiB, was {held:.2f} ({memory / held - 1:+.1%})"
-    if problems:
+    worse = ["SLOWER"] if now["high"] < floor else []
+    for kind in ("memory_gib", "memory_mean_gib"):
+        memory, held = now[kind], baseline.get(kind)
+        if memory and held and memory > (1 + tolerance) * held:
+            worse += ["MORE MEMORY"] if "MORE MEMORY" not in worse else []
+            change += f"; {'mean ' if 'mean' in kind else ''}{memory:.2f} GiB, was {held:.2f} "
+            change += f"({memory / held - 1:+.1%})"
+    if worse:
         before = baseline.get("provenance", {}).get("software", {})
         after = now["provenance"]["software"]
         changed = [
@@ -153,12 +176,12 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
             if before.get(key) != after.get(key)
         ]
         since = f"; since then {', '.join(changed)}" if before and changed else ""
-        return Verdict(f"{' and '.join(problems)} {name}: {change}{since}", True)
+        return Verdict(" and ".join(worse), name, change + since, now, baseline)
     if rate > (1 + PLAUSIBLE_GAIN) * was:
         why = "does it still do the same work? If so, --update-baselines"
-        return Verdict(f"IMPLAUSIBLE GAIN {name}: {change}; {why}", False, unknown=True)
+        return Verdict("IMPLAUSIBLE GAIN", name, f"{change}; {why}", now, baseline)
     doubt = ", not certain: its interval reaches the tolerance" if rate < floor else ""
-    return Verdict(f"ok {name}: {change}{doubt}", False)
+    return Verdict("ok", name, change + doubt, now, baseline)
 
 
 def printable_names(results: list[Result]) -> str:
@@ -175,7 +198,7 @@ def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict
     for key in baselines:
         hardware, *_, count, _ = key.split(" / ") if key.count(" / ") >= 3 else ("", "", "")
         if (hardware, count) in places and key not in measured:
-            found.append(Verdict(f"NOT MEASURED: {key}", False, unknown=True, missing=True))
+            found.append(Verdict("NOT MEASURED", key, was=baselines[key]))
     return found
 
 
@@ -221,52 +244,134 @@ def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
+def tolerance_of(text: str) -> float:
+    """A tolerance as it is written: 5%, or 0.05."""
+    try:
+        value = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise UsageError(f"--tolerance {text}: must be from 0 to below 100%, for example 5%")
+    return value
+
+
+def judge_all(
+    paths: Sequence[str | Path], baseline: str | Path, tolerance: float = 0.05
+) -> list[Verdict]:
+    """Every setting of the results in `paths` against a file of baselines, and what was not measured.
+
+    UsageError where a path or the file cannot be read.
+    """
+    stored = read_baselines(Path(baseline), must_exist=True)
+    results = own_results([str(path) for path in paths])
+    verdicts = [judge(runs, stored, tolerance) for runs in by_setting(results).values()]
+    return verdicts + unmeasured(results, stored)
+
+
+def exit_code(verdicts: Sequence[Verdict], allowed: Collection[str] = ()) -> int:
+    """0; 1 if something got worse; 5 if nothing or not everything could be judged.
+
+    `allowed` statuses, `NO BASELINE` or `NOT MEASURED`, do not count as such.
+    """
+    if any(v.status in WORSE for v in verdicts):
+        return 1
+    left = any(not v.judged and v.status not in allowed for v in verdicts)
+    return 5 if left or not any(v.judged for v in verdicts) else 0
+
+
+def assert_no_regression(
+    *paths: str | Path,
+    baseline: str | Path,
+    tolerance: float = 0.05,
+    allowed: Collection[str] = (),
+) -> list[Verdict]:
+    """For tests: `Regression` unless all results in `paths` are as fast as their baselines."""
+    verdicts = judge_all(paths, baseline, tolerance)
+    if exit_code(verdicts, allowed):
+        raise Regression("\n" + "\n".join(printable(v.line) for v in verdicts))
+    return verdicts
+
+
 def gate(
-    paths: Sequence[str], path: Path, text: str, update: bool, allowed: Collection[str] = ()
-) -> int:
+    paths: Sequence[str], path: Path, text: str, update: bool, allowed: Collection[str] = (),
+    markdown: Path | None = None, benchmark_json: Path | None = None,
+) -> int:  # fmt: skip
     """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
-    1 if something got slower, 5 if something could not be judged: a result without a baseline, unless
-    `new` is allowed; a baseline of this machine without a result, unless `missing` is.
-    `text` is the tolerance as it was given: 5%, or 0.05.
+    `text` is the tolerance as it was given. The verdicts go to `markdown` as a comment for a pull
+    request, the figures to `benchmark_json` as github-action-benchmark takes them.
     """
-    try:
-        tolerance = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        tolerance = -1.0
-    if not 0 <= tolerance < 1:
-        raise UsageError(f"--tolerance {text}: must be from 0 to below 100%, for example 5%")
-    stored = read_baselines(path, must_exist=not update)
-    results = own_results(paths)
+    tolerance = tolerance_of(text)
     if update:
-        code = 0
-        for key, runs in by_setting(results).items():
-            fit = [r for r in runs if not unfit(r)]
-            for r in runs:
-                if why := unfit(r):
-                    print(printable(f"UNFIT {r.run_name}: {why}; its baseline stays as it was"))
-                    code = 5
-            if fit:
-                before = stored.get(key, {})
-                kept = {"tolerance": before["tolerance"]} if "tolerance" in before else {}
-                stored[key] = entry_of(fit) | kept
-                rate = stored[key]["tokens_per_sec_per_gpu"]
-                print(printable(f"baseline {key}: {rate:,.0f}"))
-        write_baselines(path, stored)
-        return code
-    verdicts = [judge(runs, stored, tolerance) for runs in by_setting(results).values()]
-    verdicts += unmeasured(results, stored)
+        return update_baselines(paths, path)
+    verdicts = judge_all(paths, path, tolerance)
     for verdict in verdicts:
         print(printable(verdict.line))
-    if all(verdict.unknown for verdict in verdicts):
+    if not any(verdict.judged for verdict in verdicts):
         print(f"NOTHING JUDGED: {path} has no baseline of any of these runs that are fit")
-    if any(verdict.bad for verdict in verdicts):
-        return 1
-    unjudged = [
-        v for v in verdicts
-        if v.unknown and not (v.new and "new" in allowed) and not (v.missing and "missing" in allowed)
-    ]  # fmt: skip
-    return 5 if unjudged or all(v.unknown for v in verdicts) else 0
+    code = exit_code(verdicts, allowed)
+    if markdown:
+        write_whole(markdown, comment(verdicts, code))
+    if benchmark_json:
+        write_whole(benchmark_json, json.dumps(benchmark_points(verdicts), indent=1) + "\n")
+    return code
+
+
+def update_baselines(paths: Sequence[str], path: Path) -> int:
+    """Make the results the baselines; returns 5 if one is unfit and left as it was, otherwise 0."""
+    stored, code = read_baselines(path, must_exist=False), 0
+    for key, runs in by_setting(own_results(paths)).items():
+        fit = [r for r in runs if not unfit(r)]
+        for r in runs:
+            if why := unfit(r):
+                print(printable(f"UNFIT {r.run_name}: {why}; its baseline stays as it was"))
+                code = 5
+        if fit:
+            before = stored.get(key, {})
+            kept = {"tolerance": before["tolerance"]} if "tolerance" in before else {}
+            stored[key] = entry_of(fit) | kept
+            rate = stored[key]["tokens_per_sec_per_gpu"]
+            print(printable(f"baseline {key}: {rate:,.0f}"))
+    write_baselines(path, stored)
+    return code
+
+
+def comment(verdicts: Sequence[Verdict], code: int) -> str:
+    """The verdicts as Markdown for a pull request: what failed first."""
+    told = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
+    columns = "setting", "verdict", "tokens/s per GPU", "samples/s", "peak GiB", "mean GiB"
+    lines = [
+        f"### Training speed: {told[code]}",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * 6 + "|",
+    ]
+    keys = "tokens_per_sec_per_gpu", "samples_per_sec_per_gpu", "memory_gib", "memory_mean_gib"
+    for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
+        cells = [markdown_cell(printable(v.name)), v.status.lower()]
+        for key in keys:
+            now, was = ((entry or {}).get(key) for entry in (v.now, v.was))
+            digits = ",.0f" if key == keys[0] else ",.2f"
+            change = f" ({now / was - 1:+.1%})" if now and was else ""
+            cells.append(number(now, digits) + change)
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *(f"- {markdown_cell(printable(v.line))}" for v in verdicts if v.status != "ok")]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """The figures in github-action-benchmark's form `customBiggerIsBetter`."""
+    return [
+        {"name": f"{v.name}: {what}", "unit": unit, "value": v.now[key]}
+        | ({"range": f"{v.now['low']:.1f} to {v.now['high']:.1f}"} if key.startswith("tok") else {})
+        | {"extra": v.line}
+        for v in verdicts
+        if v.now
+        for key, what, unit in (
+            ("tokens_per_sec_per_gpu", "speed", "tokens/s per GPU"),
+            ("samples_per_sec_per_gpu", "samples", "samples/s per GPU"),
+        )
+    ]
 
 
 def by_setting(results: list[Result]) -> dict[str, list[Result]]:

@@ -7,9 +7,6 @@ from bench.errors import UsageError
 
 COLOURS = ("#3b6fb6", "#d9822b", "#4c9f70", "#b64a6f", "#7b61a8", "#8c8c3a", "#4aa3a8", "#8a5a44")
 
-# More bars than this nobody reads; the tables have all.
-MOST_DRAWN = 24
-
 
 def draw(rows: list[Compared], path: Path, tokens: float | None) -> None:
     """Nine panels: rate, step times, memory, MFU, cost, energy, days, loss and learning rate."""
@@ -24,14 +21,14 @@ def draw(rows: list[Compared], path: Path, tokens: float | None) -> None:
         ) from None
 
     shown = [r for r in rows if r.record.tokens_per_sec_per_gpu or r.record.losses]
-    if len(shown) > MOST_DRAWN:  # the fastest, and what they are compared with
+    if len(shown) > len(COLOURS):  # the fastest, and what they are compared with
         fast = sorted(shown, key=lambda r: (not r.is_reference, -(r.record.tokens_per_sec or 0.0)))
-        kept = {id(r) for r in fast[:MOST_DRAWN]}
+        kept = {id(r) for r in fast[: len(COLOURS)]}
         shown = [r for r in shown if id(r) in kept]
     labels = [r.record.setting.replace("$", r"\$") for r in shown]
     colours = [COLOURS[i % len(COLOURS)] for i in range(len(shown))]
     height = max(2.6, 0.9 + 0.32 * len(shown))
-    figure, axes = plt.subplots(3, 3, figsize=(16, 3 * height), layout="constrained")
+    figure, axes = plt.subplots(3, 3, figsize=(16, 3 * height), layout="tight")
 
     def bars(axis, title: str, values: list[float | None], form: str, hatch=None) -> None:
         axis.set_title(title, fontsize=10, loc="left")

@@ -1,5 +1,6 @@
 """Repeats of one setting as one row, and names of settings by what differs. Needs no torch."""
 
+import collections
 import dataclasses
 import json
 import statistics
@@ -80,11 +81,10 @@ def name_settings(members: list[Record]) -> None:
             continue
         words = [_word(key, own.get(key)) for key in differ]
         record.setting = ", ".join(words) or record.settings or record.label
+    times = collections.Counter(record.setting for record in members)
     for record in members:
-        same = [r for r in members if r.setting == record.setting]
-        if len(same) > 1:  # differences that no flag tells
-            for r in same:
-                r.setting = f"{r.setting} ({r.label})"
+        if times[record.setting] > 1:  # differences that no flag tells
+            record.setting = f"{record.setting} ({record.label})"
 
 
 def _facts(r: Record) -> dict[str, Any] | None:

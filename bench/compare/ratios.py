@@ -79,9 +79,9 @@ def compare(
     concern speed must agree too.
     """
     rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in pool(records)]
-    groups = {
-        group: [row for row in rows if row.group == group] for group in (r.group for r in rows)
-    }
+    groups: dict[str, list[Compared]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
     for members in groups.values():
         name_settings([row.record for row in members])
     names = {r.label: row for row in rows for r in row.record.runs}

@@ -1,21 +1,23 @@
 """A comparison as tables, CSV, Markdown and one HTML file. Needs no torch."""
 
-import base64
 import csv
 import datetime
 import json
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
-
-from bench.compare.ratios import Compared
+from bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, Compared
 from bench.compare.records import Record
-from bench.errors import UsageError
+from bench.formulas.hardware import device_called
+from bench.formulas.time_statistics import NORMAL, STUDENT_T, WINDOW_PARTS
 from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, number, show_whole
 
+Item = TypeVar("Item")
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
+# Rows on the screen, sentences on a group, settings with curves and runs with paths in a report.
+MOST_SHOWN, MOST_VERDICTS, MOST_DRAWN, MOST_RUNS = 40, 6, 8, 4000
 COLUMNS = (
     "setting", "runs", "hardware", "GPUs", "tokens/s per GPU", "ratio [95 %]", "verdict", "TFLOP/s",
     "MFU", "memory GiB", "US$/T tokens", "tokens/J",
@@ -56,28 +58,34 @@ def memory(r: Record) -> str:
 
 
 def tables(
-    rows: list[Compared], tokens: float | None, cell: Callable[[str], str] = str
-) -> list[Table]:
-    """One table a group; `cell` makes the text of a cell fit where the table goes."""
-    made = []
-    for group in dict.fromkeys(row.group for row in rows):
-        names = (*COLUMNS, "days") if tokens else COLUMNS
-        found = [cells(row, tokens) for row in rows if row.group == group]
-        # A column that nobody knows tells nothing.
+    rows: list[Compared], tokens: float | None
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Name, columns and lines of each group, without the columns that nobody knows."""
+    names = [*COLUMNS, "days"] if tokens else [*COLUMNS]
+    for group, members in by_group(rows).items():
+        found = [cells(row, tokens) for row in members]
         known = [bool({line[i] for line in found} - {"unknown", "?"}) for i in range(len(names))]
         kept = [i for i, name in enumerate(names) if known[i] or name.startswith("tokens/s")]
-        text = ("hardware", "verdict")
-        table = markdown_table(*(names[i] for i in kept), left=text, title=cell(group))
-        for line in found:
-            table.add_row(*(cell(line[i]) for i in kept))
-        made.append(table)
-    return made
+        yield group, [names[i] for i in kept], [[line[i] for i in kept] for line in found]
 
 
 def show_comparison(rows: list[Compared], tokens: float | None) -> None:
-    """The tables on the screen."""
-    for table in tables(rows, tokens):
+    """The tables on the screen, and below each what it shows."""
+    groups = by_group(rows)
+    for group, columns, lines in tables(rows, tokens):
+        table = markdown_table(*columns, left=("hardware", "verdict"), title=group)
+        pairs = list(zip(groups[group], lines, strict=True))
+        if len(pairs) > MOST_SHOWN:  # the reference and the fastest
+            pairs.sort(
+                key=lambda p: (not p[0].is_reference, -(p[0].record.tokens_per_sec_per_gpu or 0))
+            )
+        for _, line in pairs[:MOST_SHOWN]:
+            table.add_row(*line)
         show_whole(table)
+        if len(pairs) > MOST_SHOWN:
+            print(f"{len(pairs) - MOST_SHOWN} more settings: --output-dir DIR writes them all")
+        for line in verdicts(groups[group]):
+            print(line)
     if any(counted_otherwise(row.record) for row in rows):
         print("* counted by another suite in its own way")
 
@@ -107,47 +115,88 @@ def write(
                 known = [row.group, row.record.setting, r.label, r.hardware, r.n_gpus, r.settings]
                 writer.writerow(map(csv_cell, [*known, *figures, "; ".join(r.marks), r.path]))
     with (directory / "compare.md").open("w", encoding="utf-8") as f:
-        console = Console(highlight=False, markup=False, width=400, file=f)
-        for table in tables(rows, tokens, markdown_cell):
-            console.print(table)
-    image = None
+        for group, columns, found in tables(rows, tokens):
+            f.write(f"## {markdown_cell(group)}\n\n")
+            lines = [columns, ["---"] * len(columns), *found]
+            f.writelines(f"| {' | '.join(map(markdown_cell, line))} |\n" for line in lines)
+            f.write("\n")
     if plot:
         from bench.compare.plots import draw
 
         draw(rows, directory / "compare.png", tokens)
-        image = base64.b64encode((directory / "compare.png").read_bytes()).decode()
-    (directory / "report.html").write_text(
-        html(rows, tokens, image, remarks, priced), encoding="utf-8"
-    )
+    (directory / "report.html").write_text(html(rows, tokens, remarks, priced), encoding="utf-8")
     print(f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}")
 
 
-def html(
-    rows: list[Compared], tokens: float | None, image: str | None, remarks: list[str], priced: bool
-) -> str:
+def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced: bool) -> str:
     """The report: one file that needs no other."""
-    try:
-        import jinja2
-    except ImportError:
-        raise UsageError("report.html needs jinja2: pip install -e '.[report]'") from None
-    source = (Path(__file__).parent / "report.html.j2").read_text(encoding="utf-8")
+    groups = by_group(rows)
+    whole = len(rows) + sum(len(row.record.runs) for row in rows) <= MOST_RUNS
+    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    runs = sum(len(row.record.runs) for row in rows)
+    content = {
+        "title": f"Training speed: {', '.join(list(groups)[:3])}",
+        "about": f"{len(rows)} settings, {runs} runs, made {date} by llm-train-bench.",
+        "prices": f"Prices are rental prices per GPU-hour{' as given' if priced else DEFAULT_PRICES}.",
+        "remarks": remarks,
+        "groups": [_group(name, members, tokens, whole) for name, members in groups.items()],
+        "runs_for_a_verdict": RUNS_FOR_A_VERDICT, "runs_differ": RUNS_DIFFER,
+        "student_t": STUDENT_T, "normal": NORMAL, "parts": WINDOW_PARTS,
+    }  # fmt: skip
+    # JSON has no NaN, and a page's script ends at the first "</".
+    text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = (Path(__file__).parent / "report_page.html").read_text(encoding="utf-8")
+    return page.replace('{"groups": []}', text)
+
+
+def _group(name: str, members: list[Compared], tokens: float | None, whole: bool) -> dict[str, Any]:
+    """A group as the report's script takes it; curves of those that it draws."""
+    fast = sorted(
+        members, key=lambda m: (not m.is_reference, -(m.record.tokens_per_sec_per_gpu or 0.0))
+    )
+    drawn, rows = {id(m) for m in fast[:MOST_DRAWN] if m.is_reference or not m.marks}, []
+    for m in members:
+        r, shown = m.record, id(m) in drawn
+        card = device_called(r.hardware)
+        runs = r.runs if whole or shown else []
+        rows.append({
+            "setting": r.setting, "n": len(r.rates) or 1, "hardware": r.hardware, "gpus": r.n_gpus,
+            "speed": _figures(r.tokens_per_sec_per_gpu), "rates": [_figures(x) for x in r.rates],
+            "ratio": m.ratio, "low": m.ratio_low, "high": m.ratio_high, "verdict": m.verdict.split(":")[0]
+            if m.marks else m.verdict, "marks": m.marks, "tflops": r.tflops_per_gpu, "mfu": r.mfu,
+            "counted": r.flop_convention, "memory": r.memory_gib, "kind": r.memory_kind,
+            "card": card and card.memory_gib, "usd": m.usd_per_trillion,
+            "per_joule": m.tokens_per_joule, "measured": m.energy_measured,
+            "days": m.days if tokens else None,
+            "losses": [[i, _figures(x)] for i, x in spread(r.losses, 200)] if shown else [],
+            "runs": [
+                {"name": run.label, "speed": _figures(run.tokens_per_sec_per_gpu), "path": run.path,
+                 "marks": "; ".join(run.marks),
+                 "times": [_figures(t) for t in spread(run.step_times_s, 120)] if shown and i < 3 else []}
+                for i, run in enumerate(runs[:100])
+            ],
+        })  # fmt: skip
+    return {"name": name, "verdicts": verdicts(members), "rows": rows}
+
+
+def _figures(value: float | None) -> float | None:
+    """A figure as JSON has it: six digits, and null for what is no number."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def spread(values: Sequence[Item], most: int) -> list[Item]:
+    """At most so many of a sequence, evenly, with the first and the last."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def by_group(rows: Iterable[Compared]) -> dict[str, list[Compared]]:
+    """Rows by the name of their group, in order."""
     groups: dict[str, list[Compared]] = {}
     for row in rows:
         groups.setdefault(row.group, []).append(row)
-
-    def bar(row: Compared, members: list[Compared]) -> int:
-        highest = max((m.record.tokens_per_sec_per_gpu or 0.0 for m in members), default=0.0)
-        return round(90 * (row.record.tokens_per_sec_per_gpu or 0.0) / highest) if highest else 0
-
-    lines = [summary(members) for members in groups.values()] + remarks
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(source).render(
-        title=f"Training speed: {', '.join(list(groups)[:3])}",
-        rows=rows, groups=groups, tokens=tokens, image=image, bar=bar, number=number, memory=memory,
-        lines=[line for line in lines if line],
-        date=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        price_note=" as given" if priced else DEFAULT_PRICES,
-    )  # fmt: skip
+    return groups
 
 
 def sweep_remarks(paths: Sequence[str]) -> list[str]:
@@ -165,14 +214,39 @@ def sweep_remarks(paths: Sequence[str]) -> list[str]:
     return lines
 
 
-def summary(members: list[Compared]) -> str | None:
-    """One sentence on a group: the fastest, and how far ahead of the reference it certainly is."""
-    ahead = [m for m in members if m.verdict == "faster"]
-    if not ahead:
-        return None
-    best = max(ahead, key=lambda m: m.ratio)
+def verdicts(members: list[Compared]) -> list[str]:
+    """What a group shows, in words, the largest effect first; and that nothing can be said, where so."""
     (reference,) = (m for m in members if m.is_reference)
-    return (
-        f"{members[0].group}: {best.record.setting} is {best.ratio:.2f} times as fast per GPU as "
-        f"{reference.record.setting} (95 % over runs: {best.ratio_low:.2f} to {best.ratio_high:.2f})."
-    )
+    told = [m for m in members if m.verdict in ("faster", "slower", "within noise")]
+    told.sort(key=lambda m: -m.ratio)
+    if len(told) > MOST_VERDICTS:  # the fastest, and what saves the most memory
+        lean = min(told, key=lambda m: m.record.memory_gib or math.inf)
+        told = told[: MOST_VERDICTS - 1]
+        told += [] if lean in told else [lean]
+    if told:
+        return [f"{sentence(m, reference.record)}." for m in told]
+    if len(members) > 1:
+        return [
+            f"No verdict: it takes {RUNS_FOR_A_VERDICT} runs of a setting and of the reference."
+        ]
+    return []
+
+
+def sentence(m: Compared, reference: Record) -> str:
+    """A setting against the reference in words: time per token, with its interval, and memory."""
+    r, plain = m.record, reference.setting
+    change, low, high = (100 * (x - 1) for x in (m.ratio, m.ratio_low, m.ratio_high))
+    if m.verdict == "within noise":
+        text = f"{r.setting} is as fast as {plain} ({change:+.1f} % [{low:+.1f}, {high:+.1f}])"
+    elif m.verdict == "faster":
+        text = f"{r.setting} is {change:.1f} % faster [{low:.1f}, {high:.1f}] than {plain}"
+    else:
+        text = (
+            f"{r.setting} costs {-change:.1f} % [{-high:.1f}, {-low:.1f}] of the speed of {plain}"
+        )
+    if r.memory_gib and reference.memory_gib and r.memory_kind == reference.memory_kind:
+        saved = reference.memory_gib - r.memory_gib
+        if abs(saved) > 0.02 * reference.memory_gib:
+            amount = f"{abs(saved):.1f} GiB" if abs(saved) >= 1 else f"{1024 * abs(saved):.0f} MiB"
+            text += f" and saves {amount}" if saved > 0 else f" and takes {amount} more"
+    return text

@@ -120,19 +120,32 @@ def peak_memory(device: torch.device) -> dict[str, float | int | None]:
     }
 
 
+def memory_now(device: torch.device) -> float | None:
+    """Memory that is in use now [GiB]: by tensors on a GPU, resident of a CPU run's process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    resident = _of_process("VmRSS")
+    return resident and resident / GIB
+
+
 def peak_resident_bytes() -> int:
     """Most memory this process had resident since its start.
 
     Read from /proc/self/status if it exists: getrusage's figure is at least that of the parent
     process.
     """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _of_process("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _of_process(name: str) -> int | None:
+    """A size of this process in bytes; None where there is no /proc."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
-        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
         return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return None
 
 
 def cpu_count() -> int:

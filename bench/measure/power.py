@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from bench.measure.device import memory_now
 from bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
 from bench.results.schema import DeviceUse
 
@@ -34,6 +35,7 @@ class PowerMeter:
         """`family`: ids of this run's processes on this machine, not counted as others."""
         self.family = frozenset({os.getpid(), *family})
         self.source = "none"
+        self.device = device
         self.sensor: Sensor | None = None
         self.interval = self.CPU_INTERVAL_S if device.type == "cpu" else self.GPU_INTERVAL_S
         try:
@@ -50,6 +52,7 @@ class PowerMeter:
 
     def begin(self) -> None:
         """Start; the device is idle."""
+        self.memory = [memory_now(self.device)]
         if self.sensor is None:
             return
         self.samples: list[Sample] = []
@@ -63,6 +66,7 @@ class PowerMeter:
 
     def _take_samples(self) -> None:
         while not self.stop.wait(self.interval):
+            self.memory.append(self._ask(lambda: memory_now(self.device)))
             if (sample := self._ask(self.sensor.sample)) is not None:
                 self.samples.append(sample)
                 if len(self.samples) % self.SAMPLES_A_LOOK == 0:
@@ -80,8 +84,11 @@ class PowerMeter:
 
     def end(self, rank: int) -> DeviceUse:
         """Everything seen since begin()."""
+        self.memory.append(memory_now(self.device))
+        held = [gib for gib in self.memory if gib is not None]
+        mean = statistics.fmean(held) if held else None
         if self.sensor is None:
-            return DeviceUse(rank=rank)
+            return DeviceUse(rank=rank, memory_mean_gib=mean)
         now = self._ask(self.sensor.joules)
         seconds = time.perf_counter() - self.start_s
         if not self.samples and (sample := self._ask(self.sensor.sample)) is not None:
@@ -110,6 +117,7 @@ class PowerMeter:
             sm_clock_limit_mhz=clock_limit,
             memory_clock_mean_mhz=statistics.fmean(memory_clocks) if memory_clocks else None,
             temperature_max_c=max(seen("temperature_c"), default=None),
+            memory_mean_gib=mean,
             n_samples=len(self.samples),
             throttled=self._throttled(),
             other_processes=max(others, default=None),

@@ -146,6 +146,11 @@ class DeviceUse(Strict):
     sm_clock_limit_mhz: float | None = about("Highest clock the device has [MHz].", default=None)
     memory_clock_mean_mhz: float | None = about("Mean memory clock [MHz].", default=None)
     temperature_max_c: float | None = about("Highest temperature [degrees C].", default=None)
+    memory_mean_gib: float | None = about(
+        "Mean memory [GiB] when the window opened, at each sample, and when it closed: of tensors on "
+        "the GPU, or the resident size of a CPU run's process.",
+        default=None,
+    )
     n_samples: int = about("Samples taken.", default=0)
     throttled: dict[str, float] | None = about(
         "Reasons for which the clocks were held down, each with its part of the window; empty if "
@@ -365,6 +370,11 @@ class Result(Strict):
         if args["pt_compile"] and args["compile_mode"] in GRAPH_MODES:
             return m.peak_reserved_gib, "reserved"
         return m.peak_allocated_gib, "allocated"
+
+    @property
+    def mean_memory_gib(self) -> float | None:
+        """Mean memory of the rank that has the most [GiB]."""
+        return max((d.memory_mean_gib for d in self.devices if d.memory_mean_gib), default=None)
 
     @property
     def power_limit_w(self) -> float | None:

@@ -6,6 +6,7 @@ the gate and TensorBoard read what a flag declares here.
 
 import dataclasses
 import enum
+import functools
 import re
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
@@ -480,9 +481,10 @@ def defaults(kind: Any) -> dict[str, Any]:
 SETTABLE = declared(Args).keys() - {"config", "output_dir", "run_name"}
 
 
-def of_kind(*kinds: Kind) -> set[str]:
+@functools.cache
+def of_kind(*kinds: Kind) -> frozenset[str]:
     """Names of the training scripts' flags of these kinds."""
-    return {name for name, flag in declared(Args).items() if flag.kind in kinds}
+    return frozenset(name for name, flag in declared(Args).items() if flag.kind in kinds)
 
 
 def differing(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
