@@ -4,8 +4,8 @@
     python compare.py results/ megatron.log --log-seq-len 4096 --output-dir comparison
     python compare.py runs/ --baseline baselines.json --tolerance 5%
 
-Reads our result.json and results.csv, the benchmark JSON of another suite, and logs of Megatron-LM,
-Primus, NeMo, torchtitan and llm-foundry; directories are searched. docs/COMPARE.md has the details.
+Reads our result.json and results.csv, the benchmark JSON of another suite, and logs of 17 others, from
+Megatron-LM to nanoGPT; directories are searched. docs/COMPARE.md has the details.
 Needs no torch.
 """
 
@@ -90,6 +90,15 @@ class LogFlags:
     log_hardware: tuple[str, ...] = flag(
         (), "GPU of the log that does not tell which.", metavar="[LOG=]HARDWARE"
     )
+    log_global_batch: tuple[str, ...] = flag(
+        (), "Samples of a step over all GPUs, of logs that do not tell it.", metavar="[LOG=]N"
+    )
+    log_model: tuple[str, ...] = flag(
+        (), "Model of a log that does not tell it; otherwise its file's name.", metavar="[LOG=]NAME"
+    )
+    log_parameters: tuple[str, ...] = flag(
+        (), "Parameters of the model, for TFLOP/s and MFU of a log without them.", metavar="[LOG=]N"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,12 +155,17 @@ def main(argv: Sequence[str]) -> int:
             facts_by_log("log-seq-len", args.log_seq_len, int),
             facts_by_log("log-gpus", args.log_gpus, int),
             facts_by_log("log-hardware", args.log_hardware, str),
+            facts_by_log("log-global-batch", args.log_global_batch, int),
+            facts_by_log("log-model", args.log_model, str),
+            facts_by_log("log-parameters", args.log_parameters, float),
         )
         records = read_records(args.results, say, facts)
         for record in records:
             for note in record.notes if record.suite != "llm-train-bench" else ():
                 say(f"{record.path}: {note}")
         if args.one_model:
+            if len(names := sorted({record.model or "unknown" for record in records})) > 1:
+                say(f"--one-model takes for one: {', '.join(names)}")
             for record in records:
                 record.model, record.model_hash = "one model", None
         identical = args.methodology == "identical_config"

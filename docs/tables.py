@@ -1,4 +1,4 @@
-"""Write the tables of the docs that code declares: fields of a result, and combinations of toggles.
+"""Write the tables of the docs that code declares: fields of a result, combinations of toggles, logs.
 
     python docs/tables.py     (make docs)
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench.compare.log_formats import RUN, TABLE
 from bench.formulas.work import Batch
 from bench.results import schema
 from bench.results.metrics import Metrics, shown_of
@@ -20,6 +21,7 @@ from bench.settings.combinations import combinations_table
 
 DOCS = Path(__file__).parent
 MARK = re.compile(r"<!-- fields: (\w+)(?: from (\w+))? -->\n(?:\|.*\n)*")
+LOGS = re.compile(r"<!-- logs -->\n\n(?:\|.*\n)*")
 COMBINATIONS = re.compile(r"<!-- combinations -->\n\n\|.*?\n\n(- .*\n)+", re.DOTALL)
 
 
@@ -30,6 +32,29 @@ def meanings(name: str) -> dict[str, tuple[str, str]]:
     kind = getattr(schema, name)
     unit = (lambda field: shown_of(field)["unit"]) if kind is Metrics else (lambda field: "")
     return {n: (unit(n), field.description) for n, field in kind.model_fields.items()}
+
+
+def logs_table() -> str:
+    """What compare.py reads in the logs of each suite."""
+    lines = ["| suite | in its steps | in the rest of its log |", "|---|---|---|"]
+    for suite, rows in TABLE.items():
+        steps, whole = {}, {}
+        for quantity, _, unit, of, over in rows:
+            (whole if over == RUN else steps).setdefault(quantity.removesuffix("_s"), set()).add(
+                ""
+                if over == RUN
+                else f" ({of}, {over})"
+                if unit != "" or "per_sec" in quantity
+                else ""
+            )
+        texts = [
+            ", ".join(f"{name}{' and'.join(sorted(found))}" for name, found in part.items())
+            for part in (steps, whole)
+        ]
+        lines.append(
+            f"| {suite} | {texts[0] or 'dictionaries, as in `trainer_state.json`'} | {texts[1]} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def with_tables(page: str) -> str:
@@ -53,6 +78,7 @@ def with_tables(page: str) -> str:
         return "\n".join(lines) + "\n"
 
     page = MARK.sub(table, page)
+    page = LOGS.sub(lambda _: f"<!-- logs -->\n\n{logs_table()}", page)
     return COMBINATIONS.sub(f"<!-- combinations -->\n\n{combinations_table()}\n", page)
 
 

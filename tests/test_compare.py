@@ -229,6 +229,93 @@ def test_automodel_bridge_and_foundry():
     assert old.tokens_per_sec is None and "no tokens/s" in old.notes[0] and len(old.losses) == 4
 
 
+# Excerpts of other people's logs (tests/logs/README.md), and what they say: by hand from the same lines.
+EXCERPTS = {
+    # The first two of ten steps are left out: 0 compiles, 1 is timed before it is done.
+    "maxtext": ("MaxText", {}, dict(n_gpus=4, tokens_per_sec_per_gpu=8724.7, tflops_per_gpu=135.73)),
+    "torchtune": ("torchtune", {"n_gpus": 2}, dict(tokens_per_sec_per_gpu=486.3, tokens_per_sec=972.6)),
+    # 262,144 tokens in 33.69 s; 0.96 % of an A100's 312 TFLOP/s.
+    "nanogpt": ("nanoGPT", {"n_gpus": 2}, dict(tokens_per_sec=7781.5, tflops_per_gpu=2.995)),
+    "nanochat": ("nanochat", {}, dict(n_gpus=1, seq_len=512, tokens_per_sec=12062.0, mfu=None,
+                                      hardware="NVIDIA GeForce RTX 4070 Laptop GPU")),
+    # 4 samples of 512 in each micro batch; eight times from 0.300 to 0.603 s.
+    "litgpt": ("litgpt", {"n_gpus": 1}, dict(tokens_per_sec=4 * 512 * 8 / 3.77676, memory_gib=12.95)),
+    # Harmonic mean of the last five samples/s.
+    "deepspeed": ("DeepSpeed", {"seq_len": 8192, "n_gpus": 3072},
+                  dict(tokens_per_sec=2222.9 * 8192, memory_gib=39.0)),
+    "axolotl": ("axolotl", {}, dict(tokens_per_sec=None, memory_gib=34.89, memory_kind="allocated")),
+    # 2.87, 2.97 and 3.27 s between the means 8.77, 5.82, 4.87 and 4.47 s of 1, 2, 3 and 4 batches.
+    "lightning": ("Lightning", {"seq_len": 128, "global_batch": 16, "n_gpus": 1},
+                  dict(tokens_per_sec=3 * 16 * 128 / 9.11)),
+    "megatron-bridge-gb200": ("Megatron-Bridge", {"seq_len": 4096, "global_batch": 512, "n_gpus": 64},
+                              dict(tflops_per_gpu=1052.17, tokens_per_sec=10 * 512 * 4096 / 24.87)),
+    "megatron-bridge-interval": ("Megatron-Bridge", {"seq_len": 4096, "n_gpus": 64},
+                                 dict(tflops_per_gpu=58.2, tokens_per_sec=512 * 4096 / 14.2603)),
+    "automodel-totals": ("NeMo Automodel", {}, dict(n_gpus=8, tokens_per_sec=8672.7)),
+    "automodel-per-gpu": ("NeMo Automodel", {"n_gpus": 8},
+                          dict(tokens_per_sec_per_gpu=1461.9, tokens_per_sec=8 * 1461.9)),
+    "gpt-neox": ("GPT-NeoX", {"seq_len": 2048, "n_gpus": 8},
+                 dict(tflops_per_gpu=112.9, tokens_per_sec=7.799 * 2048)),
+    "megatron-deepspeed": ("Megatron-DeepSpeed", {}, dict(n_gpus=64, seq_len=2048, global_batch=1536,
+                                                          tokens_per_sec_per_gpu=144.6)),
+    "megatron-deepspeed-argonne": ("Megatron-DeepSpeed", {}, dict(n_gpus=3072, seq_len=8192,
+                                                                  tflops_per_gpu=47.2)),
+    # 19,660,800 tokens in 299.1983 s; the printed 2,737.984 tokens/s are of one rank.
+    "hf-trainer": ("Hugging Face Trainer", {}, dict(n_gpus=24, tokens_per_sec_per_gpu=2737.98)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXCERPTS)
+def test_other_suites_logs(name):
+    suite, facts, figures = EXCERPTS[name]
+    r = log(name, **facts)
+    assert r.suite == suite
+    for key, value in figures.items():
+        close = pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
+        assert getattr(r, key) == close, key
+
+
+def test_files_of_other_suites_with_a_form_of_their_own(tmp_path, capsys):
+    """trainer_state.json, metrics.csv, lines of JSON, a benchmark's JSON."""
+
+    def read(path, **facts):  # fmt: skip
+        (record,) = read_records([str(path)], print, given(**facts))
+        return record
+
+    state = read(LOGS / "trainer_state.json", seq_len=1024, n_gpus=1)
+    assert state.suite == "Hugging Face Trainer" and state.tokens_per_sec == pytest.approx(
+        0.511 * 1024
+    )
+    assert state.losses[0] == (500, 1.1409) and len(state.losses) == 6
+    assert "an upper bound" in state.notes[0]
+    table = read(LOGS / "lightning.csv")
+    assert table.suite == "Lightning" and table.losses[0][0] == 49 and len(table.losses) == 14
+    assert table.tokens_per_sec is None and "tells no times" in table.notes[0]
+    # litgpt's counters: 4 x 512 tokens in 0.1 s; its items_per_sec are too high by 4.
+    rows = [f"{i},0.1,{2048 * i},{0.1 * i},9.{i},81920" for i in range(1, 9)]
+    head = "step,iter_time,tokens,time,loss,device/items_per_sec"
+    (tmp_path / "metrics.csv").write_text("\n".join([head, *rows]))
+    own = read(tmp_path / "metrics.csv", n_gpus=2)
+    assert own.suite == "litgpt" and own.tokens_per_sec == pytest.approx(2 * 20480)
+    lines = [
+        {"step": i, "loss": 2.0, "tps": 800.0, "tps_per_gpu": 100.0, "mem": 3.5} for i in range(4)
+    ]
+    (tmp_path / "training.jsonl").write_text(
+        "\n".join(map(json.dumps, lines)) + '\n{"step": 4, "lo'
+    )
+    lines = read(tmp_path / "training.jsonl")
+    assert (lines.suite, lines.n_gpus, lines.tokens_per_sec, lines.memory_gib) == (
+        "NeMo Automodel", 8, 800.0, 3.5)  # fmt: skip
+    content = {"avg_iter_time_seconds": 2.0, "world_size": 8, "global_batch_size": 16, "seq_len": 4096,
+               "avg_mfu_percent": 40.0, "peak_tflops": 989.0, "tflops_per_gpu": 800.0}  # fmt: skip
+    (tmp_path / "bench.json").write_text(json.dumps(content))
+    bench = read(tmp_path / "bench.json")
+    assert bench.tokens_per_sec_per_gpu == 4096.0 and bench.tflops_per_gpu == pytest.approx(395.6)
+    (tmp_path / "odd.jsonl").write_text('{"a": 1}')
+    assert compare.main([str(tmp_path / "odd.jsonl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_what_a_log_does_not_say_is_said(capsys):
     assert compare.main([str(LOGS / "nemo.log")]) == 0
     printed = capsys.readouterr()
@@ -339,6 +426,33 @@ def test_the_other_suites_json(tmp_path):
     assert r.losses == [(0, 11.9), (1, 11.8), (2, 11.5)] and r.learning_rates[2] == (2, 3e-5)
 
 
+def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, capsys):
+    """By the file's name without its platform; older names of curves; MFU from parameters."""
+    content = json.loads(json.dumps(SUITE))
+    del content["training_config"]["model"], content["memory_metrics"]
+    for key in ("step_times", "loss_values", "learning_rates"):
+        content[f"raw_{key}"] = content.pop(key)
+    content["raw_memory_values"] = [100.0, 118.0, 110.0]
+    content["training_config"] |= {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096}
+    other = json.loads(json.dumps(content))
+    other["gpu_info"]["device_name"] = "NVIDIA H100 80GB HBM3"
+    for name, each in (("rocm_llama", content), ("cuda_llama", other), ("cuda_qwen", other)):
+        (tmp_path / f"benchmark_{name}.json").write_text(json.dumps(each))
+    records = read_records([str(tmp_path)], print, LogFacts())
+    assert sorted(r.model for r in records) == ["llama", "llama", "qwen"]
+    amd = next(r for r in records if "rocm" in r.path)
+    assert len(amd.losses) == 3 and amd.memory_gib == pytest.approx(118e9 / 2**30)
+    flops = 6 * 8e9 + 12 * 32 * 4096 * 2048
+    assert amd.tflops_per_gpu == pytest.approx(flops * amd.tokens_per_sec_per_gpu / 1e12)
+    assert amd.mfu == pytest.approx(amd.tflops_per_gpu / 1307) and amd.flop_convention == "palm"
+    rows = compare_records(records, NONE, None)
+    assert sorted(r.group for r in rows) == ["llama T2048", "llama T2048", "qwen T2048"]
+    argv = [str(tmp_path), "--log-model", "benchmark_cuda_qwen=llama"]
+    assert compare.main(argv) == 0 and "qwen T2048" not in capsys.readouterr().out
+    assert compare.main([str(tmp_path), "--one-model"]) == 0
+    assert "--one-model takes for one: llama, qwen" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
     [
@@ -391,7 +505,7 @@ def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
     rows = [line.split("|")[1:3] for line in printed.out.splitlines() if line.count("|") > 5]
     rows = {name.strip(): number.strip() for name, number in rows}
     assert rows["bucket-cap-mb 25.0"] == "2" and rows["bucket-cap-mb 1.0"] == rows["t"] == "1"
-    assert "notes.txt: no line of Megatron-LM" in printed.err
+    assert "notes.txt: no line of Megatron-Bridge, " in printed.err
     assert "table.csv: is of a known kind, but not understood: Error: field larger" in printed.err
     assert "other.json: is no result.json of ours" in printed.err and "image.png" not in printed.err
 
@@ -665,7 +779,7 @@ def test_the_report_in_a_browser(result, tmp_path):
         ([], "nothing to compare"),
         (["nix"], "nix: no such file"),
         (["docs"], "docs: holds no result"),
-        (["README.md"], "no line of Megatron-LM"),
+        (["README.md"], "no line of Megatron-Bridge, "),
         (["configs/hardware.json"], "is no result.json of ours"),
         (
             ["tests/logs/primus.log", "--reference", "x"],

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench.compare.read_logs import read_log
+from bench.compare.read_logs import read_lines, read_log
 from bench.compare.read_results import read_csv, read_json
 from bench.compare.records import LogFacts, Record, check_figures, make_printable
 from bench.errors import UsageError
@@ -100,7 +100,9 @@ def discover(directory: Path) -> list[Path]:
         for name in sorted(files):
             if own_sweep and name != "results.csv":
                 continue
-            if Path(name).suffix in (".json", ".csv", ".log", ".txt", ".out", ".err"):
+            if name in ("steps.jsonl", "sweep.json"):
+                continue
+            if Path(name).suffix in (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err"):
                 found.append(here / name)
         if own_sweep:
             directories[:] = [d for d in directories if d not in ("logs", "probes")]
@@ -121,9 +123,11 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
     try:
         plain_file(path)
         if path.suffix == ".json":
-            records = read_json(path)
+            records = read_json(path, facts)
+        elif path.suffix == ".jsonl":
+            records = read_lines(path, facts)
         elif path.suffix == ".csv":
-            records = read_csv(path)
+            records = read_csv(path, facts)
         else:
             records = read_log(path, facts)
         for record in records:

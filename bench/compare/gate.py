@@ -268,7 +268,7 @@ def judge_all(
     return verdicts + unmeasured(results, stored)
 
 
-def exit_code(verdicts: Sequence[Verdict], allowed: Collection[str] = ()) -> int:
+def gate_code(verdicts: Sequence[Verdict], allowed: Collection[str] = ()) -> int:
     """0; 1 if something got worse; 5 if nothing or not everything could be judged.
 
     `allowed` statuses, `NO BASELINE` or `NOT MEASURED`, do not count as such.
@@ -287,7 +287,7 @@ def assert_no_regression(
 ) -> list[Verdict]:
     """For tests: `Regression` unless all results in `paths` are as fast as their baselines."""
     verdicts = judge_all(paths, baseline, tolerance)
-    if exit_code(verdicts, allowed):
+    if gate_code(verdicts, allowed):
         raise Regression("\n" + "\n".join(printable(v.line) for v in verdicts))
     return verdicts
 
@@ -309,7 +309,7 @@ def gate(
         print(printable(verdict.line))
     if not any(verdict.judged for verdict in verdicts):
         print(f"NOTHING JUDGED: {path} has no baseline of any of these runs that are fit")
-    code = exit_code(verdicts, allowed)
+    code = gate_code(verdicts, allowed)
     if markdown:
         write_whole(markdown, comment(verdicts, code))
     if benchmark_json:

@@ -6,26 +6,36 @@ performance_metrics, memory_metrics, step_times, loss_values, learning_rates.
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from bench.compare.records import Record, steady, unfinished_loss
+from bench.compare.read_logs import read_automodel_benchmark, read_metrics_csv, read_trainer_state
+from bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from bench.errors import UsageError
+from bench.formulas.hardware import device_called
 from bench.results.result_files import first_problem, parse_result, software
 from bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
+PLATFORM_WORDS = {"benchmark", "bench", "train", "training", "result", "results", "output", "nvidia",
+                  "amd", "cuda", "rocm", "nvd", "gpu", "h100", "h200", "b200", "a100", "mi300x",
+                  "mi325x", "mi350x", "mi355x"}  # fmt: skip
 
 
-def read_json(path: Path) -> list[Record]:
-    """A JSON file of ours or of the other suite; UsageError for any other."""
+def read_json(path: Path, facts: LogFacts) -> list[Record]:
+    """A JSON file of ours or of another suite; UsageError for any other."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if isinstance(content, dict) and "schema_version" in content and "metrics" in content:
         return [read_ours(content, path)]
     if isinstance(content, dict) and {"gpu_info", "performance_metrics"} <= set(content):
-        return [read_suite(content, path)]
+        return [read_suite(content, path, facts)]
+    if isinstance(content, dict) and isinstance(content.get("log_history"), list):
+        return [read_trainer_state(content, path, facts)]
+    if isinstance(content, dict) and {"avg_iter_time_seconds", "world_size"} <= set(content):
+        return [read_automodel_benchmark(content, path)]
     raise UsageError(
         f"{path}: is no result.json of ours, and has no gpu_info and performance_metrics"
     )
@@ -99,22 +109,29 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     )
 
 
-def read_suite(content: dict[str, Any], path: Path) -> Record:
+def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     """The other suite's benchmark JSON."""
     gpu, config = content["gpu_info"], content.get("training_config") or {}
     speed, memory = content["performance_metrics"], content.get("memory_metrics") or {}
     n = config.get("num_gpus") or gpu.get("device_count")
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise UsageError(f"{path}: num_gpus is {n!r}, which is no number of GPUs")
-    batch, seq_len = config.get("global_batch_size"), config.get("sequence_length")
-    times = steady(content.get("step_times") or content.get("raw_step_times") or [])
+
+    def series(name: str) -> list[Any]:
+        return content.get(name) or content.get(f"raw_{name}") or []
+
+    batch = facts.of(path, "global_batch", config.get("global_batch_size"))
+    seq_len = facts.of(path, "seq_len", config.get("sequence_length"))
+    hardware = facts.of(path, "hardware", gpu.get("device_name"))
+    times = steady(series("step_times"))
     total = speed.get("tokens_per_second") or None  # 0: not measured
     notes = []
     if times and batch and seq_len:
         total = batch * seq_len * len(times) / sum(times)
         notes.append(f"tokens/s from {len(times)} steady step times")
-    peak = memory.get("peak_memory_allocated_gb")
-    model = config.get("model") or config.get("model_name") or path.stem
+    per_gpu = total / n if total and n else speed.get("tokens_per_second_per_gpu")
+    peak = memory.get("peak_memory_allocated_gb") or max(series("memory_values"), default=None)
+    model = config.get("model") or config.get("model_name") or model_of_file(path)
     known = {
         "global_batch_size": "global_batch", "sequence_length": "seq_len", "learning_rate": "lr",
         "weight_decay": "weight_decay", "optimizer": "optimizer", "seed": "seed",
@@ -123,38 +140,58 @@ def read_suite(content: dict[str, Any], path: Path) -> Record:
     given = {
         ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None
     }
-    losses = list(enumerate(content.get("loss_values") or []))
     if isinstance(given.get("optimizer"), str):
         given["optimizer"] = given["optimizer"].lower()
+    losses = list(enumerate(series("loss_values")))
+    device = device_called(hardware)
+    parameters = facts.of(path, "parameters", config.get("num_parameters"))
+    flops = 6.0 * parameters if parameters else None
+    shape = [config.get(key) for key in ("num_layers", "hidden_size")]
+    if flops and seq_len and all(shape):
+        flops += 12 * shape[0] * shape[1] * seq_len
+    tflops = flops * per_gpu / 1e12 if flops and per_gpu else None
     return Record(
         path=str(path),
         suite=f"JSON ({gpu.get('software_stack') or content.get('platform')})",
         label=path.stem,
-        hardware=gpu.get("device_name"),
+        hardware=hardware,
         n_gpus=n,
-        model=str(model),
+        model=str(facts.of(path, "model", None) or model),
         seq_len=seq_len,
         global_batch=batch,
         settings=(content.get("parallelism_config") or {}).get("strategy_name", ""),
         tokens_per_sec=total,
-        tokens_per_sec_per_gpu=total / n if total and n else speed.get("tokens_per_second_per_gpu"),
+        tokens_per_sec_per_gpu=per_gpu,
         step_times_s=times,
+        tflops_per_gpu=tflops,
+        mfu=tflops / device.bf16_tflops if tflops and device else None,
+        flop_convention="palm" if all(shape) else "6 N",
         memory_gib=peak * GB_TO_GIB if peak else None,
         memory_kind="allocated",
         losses=losses,
         marks=unfinished_loss(losses),
-        learning_rates=list(enumerate(content.get("learning_rates") or [])),
+        learning_rates=list(enumerate(series("learning_rates"))),
         hyperparameters=given,
         notes=notes,
     )
 
 
-def read_csv(path: Path) -> list[Record]:
-    """A results.csv of sweep.py: one record a row."""
+def model_of_file(path: Path) -> str:
+    """The model in a file's name, without the words for platforms: benchmark_cuda_llama is llama."""
+    words = re.split(r"[_.\s-]+", path.stem.lower())
+    return "-".join(word for word in words if word not in PLATFORM_WORDS) or path.stem
+
+
+def read_csv(path: Path, facts: LogFacts) -> list[Record]:
+    """A results.csv of sweep.py, one record a row; or a metrics.csv of Lightning or litgpt."""
     with path.open(newline="", encoding="utf-8-sig") as f:
         rows = list(csv.DictReader(f))
+    if rows and "step" in rows[0] and "key" not in rows[0]:
+        return read_metrics_csv(path, facts)
     if not rows or not {"key", "status", "model"} <= set(rows[0]):
-        raise UsageError(f"{path}: is no results.csv of sweep.py (key, status, model, ...)")
+        raise UsageError(
+            f"{path}: is no results.csv of sweep.py (key, status, model, ...), no metrics.csv (step, ...)"
+        )
 
     def number(row: dict[str, str], name: str) -> float | None:
         return (float(row[name]) or None) if row.get(name) else None

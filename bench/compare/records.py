@@ -17,6 +17,9 @@ class LogFacts:
     seq_len: Mapping[str, int] = dataclasses.field(default_factory=dict)
     n_gpus: Mapping[str, int] = dataclasses.field(default_factory=dict)
     hardware: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    global_batch: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    model: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unnamed: list[str] = dataclasses.field(default_factory=list, compare=False)
     """Logs that took the hardware said of all."""
 
@@ -41,7 +44,10 @@ class LogFacts:
         return value
 
 
-FACT_FLAGS = {"seq_len": "log-seq-len", "n_gpus": "log-gpus", "hardware": "log-hardware"}
+FACT_FLAGS = {
+    "seq_len": "log-seq-len", "n_gpus": "log-gpus", "hardware": "log-hardware",
+    "global_batch": "log-global-batch", "model": "log-model", "parameters": "log-parameters",
+}  # fmt: skip
 
 
 def facts_by_log(flag: str, texts: Sequence[str], kind: type) -> dict[str, Any]:
@@ -53,8 +59,8 @@ def facts_by_log(flag: str, texts: Sequence[str], kind: type) -> dict[str, Any]:
             found[log] = kind(value)
         except ValueError:
             found[log] = 0
-        if not found[log] or (kind is int and found[log] < 1):
-            what = "a whole number above 0" if kind is int else "a name"
+        if not found[log] or (kind is not str and not 0 < found[log] < math.inf):
+            what = {int: "a whole number above 0", float: "a number above 0", str: "a name"}[kind]
             raise UsageError(f"--{flag} {text}: must be {what}, or LOG=VALUE")
     return found
 
