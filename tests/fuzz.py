@@ -129,7 +129,6 @@ def samples(directory: Path) -> dict[str, tuple[str, bytes, Callable[[Path], obj
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
                  "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
                  "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}  # fmt: skip
-    log = next(iter(sorted((ROOT / "tests/logs").glob("*"))))
     trace = {"traceEvents": [
         {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7,
          "args": {"device": 0, "stream": 7, "correlation": 1}},
@@ -159,7 +158,11 @@ def samples(directory: Path) -> dict[str, tuple[str, bytes, Callable[[Path], obj
         "tokens": (".bin", (directory / "x.bin").read_bytes(), open_tokens),
         "result": (".json", text("tests/version1/plain/result.json"), read_foreign),
         "steps": (".jsonl", text("tests/version1/plain/steps.jsonl")[:900], read_steps),
-        "log": (".log", log.read_bytes()[:3000], read_foreign),
+        "log": (".log", text("tests/logs/primus.log")[:3000], read_foreign),
+        "trainer": (".json", text("tests/logs/trainer_state.json"), read_foreign),
+        "printed": (".log", text("tests/logs/axolotl.log"), read_foreign),
+        "metrics": (".csv", text("tests/logs/lightning.csv"), read_foreign),
+        "lines": (".jsonl", b'{"step": 1, "tps": 8.0, "loss": 2.0}\n' * 3, read_foreign),
         "trace": (".json", json.dumps(trace).encode(), as_trace),
         "experiment": (".yaml", text("tests/version1/experiment.yaml"), experiment),
         "baselines": (".json", text("tests/version1/baselines.json"),

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ import sweep
 import trace_report
 from bench.apply.tokens import write_tokens
 from bench.compare.find_results import read_records
-from bench.compare.log_formats import PARSERS
+from bench.compare.log_formats import SUITES, TABLE, parse
+from bench.compare.read_logs import KNOWN
 from bench.compare.records import LogFacts
 from bench.errors import UsageError, printable
 from bench.results.result_files import is_alive, this_process
@@ -215,17 +217,14 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, capsys):
     assert "an event without times" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("parser", PARSERS, ids=lambda p: p.__name__)
-def test_a_run_of_digits_is_parsed_in_linear_time(parser):
-    lines = {
-        "parse_megatron": "iteration 1/ 2 | elapsed time per iteration (ms): ",
-        "parse_nemo": "Training epoch 0, iteration 1/2 | train_step_timing in s: ",
-        "parse_bridge": "Step Time : MODEL_TFLOP/s/GPU ",
-        "parse_automodel": "step 1 | epoch 0 | loss tps ",
-        "parse_torchtitan": "step: 1 loss: memory: ", "parse_composer": "[batch=1/2]:\n Train a: ",
-    }  # fmt: skip
+@pytest.mark.parametrize("suite", KNOWN)
+def test_a_run_of_digits_is_parsed_in_linear_time(suite):
+    needs = " ".join(SUITES[suite].needs) if suite in SUITES else "{'loss': "
+    rows = [re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[1].split("([-+]")[0]) for row in TABLE[suite]]
+    line = f"{needs} iteration 1/2 Step 1 | step: 1 global_step=1 "
+    text = "".join(f"{line}{row}{'1' * 100_000}x\n" for row in rows[:6]) + "\n" * 20_000
     begin = time.monotonic()
-    parser(lines[parser.__name__] + "1" * 200_000 + "x\n" + "\n" * 20_000)
+    parse(text, suite)
     assert time.monotonic() - begin < 20
 
 
