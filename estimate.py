@@ -114,6 +114,8 @@ def main(argv: Sequence[str]) -> int:
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
     several = {"ddp": Script.DDP, "fsdp": Script.FSDP, "pp": Script.PP}[wanted.parallel]
+    if args.pp and several is Script.DDP:
+        raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
     several = Script.PP if args.pp else several
     script = Script.ONE if wanted.gpus == 1 else several
     args = check(args, script)

@@ -234,7 +234,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
         )
     if not config.learned_positions and config.rope_dim % 2:
         raise ConfigError(
-            f"{path}: head_dim {config.rope_dim} is odd; rotary embeddings need pairs"
+            f"{path}: {'qk_rope_head_dim' if config.latent else 'head_dim'} {config.rope_dim} is odd; "
+            "rotary embeddings need pairs"
         )
     if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
         raise ConfigError(

@@ -29,11 +29,11 @@ class Router(nn.Linear):
             nn.Parameter(torch.zeros(e.number), requires_grad=False) if e.correction else None
         )
 
-    def forward(self, x: Tensor, balanced: bool = False) -> tuple[Tensor, Choice]:
+    def forward(self, x: Tensor, balanced: Tensor | None = None) -> tuple[Tensor, Choice]:
         """(N, d) tokens to all experts' scores (N, E) in fp32, and the choice.
 
         Logits have autocast's dtype but for sigmoid scores, which are fp32 throughout, as in the
-        families' own code. `balanced` deals experts out in turn; scores weigh them as ever.
+        families' own code. `balanced` (N, k) is taken for the choice; scores weigh it as ever.
         """
         e = self.options
         if e.scores == "sigmoid":
@@ -43,7 +43,7 @@ class Router(nn.Linear):
             scores = F.linear(x, self.weight, self.bias).float()
             if e.scores == "softmax":
                 scores = scores.softmax(dim=-1)
-        index = _in_turn(len(x), e, x.device) if balanced else self.best(scores.detach())
+        index = self.best(scores.detach()) if balanced is None else balanced
         weights = scores.gather(1, index)
         if e.scores == "softmax_chosen":
             weights = weights.softmax(dim=-1)
@@ -67,9 +67,15 @@ class Router(nn.Linear):
         return scores.topk(e.per_token, dim=-1).indices
 
 
-def _in_turn(n: int, e: Experts, device: torch.device) -> Tensor:
-    """(n, k) experts dealt out one after the other: equal loads, and no expert twice for a token."""
-    return torch.arange(n * e.per_token, device=device).remainder(e.number).view(n, e.per_token)
+def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -> Tensor:
+    """(B x t, k) experts of this rank's tokens, dealt out one after the other over all B x T.
+
+    Loads are equal, no token has an expert twice, and a token has the same ones on every layout.
+    """
+    own = layout.own_positions(T, device)
+    own = torch.arange(T, device=device) if own is None else own
+    tokens = (torch.arange(B, device=device)[:, None] * T + own).flatten()
+    return (tokens[:, None] * e.per_token + torch.arange(e.per_token, device=device)) % e.number
 
 
 def count_rows(index: Tensor, number: int) -> Tensor:
@@ -153,7 +159,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, d) to (B, T, d)."""
         tokens = x.flatten(0, 1)
-        scores, (index, weights) = self.router(tokens, self.balanced)
+        balanced = None
+        if self.balanced:
+            whole = x.shape[1] * self.layout.tp * self.layout.cp
+            balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
+        scores, (index, weights) = self.router(tokens, balanced)
         y = self.mixed(tokens, index, weights.to(x.dtype))
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _with_loss(y, self.loss_factor * self.balance_loss(scores, index))
@@ -166,7 +176,8 @@ class MixtureOfExperts(nn.Module):
         k = self.options.per_token
         order = index.flatten().argsort(stable=True)  # by expert, then by token
         counts = count_rows(index, self.options.number)
-        self.count(counts)
+        if self.training:  # validation moves no correction
+            self.count(counts)
         out = self.layout.experts(self.experts, tokens[order // k], counts)
         back = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)

@@ -322,7 +322,7 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
         raise keys.error(
             "n_group",
             f"{experts.number} experts do not divide into groups of two or more; "
-            f"{', '.join(possible)} would do",
+            f"{', '.join(possible or ['1'])} would do",
         )
     if experts.groups_per_token > groups:
         raise keys.error("topk_group", f"is above n_group {groups}")

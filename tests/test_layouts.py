@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from bench.errors import UsageError
+from bench.formulas.work import Fsdp
+from bench.parallel.layout import RankLayout
 from model import layout
+from model.experts import _in_turn, fullest_expert, update_corrections
 from model.init import fill
+from model.layout import ALONE
 from model.shares import divided, whole_shape
 from model.transformer import Transformer
 from tests import layouts
@@ -92,12 +96,25 @@ TINY = ["--seq-len", "32", "--device", "cpu"]
         ("qwen3_moe", 2, "--ep 2 --sac-freq 1/1 --sac-policy op", "use --sac-policy block"),
         ("qwen3_moe", 2, "--tp 2 --sac-freq 1/1 --sac-policy op", "has experts, whose gathers"),
         ("qwen3", 2, "--cp 2 --cpu-offload", "--cp with --cpu-offload: gradients"),
+        ("dense_moe", 2, "--ep 2", "has no experts; leave it out"),
+        ("qwen3", 3, "--pp 2", "--pp 2 does not divide 3 ranks; 3 would"),
+        ("qwen3", 1, "--pp 2", "--pp 2 does not divide 1 ranks; nothing would"),
+        ("qwen3", 2, "--pp 2 --grad-acc-steps 1", "--grad-acc-steps 1: a pipeline needs"),
+        (
+            "qwen3",
+            2,
+            "--pp 2 --bsz 2 --global-bsz 2",
+            "needs as many or more; use --global-bsz 4, or a smaller --bsz",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_one_line(family, world, flags, message):
     argv = ["x.json", *TINY, *flags.split()]
+    script = "train_pp.py" if "--pp" in flags else "train_fsdp.py"
+    dense = {"mlp_only_layers": [0, 1, 2]} if family == "dense_moe" else {}
+    shape = config("qwen3_moe" if dense else family, **dense)
     with pytest.raises(UsageError, match=message) as refused:
-        plan_of(argv, "train_fsdp.py", world, "cpu", config(family))
+        plan_of(argv, script, world, "cpu", shape)
     assert "\n" not in str(refused.value)
 
 
@@ -132,3 +149,38 @@ def test_balanced_routing_gives_every_expert_as_many_rows():
         assert rows.sum() == 3 * 64 * 3
         assert ((rows.max(1).values / rows.mean(1) == 1).all()) == balanced
         assert all(block.mlp.router.weight.grad.abs().sum() > 0 for block in model.blocks.values())
+
+
+def test_balanced_routing_is_the_same_on_every_layout():
+    """The tokens of a rank have the experts that they have on one device, whatever its share."""
+    e = config("qwen3_moe").experts
+    whole = _in_turn(3, 12, e, ALONE, torch.device("cpu")).view(3, 12, -1)
+    assert len({tuple(row) for row in whole.flatten(0, 1).tolist()}) > 1
+    for tp, cp in ((2, 1), (1, 2), (2, 3)):
+        for rank in range(tp * cp):
+            part = RankLayout(Fsdp(shards=tp * cp, tp=tp, cp=cp, ulysses=cp == 2), rank)
+            own = part.own_positions(12, torch.device("cpu"))
+            assert torch.equal(_in_turn(3, 12, e, part, own.device), whole[:, own].flatten(0, 1))
+
+
+def test_validation_moves_no_correction():
+    """Rows of evaluation count nowhere: the same training with and without it."""
+    shape = config("deepseek_v3", router_bias_update_rate=0.01)
+    ends = []
+    for validated in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(shape, 16)
+        for name, parameter in model.weights():
+            fill(parameter.data, name, shape, 0)
+        for _ in range(3):
+            ids = torch.randint(97, (4, 16))
+            model(ids, ids).backward()
+            if validated:
+                model.eval()
+                model(ids.new_ones(4, 16), ids)
+                model.train()
+            update_corrections(model)
+        routers = [b.mlp.router for b in model.blocks.values() if hasattr(b.mlp, "router")]
+        ends.append((fullest_expert(model), torch.stack([r.correction.data for r in routers])))
+    assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
+    assert ends[0][1].abs().sum() > 0

@@ -111,6 +111,8 @@ def test_operators_of_a_cpu():
     assert operator_class("aten::addmm") == "matmul"
     assert operator_class("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
     assert operator_class("gloo:all_reduce") == "communication"
+    assert operator_class("_c10d_functional::wait_tensor") == "communication"
+    assert operator_class("aten::_grouped_mm") == "matmul"
     assert operator_class("aten::view") is None and operator_class("aten::linear") is None
     assert operator_class("aten::silu") == "elementwise"
 

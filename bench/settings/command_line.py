@@ -24,7 +24,14 @@ Parsed = TypeVar("Parsed")
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
-    return check(parse_dataclass(Args, argv, script, script), script)
+    args = parse_dataclass(Args, argv, script, script)
+    words = {word.replace("_", "-").split("=")[0] for word in argv}
+    if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in words:
+        raise UsageError(
+            "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; "
+            "leave it out for 2 x --pp"
+        )
+    return check(args, script)
 
 
 def parse_dataclass(

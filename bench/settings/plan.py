@@ -173,7 +173,8 @@ def make_plan(
                 "--cpu-offload has no meaning on a CPU: parameters are in host memory; leave it out"
             )
         pp, virtual = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
-        _must_divide("--pp", pp, f"{world} ranks", world)
+        if script is Script.PP:
+            _must_divide("--pp", pp, f"{world} ranks", world, least=2)
         fsdp = Fsdp(
             shards=resolve_shards(args.dp_replicate, world // pp),
             replicas=args.dp_replicate,
@@ -198,7 +199,7 @@ def make_plan(
         batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
     batch = resolve_batch(batch, seq_len, (fsdp.ranks // (fsdp.tp * fsdp.cp)) if fsdp else world)
     if script is Script.PP:
-        check_pipeline(fsdp, config, batch)
+        check_pipeline(fsdp, config, batch, args.global_bsz)
     work = Work(
         config=config,
         batch=batch,
@@ -309,7 +310,7 @@ def resolve_shards(replicas: int, world: int) -> int:
 def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: int) -> Fsdp:
     """The ranks' shares of tokens, heads and experts; UsageError where sizes stand against them."""
     tp, cp, ep = flags.tp, flags.cp, flags.ep
-    if ep > 1 and config.experts is None:
+    if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
     if tp > 1 and config.whole_qk_norm:
         raise UsageError(
@@ -332,7 +333,7 @@ def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: i
     return dataclasses.replace(fsdp, tp=tp, cp=cp, ep=ep, ulysses=ulysses)
 
 
-def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch) -> None:
+def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
     """UsageError where the layers or the micro batches are too few for the stages."""
     pp, virtual, micro = fsdp.pp, fsdp.virtual, batch.grad_acc_steps
     if config.num_hidden_layers < fsdp.stages:
@@ -343,9 +344,11 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch) -> None:
     if micro < pp or (virtual > 1 and micro % pp):
         few = max(1, -(-micro // pp)) * pp
         need = "a multiple of it" if virtual > 1 else "as many or more"
+        use = f"--grad-acc-steps {few}"
+        if global_bsz:
+            use = f"--global-bsz {global_bsz // micro * few}, or a smaller --bsz"
         raise UsageError(
-            f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; "
-            f"use --grad-acc-steps {few}"
+            f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; use {use}"
         )
 
 
@@ -356,11 +359,13 @@ def _mlp_sizes(config: ModelConfig) -> list[int]:
     return [size for size, there in ((config.intermediate_size, dense), (shared, shared)) if there]
 
 
-def _must_divide(flag: str, value: int, what: str, *sizes: int) -> None:
+def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) -> None:
     greatest = math.gcd(*sizes)
     if greatest % value:
-        possible = ", ".join(str(n) for n in range(1, greatest + 1) if greatest % n == 0)
-        raise UsageError(f"{flag} {value} does not divide {what}; {possible} would")
+        possible = [str(n) for n in range(least, greatest + 1) if greatest % n == 0]
+        raise UsageError(
+            f"{flag} {value} does not divide {what}; {', '.join(possible) or 'nothing'} would"
+        )
 
 
 def resolve_flex(work: Work, platform: Platform) -> bool:

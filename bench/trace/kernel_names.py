@@ -11,7 +11,7 @@ LOSS, OPTIMIZER, ELEMENTWISE = "loss", "optimizer", "elementwise"
 CONVOLUTION, SCAN, EMBEDDING = "convolution", "scan", "embedding"
 
 _COMMUNICATION = re.compile(
-    r"nccl|rccl|mscclkernel|gloo|record_param_comms|c10d::|cross_device_reduce"
+    r"nccl|rccl|mscclkernel|gloo|record_param_comms|c10d(_functional)?::|cross_device_reduce"
     r"|one_?shot_all_?reduce|two_?shot_all_?reduce|multimem_|::(internode|intranode)::",
     re.IGNORECASE,
 )
@@ -82,7 +82,7 @@ def kernel_class(name: str) -> str:
 
 
 _CPU_MATMULS = re.compile(
-    r"^aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|mv|dot)$"
+    r"^aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|_?grouped_mm|_scaled_grouped_mm|mv|dot)$"
     r"|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear|onednn::.*linear|convolution"
 )
 _CPU_VIEWS = re.compile(
