@@ -747,9 +747,9 @@ def test_the_report_in_a_browser(result, tmp_path):
       window.onerror = (message) => tell("ERROR " + message);
       const cell = (row, n) => document.querySelectorAll("tbody tr")[row].cells[n].textContent;
       tell(document.querySelectorAll("svg").length + " plots");
-      tell(cell(0, 1) + ": " + cell(0, 7));
+      tell(cell(0, 1) + ": " + cell(0, 4));
       document.querySelectorAll("tbody input[type=radio]")[0].click();
-      tell(cell(1, 1) + ": " + cell(1, 7) + " " + cell(1, 6));
+      tell(cell(1, 1) + ": " + cell(1, 4) + " " + cell(1, 3));
       document.querySelector("tbody tr button").click();
       tell(document.querySelectorAll("td.runs div").length + " runs");
     """

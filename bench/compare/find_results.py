@@ -96,7 +96,7 @@ def discover(directory: Path) -> list[Path]:
             directories.clear()
             continue
         directories.sort()
-        own_sweep = "rows.jsonl" in files  # results.csv comes at its end
+        own_sweep = {"rows.jsonl", "sweep.json"} & set(files)  # results.csv comes at its end
         for name in sorted(files):
             if own_sweep and name != "results.csv":
                 continue
