@@ -39,8 +39,8 @@ def memory_text(gib: float | None, kind: str | None, form: str) -> str:
 
 
 def short(name: str) -> str:
-    """A name of at most 80 characters."""
-    return name if len(name) <= 80 else f"{name[:77]}..."
+    """A name of at most 80 characters: kernels often differ in their last ones."""
+    return name if len(name) <= 80 else f"{name[:47]}...{name[-30:]}"
 
 
 def milliseconds(seconds: float) -> str:

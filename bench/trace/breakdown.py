@@ -104,10 +104,10 @@ def _label(trace: Trace) -> list[str]:
 def _operators(trace: Trace) -> dict[int, dict]:
     """Arguments of the CPU operators by the id that their kernels carry."""
     return {
-        s.args["External id"]: s.args
+        s.operator: s.args
         for spans in trace.host.values()
         for s in spans
-        if s.category == "cpu_op" and "External id" in s.args and s.args.get("Input Dims")
+        if s.category == "cpu_op" and s.operator is not None and s.args.get("Input Dims")
     }
 
 

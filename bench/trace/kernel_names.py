@@ -4,6 +4,7 @@ The patterns match the names of cuBLAS (nvjet, xmma), CUTLASS, cuDNN, FlashAtten
 hipBLASLt (Cijk), Composable Kernel, AITER, Triton, Inductor, NCCL, RCCL and PyTorch.
 """
 
+import functools
 import re
 
 MATMUL, ATTENTION, COMMUNICATION, COPIES = "matmul", "attention", "communication", "copies"
@@ -41,7 +42,7 @@ _SCAN = re.compile(
 )
 _MATMUL = re.compile(
     r"gemm|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_mm|scaled_mm"
-    r"|^_?matmul_kernel|grouped_mm|fused_moe_kernel|moe_mm",
+    r"|^_?matmul_(kernel|ogs)|grouped_mm|fused_moe_kernel|moe_mm",
     re.IGNORECASE,
 )
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_entropy|xentropy", re.IGNORECASE)
@@ -57,6 +58,7 @@ _TEMPLATE = re.compile(r"^triton_tem_(?!.*flex_(attention|decoding))|^triton_tem
 _FUSED_LOSS = re.compile(r"log_softmax|cross_entropy")
 
 
+@functools.cache
 def kernel_class(name: str) -> str:
     """The class of a GPU kernel, memory copy or memset."""
     if _COMMUNICATION.search(name):
@@ -83,7 +85,7 @@ def kernel_class(name: str) -> str:
 
 _CPU_MATMULS = re.compile(
     r"^aten::(mm|addmm|addmm_|bmm|baddbmm|baddbmm_|_scaled_mm|_?grouped_mm|_scaled_grouped_mm|mv|dot)$"
-    r"|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear|onednn::.*linear|convolution"
+    r"|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear|onednn::.*linear"
 )
 _CPU_VIEWS = re.compile(
     r"^aten::(view|_unsafe_view|reshape|_reshape_alias|t|transpose|permute|expand|expand_as|slice"
@@ -93,12 +95,15 @@ _CPU_VIEWS = re.compile(
 )
 
 
+@functools.cache
 def operator_class(name: str) -> str | None:
     """The class of a CPU operator's own time; None for what only looks at tensors or calls others."""
     if name.startswith(("gloo:", "c10d::", "nccl:")) or _COMMUNICATION.search(name):
         return COMMUNICATION
     if _CPU_MATMULS.search(name):
         return MATMUL
+    if "convolution" in name:
+        return CONVOLUTION
     if "CompiledFxGraph" in name:
         # On a CPU, Inductor's fused kernels have no separate names.
         return ELEMENTWISE
