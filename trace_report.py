@@ -2,6 +2,7 @@
 
     python trace_report.py runs/RUN/trace/rank0.pt.trace.json.gz
     python trace_report.py BEFORE.json.gz AFTER.json.gz
+    python trace_report.py runs/RUN --html timeline.html     (all ranks: who waits for whom)
 
 Reads torch.profiler's traces from our runs or any other PyTorch program, on CPU, CUDA and ROCm.
 Needs no torch and no GPU.
@@ -19,6 +20,7 @@ import bench.start  # noqa: F401
 from rich.console import Console
 
 from bench.errors import UsageError
+from bench.files import write_whole
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import flag, positional
 from bench.settings.tool_main import run_tool, tool
@@ -26,6 +28,8 @@ from bench.tables import markdown_table, milliseconds, short
 from bench.trace.breakdown import break_down
 from bench.trace.breakdown_schema import Breakdown
 from bench.trace.breakdown_table import show_breakdown
+from bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
+from bench.trace.rank_traces import read_ranks, waiting
 from bench.trace.read_trace import Trace, read_trace
 
 Key = TypeVar("Key")
@@ -36,9 +40,13 @@ class ReportArgs:
     """Say where the time of a traced step went, and what changed between two traces."""
 
     traces: tuple[str, ...] = positional(
-        "TRACE [TRACE]", "One trace, or two to compare: .json or .json.gz."
+        "TRACE [TRACE]",
+        "One trace, or two to compare: .json or .json.gz; or a directory with those of all ranks.",
     )
     json: bool = flag(False, "Print JSON in place of tables.")
+    html: str | None = flag(
+        None, "Write a timeline of all ranks here, of a directory's traces.", metavar="FILE"
+    )
 
 
 @tool("trace_report.py")
@@ -46,7 +54,14 @@ def main(argv: Sequence[str]) -> int:
     """Report, and return the exit code: 0, or 2 for what cannot be read."""
     args = parse_dataclass(ReportArgs, argv, "trace_report.py")
     if len(args.traces) not in (1, 2):
-        raise UsageError(f"{len(args.traces)} traces: give one, or two to compare")
+        raise UsageError(f"{len(args.traces)} traces: give one, two to compare, or a directory")
+    directories = [path for path in args.traces if Path(path).is_dir()]
+    if directories:
+        if len(args.traces) > 1:
+            raise UsageError(f"{directories[0]}: is a directory; give it alone")
+        return report_ranks(Path(directories[0]), args)
+    if args.html:
+        raise UsageError("--html: needs a directory with the traces of all ranks")
     read, found = zip(*(understand(path) for path in args.traces), strict=True)
     if args.json:
         print(json.dumps([as_json(t, b) for t, b in zip(read, found, strict=True)], indent=1))
@@ -56,6 +71,23 @@ def main(argv: Sequence[str]) -> int:
         print_one(console, read[0], found[0])
     else:
         print_change(console, read, found)
+    return 0
+
+
+def report_ranks(directory: Path, args: ReportArgs) -> int:
+    """The ranks of a run side by side."""
+    ranks = read_ranks(directory)
+    found = waiting(ranks)
+    if args.json:
+        print(json.dumps(ranks_as_json(ranks, found), indent=1))
+    else:
+        show_ranks(ranks, found)
+    if args.html:
+        try:
+            write_whole(Path(args.html), timeline_page(directory.name, ranks, found))
+        except OSError as error:
+            raise UsageError(f"--html {args.html}: cannot be written: {error.strerror}") from None
+        print(f"wrote {args.html}", file=sys.stderr)
     return 0
 
 

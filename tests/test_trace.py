@@ -3,6 +3,8 @@
 import gzip
 import json
 import math
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -406,3 +408,75 @@ def test_a_trace_of_a_device_that_is_not_read_is_refused(tmp_path, capsys):
     path.write_text(json.dumps({"traceEvents": events}))
     assert trace_report.main([str(path)]) == 2
     assert "is of an MTIA device" in capsys.readouterr().err
+
+
+# --- all ranks of a run -----------------------------------------------------------------------------
+
+
+def rank_trace(directory, rank, late, calls=3):
+    """A step of `calls` matmuls of 1 ms, each with an all-reduce that ends at 5 ms for all ranks."""
+    events = [{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1,
+               "ts": 0.0, "dur": calls * 5000.0}]  # fmt: skip
+    for i in range(calls):
+        begin, meets = 5000.0 * i, 1000.0 + late
+        for name, start, end in (("gemm", 0, meets), ("ncclDevKernel_AllReduce_Sum", meets, 5000)):
+            events.append({"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": len(name),
+                           "ts": begin + start, "dur": end - start, "args": {"device": 0}})  # fmt: skip
+    content = {"distributedInfo": {"rank": rank, "world_size": 3}, "traceEvents": events}
+    (directory / f"r{9 - rank}.json").write_text(json.dumps(content))
+
+
+def test_the_straggler_is_named_with_what_others_wait_for_it(tmp_path, capsys):
+    """Rank 1 computes 2 ms longer, rank 2 half: 0 waits 2 ms a call for rank 1, and 2 waits 1.5."""
+    for rank, late in ((0, 0), (1, 2000), (2, 500)):
+        rank_trace(tmp_path, rank, late)
+    page = tmp_path / "page.html"
+    assert trace_report.main([str(tmp_path), "--html", str(page)]) == 0
+    out = capsys.readouterr().out
+    assert "rank 1 is the straggler: others wait for it 10.500 ms a step, 100% of all" in out
+    lines = [[c.strip() for c in line.split("|")] for line in out.splitlines() if "|" in line]
+    rows = {line[1]: line for line in lines}
+    # step, computes, exposed, hidden, idle, waits, waited for
+    assert rows["1"][2:9] == ["15.000", "9.000", "6.000", "0.000", "0.000", "0.000", "10.500"]
+    assert rows["0"][7] == "6.000" and rows["2"][7] == "4.500"
+    assert rows["all_reduce"][2:6] == ["3", "9.500", "9.500", "3.500"]
+    text = page.read_text()
+    assert text.count("<path") == 9 and "rank 1: computation, 9.00 of 15.00 ms" in text
+    assert not re.findall(r"(?:src|href|url|import)\b *[=(]", text)
+    assert trace_report.main([str(tmp_path), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["waiting"][0] == {"rank": 0, "for": 1, "seconds": pytest.approx(0.006)}
+    rank_trace(tmp_path, 2, 0, calls=2)  # a rank that recorded less
+    assert trace_report.main([str(tmp_path)]) == 0
+    assert "3 collectives are not matched" in capsys.readouterr().out
+    shutil.copy(tmp_path / "r9.json", tmp_path / "r0.json")
+    assert trace_report.main([str(tmp_path)]) == 2
+    assert "rank 0 has 2 traces (r0.json, r9.json)" in capsys.readouterr().err
+
+
+def test_real_traces_of_two_ranks(tmp_path, capsys):
+    """Ranks 0 and 1 of eight H100: ten reduce-scatters match, one all-gather more is on rank 1."""
+    for rank, name in enumerate(("cuda_h100_training", "cuda_h100_training_rank1")):
+        shutil.copy(TRACES / f"{name}.json.gz", tmp_path / f"rank{rank}.json.gz")
+    assert trace_report.main([str(tmp_path), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["matched"] == 10 and content["unmatched"] == 11
+    assert content["waiting"][0]["rank"] == 0 and content["waiting"][0]["for"] == 1
+    assert content["waiting"][0]["seconds"] == pytest.approx(2.677e-3, rel=1e-3)
+    exposed = content["collectives"]
+    assert exposed["all_gather"]["exposed_s"] == pytest.approx(7.03e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["tests/logs"], "tests/logs: holds no trace of torch.profiler"),
+        (["tests/traces", "tests/traces"], "is a directory; give it alone"),
+        (["tests/traces/rocm_mi300x_ddp.json.gz", "--html", "x.html"], "--html: needs a directory"),
+    ],
+)
+def test_what_is_no_run_is_one_line(argv, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert trace_report.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1

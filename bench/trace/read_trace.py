@@ -25,7 +25,7 @@ GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 HOST_CATEGORIES = ("cpu_op", "user_annotation")
 STEP = "ProfilerStep#"
-CHUNK = 2**23
+PIECE = 2**23
 # No single event is as long.
 LONGEST_EVENT = 2**26
 
@@ -198,7 +198,7 @@ class _Source:
         """Read on; False at the end."""
         if self.done:
             return False
-        data = self.file.read(CHUNK)
+        data = self.file.read(PIECE)
         self.read += len(data)
         if self.read > 100 * self.size + 2**26:  # a JSON of events shrinks to a tenth or so
             most = (100 * self.size + 2**26) / 2**20
