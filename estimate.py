@@ -35,7 +35,7 @@ from bench.settings.flags import Args, Script, check_bounds, declared, flag, fla
 from bench.settings.machine import detect_platform
 from bench.settings.plan import Plan, make_plan
 from bench.settings.tool_main import run_tool, tool
-from bench.tables import markdown_table
+from bench.tables import markdown_table, number
 
 GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -97,7 +97,7 @@ class Estimate:
     tokens_per_sec: float
     tokens_per_sec_per_gpu: float
     mfu: float
-    tokens_per_joule: float
+    tokens_per_joule: float | None
     usd_per_million_tokens: float | None
     days: float | None
     usd: float | None
@@ -189,11 +189,11 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         tokens_per_sec=per_second,
         tokens_per_sec_per_gpu=per_second / world,
         mfu=per_second / world * flops / peak,
-        tokens_per_joule=per_second / watts,
+        tokens_per_joule=per_second / watts if watts else None,
         usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
         days=seconds and seconds / 86400,
         usd=seconds and price and price * world * seconds / 3600,
-        kwh=seconds and watts * seconds / 3.6e6,
+        kwh=seconds and watts and watts * seconds / 3.6e6,
         traced_peak=traced,
     )
 
@@ -237,7 +237,7 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         ),
         ("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}"),
         ("MFU (palm)", f"{e.mfu:.1%}"),
-        (f"tokens/J (at {BUSY:.0%} of the power limit)", f"{e.tokens_per_joule:.2f}"),
+        (f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f")),
     ]
     if e.usd_per_million_tokens is not None:
         rows.append(("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}"))

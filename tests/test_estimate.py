@@ -453,8 +453,8 @@ def test_measured_here_against_the_formula(capsys):
     [
         ([], "--gpu is missing"),
         (["--gpu", "h300"], "no such device; configs/hardware.json has: A100"),
-        (["--gpu", "h20"], "h20: no such device"),  # neither an H200 nor, below, an A100
-        (["--gpu", "A10"], "A10: no such device"),
+        (["--gpu", "h30"], "h30: no such device"),  # neither an H200 nor, below, an A100
+        (["--gpu", "A1"], "A1: no such device"),
         (
             ["--gpu", "h100", "--gpus", "8", "--nproc", "4"],
             "--nproc: give the number of devices by",

@@ -4,8 +4,15 @@ import json
 
 import pytest
 
+import estimate
 from bench.errors import UsageError
-from bench.formulas.hardware import HARDWARE_FILE, devices, find_peaks, name_of_part
+from bench.formulas.hardware import (
+    HARDWARE_FILE,
+    devices,
+    find_hardware,
+    find_peaks,
+    name_of_part,
+)  # fmt: skip
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -19,6 +26,10 @@ DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
         ("AMD Instinct MI300X", 1307, 2615),
         ("AMD Instinct MI250X", 191.5, None),
         ("NVIDIA A100-SXM4-80GB", 312, None),
+        ("NVIDIA H20", 148, 296),
+        ("NVIDIA A10", 125, None),
+        ("NVIDIA GH200 480GB", 989.4, 1978.9),
+        ("Tesla V100-SXM2-16GB", 125, None),
     ],
 )
 def test_known(name, bf16, fp8):
@@ -30,6 +41,51 @@ def test_known(name, bf16, fp8):
 @pytest.mark.parametrize("name", ["NVIDIA H200 NVL", "H200", "NVIDIA GeForce RTX 4060", "CPU", ""])
 def test_unknown_is_none_never_a_neighbour(name):
     assert find_peaks(name).bf16_tflops is None
+
+
+@pytest.fixture
+def own(monkeypatch, tmp_path):
+    """Writes the user's own hardware.json."""
+
+    def write(*entries):
+        path = tmp_path / "hardware.json"
+        path.write_text(json.dumps({"devices": entries}))
+        monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(path))
+        devices.cache_clear()
+
+    yield write
+    monkeypatch.undo()
+    devices.cache_clear()
+
+
+FOUR = {"name": "My Card", "bf16_tflops": 200.0, "memory_gib": 31.0, "memory_tb_per_s": 1.5}
+
+
+def test_a_gpu_of_ones_own_needs_four_keys(own, capsys):
+    own(FOUR, FOUR | {"name": "NVIDIA H200", "bf16_tflops": 700.0})
+    assert find_peaks("My Card").bf16_tflops == 200 and find_hardware("my card").memory_gib == 31
+    assert find_peaks("NVIDIA H200").bf16_tflops == 700  # one's own goes before
+    assert find_peaks("NVIDIA B200").bf16_tflops == 2250
+    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "my card", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gpu"] == "My Card" and found["tokens_per_joule"] is None
+    assert 0.05 < found["mfu"] < 0.8
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"name": "x"}, "the entry x lacks bf16_tflops"),
+        (FOUR | {"bf16_tflops": 0}, "'My Card': bf16_tflops is 0"),
+        (FOUR | {"tflops": 1}, "has tflops, which no entry has"),
+        (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'"),
+    ],
+)
+def test_a_wrong_entry_of_ones_own_is_one_line(own, entry, message):
+    own(entry)
+    with pytest.raises(UsageError, match=message) as refused:
+        devices()
+    assert "hardware.json: " in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_partition_is_not_the_whole():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import re
 import typing
 from pathlib import Path
@@ -46,35 +47,68 @@ class Hardware:
         return "amd" if self.name.startswith("MI") else "nvidia"
 
 
+# What an entry of the user's may leave out, besides the name the driver gives, which is then its name.
+OPTIONAL = {
+    "fp8_tflops": None, "mxfp8": False, "tdp_w": 0.0, "ring_gb_per_s": 20.0, "nic_gb_per_s": 12.5,
+    "measured_bf16_tflops": None, "measured_fp8_tflops": None, "usd_per_hour": None, "fitted": {},
+}  # fmt: skip
+MAY_BE_0 = {"tdp_w"}  # unknown
+
+
+def own_hardware_file() -> Path:
+    """The user's own devices: LLM_TRAIN_BENCH_HARDWARE, or hardware.json in the user's configuration."""
+    if path := os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
+        return Path(path)
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config) / "llm-train-bench" / "hardware.json"
+
+
 @functools.cache
 def devices() -> tuple[Hardware, ...]:
-    """All that configs/hardware.json lists; UsageError for an entry that is not as Hardware's."""
-    entries = _read_json(HARDWARE_FILE).get("devices")
+    """All devices that are known, the user's own first; UsageError for an entry that is not right.
+
+    An entry of the user's needs `name`, `bf16_tflops`, `memory_gib` and `memory_tb_per_s` alone.
+    """
+    path = own_hardware_file()
+    found = []
+    if path.exists() or "LLM_TRAIN_BENCH_HARDWARE" in os.environ:
+        for entry in _entries_of(path):
+            name, rate = entry.get("name"), entry.get("bf16_tflops")
+            filled = {"driver_names": [name], "source": str(path), **OPTIONAL}
+            if isinstance(rate, int | float):
+                filled["fp32_tflops"] = rate / 16  # without TF32: of CUDA cores
+            found.append(_hardware(filled | entry, path))
+    return (*found, *(_hardware(entry, HARDWARE_FILE) for entry in _entries_of(HARDWARE_FILE)))
+
+
+def _entries_of(path: Path) -> list[dict[str, Any]]:
+    entries = _read_json(path).get("devices")
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise UsageError(f"{HARDWARE_FILE}: devices must be a list of objects")
+        raise UsageError(f"{path}: devices must be a list of objects")
+    return entries
+
+
+def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
+    """An entry of a file, checked."""
     hints = typing.get_type_hints(Hardware)
     keys = {field.name for field in dataclasses.fields(Hardware)}
-    for entry in entries:
-        if wrong := sorted(keys ^ entry.keys()):
-            what = (
-                f"lacks {wrong[0]}" if wrong[0] in keys else f"has {wrong[0]}, which no entry has"
-            )
-            raise UsageError(f"{HARDWARE_FILE}: the entry {entry.get('name', '?')} {what}")
-        for key, value in entry.items():
-            kinds = typing.get_args(hints[key]) or (hints[key],)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            names = key == "driver_names" and isinstance(value, list)
-            right = (
-                (float in kinds and number and 0 <= value < 1e15)
-                or (value is None and type(None) in kinds)
-                or (names and all(isinstance(n, str) for n in value))
-                or (key == "fitted" and isinstance(value, dict))
-                or type(value) in kinds
-            )
-            if not right:
-                shown = repr(value)[:40]
-                raise UsageError(f"{HARDWARE_FILE}: {entry.get('name')!r}: {key} is {shown}")
-    return tuple(Hardware(**e | {"driver_names": tuple(e["driver_names"])}) for e in entries)
+    if wrong := sorted(keys ^ entry.keys()):
+        what = f"lacks {wrong[0]}" if wrong[0] in keys else f"has {wrong[0]}, which no entry has"
+        raise UsageError(f"{path}: the entry {entry.get('name', '?')} {what}")
+    for key, value in entry.items():
+        kinds = typing.get_args(hints[key]) or (hints[key],)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        names = key == "driver_names" and isinstance(value, list)
+        right = (
+            (float in kinds and number and (0 if key in MAY_BE_0 else 1e-9) <= value < 1e15)
+            or (value is None and type(None) in kinds)
+            or (names and all(isinstance(n, str) for n in value))
+            or (key == "fitted" and isinstance(value, dict))
+            or type(value) in kinds
+        )
+        if not right:
+            raise UsageError(f"{path}: {entry.get('name')!r}: {key} is {repr(value)[:40]}")
+    return Hardware(**entry | {"driver_names": tuple(entry["driver_names"])})
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -168,9 +202,12 @@ def find_hardware(name: str) -> Hardware:
     # To the end of a word, or A10 would be an A100; MI300 is MI300X.
     start = re.compile(re.escape(low) + r"x?(?!\w)")
     found = exact or [d for d in devices() if start.match(d.name.lower())]
-    if len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name):
+    if not exact and (len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name)):
         known = ", ".join(d.name for d in devices())
-        raise UsageError(f"{name}: no such device; configs/hardware.json has: {known}")
+        raise UsageError(
+            f"{name}: no such device; configs/hardware.json has: {known}; add yours in "
+            f"{own_hardware_file()}"
+        )
     return found[0]
 
 
