@@ -15,7 +15,7 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,7 @@ from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
 from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment
 from bench.sweep.grid import Cell, differences, make_cells
+from bench.sweep.jobs import options_of, run_as_jobs
 from bench.sweep.ranking import rank, show_ranking, write_csv
 
 
@@ -45,7 +46,9 @@ class SettingsFlags:
     experiment: str = positional(
         "[FILE.yaml]", "An experiment file; without one, --models and --set say what to run.", ""
     )
-    models: tuple[str, ...] = flag((), "Model configs.", metavar="CONFIG")
+    models: tuple[str, ...] = flag(
+        (), "Model configs; with an experiment file, those of its models to run.", metavar="CONFIG"
+    )
     script: Literal[tuple(map(str, Script))] = flag("train.py", "Script that runs them.")
     set: tuple[str, ...] = flag(
         (),
@@ -70,6 +73,21 @@ class ProcessFlags:
     output_dir: str | None = flag(
         None, "Where rows, results and tables go; by default sweeps/ and the experiment's name.",
         metavar="DIR",
+    )  # fmt: skip
+    launcher: Literal["here", "slurm", "local"] = flag(
+        "here", "Runs go one after the other on this machine, or as jobs of SLURM; local: as processes, "
+        "all at once, to try it."
+    )  # fmt: skip
+    slurm: tuple[str, ...] = flag(
+        (), "What sbatch is told, as submitit names it: partition=gpu gpus_per_node=8 exclusive=true.",
+        metavar="KEY=VALUE",
+    )  # fmt: skip
+    cooldown: float = flag(
+        0.0, "Seconds of rest before each run, so that all begin as cool.", at_least=0
+    )
+    grid_gco2_per_kwh: float = flag(
+        445.0, "Grams of CO2 per kWh, for the CO2 of each run; the default is the world's mean of 2024 "
+        "(IEA, Electricity 2025).", above=0,
     )  # fmt: skip
     retry: bool = flag(False, "Run again what failed or timed out before in the same --output-dir.")
     dry_run: bool = flag(False, "Print the settings and stop.")
@@ -97,8 +115,17 @@ def main(argv: Sequence[str]) -> int:
         text = json.dumps([[cell.script, *cell.argv()] for cell in cells])
         directory = directory.with_name(f"{directory.name}-{zlib.crc32(text.encode()):08x}")
     if experiment.methodology == "identical_config":
-        for line in unlike or ["the platforms' hyperparameters are the same"]:
-            print(f"identical_config: {line}")
+        if unlike:
+            more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
+            raise UsageError(
+                f"{where}: methodology is identical_config, and platforms differ: {unlike[0]}{more}; "
+                "make them equal, or take maximum_performance"
+            )
+        print("identical_config: the platforms' hyperparameters are the same")
+    if args.launcher != "slurm" and args.slurm:
+        raise UsageError("--slurm: needs --launcher slurm")
+    if args.launcher != "here" and args.cooldown:
+        raise UsageError("--cooldown: is for runs on this machine; leave it out, or --launcher")
     if args.dry_run:
         for cell in cells:
             print(f"{cell.script} {' '.join(cell.argv())}")
@@ -122,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # The directory may hold rows of other settings, from an earlier form of the experiment.
         measured = run_all(cells, experiment, rows, directory, args, platform)
-        write_csv(measured, directory / "results.csv")
+        write_csv(measured, directory / "results.csv", args.grid_gco2_per_kwh)
         show_ranking(rank(measured), directory)
     except KeyboardInterrupt:
         print(f"\nsweep.py: interrupted; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
@@ -137,11 +164,21 @@ def main(argv: Sequence[str]) -> int:
 def read(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
-        if given := changed(args, ("models", "set", "script", "repeats", "timeout_s")):
+        if given := changed(args, ("set", "script", "repeats", "timeout_s")):
             raise UsageError(
                 f"{flag_of(given)} and an experiment file, which says that itself: leave one out"
             )
-        return read_experiment(args.experiment), args.experiment
+        experiment = read_experiment(args.experiment)
+        for name in args.models:
+            if not any(name in (model, Path(model).stem) for model in experiment.models):
+                known = ", ".join(Path(model).stem for model in experiment.models)
+                raise UsageError(
+                    f"--models {name}: {args.experiment} has none such; it has {known}"
+                )
+        kept = [
+            m for m in experiment.models if not args.models or {m, Path(m).stem} & set(args.models)
+        ]
+        return experiment.model_copy(update={"models": kept}), args.experiment
     if not args.models:
         raise UsageError("nothing to run: give an experiment file, or --models")
     try:
@@ -178,14 +215,30 @@ def run_all(
     if done := len(measured):
         print(f"rows from before: {done}", flush=True)
     start = time.monotonic()
-    for i, (cell, repeat) in enumerate(todo):
-        row = run_cell(cell, repeat, directory, experiment.timeout_s)
+    labels = {cell_key(cell, repeat): cell.label() for cell, repeat in todo}
+    if args.launcher == "here":
+        fresh = _run_here(todo, directory, experiment.timeout_s, args.cooldown)
+    else:
+        options = options_of(args.slurm)
+        fresh = run_as_jobs(todo, directory, experiment.timeout_s, args.launcher, options)
+    for i, row in enumerate(fresh):
         rows.add(row)
         measured.append(row)
         left = (time.monotonic() - start) / (i + 1) * (len(todo) - i - 1)
         number = f"[{done + i + 1}/{done + len(todo)}]"
-        print(f"{number} {outcome(row)}  {cell.label()}  ({_duration(left)} left)", flush=True)
+        print(
+            f"{number} {outcome(row)}  {labels[row['key']]}  ({_duration(left)} left)", flush=True
+        )
     return measured
+
+
+def _run_here(
+    todo: list[tuple[Cell, int]], directory: Path, timeout_s: float, cooldown_s: float
+) -> Iterator[CellRow]:
+    for i, (cell, repeat) in enumerate(todo):
+        if i:
+            time.sleep(cooldown_s)
+        yield run_cell(cell, repeat, directory, timeout_s)
 
 
 def _duration(seconds: float) -> str:

@@ -26,7 +26,7 @@ DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
         ("AMD Instinct MI300X", 1307, 2615),
         ("AMD Instinct MI250X", 191.5, None),
         ("NVIDIA A100-SXM4-80GB", 312, None),
-        ("NVIDIA H20", 148, 296),
+        ("NVIDIA L4", 121, 242.5),
         ("NVIDIA A10", 125, None),
         ("NVIDIA GH200 480GB", 989.4, 1978.9),
         ("Tesla V100-SXM2-16GB", 125, None),

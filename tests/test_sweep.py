@@ -24,7 +24,7 @@ from bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from bench.sweep.cell_runs import Rows, cell_key, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment, substitute
 from bench.sweep.grid import differences, make_cells
-from bench.sweep.ranking import Ranked, rank, show_ranking
+from bench.sweep.ranking import Ranked, rank, show_ranking, write_csv
 from model.config import load_config
 from model.hf import save_pretrained
 from model.transformer import Transformer
@@ -353,6 +353,84 @@ def test_auto_batch_changes_nothing_that_is_fixed(keys, message, tmp_path, capsy
     path = write(tmp_path / "e.yaml", **keys)
     assert sweep.main([path, "--auto-bsz", "--dry-run", "--platform", "nvidia"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_runs_as_jobs_are_the_same_rows_and_go_on(tmp_path, capsys):
+    """Through submitit's local executor; what is done is not run again."""
+    pytest.importorskip("submitit")
+    path = write(tmp_path / "e.yaml", training=FAST, cells=[{"bsz": 1}])
+    argv = [path, "--launcher", "local", "--output-dir", str(tmp_path / "out")]
+    assert sweep.main(argv) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+    assert row["status"] == "ok" and row["tokens_per_sec"] > 0 and row["axes"] == {"bsz": 1}
+    assert json.loads((tmp_path / "out/jobs/submitted.json").read_text()) == {}
+    assert sweep.main(argv) == 0
+    assert "rows from before: 1" in capsys.readouterr().out
+
+
+def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
+    from bench.sweep import jobs
+
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(jobs, "run_cell", _lost)
+    (cell,) = make_cells(experiment(training=FAST), "cpu")
+    (row,) = jobs.run_as_jobs([(cell, 0)], tmp_path, 60.0, "local", {})
+    assert row["status"] == "failed" and "the node went away" in row["error"]
+    assert row["key"] == cell_key(cell, 0) and row["model"] == "gpt2-tiny"
+
+
+def _lost(*args):
+    raise RuntimeError("the node went away")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--models", "llama"], "--models llama: "),
+        (["--slurm", "partition=x"], "--slurm: needs --launcher slurm"),
+        (["--launcher", "local", "--cooldown", "3"], "--cooldown: is for runs on this machine"),
+        (["--launcher", "slurm", "--slurm", "partition"], "--slurm partition: must be KEY=VALUE"),
+        (["--launcher", "slurm"], "--launcher slurm: Could not detect"),
+        (["--grid-gco2-per-kwh", "0"], "must be above 0"),
+    ],
+)
+def test_ways_to_launch_that_cannot_be_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = write(tmp_path / "e.yaml", training=FAST)
+    assert sweep.main([path, *argv, "--output-dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_some_models_of_a_file(capsys):
+    argv = ["configs/sweeps/gpt2-context.yaml", "--models", "gpt2-350m", "configs/gpt2-125m.json"]
+    assert sweep.main([*argv, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("gpt2-350m.json") == out.count("gpt2-125m.json") == 4 and "760m" not in out
+
+
+def test_platforms_that_differ_are_no_identical_config(tmp_path, capsys):
+    machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 8}}
+    path = write(tmp_path / "e.yaml", methodology="identical_config", script="train_fsdp.py",
+                 hardware=machines, training={"bsz": 2}, platforms={"amd": {"bsz": 4}})  # fmt: skip
+    assert sweep.main([path, "--platform", "nvidia", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert "platforms differ: gpt2-tiny: bsz: nvidia 2, amd 4 (and 1 more)" in error
+
+
+def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
+    slept, rows = [], iter([{"energy_j": 7.2e6}, {"energy_j": None}])
+    row = {"key": "k", "status": "ok", "axes": {}, "model": "m", "tokens_per_sec": 1.0}
+    monkeypatch.setattr(sweep.time, "sleep", slept.append)
+    monkeypatch.setattr(sweep, "run_cell", lambda *_: row | next(rows))
+    cells = make_cells(experiment(training=FAST), "cpu") * 2
+    found = list(sweep._run_here([(cell, 0) for cell in cells], tmp_path, 1.0, 30.0))
+    assert slept == [30.0]
+    write_csv(found, tmp_path / "x.csv", 445.0)
+    with (tmp_path / "x.csv").open() as f:
+        first, second = csv.DictReader(f)
+    assert (float(first["kwh"]), float(first["gco2"])) == (2.0, 890.0) and second["kwh"] == ""
+    assert first["grid_gco2_per_kwh"] == "445.0"
 
 
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):

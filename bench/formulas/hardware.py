@@ -71,7 +71,7 @@ def devices() -> tuple[Hardware, ...]:
     """
     path = own_hardware_file()
     found = []
-    if path.exists() or "LLM_TRAIN_BENCH_HARDWARE" in os.environ:
+    if path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
         for entry in _entries_of(path):
             name, rate = entry.get("name"), entry.get("bf16_tflops")
             filled = {"driver_names": [name], "source": str(path), **OPTIONAL}

@@ -52,16 +52,10 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
 
     The status is the run's own, `timeout`, or `failed` with the last line it printed.
     """
-    key = cell_key(cell, repeat)
+    row = first_of_row(cell, repeat)
+    key = row["key"]
     runs = directory / ("probes" if repeat == "probe" else "runs")
     run, log = runs / key, directory / "logs" / f"{key}.log"
-    row: CellRow = {
-        "key": key,
-        "repeat": repeat,
-        "script": cell.script,
-        "model": model_name(cell.config),
-    }
-    row["axes"] = {name: dict(cell.flags).get(name) for name in cell.axes}
     if (result := _finished(run)) is None:
         _remove(run)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +82,15 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "n_gpus": result.device.count,
     }
     return row
+
+
+def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
+    """What is known of a run's row before it runs."""
+    return {
+        "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
+        "model": model_name(cell.config),
+        "axes": {name: dict(cell.flags).get(name) for name in cell.axes},
+    }  # fmt: skip
 
 
 def outcome(row: CellRow) -> str:

@@ -13,13 +13,24 @@ from bench.sweep.cell_runs import CellRow
 from bench.tables import csv_cell, markdown_table, memory_text, number
 
 
-def write_csv(rows: list[CellRow], path: Path) -> None:
-    """All rows, without the lists; a column for each axis."""
+def write_csv(rows: list[CellRow], path: Path, gco2_per_kwh: float) -> None:
+    """All rows, without the lists; a column for each axis.
+
+    `kwh` is the energy of the window, `gco2` that times the grid's grams of CO2 per kWh.
+    """
     rows = [{"key": row["key"]} | row["axes"] | row for row in rows]
+    for row in rows:
+        if joules := row.get("energy_j"):
+            row |= {"kwh": joules / 3.6e6, "gco2": joules / 3.6e6 * gco2_per_kwh}
+            row["grid_gco2_per_kwh"] = gco2_per_kwh
     names = list(
         dict.fromkeys(name for row in rows for name in row if name not in ("step_times_s", "axes"))
     )
-    last = [n for n in (*CSV_COLUMNS, "error", "result", "command") if n in names]
+    last = [
+        n
+        for n in (*CSV_COLUMNS, "kwh", "gco2", "grid_gco2_per_kwh", "error", "result", "command")
+        if n in names
+    ]
     names = [n for n in names if n not in last] + last
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, names, extrasaction="ignore")
