@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest docs lint faults fuzz bench gpu-check gpu-test gpu-bench clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs lint faults fuzz bench gpu-check gpu-test gpu-bench clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -45,6 +45,13 @@ faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART_OF_FAULTS)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 
 # Every layout of ranks against one device: losses, norms, every gradient; three minutes.
+# What --track writes, read back by each library itself; these are not installed for `make test`.
+test-track:
+	test -d .venv-track || $(PY) -m venv .venv-track
+	.venv-track/bin/pip install -q pytest pydantic rich tyro numpy pyyaml pandas wandb mlflow-skinny prometheus_client \
+	  mlperf_logging
+	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
+
 layouts: $(READY)
 	$(BIN)/python -m tests.layouts
 

@@ -26,6 +26,7 @@ from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_ste
 from bench.results.result_files import ResultFile, StepsFile, now
 from bench.results.schema import ResumedFrom
 from bench.results.tensorboard import TensorBoardFile
+from bench.results.trackers import check_trackers, track
 from bench.run.checkpoint.manifest import (
     Manifest,
     check_same_training,
@@ -142,6 +143,7 @@ class Run:
 
     def _open_files(self) -> list:
         plan, r = self.plan, self.result
+        check_trackers(plan.output.track)
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir()
@@ -274,6 +276,8 @@ class Run:
             if error is None:
                 print_result(r)
         say(f"{r.status}: {self.file.path}")
+        for line in track(self.plan.output.track, r, self.directory):
+            say(line)
 
     def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
         """Fill in the work of torch.compile since the run began."""

@@ -277,6 +277,10 @@ class OutputFlags:
         OUTPUT,
     )  # fmt: skip
     no_tensorboard: bool = flag(False, "Do not write TensorBoard scalars.", OUTPUT)
+    track: tuple[Literal["wandb", "mlflow", "openmetrics", "mllog", "csv"], ...] = flag(
+        (), "Hand on the run at its end: to W&B (offline where nobody is logged in), MLflow, or as "
+        "OpenMetrics, MLPerf's log or one row of a CSV in its directory.", OUTPUT,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

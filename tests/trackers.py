@@ -1,0 +1,115 @@
+"""What --track writes, read back by each library itself: `make test-track`, outside `make test`."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+
+from bench.results.result_files import read_result
+from bench.results.trackers import TRACKERS, final_figures, track
+
+RUN = Path(__file__).parent / "version1" / "plain"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run's directory and result; nobody is logged in anywhere."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    directory = tmp_path / "runs" / "plain"
+    shutil.copytree(RUN, directory)
+    return directory, read_result(directory / "result.json")
+
+
+def handed_on(name, run):
+    directory, result = run
+    (line,) = track([name], result, directory)
+    assert "not tracked" not in line, line
+    steps = [json.loads(text) for text in (directory / "steps.jsonl").read_text().splitlines()]
+    return line, steps, final_figures(result)
+
+
+def test_every_tracker_is_read_back_here():
+    here = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert here - set(TRACKERS) == {"every_tracker_is_read_back_here"} and set(TRACKERS) <= here
+
+
+def test_openmetrics(run):
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    _, _, final = handed_on("openmetrics", run)
+    text = (run[0] / "metrics.prom").read_text()
+    families = {f.name: f.samples for f in text_string_to_metric_families(text)}
+    assert len(families) == len(final)
+    (sample,) = families["llm_train_bench_tokens_per_sec"]
+    assert sample.value == final["tokens_per_sec"] and sample.labels["run"] == run[1].run_name
+
+
+def test_mllog(run):
+    from mlperf_logging.compliance_checker.mlp_parser import parse_file
+
+    handed_on("mllog", run)
+    lines, errors = parse_file(str(run[0] / "mllog.txt"), ruleset="5.0.0")
+    assert not errors
+    losses = [line for line in lines if line.key == "train_loss"]
+    steps = [json.loads(text) for text in (run[0] / "steps.jsonl").read_text().splitlines()]
+    assert [line.value["value"] for line in losses] == [step["loss"] for step in steps]
+    assert lines[-1].key == "run_stop" and lines[-1].value["metadata"]["status"] == "success"
+
+
+def test_csv(run):
+    pandas = pytest.importorskip("pandas")
+    _, _, final = handed_on("csv", run)
+    (row,) = pandas.read_csv(run[0] / "flat.csv").to_dict("records")
+    assert row["tokens_per_sec"] == pytest.approx(final["tokens_per_sec"])
+    assert row["run"] == run[1].run_name
+
+
+def test_mlflow(run):
+    from mlflow.tracking import MlflowClient
+
+    line, steps, final = handed_on("mlflow", run)
+    client = MlflowClient(tracking_uri=(run[0].parent / "mlruns").resolve().as_uri())
+    experiment = client.get_experiment_by_name("llm-train-bench")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.run_name == run[1].run_name and found.info.run_id in line
+    history = client.get_metric_history(found.info.run_id, "train/loss")
+    assert [m.value for m in sorted(history, key=lambda m: m.step)] == [s["loss"] for s in steps]
+    assert found.data.metrics["final/tokens_per_sec"] == final["tokens_per_sec"]
+    assert found.data.params["bsz"] == str(run[1].args["bsz"])
+
+
+def records_of(data: bytes):
+    """The records of a .wandb file: LevelDB's log format in blocks of 32 KiB, behind 7 bytes."""
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # a record's head is not cut by a block's end
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            yield whole
+            whole = b""
+
+
+def test_wandb(run):
+    """Offline: the file that `wandb sync` would send, by W&B's own messages."""
+    from wandb.proto import wandb_internal_pb2
+
+    line, steps, final = handed_on("wandb", run)
+    assert "offline; send it by: wandb sync" in line
+    (path,) = run[0].glob("wandb/offline-run-*/*.wandb")
+    losses, summary = [], {}
+    for data in records_of(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
+        losses += [json.loads(items["train/loss"])] if "train/loss" in items else []
+        summary |= {i.key or "/".join(i.nested_key): i.value_json for i in record.summary.update}
+    assert losses == [s["loss"] for s in steps]
+    assert json.loads(summary["tokens_per_sec"]) == final["tokens_per_sec"]
