@@ -18,6 +18,7 @@ from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
+from bench.run.sampling import text_writer
 from bench.settings.plan import Plan
 from model.hf import check_pretrained, save_pretrained
 from model.init import materialize
@@ -35,6 +36,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
+    write_text = text_writer(plan.output.sample, files, work)
 
     with Run(plan, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)
@@ -50,6 +52,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
             measure(run, model, optimizer, step)
         if plan.output.export:
             save_pretrained(model, run.directory / "export")
+        run.sample = write_text and write_text(model, device)
 
 
 if __name__ == "__main__":

@@ -450,11 +450,37 @@ def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
     told = [
         f
         for f in dataclasses.fields(Args)
-        if f.name in flags and str(f.default) not in ("None", "False")
+        if f.name in flags and str(f.default) not in ("None", "False", "()")
     ]
     assert len(re.findall(r"\(default:\s", text)) == len(told) > 20
     # Each flag says more than its name: the help text between flag and default is not empty.
     assert not re.search(r"--[a-z-]+ (\S+ )?\s*\(default", text)
+
+
+def test_a_trained_or_exported_model_writes_text(tmp_path, capsys):
+    """It writes what it learnt, the same from its export; without a way to decode, it is refused."""
+    text = b"abcdefgh" * 400
+    np.frombuffer(text, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
+    bytes_256 = json.loads((ROOT / "configs/llama-tiny.json").read_text())
+    bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
+    (tmp_path / "c.json").write_text(json.dumps(bytes_256))
+    common = [tmp_path / "c.json", "--seq-len", 16, "--amp", "off", "--no-tensorboard", "--output-dir",
+              tmp_path, "--sample", 24]  # fmt: skip
+    assert run_train(*common, "--data", tmp_path / "t.bin", "--data-dtype", "uint16", "--bsz", 16, "--lr",
+                     1e-2, "--n-steps", 60, "--warmup-steps", 0, "--lr-warmup-steps", 0,
+                     "--weight-decay", 0, "--run-name", "a", "--export") == 0  # fmt: skip
+    told = re.search(r"the model writes:\n(.*)\n", capsys.readouterr().out)[1]
+    assert len(told) == 24 and told[1:] in "abcdefgh" * 5
+    export = tmp_path / "a/export"
+    again = [export, *common[1:], "--init-from", export, "--pass-type", "forward", "--n-steps", 1,
+             "--warmup-steps", 0]  # fmt: skip
+    assert run_train(*again, "--run-name", "b") == 0
+    assert f"the model writes:\n{told}\n" in capsys.readouterr().out
+    (export / "tokenizer.json").write_text("{}")
+    assert run_train(*again, "--run-name", "c") == 2
+    assert "is no tokenizer.json" in capsys.readouterr().err
+    assert run_train("configs/gpt2-125m.json", "--sample", 5, "--output-dir", tmp_path) == 2
+    assert "no tokenizer.json lies beside" in capsys.readouterr().err
 
 
 def test_a_run_is_handed_on_when_it_has_ended(tmp_path, capsys, monkeypatch):

@@ -20,33 +20,30 @@ from bench.results.schema import Result
 from bench.tables import csv_cell
 
 PROJECT = "llm-train-bench"
-LIBRARIES = {"wandb": "wandb", "mlflow": "mlflow"}
+PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
 Steps = list[dict[str, Any]]
 
 
 def check_trackers(names: Iterable[str]) -> None:
     """UsageError where a library that is asked for is not installed."""
     for name in names:
-        library = LIBRARIES.get(name)
+        library = PACKAGES.get(name)
         if library and importlib.util.find_spec(library) is None:
             raise UsageError(f"--track {name}: needs {library}: pip install -e '.[track]'")
 
 
 def track(names: Iterable[str], r: Result, directory: Path) -> Iterator[str]:
     """Hand a run on; yields a line for each tracker that took it, or did not and why."""
-    steps = _steps_of(directory)
     for name in names:
         try:
-            yield f"{name}: {TRACKERS[name](r, steps, directory)}"
+            yield f"{name}: {TRACKERS[name](r, _steps_of(directory), directory)}"
         except Exception as error:  # the run is measured and written: no tracker may take that away
             yield f"{name}: not tracked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _steps_of(directory: Path) -> Steps:
-    found = []
-    for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines():
-        found.append(json.loads(line))
-    return found
+    lines = (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def figures_of(step: dict[str, Any]) -> dict[str, float]:

@@ -65,7 +65,7 @@ class Run:
         if self.resume:
             schedule = dataclasses.replace(plan.schedule, start=self.resume[1].step)
             self.plan = plan = dataclasses.replace(plan, schedule=schedule)
-        self.saver, self.evaluate = None, None
+        self.saver, self.evaluate, self.sample = None, None, None
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
         self.result = open_result(plan, device, fp8.info, attention_kernel)
@@ -275,6 +275,8 @@ class Run:
         finally:  # the directory may be gone, or the disk full
             if error is None:
                 print_result(r)
+        if self.sample is not None:
+            print(f"the model writes:\n{self.sample}\n", flush=True)
         say(f"{r.status}: {self.file.path}")
         for line in track(self.plan.output.track, r, self.directory):
             say(line)

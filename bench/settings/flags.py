@@ -276,6 +276,10 @@ class OutputFlags:
         False, "At the end, write the model as Hugging Face safetensors into the run's directory.",
         OUTPUT,
     )  # fmt: skip
+    sample: int = flag(
+        0, "At the end, print so many tokens of text that the model writes.", OUTPUT,
+        scripts=(Script.ONE,), at_least=0,
+    )  # fmt: skip
     no_tensorboard: bool = flag(False, "Do not write TensorBoard scalars.", OUTPUT)
     track: tuple[Literal["wandb", "mlflow", "openmetrics", "mllog", "csv"], ...] = flag(
         (), "Hand on the run at its end: to W&B (offline where nobody is logged in), MLflow, or as "
