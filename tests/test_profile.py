@@ -19,6 +19,7 @@ import trace_report
 from bench.measure.device import device_name
 from bench.results.schema import Result
 from bench.run import launch, profiling
+from bench.settings.flags import Args, defaults
 from bench.trace.breakdown import break_down
 from bench.trace.read_trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
@@ -247,8 +248,12 @@ def test_tensorboard_tells_what_ran_and_how_it_ended(run):
     steps = read_steps(run)
     assert [e.step for e in by_tokens] == [256 * (i + 1) for i in range(len(steps))]
     assert [e.value for e in by_tokens] == pytest.approx([s["loss"] for s in steps])
-    (final,) = events.Scalars("final/tokens_per_sec")
-    assert final.value == pytest.approx(r["metrics"]["tokens_per_sec"])
+    n, total = r["metrics"]["n_measured_steps"], len(steps)
+    final = events.Scalars("final/tokens_per_sec")
+    assert [e.step for e in final] == [total - n, total - 1]
+    assert [e.value for e in final] == [pytest.approx(r["metrics"]["tokens_per_sec"])] * 2
+    # A tag of one dot draws no curve.
+    assert all(len(events.Scalars(tag)) > 1 for tag in events.Tags()["scalars"])
 
 
 def test_tensorboard_hparams_are_those_of_the_run(run):
@@ -261,7 +266,10 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
     start = HParamsPluginData.FromString(content["_hparams_/session_start_info"])
     given = start.session_start_info.hparams
     assert given["model"].string_value == "llama-tiny" and given["bsz"].number_value == 4
-    assert given["sac_freq"].string_value == "1/4" and "lr" not in given
+    assert given["sac_freq"].string_value == "1/4"
+    default, args = defaults(Args), only_result(run)["args"]
+    assert {"lr", "output_dir", "config"}.isdisjoint(given)
+    assert all(args[name] != default[name] for name in given if name != "model")
     experiment = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment
     tags = {info.name.tag for info in experiment.metric_infos}
     assert "final/tokens_per_sec" in tags and tags <= set(events.Tags()["scalars"])

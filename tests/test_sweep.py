@@ -368,6 +368,18 @@ def test_runs_as_jobs_are_the_same_rows_and_go_on(tmp_path, capsys):
     assert "rows from before: 1" in capsys.readouterr().out
 
 
+def test_tensorboard_names_runs_by_their_setting_and_lists_the_axes(tmp_path, capsys):
+    argv = ["--models", "configs/gpt2-tiny.json", "--set", "bsz=1", "sac-freq=1/1,1/2", "seq-len=16",
+            "n-steps=2", "warmup-steps=0", "device=cpu", "amp=off"]  # fmt: skip
+    assert sweep.main([*argv, "--output-dir", str(tmp_path)]) == 0
+    assert len(list(tmp_path.glob("tensorboard/*"))) == 2
+    for sac in ("1/1", "1/2"):
+        named = tmp_path / f"tensorboard/gpt2-tiny sac_freq={sac.replace('/', '_')} #0"
+        assert len(list(named.glob("events.*"))) == 1
+        args = json.loads((named.resolve().parent / "result.json").read_text())["args"]
+        assert args["sac_freq"] == sac and args["hparams"] == ["sac_freq"]
+
+
 def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
     from bench.sweep import jobs
 

@@ -14,7 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from bench.results.metrics import FINAL_METRICS
 from bench.results.result_files import Step, finite
 from bench.results.schema import Result
-from bench.settings.flags import Args, declared, defaults
+from bench.settings.flags import OUTPUT, Args, declared, defaults
 
 
 def _cell(value) -> str:
@@ -57,8 +57,8 @@ class TensorBoardFile:
         )
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.n_devices, self.memory = n_devices, memory
-        self.last_memory = 0.0
-        self.tokens = 0
+        self.last_memory, self.last_memory_step = 0.0, -1
+        self.tokens = self.last_step = 0
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
@@ -79,12 +79,17 @@ class TensorBoardFile:
             "speed/mfu": tflops / self.peak_tflops if self.peak_tflops else None,
         }
         if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
-            self.last_memory = time.perf_counter()
-            scalars |= {f"memory/{name}": value for name, value in self.memory().items()}
-        self.tokens += step.tokens
+            self._add_memory(step.step)
+        self.tokens, self.last_step = self.tokens + step.tokens, step.step
         self._add(_scalars(scalars), step.step)
         by_tokens = {"by_tokens/loss": step.loss, "by_tokens/tokens_per_sec": rate}
         self._add(_scalars(by_tokens), self.tokens)
+
+    def _add_memory(self, step: int) -> None:
+        self.last_memory, self.last_memory_step = time.perf_counter(), step
+        self._add(
+            _scalars({f"memory/{name}": value for name, value in self.memory().items()}), step
+        )
 
     def _add(self, summary: Summary, step: int = 0) -> None:
         event = Event(wall_time=time.time(), step=step, summary=summary)
@@ -111,15 +116,16 @@ class TensorBoardFile:
         from torch.utils.tensorboard.summary import hparams
 
         default, flags = defaults(Args), declared(Args)
-        chosen = {k: v for k, v in result.args.items() if flags[k].headline or v != default[k]}
-        given = chosen | {
-            "model": result.model.name,
-            "device": result.device.name,
-            "entrypoint": result.entrypoint,
-            "world_size": result.device.count,
-            "status": result.status,
+        names = [name.replace("-", "_") for name in result.args["hparams"]] or [
+            k
+            for k, v in result.args.items()
+            if flags[k].kind is not OUTPUT and k != "config" and v != default[k]
+        ]
+        given = {"model": result.model.name} | {name: result.args[name] for name in names}
+        known = {
+            k: v if isinstance(v, bool | int | float | str) else str(v).lower()
+            for k, v in given.items()
         }
-        known = {k: v for k, v in given.items() if isinstance(v, bool | int | float | str)}
         final = result.metrics.model_dump()
         metrics = {
             f"final/{name}": float(final[name])
@@ -128,7 +134,15 @@ class TensorBoardFile:
         }
         for summary in hparams(known, metrics):
             self._add(summary)
-        self._add(_scalars(metrics))
+        m, last = result.metrics, self.last_step
+        # Each final figure is a line over the steps that it is of: one dot would be no curve.
+        for step in (last - (m.n_measured_steps or 1) + 1, last):
+            self._add(_scalars(metrics), step)
+        if last > self.last_memory_step:
+            self._add_memory(last)
+        losses = [(0, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
+        for step, loss in losses if m.val_loss_before is not None else ():
+            self._add(_scalars({"validation/loss": loss}), step)
         self.file.flush()
 
     def close(self) -> None:

@@ -21,9 +21,20 @@ from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
 from bench.results.result_files import this_process
 from bench.results.schema import Device, Fp8Info, ModelInfo, Result
-from bench.settings.flags import GRAPH_MODES, PeakFlags
+from bench.settings.flags import GRAPH_MODES, Args, PeakFlags, declared, defaults
 from bench.settings.machine import installed_version
 from bench.settings.plan import Plan, Schedule
+
+
+def _setting(given: dict[str, Any]) -> str:
+    """The headline flags that were chosen, as they stand in a directory's name."""
+    default = defaults(Args)
+    words = []
+    for name, flag in declared(Args).items():
+        if flag.headline and given[name] != default[name]:
+            value = "" if given[name] is True else str(given[name]).replace("/", "_")
+            words.append(f"-{name.replace('_', '-')}{value}")
+    return "".join(words)[:100]
 
 
 def open_result(
@@ -32,7 +43,7 @@ def open_result(
     """The result of a run that begins now: it has a name, and nothing measured yet."""
     now = datetime.datetime.now(datetime.UTC)
     work, config, given = plan.work, plan.work.config, plan.output.run_name
-    name = given or f"{now:%Y%m%d-%H%M%S}-{config.name}-{os.getpid()}"
+    name = given or f"{now:%Y%m%d-%H%M%S}-{config.name}{_setting(vars(plan.args))}-{os.getpid()}"
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if given else 0
     if plan.saving.resume == "auto":  # only rank 0's name counts
         out, save = plan.output.output_dir, plan.saving.save_dir

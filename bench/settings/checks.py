@@ -91,6 +91,9 @@ def contradictions(args: Args, script: Script):
         )
     if args.compile_mode != "default" and not args.pt_compile:
         yield f"--compile-mode {args.compile_mode} needs --pt-compile"
+    for name in args.hparams:
+        if name.replace("-", "_") not in declared(args):
+            yield f"--hparams {name}: no such flag; --help lists them"
     if args.run_name is not None and (
         args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
     ):

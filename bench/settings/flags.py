@@ -281,6 +281,10 @@ class OutputFlags:
         scripts=(Script.ONE,), at_least=0,
     )  # fmt: skip
     no_tensorboard: bool = flag(False, "Do not write TensorBoard scalars.", OUTPUT)
+    hparams: tuple[str, ...] = flag(
+        (), "Flags that TensorBoard's HPARAMS tab lists; by default those that differ from their own "
+        "default.", OUTPUT,
+    )  # fmt: skip
     track: tuple[Literal["wandb", "mlflow", "openmetrics", "mllog", "csv"], ...] = flag(
         (), "Hand on the run at its end: to W&B (offline where nobody is logged in), MLflow, or as "
         "OpenMetrics, MLPerf's log or one row of a CSV in its directory.", OUTPUT,

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -74,6 +75,8 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     row |= {name: getattr(result.metrics, name) for name in CSV_COLUMNS}
     row["memory_gib"], row["memory_kind"] = result.peak_memory
     row["step_times_s"] = result.step_times_s
+    if repeat != "probe":
+        _name_for_tensorboard(cell, repeat, directory, Path(row["result"]).parent / "tensorboard")
     row |= {
         "bsz": result.batch.micro_batch,
         "seq_len": result.batch.seq_len,
@@ -82,6 +85,19 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "n_gpus": result.device.count,
     }
     return row
+
+
+def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
+    """Link a run's events below `directory`/tensorboard, by the setting's name in place of a hash."""
+    name = re.sub(r"[/\\\0]", "_", f"{cell.label()} #{repeat}")[:200]
+    link = directory / "tensorboard" / name
+    with contextlib.suppress(
+        OSError
+    ):  # a file system without links: the runs have their names still
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        if events.is_dir():
+            link.symlink_to(os.path.relpath(events, link.parent), target_is_directory=True)
 
 
 def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
@@ -102,7 +118,9 @@ def outcome(row: CellRow) -> str:
 
 def _command(cell: Cell, key: str, runs: Path) -> list[str]:
     script = str(ROOT / cell.script)
-    return [sys.executable, script, *cell.argv(), "--output-dir", str(runs), "--run-name", key]
+    shown = ["--hparams", *cell.axes] if cell.axes else []
+    where = ["--output-dir", str(runs), "--run-name", key]
+    return [sys.executable, script, *cell.argv(), *where, *shown]
 
 
 def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
