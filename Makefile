@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs lint faults fuzz bench gpu-check gpu-test gpu-bench clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs lint faults fuzz bench gpu-check gpu-test gpu-bench cpu-baselines clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -46,7 +46,6 @@ PART_OF_FAULTS = $(if $(filter command environment,$(firstword $(origin PART))),
 faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART_OF_FAULTS)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 
-# Every layout of ranks against one device: losses, norms, every gradient; three minutes.
 # What --track writes, read back by each library itself; these are not installed for `make test`.
 test-track:
 	test -d .venv-track || $(PY) -m venv .venv-track
@@ -54,6 +53,7 @@ test-track:
 	  mlperf_logging
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
 
+# Every layout of ranks against one device: losses, norms, every gradient; three minutes.
 layouts: $(READY)
 	$(BIN)/python -m tests.layouts
 
@@ -88,6 +88,13 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 
 bench: $(READY)
 	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute)
+
+# The CPU entries of configs/baselines.json: three interleaved runs of each tiny config, judged together.
+TINY = configs/gpt2-tiny.json configs/llama-tiny.json configs/moe-tiny.json
+cpu-baselines: $(READY)
+	$(BIN)/python sweep.py --models $(TINY) --repeats 3 --output-dir sweeps/cpu-baselines \
+	    --set bsz=4 seq-len=256 n-steps=100 warmup-steps=10 amp=off device=cpu
+	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
 
 clean:
 	rm -rf $(VENV) .venv-oldest build data runs *.egg-info
