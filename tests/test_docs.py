@@ -14,6 +14,7 @@ import compare
 from bench.files import Strict
 from bench.results import schema
 from bench.results.result_files import Step
+from bench.settings.command_line import parse_args
 from docs.tables import meanings, with_tables
 from tests.helpers import ROOT
 
@@ -59,11 +60,14 @@ def test_steps_file_is_documented():
     assert set(re.findall(r"`(\w+)`", section)) >= {f.name for f in dataclasses.fields(Step)}
 
 
-def commands() -> list[str]:
-    """Lines of the README's shell blocks that run something of ours."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.S)
+TASKS = (ROOT / "docs/TASKS.md").read_text(encoding="utf-8")
+
+
+def commands(pages: str = README) -> list[str]:
+    """Lines of shell blocks that run something of ours, each once."""
+    blocks = re.findall(r"```bash\n(.*?)```", pages, flags=re.S)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [line.split("#")[0].strip() for line in lines if line.strip()]
+    return list(dict.fromkeys(line.split("#")[0].strip() for line in lines if line.strip()))
 
 
 def test_readme_has_commands():
@@ -71,10 +75,17 @@ def test_readme_has_commands():
     assert "make demo" in commands() and "make test" in commands()
 
 
-@pytest.mark.parametrize("command", commands())
-def test_readme_command_runs(command, tmp_path, monkeypatch, tiny_world):
+@pytest.mark.parametrize("command", commands(README + TASKS))
+def test_command_runs(command, tmp_path, monkeypatch, tiny_world):
     """Each command is run with its own flags, shrunk to a tiny model and three steps on a CPU."""
     words = shlex.split(command)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("="))
+    if words[0] == "sbatch":
+        script = words.index("docker/slurm.sbatch") + 1
+        assert (ROOT / words[script]).exists() and (ROOT / words[script + 1]).exists()
+        parse_args(words[script + 1 :], words[script])
+        return
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
         return
@@ -139,8 +150,9 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             small = {"sweep.py": ["--dry-run"]}.get(script, [])
             argv = [str(tmp_path / "comparison") if a == "comparison" else a for a in argv]
             if script == "compare.py":
-                places = {"runs/": str(a_run), "baselines.json": str(a_run / "baselines.json")}
-                argv = [places.get(a, a) for a in argv]
+                places = {"baselines.json": str(a_run / "baselines.json")}
+                places |= {name: str(tmp_path / name) for name in ("verdict.md", "figures.json")}
+                argv = [str(a_run) if a.startswith("runs/") else places.get(a, a) for a in argv]
             assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return
         assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script
@@ -167,6 +179,19 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             assert done.returncode == 0, done.stderr
 
     return run
+
+
+def test_the_page_s_own_gpu_is_known(tmp_path, monkeypatch):
+    from bench.formulas.hardware import devices, find_hardware
+
+    (entry,) = re.findall(r"```json\n(.*?)```", TASKS, flags=re.S)
+    (tmp_path / "h.json").write_text(entry)
+    monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(tmp_path / "h.json"))
+    devices.cache_clear()
+    try:
+        assert find_hardware("My GPU").bf16_tflops == 500
+    finally:
+        devices.cache_clear()
 
 
 def test_files_that_pages_name_are_there():

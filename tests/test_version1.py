@@ -1,12 +1,13 @@
 """Files that version 0.1.0 wrote are read for good: results, steps, baselines, experiments, rows."""
 
+import csv
 import json
 import shutil
 
 import compare
 import sweep
 from bench.compare.find_results import read_records
-from bench.compare.gate import baseline_key, judge, read_baselines
+from bench.compare.gate import baseline_key, judge, own_results, read_baselines
 from bench.compare.records import LogFacts
 from bench.results.result_files import parse_result, read_losses, read_result
 from bench.results.schema import SCHEMA_VERSION
@@ -39,8 +40,21 @@ def test_a_result_is_read_and_compared_with_one_of_today(tmp_path, capsys):
         assert {name: now[name] for name in newer} == {name: default[name] for name in newer}
     assert before.losses[0] == new.losses[0] and len(before.losses) == len(new.losses)
     capsys.readouterr()
-    assert compare.main([str(tmp_path), str(FILES / "plain")]) == 0
+    report = ["--output-dir", str(tmp_path / "report"), "--no-plot"]
+    assert compare.main([str(tmp_path), str(FILES / "plain"), *report]) == 0
     assert "not compared" not in capsys.readouterr().out
+    page = (tmp_path / "report/report.html").read_text(encoding="utf-8")
+    rows = list(csv.DictReader((tmp_path / "report/runs.csv").open()))
+    assert {row["run"] for row in rows} == {old.run_name, new.label}
+    assert all(row["run"] in page and not row["not compared"] for row in rows)
+
+
+def test_a_file_that_is_named_twice_is_one_run():
+    plain, profiled = (str(FILES / name / "result.json") for name in ("plain", "profiled"))
+    paths = [plain, plain, str(FILES), profiled]
+    records = read_records(paths, print, LogFacts())
+    assert len([r for r in records if r.path.endswith("plain/result.json")]) == 1
+    assert len(own_results([plain, plain])) == 1
 
 
 def test_steps_are_read():

@@ -3,7 +3,7 @@
 import csv
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from bench.compare.read_logs import read_lines, read_log
@@ -23,28 +23,37 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     A named file of no known kind is a UsageError. In a directory, such a file is reported by `say`
     if it could have been one (a log, a JSON with figures), and is otherwise skipped.
     """
-    records = []
+    records: list[Record] = []
+    taken: set[Path] = set()
     for name in paths:
         path = Path(name)
         if path.is_dir():
             files = discover(path)
+            fresh = list(not_taken(files, taken))
             there = {str(f.resolve()) for f in files}
             # A sweep's row says nothing new if its run is there too.
             found = [
                 r
-                for file in files
+                for file in fresh
                 for r in _read(file, say, facts)
                 if not there.intersection(_runs_of(r, file))
             ]
-            if not found:
+            if not found and (fresh or not files):
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
             records += found
         elif path.exists():
-            found = _read(path, None, facts)
-            records += found
+            records += [r for file in not_taken([path], taken) for r in _read(file, None, facts)]
         else:
             raise UsageError(f"{path}: no such file or directory")
     return join_attempts(records)
+
+
+def not_taken(files: Iterable[Path], taken: set[Path]) -> Iterator[Path]:
+    """Those that were not taken before; a file that is named twice is one run."""
+    for file in files:
+        if (place := file.resolve()) not in taken:
+            taken.add(place)
+            yield file
 
 
 def join_attempts(records: list[Record]) -> list[Record]:
@@ -105,7 +114,7 @@ def discover(directory: Path) -> list[Path]:
             if Path(name).suffix in (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err"):
                 found.append(here / name)
         if own_sweep:
-            directories[:] = [d for d in directories if d not in ("logs", "probes")]
+            directories[:] = [d for d in directories if d not in ("logs", "probes", "tensorboard")]
     return found
 
 

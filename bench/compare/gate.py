@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.compare.find_results import discover
+from bench.compare.find_results import discover, not_taken
 from bench.compare.ratios import unlike_limits
 from bench.errors import UsageError, printable
 from bench.files import write_whole
@@ -385,9 +385,10 @@ def by_setting(results: list[Result]) -> dict[str, list[Result]]:
 def own_results(paths: Sequence[str]) -> list[Result]:
     """Our result.json files in files and directories, checked."""
     files: list[Path] = []
+    taken: set[Path] = set()
     for name in paths:
         path = Path(name)
-        found = discover(path) if path.is_dir() else [path]
+        found = not_taken(discover(path) if path.is_dir() else [path], taken)
         files += [p for p in found if p.name == "result.json" or p == path]
     results = []
     for file in files:
