@@ -1077,7 +1077,10 @@ def test_length_of_a_run_is_no_part_of_its_key(result, tmp_path):
 def test_shipped_baselines_are_readable():
     with pytest.raises(UsageError, match="no such file"):
         read_baselines(ROOT / "configs/none.json", must_exist=True)
-    assert read_baselines(ROOT / "configs/baselines.json", must_exist=True) is not None
+    shipped = read_baselines(ROOT / "configs/baselines.json", must_exist=True)
+    models = {key.split(" / ")[1] for key in shipped}
+    assert models >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
+    assert all(entry["n_runs"] >= 3 and entry["low"] < entry["high"] for entry in shipped.values())
 
 
 def test_no_number_is_cut_and_no_column_is_unknown_throughout(
