@@ -128,12 +128,15 @@ def main(argv: Sequence[str]) -> int:
         gpu = find_hardware(wanted.gpu)
     except UsageError as error:
         raise UsageError(f"--gpu {error}") from None
-    plan = make_plan(args, script, wanted.gpus, gpu.platform)
+    memory = wanted.gpu_memory_gib or gpu.memory_gib
+    plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=memory)
     estimate = make_estimate(plan, wanted, gpu)
     if wanted.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
     else:
         show(estimate, wanted, plan.work)
+        for note in plan.notes:
+            print(note)
     return 0
 
 

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.families import FAMILIES, refuse_by_name
+from model.families import FAMILIES, from_first_dialect, refuse_by_name
 from model.json_keys import ConfigError, Keys, is_directory, kind_of, plain_file
 from model.shapes import Experts, Latent, RopeScaling
 
@@ -214,6 +214,9 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     """Turn the object of a config.json into a ModelConfig; `path` is for messages and the name."""
     path = Path(path)
     keys = Keys(raw, str(path))
+    if "arch_name" in raw and "model_type" not in raw:
+        raw = from_first_dialect(keys)
+        keys = Keys(raw, str(path))
     refuse_by_name(keys)
     model_type = keys.choice("model_type", tuple(FAMILIES))
     fields = FAMILIES[model_type](keys)

@@ -10,6 +10,42 @@ from model.json_keys import Keys, kind_of
 from model.shapes import Experts, Latent, RopeScaling, Yarn
 
 
+def from_first_dialect(keys: Keys) -> dict[str, Any]:
+    """The config of the first llm-train-bench (`arch_name`, `d_embd`, ...) as Hugging Face has it.
+
+    Keys that are not its own stay as they are. Its GPT has no dropout. A Llama's `d_hid` follows from
+    `ffn_mult` and `ffn_factor` if it is not given.
+    """
+    family = keys.choice("arch_name", ("gpt", "llama", "mistral"))
+    hidden = keys.integer("d_embd")
+    same = {
+        "vocab_size": keys.integer("vocab_size"),
+        "num_hidden_layers": keys.integer("n_layers"),
+        "num_attention_heads": keys.integer("n_heads"),
+        "max_position_embeddings": keys.integer("max_seq_len"),
+        "hidden_size": hidden,
+    }
+    if family == "gpt":
+        none = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
+        found = {"model_type": "gpt2", **same, **none}
+        if (size := keys.integer("d_hid", None)) is not None:
+            found["n_inner"] = size
+    else:
+        factor = keys.integer("ffn_factor", 256)
+        width = int(int(4 * hidden * 2 / 3) * keys.number("ffn_mult", 1.0))
+        found = {
+            "model_type": family,
+            **same,
+            "num_key_value_heads": keys.integer("n_kv_heads", None, null=True),
+            "intermediate_size": keys.integer("d_hid", None) or -(-width // factor) * factor,
+            "rope_theta": keys.number("rope_base", 10000.0),
+            "rms_norm_eps": keys.number("norm_eps", 1e-5),
+        }
+        if family == "mistral":
+            found["sliding_window"] = keys.integer("window_size", None)
+    return found | {key: keys.raw[key] for key in keys.leftover()}
+
+
 def _gpt2(keys: Keys) -> dict[str, Any]:
     # transformers accepts the general names too, and prefers them.
     def size(general: str, own: str, default: Any = ...) -> int:

@@ -220,7 +220,8 @@ def attack(name: str, cases: int, directory: Path) -> None:
     one()
 
 
-KINDS = ("config", "tokens", "result", "steps", "log", "trainer", "printed", "metrics", "lines", "trace", "experiment", "baselines", "hardware",
+KINDS = ("config", "tokens", "result", "steps", "log", "trainer", "printed", "metrics", "lines", "trace",
+         "experiment", "baselines", "hardware",
          "rows", "weights", "tokenizer", "manifest")  # fmt: skip
 
 

@@ -28,8 +28,8 @@ from model.json_keys import plain_file
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
-# 2: keys without validation and --global-bsz.
-BASELINES_VERSION = 2
+# 2: keys without validation and --global-bsz. 3: with --bsz always, whose default was 8 before.
+BASELINES_VERSION = 3
 
 
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
@@ -72,7 +72,7 @@ def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
     if version == 1:
         passed_over -= {"val_data", "val_batches", "global_bsz"}
     # A flag at its default is left out: a new flag must not make every baseline another's.
-    default = defaults(Args)
+    default = defaults(Args) | {"bsz": 8 if version < 3 else "never left out"}
     settings = {
         k: v
         for k, v in r.args.items()
@@ -81,6 +81,11 @@ def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
     text = json.dumps([r.model.hash, r.entrypoint, settings], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{r.device.hardware} / {r.model.name} / {r.device.count} / {digest}"
+
+
+def baseline_keys(r: Result) -> list[str]:
+    """A result's keys by every version, the newest first."""
+    return [baseline_key(r, version) for version in range(BASELINES_VERSION, 0, -1)]
 
 
 def unfit(r: Result) -> str | None:
@@ -145,7 +150,7 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     if not fit:
         return Verdict("UNFIT, left out", name, unfit(results[0]))
     r, now = fit[0], entry_of(fit)
-    baseline = baselines.get(baseline_key(r)) or baselines.get(baseline_key(r, version=1))
+    baseline = next((b for key in baseline_keys(r) if (b := baselines.get(key))), None)
     if baseline is None:
         return Verdict("NO BASELINE", name, f"{baseline_key(r)}; --update-baselines adds one", now)
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
@@ -192,7 +197,7 @@ def printable_names(results: list[Result]) -> str:
 
 def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict]:
     """Baselines of the results' hardware and number of ranks that no result is of."""
-    measured = {key for r in results for key in (baseline_key(r), baseline_key(r, version=1))}
+    measured = {key for r in results for key in baseline_keys(r)}
     places = {(r.device.hardware, str(r.device.count)) for r in results}
     found = []
     for key in baselines:

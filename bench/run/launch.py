@@ -1,6 +1,7 @@
 """Starting a script: alone, as one rank under a launcher, or as the parent of its ranks."""
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -8,7 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from bench import start
 from bench.errors import DoesNotFit, Interrupted, UsageError
+from bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
 from bench.formulas.work import Work
 from bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of
 from bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
@@ -68,8 +70,12 @@ def train_planned(
     if not has_parent():
         _check_joining(args.part(RankFlags))
     device = pick_device(args.device, ranks.local_rank)
-    plan = make_plan(args, Script(script), ranks.world, platform_of(device))
+    script, platform = Script(script), platform_of(device)
+    free = free_gib(device, ranks)
+    plan = make_plan(args, script, ranks.world, platform, memory_gib=free)
     refuse_impossible(plan.work, device)
+    if platform != "cpu" and not args.no_fit_check and free:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *check_fit(plan.work, free)))
     train(plan, device, ranks)
 
 
@@ -84,6 +90,31 @@ def refuse_impossible(work: Work, device: torch.device) -> None:
             f"the token ids of a micro batch alone need {need:,.0f} GiB, and this device has {has:,.0f}; "
             "use a smaller --bsz"
         )
+
+
+def free_gib(device: torch.device, ranks: Ranks) -> float | None:
+    """Memory that a rank may plan with [GiB]: a GPU's, or its share of half of a CPU's machine.
+
+    Not what is free just now: ranks that look at different moments must agree.
+    """
+    has = memory_gib(device)
+    if device.type == "cuda" or not has:
+        return has
+    return has / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+
+
+def check_fit(work: Work, has: float) -> Iterator[str]:
+    """A warning where the estimate exceeds a GPU's `has` GiB; DoesNotFit beyond its own error."""
+    if (need := estimate_memory(work).on_device(work.world) / GIB) <= has:
+        return
+    largest = largest_batch(
+        lambda bsz: estimate_memory(work.with_micro_batch(bsz)).on_device(work.world), has * GIB
+    )
+    use = f"the largest --bsz that fits is {largest}" if largest else "no --bsz fits; use more GPUs"
+    text = f"by the estimate this needs {need:,.1f} GiB, and the GPU has {has:,.1f}; {use}"
+    if need * (1 - MEMORY_ERROR) > has:
+        raise DoesNotFit(f"{text}; --no-fit-check tries it all the same")
+    yield f"memory may not suffice: {text}"
 
 
 def _check_joining(flags: RankFlags) -> None:

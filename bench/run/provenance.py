@@ -75,7 +75,7 @@ def open_result(
         attention_kernel=attention_kernel,
         writer=this_process(),
         environment=describe_environment(device),
-        notes=list(_notes(work, plan.schedule, plan.profile.memory_snapshot, device)),
+        notes=[*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)],
     )
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     for kind in kinds if work.ddp or work.fsdp else ():

@@ -9,7 +9,8 @@ import io
 import os
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 
 import tyro
@@ -24,6 +25,10 @@ Parsed = TypeVar("Parsed")
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
+    if any(word == "--from" or word.startswith("--from=") for word in argv):
+        from bench.settings.run_file import with_file  # needs YAML
+
+        argv = with_file(argv, script)
     args = parse_dataclass(Args, argv, script, script)
     words = {word.replace("_", "-").split("=")[0] for word in argv}
     if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in words:
@@ -32,6 +37,66 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
             "leave it out for 2 x --pp"
         )
     return check(args, script)
+
+
+# Flags of predecessors that mean the same as one of ours, and what replaces the others.
+RENAMED = {"--context-length": "--seq-len", "--batch-size": "--bsz", "--measure-steps": "--n-steps"}
+REPLACED = {
+    "--reduce-freq": "gradients are reduced once a step, after --grad-acc-steps micro batches",
+    "--ckpt-freq": "use --save-every, and --resume auto to go on (docs/RELIABILITY.md)",
+    "--no-sync": "no step waits for the device here, and times are exact all the same (docs/METRICS.md)",
+    "--backend": "the script is the backend: train_ddp.py, train_fsdp.py or train_pp.py",
+    "--num-steps": "use --n-steps",
+    "--warmup": "use --warmup-steps",
+    "--output": "use --output-dir; compare.py and sweep.py write the CSV",
+}
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+MODEL_SIZES = ("small", "medium", "large", "xl", "2.7B")
+
+
+def translated(argv: Sequence[str]) -> list[str]:
+    """A command line of a predecessor in our words; UsageError that names what replaces a flag."""
+    words: list[str] = []
+    for word in argv:
+        name, _, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if name in REPLACED:
+            raise UsageError(f"{name}: is a predecessor's flag; {REPLACED[name]}")
+        if name in RENAMED or name == "--model-size":
+            words += [RENAMED.get(name, name), value] if value else [RENAMED.get(name, name)]
+        else:
+            words.append(word)
+    at = {word: i for i, word in enumerate(words)}
+    if "--model-size" in at:
+        i = at["--model-size"]
+        size = words[i + 1] if i + 1 < len(words) else ""
+        if size not in MODEL_SIZES:
+            raise UsageError(
+                f"--model-size {size}: there are {', '.join(MODEL_SIZES)}; or name a config"
+            )
+        words[i : i + 2] = []
+        words.insert(0, str(CONFIGS / f"cs336-{size.lower()}.json"))
+    for flag in ("--nsys-start", "--nsys-end"):  # -1 switched it off
+        for spelt in (flag, flag.replace("-", "_").replace("__", "--", 1)):
+            for i in reversed([i for i, word in enumerate(words) if word == spelt]):
+                if words[i + 1 : i + 2] == ["-1"]:
+                    del words[i : i + 2]
+        words = [word for word in words if word.replace("_", "-") != f"{flag}=-1"]
+    return ["forward-backward" if word == "forward_backward" else word for word in words]
+
+
+def to_argv(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as a command line: true is the bare flag, false and null leave it out."""
+    words = []
+    for name, value in flags.items():
+        flag = flag_of(name)
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [flag, *map(str, value)] if value else []
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
 
 
 def parse_dataclass(
@@ -43,6 +108,8 @@ def parse_dataclass(
     """
     if {"-h", "--help"} & set(argv):
         _print_help(kind, prog, script)
+    if issubclass(kind, Args):
+        argv = translated(argv)
     for before, word in zip(("", *argv), argv, strict=False):
         if not word or re.fullmatch(r"--[\w-]+=", word):
             name = word.rstrip("=") or (before if before.startswith("--") else "an argument")

@@ -80,8 +80,10 @@ class ModelFlags:
     """Model."""
 
     config: str = positional(
-        "CONFIG", "Model: a Hugging Face config.json, or a directory that holds one.", kind=LENGTH
-    )
+        "CONFIG", "Model: a Hugging Face config.json, or a directory that holds one. Or --from FILE: the "
+        "config and flags of a result.json, or of YAML; flags after it go before the file's.",
+        kind=LENGTH,
+    )  # fmt: skip
     route: Literal["learned", "balanced"] = flag(
         "learned", "Experts of a token: those its router chooses, or in turn, as in published tables.",
         LEARNT, headline=True,
@@ -92,7 +94,10 @@ class ModelFlags:
 class BatchFlags:
     """Batch and length of the run."""
 
-    bsz: int = flag(8, "Micro batch [samples per device].", SPEED, at_least=1, headline=True)
+    bsz: int | Literal["auto"] = flag(
+        4, "Micro batch [samples per device]; auto is the largest that leaves a tenth of the device's "
+        "memory, by the estimate.", SPEED, at_least=1, headline=True, metavar="N|auto",
+    )  # fmt: skip
     seq_len: int | None = flag(
         None, "Sequence length [tokens]; by default the model's own maximum, at most 4096.", LEARNT,
         above=0, headline=True,
@@ -115,6 +120,9 @@ class BatchFlags:
         "step", "What a step is: forward alone (no gradients), with backward, or the full training step.",
         LEARNT,
     )  # fmt: skip
+    no_fit_check: bool = flag(
+        False, "Start on a GPU even where the estimate says that its memory cannot suffice.", OUTPUT
+    )
 
 
 @dataclasses.dataclass(frozen=True)

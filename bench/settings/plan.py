@@ -1,17 +1,20 @@
 """The plan of a run: what flags, config and world mean together, resolved once. Needs no torch.
 
 Every entrypoint, estimate.py and each cell of a sweep make it in one call. It refuses what does not
-fit; every room below takes the slice that it needs. Memory it does not judge.
+fit together; every room below takes the slice that it needs. Memory it judges for --bsz auto alone.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from bench.errors import UsageError
+from bench.errors import DoesNotFit, UsageError
 from bench.formulas.collectives import traffic
+from bench.formulas.memory_model import estimate_memory, largest_batch
 from bench.formulas.parameters import layer_names
 from bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
 from bench.settings.flags import (
@@ -35,6 +38,8 @@ from model.config import ModelConfig, load_config
 
 Platform = Literal["nvidia", "amd", "cpu"]
 LONGEST_DEFAULT = 4096
+# Part of a device's memory that --bsz auto leaves free.
+SPARE = 0.1
 # Tracing is on this many steps before the first captured one: its start-up cost is over by then.
 PROFILER_WARMUP = 2
 # Steps of a resumed run that are not measured.
@@ -101,6 +106,13 @@ class Plan:
     schedule: Schedule
     flex: bool
     """Whether sliding windows go through FlexAttention."""
+    notes: tuple[str, ...] = ()
+    """What the record should say of how the plan was made."""
+
+    def needs(self, work: Work) -> float:
+        """Bytes on each device by the estimate, of the plan's `work` or of one with another batch."""
+        found = estimate_memory(work, fused_norm=self.platform != "cpu")
+        return found.peak if self.platform == "cpu" else found.on_device(work.world)
 
     @functools.cached_property
     def traffic(self) -> dict[str, int]:
@@ -149,13 +161,21 @@ def make_plan(
     world: int = 1,
     platform: Platform = "nvidia",
     config: ModelConfig | None = None,
+    memory_gib: float | None = None,
 ) -> Plan:
     """Resolve checked arguments for `world` ranks on a platform.
 
-    `config` is the model's, where it is read already. UsageError or ConfigError where the run could
-    not work.
+    `config` is the model's, where it is read already; `memory_gib` is a device's memory, by which --bsz
+    auto becomes a number (without it, 1). UsageError or ConfigError where the run could not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
+    if args.bsz == "auto":
+
+        def sized(bsz: int) -> Plan:
+            small = dataclasses.replace(args, bsz=bsz)
+            return make_plan(small, script, world, platform, config)
+
+        return sized(1) if memory_gib is None else largest_plan(sized, args, memory_gib)
     if args.route == "balanced" and config.experts is None:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags))
@@ -221,6 +241,37 @@ def make_plan(
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
     return Plan(script, args, platform, work, schedule, flex)
+
+
+def largest_plan(sized: Callable[[int], Plan], flags: BatchFlags, memory_gib: float) -> Plan:
+    """The plan with the largest micro batch that leaves a tenth of a device's memory.
+
+    `sized(bsz)` makes a plan of one. With --global-bsz only micro batches that divide it count.
+    DoesNotFit if not even 1 does.
+    """
+    limit = (1 - SPARE) * memory_gib * 2**30
+    if flags.global_bsz is None:
+        one = sized(1)
+        bsz = largest_batch(lambda n: one.needs(one.work.with_micro_batch(n)), limit)
+    else:
+        bsz = 0
+        for n in range(1, flags.global_bsz + 1):
+            if flags.global_bsz % n:
+                continue
+            with contextlib.suppress(
+                UsageError
+            ):  # more than the ranks' share, or too few micro batches
+                if (plan := sized(n)).needs(plan.work) <= limit:
+                    bsz = n
+    if not bsz:
+        raise DoesNotFit(
+            f"--bsz auto: by the estimate not even 1 leaves a tenth of {memory_gib:,.1f} GiB; use more "
+            "GPUs, --sac-freq 1/1 or a smaller --seq-len"
+        )
+    plan = sized(bsz)
+    need = plan.needs(plan.work) / 2**30
+    note = f"--bsz auto: {bsz}, which needs {need:,.1f} of {memory_gib:,.1f} GiB by the estimate"
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
 def make_schedule(steps: BatchFlags, profile: ProfileFlags) -> Schedule:

@@ -61,6 +61,8 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
     out of memory may take other processes down.
     """
     args = parse_args(cell.argv(), cell.script)
+    if args.bsz == "auto":
+        raise UsageError("--auto-bsz tries batches, and bsz is auto, the estimate's; leave one out")
     hardware = find_hardware(gpu) if gpu is not None else None
     platform = hardware.platform if hardware else detect_platform()
     work = plan_of(args, cell.script, args.nproc, platform).work

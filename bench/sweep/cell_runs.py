@@ -22,6 +22,7 @@ from bench.files import ROOT, write_whole
 from bench.results.metrics import CSV_COLUMNS
 from bench.results.result_files import read_result
 from bench.results.schema import Result
+from bench.settings.flags import Args, defaults
 from bench.sweep.grid import Cell
 from model.config import ConfigError, load_config, model_name
 
@@ -30,7 +31,8 @@ CellRow = dict[str, Any]
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
     """A setting's name, the same in every sweep: model, hash, number of the repeat."""
-    text = json.dumps([cell.script, *cell.argv(), *_versions(cell)])
+    own = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
+    text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *own])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{model_name(cell.config)}-{digest}-{repeat}"
 

@@ -18,6 +18,7 @@ from bench.formulas.hardware import find_hardware
 from bench.results.result_files import first_problem
 from bench.settings.flags import SETTABLE, Script
 from bench.settings.plan import Platform
+from bench.settings.run_file import UniqueKeys
 from model.json_keys import plain_file
 
 Value = bool | int | float | str | None
@@ -82,27 +83,6 @@ def check_size(e: Experiment, where: str | Path) -> Experiment:
     return e
 
 
-class _Unique(yaml.SafeLoader):
-    """YAML with unique keys and without aliases.
-
-    The library would silently drop the first of two equal keys, and a few aliases can stand for
-    billions of values.
-    """
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(None, None, "aliases (*name) are not read", mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node, deep=False):
-        names = [str(key.value).replace("-", "_") for key, _ in node.value]
-        for (key, _), name in zip(node.value, names, strict=True):
-            if names.count(name) > 1:
-                raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
-        return super().construct_mapping(node, deep)
-
-
 def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
     try:
@@ -111,7 +91,7 @@ def read_experiment(path: str | Path) -> Experiment:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     try:
-        content = yaml.load(substitute(text, os.environ, path), _Unique)
+        content = yaml.load(substitute(text, os.environ, path), UniqueKeys)
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):

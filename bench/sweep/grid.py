@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from bench.errors import UsageError
 from bench.formulas.hardware import find_hardware
-from bench.settings.command_line import parse_args
+from bench.settings.command_line import parse_args, to_argv
 from bench.settings.flags import SETTABLE, Args, Script, defaults, differing, flag_of
 from bench.settings.plan import Plan, Platform, make_plan
 from bench.sweep.experiment import Experiment, Flags, Machine, Value
@@ -31,18 +31,6 @@ class Cell:
         flags = dict(self.flags)
         parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
         return " ".join([model_name(self.config), *parts])
-
-
-def to_argv(flags: Flags) -> list[str]:
-    """Flags as a command line: true is the bare flag, false and null leave it out."""
-    words = []
-    for name, value in flags.items():
-        flag = flag_of(name)
-        if value is True:
-            words.append(flag)
-        elif value is not None and value is not False:
-            words += [flag, _plain(value)]
-    return words
 
 
 def _plain(value: Value) -> str:
@@ -88,6 +76,7 @@ def _meant(name: str, value: Value, where: str) -> Value:
     """A value in the flag's type: YAML reads `off` as false, and numbers may be quoted."""
     kind = get_type_hints(Args)[name]
     kinds = get_args(kind) or (kind,)
+    kinds = tuple(k for each in kinds for k in (get_args(each) or (each,)))
     if value is False and "off" in kinds:
         return "off"
     if not isinstance(value, str) or str in kinds or value in kinds:
@@ -148,6 +137,10 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
                 f"{where}: global_bsz and grad_acc_steps: hardware must say how many GPUs"
             )
         bsz = flags.get("bsz") or defaults(Args)["bsz"]
+        if bsz == "auto":
+            raise UsageError(
+                f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
+            )
         right = bsz * world * steps
         if size != right:
             raise UsageError(

@@ -1,0 +1,99 @@
+"""--from: a whole run in one file, a result.json or YAML, as a command line. Needs no torch."""
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bench.errors import UsageError
+from bench.settings.command_line import to_argv
+from bench.settings.flags import OUTPUT, Args, Script, declared, defaults, flag_of, of_kind
+from model.json_keys import plain_file
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML with unique keys and without aliases.
+
+    The library would silently drop the first of two equal keys, and a few aliases can stand for
+    billions of values.
+    """
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(None, None, "aliases (*name) are not read", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        names = [str(key.value).replace("-", "_") for key, _ in node.value]
+        for (key, _), name in zip(node.value, names, strict=True):
+            if names.count(name) > 1:
+                raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def with_file(argv: Sequence[str], script: Script) -> list[str]:
+    """A command line with `--from FILE` replaced by what the file holds; its other words come after.
+
+    FILE is a run's result.json, or YAML or JSON with `config`, flags and, if it likes, the `script`.
+    """
+    words = list(argv)
+    places = [i for i, word in enumerate(words) if word == "--from" or word.startswith("--from=")]
+    if not places:
+        return words
+    i = places[0]
+    name = words[i].partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
+    if len(places) > 1 or not name or name.startswith("--"):
+        raise UsageError(
+            "--from takes one file, once: a result.json, or YAML with config and flags"
+        )
+    del words[i : i + (1 if "=" in words[i] else 2)]
+    given, config = _run_file(Path(name), script)
+    # A config that is named beside it goes before the file's.
+    own = words.pop(0) if words and not words[0].startswith("-") else config
+    if own is None:
+        raise UsageError(f"--from {name}: config: missing; name the model's config")
+    later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    return [own, *to_argv({k: v for k, v in given.items() if flag_of(k) not in later}), *words]
+
+
+def _run_file(path: Path, script: Script) -> tuple[dict[str, Any], str | None]:
+    """The flags and the config that a file of one run holds."""
+    try:
+        content = yaml.load(plain_file(path).read_text(encoding="utf-8"), UniqueKeys)
+    except OSError as error:
+        raise UsageError(f"--from {path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        text = " ".join(str(error).split())
+        raise UsageError(f"--from {path}: is neither YAML nor JSON: {text[:200]}") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError(f"--from {path}: must hold names with values: config, and flags")
+    if "schema_version" in content:  # a result: what its run was told, besides its place
+        default = defaults(Args)
+        given = {
+            k: v for k, v in content.get("args", {}).items() if k in default and v != default[k]
+        }
+        for name in of_kind(OUTPUT) - {"device", "n_workers"}:
+            given.pop(name, None)
+        if given.get("global_bsz"):
+            given.pop("grad_acc_steps", None)
+        if not given.get("use_fp8"):
+            given = {k: v for k, v in given.items() if not k.startswith("fp8_")}
+        wanted, config = content.get("entrypoint"), given.pop("config", None)
+    else:
+        given = {key.replace("-", "_"): value for key, value in content.items()}
+        wanted, config = given.pop("script", None), given.pop("config", None)
+        if wrong := sorted(given.keys() - declared(Args).keys()):
+            near = difflib.get_close_matches(wrong[0], declared(Args), n=1, cutoff=0.6)
+            raise UsageError(
+                f"--from {path}: {wrong[0]}: no such flag" + (f"; {near[0]}?" if near else "")
+            )
+        given = {k: "off" if v is False and k in ("amp", "grad_compression") else v
+                 for k, v in given.items()}  # fmt: skip
+    if wanted not in (None, script):
+        raise UsageError(f"--from {path}: is for {wanted}; start that, or leave out its script")
+    if config is not None and not isinstance(config, str):
+        raise UsageError(f"--from {path}: config: must be a path")
+    return given, config
