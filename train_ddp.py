@@ -10,10 +10,9 @@ from bench.apply.attention import select_attention
 from bench.apply.compile import apply_compile
 from bench.apply.data import batches, open_data, sample_plan
 from bench.apply.fp8.choose import apply_fp8
-from bench.apply.optimizer import build_optimizer
 from bench.apply.precision import set_precision
 from bench.apply.recompute import apply_recompute
-from bench.parallel.ddp import ReplicaLayout, apply_ddp
+from bench.parallel.ddp import ReplicaLayout, apply_ddp, replica_optimizer
 from bench.parallel.ranks import Ranks, join
 from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
@@ -44,7 +43,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)
         ddp = apply_ddp(model, device, work.batch.grad_acc_steps, work.ddp)
-        optimizer = build_optimizer(model, plan.optimizer, fp8)
+        optimizer = replica_optimizer(model, plan.optimizer, fp8, work.ddp, device)
         build_saver(run, model, optimizer)
         samples = sample_plan(n_steps, work.batch, ranks.rank, run.plan.schedule.start)
         micro_batches = batches(data, samples, device, files.n_workers)

@@ -59,6 +59,12 @@ CASES = {
     "ddp2-sac-op": (2, DDP, ["--bsz", "8", "--sac-freq", "1/1", "--sac-policy", "op"]),
     "ddp2-small-buckets": (2, DDP, ["--bsz", "8", "--bucket-cap-mb", "0.5"]),
     "ddp2-bf16-gradients": (2, DDP, ["--bsz", "8", "--grad-compression", "bf16"]),
+    "ddp2-flat": (2, DDP, ["--bsz", "4", "--grad-acc-steps", "2", "--ddp-mode", "flat"]),
+    "ddp2-parameter": (2, DDP, ["--bsz", "8", "--ddp-mode", "parameter"]),
+    "ddp2-parameter-after": (2, DDP, ["--bsz", "8", "--ddp-mode", "parameter", "--no-ddp-overlap"]),
+    "ddp2-buckets-after": (2, DDP, ["--bsz", "8", "--no-ddp-overlap", "--bucket-cap-mb", "0.5"]),
+    "ddp2-zero1": (2, DDP, ["--bsz", "8", "--zero1"]),
+    "ddp2-zero1-sgd": (2, DDP, [*SGD, "--bsz", "8", "--zero1", "--ddp-mode", "parameter"]),
     "ddp2-compile": (2, DDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
     "fsdp2": (2, FSDP, ["--bsz", "8"]),
     "fsdp2-accumulate4": (2, FSDP, ["--global-bsz", "16", "--bsz", "2"]),
@@ -122,6 +128,7 @@ def runs(tmp_path_factory):
             cases.append(("save-fsdp2", FSDP, saves, False))
             going_on = ["--resume", str(out / "save-fsdp2/checkpoints/step-00000004")]
             cases.append(("resume-ddp2", DDP, [*saves, *going_on], False))
+            cases.append(("save-zero1", DDP, [*saves, "--zero1", *going_on], False))
             never = [*few, "--reshard-after-forward", "never"]
             cases.append(("forward-never", FSDP, never, False))
         else:
@@ -152,7 +159,9 @@ def run_single(out, *flags):
     return steps_of(out / "one")
 
 
-@pytest.mark.parametrize("name", ["save-fsdp2", "resume-ddp2", "resume-hsdp2x2", "resume-single"])
+@pytest.mark.parametrize(
+    "name", ["save-fsdp2", "resume-ddp2", "save-zero1", "resume-hsdp2x2", "resume-single"]
+)
 def test_another_layout_goes_on_with_the_same_training(name, runs, single, tmp_path):
     """Saved by FSDP on 2; resumed at step 4 by DDP, by HSDP on 2 x 2 and by one device."""
     if name == "resume-single":

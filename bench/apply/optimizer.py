@@ -18,7 +18,14 @@ def build_optimizer(
     """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
     if flags is None:
         return None
-    learnt = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return optimizer_of(named, flags, fp8)
+
+
+def optimizer_of(
+    learnt: dict[str, nn.Parameter], flags: OptimizerFlags, fp8: Fp8 | None = None
+) -> torch.optim.Optimizer:
+    """The same of parameters by their names."""
     decayed = {n for n, p in learnt.items() if p.ndim >= 2 and not n.endswith("bias")}
     matrices = [p for name, p in learnt.items() if name in decayed]
     vectors = [p for name, p in learnt.items() if name not in decayed]
@@ -31,7 +38,7 @@ def build_optimizer(
         # PyTorch's fused SGD does not take sharded parameters.
         sharded = is_sharded(matrices[0])
         optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
-        for p in [] if sharded else model.parameters():
+        for p in [] if sharded else learnt.values():
             # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer

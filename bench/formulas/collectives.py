@@ -32,7 +32,13 @@ def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     """DDP reduces each gradient once per step; without gradients nothing."""
     if work.world == 1 or not work.trains:
         return {}
-    return {"all_reduce": n_numbers(shapes) * work.ddp.reduce_bytes}
+    moved = {"all_reduce": n_numbers(shapes) * work.ddp.reduce_bytes}
+    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+        padded = {
+            n: -(-s[0] // work.world) * work.world * math.prod(s[1:]) for n, s in shapes.items()
+        }
+        moved["all_gather"] = 4 * sum(padded.values())
+    return moved
 
 
 def fp8_gather_bytes(work: Work) -> float:
@@ -265,10 +271,16 @@ def communication_time(
         return _fsdp_time(work, shapes, gpu, per_node, compute, c, pp_rank)
     if not work.trains:
         return 0.0, 0.0
-    size = ddp_bytes(shapes, work)["all_reduce"]
+    moved, ddp = ddp_bytes(shapes, work), work.ddp
+    size = moved["all_reduce"]
     total = collective_time("all_reduce", size, work.world, per_node, gpu, c)
-    last = min(1.0, work.ddp.bucket_cap_mb * 2**20 / size)
-    return total, max(total * last, total - 0.6 * compute)
+    if ddp.mode == "parameter":  # each has its latency
+        one = size / len(shapes)
+        total = len(shapes) * collective_time("all_reduce", one, work.world, per_node, gpu, c)
+    last = min(1.0, ddp.bucket_cap_mb * 2**20 / size)
+    exposed = max(total * last, total - 0.6 * compute) if ddp.overlap else total
+    after = collective_time("all_gather", moved.get("all_gather", 0), work.world, per_node, gpu, c)
+    return total + after, exposed + after
 
 
 def _fsdp_time(

@@ -56,7 +56,7 @@ def estimate_memory(
     copies for the backward. In a pipeline it is of the group of ranks that needs most, or of `pp_rank`.
     Experts are thought to get equal numbers of rows.
     """
-    fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp is not None
+    fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp is not None and work.ddp.buckets
     if fsdp and fsdp.pp > 1:
         groups = range(fsdp.pp) if pp_rank is None else (pp_rank,)
         found = [_of_a_group(work, fused_norm, group) for group in groups]
@@ -111,6 +111,8 @@ def estimate_memory(
         at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards
     else:
         at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
+    if work.ddp and work.ddp.mode == "flat" and train:
+        at_end = max(at_end, parameters + optimizer + 2 * gradients)
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradients,
@@ -176,8 +178,12 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     """Bytes of this rank's parameters, gradients and optimizer state, all in fp32."""
     state = {"adamw": 8, "sgd": 4}[work.optimizer] if work.pass_type == "step" else 0
-    gradients = 4 * sizes.held if work.trains or work.ddp is not None else 0.0
-    return 4 * sizes.held, gradients, state * sizes.held
+    ddp = work.ddp
+    gradients = 4 * sizes.held if work.trains or (ddp and ddp.buckets) else 0.0
+    # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
+    share = 1 / work.world if ddp and ddp.zero1 else 1
+    copies = 4 * sizes.held * share if ddp and ddp.zero1 and state else 0.0
+    return 4 * sizes.held + copies, gradients, state * sizes.held * share
 
 
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:

@@ -57,7 +57,8 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     optimizer = 0.0
     if work.pass_type == "step":
         # AdamW reads parameter, gradient and two moments and writes three; clipping reads and scales.
-        optimizer = (28 + 12) * parts.held / rate
+        share = 1 / work.world if work.ddp and work.ddp.zero1 else 1
+        optimizer = (28 * share + 12) * parts.held / rate
     compute = parts.compute
     total, exposed = communication_time(work, gpu, per_node, compute, c, parts.pp_rank)
     moves = token_time(work, gpu, per_node, c, parts.pp_rank)

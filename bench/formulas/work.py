@@ -70,10 +70,22 @@ class Fp8Work:
 
 @dataclasses.dataclass(frozen=True)
 class Ddp:
-    """DDP's buckets [MiB], and the format in which gradients are reduced: `off` is fp32, or `bf16`."""
+    """DDP's buckets [MiB], and the format in which gradients are reduced: `off` is fp32, or `bf16`.
+
+    `mode` says what is reduced at once; without `overlap` after backward. With `zero1` each rank has a
+    share of the optimizer's state.
+    """
 
     bucket_cap_mb: float = 25.0
     grad_compression: str = "off"
+    mode: str = "bucketed"
+    overlap: bool = True
+    zero1: bool = False
+
+    @property
+    def buckets(self) -> bool:
+        """Whether DistributedDataParallel does it, whose buckets hold the gradients all the time."""
+        return self.mode == "bucketed" and self.overlap
 
     @property
     def reduce_bytes(self) -> int:

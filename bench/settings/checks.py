@@ -121,6 +121,17 @@ def contradictions(args: Args, script: Script):
             yield f"--nsys-end {args.nsys_end}: must be above --nsys-start {args.nsys_start}"
         if args.profile:
             yield "--nsys-start: two profilers disturb each other; leave out --profile"
+    if args.ddp_mode != "bucketed" or args.no_ddp_overlap:
+        mode = "--no-ddp-overlap" if args.no_ddp_overlap else f"--ddp-mode {args.ddp_mode}"
+        if args.grad_compression != "off":
+            yield f"--grad-compression: is a hook of DistributedDataParallel; leave out {mode}"
+        if args.compile_mode in GRAPH_MODES:
+            yield f"{mode} does not work with CUDA graphs; use --compile-mode default"
+    if args.zero1:
+        if args.pass_type != "step":
+            yield "--zero1 needs --pass-type step: nothing else has an optimizer"
+        if args.amp == "fp16" or args.use_fp8:
+            yield "--zero1 works with --amp bf16 or off, and without --use-fp8; or use train_fsdp.py"
     if args.grad_compression != "off" and args.pass_type != "step":
         yield "--grad-compression needs --pass-type step"
     if args.amp == "fp16" and args.optimizer == "sgd" and script is Script.FSDP:

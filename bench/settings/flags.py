@@ -368,6 +368,17 @@ class DdpFlags:
     grad_compression: Literal["off", "bf16"] = flag(
         "off", "Reduce gradients in bf16, halving the traffic.", SPEED, scripts=(Script.DDP,)
     )
+    ddp_mode: Literal["bucketed", "flat", "parameter"] = flag(
+        "bucketed", "What an all-reduce takes: a bucket of gradients (DistributedDataParallel), all of "
+        "them at once after backward, or each parameter's.", SPEED, scripts=(Script.DDP,),
+    )  # fmt: skip
+    no_ddp_overlap: bool = flag(
+        False, "Reduce gradients after backward, not beside it.", SPEED, scripts=(Script.DDP,)
+    )
+    zero1: bool = flag(
+        False, "Each rank keeps and updates a share of the optimizer's state (ZeRO stage 1).", SPEED,
+        scripts=(Script.DDP,),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,7 +213,8 @@ def make_plan(
                 "cannot tell from what it keeps; use --sac-policy block"
             )
     elif script is Script.DDP:
-        ddp = Ddp(args.bucket_cap_mb, args.grad_compression)
+        overlap = not args.no_ddp_overlap and args.ddp_mode != "flat"
+        ddp = Ddp(args.bucket_cap_mb, args.grad_compression, args.ddp_mode, overlap, args.zero1)
     batch = args.part(BatchFlags)
     if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
         batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
