@@ -23,6 +23,7 @@ import bench.start  # noqa: F401
 
 from pydantic import ValidationError
 
+from bench.compare.gate import gate
 from bench.errors import UsageError
 from bench.files import write_whole
 from bench.results.result_files import first_problem
@@ -89,6 +90,14 @@ class ProcessFlags:
         445.0, "Grams of CO2 per kWh, for the CO2 of each run; the default is the world's mean of 2024 "
         "(IEA, Electricity 2025).", above=0,
     )  # fmt: skip
+    baseline: str | None = flag(
+        None, "Judge the runs by these baselines at the end, as compare.py does: exit code 1 if one got "
+        "worse.", metavar="FILE",
+    )  # fmt: skip
+    tolerance: str = flag(
+        "5%", "Allowed loss of speed, and growth of memory.", metavar="PERCENT", needs="baseline"
+    )
+    update_baselines: bool = flag(False, "Make the runs the baselines.", needs="baseline")
     retry: bool = flag(False, "Run again what failed or timed out before in the same --output-dir.")
     dry_run: bool = flag(False, "Print the settings and stop.")
 
@@ -158,7 +167,12 @@ def main(argv: Sequence[str]) -> int:
         what = f"{error.filename or directory}: {error.strerror}"
         print(f"sweep.py: {what}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
         return 1
-    return 0 if any(row["status"] == "ok" for row in measured) else 1
+    if not any(row["status"] == "ok" for row in measured):
+        return 1
+    if not args.baseline:
+        return 0
+    places = [str(Path(row["result"]).parent) for row in measured if row["status"] == "ok"]
+    return gate(places, Path(args.baseline), args.tolerance, args.update_baselines)
 
 
 def read(args: SweepArgs) -> tuple[Experiment, str]:

@@ -549,13 +549,13 @@ def test_one_or_two_runs_give_no_verdict(result, tmp_path, capsys):
 def test_settings_are_named_by_what_differs(result, tmp_path):
     """The reference is the plainest, whatever the order; an unfit run is left out of its setting."""
     rows = rows_of(
-        variant(result, tmp_path, "x", args__sac_freq="1/2", args__bsz=4),
+        variant(result, tmp_path, "x", args__sac_freq="1/2", args__bsz=3),
         variant(result, tmp_path, "y", args__sac_freq="1/2", status="oom"),
         variant(result, tmp_path, "z", args__sac_freq="1/2"),
         variant(result, tmp_path, "plain"),
     )
     names = {row.record.setting: row for row in rows.values()}
-    assert set(names) == {"bsz 4, sac 1/2", "bsz 2, sac 1/2", "bsz 2, no sac"}
+    assert set(names) == {"bsz 3, sac 1/2", "bsz 2, sac 1/2", "bsz 2, no sac"}
     assert names["bsz 2, no sac"].is_reference
     pooled = names["bsz 2, sac 1/2"].record
     assert len(pooled.rates) == 1 and "left out y: status oom" in pooled.notes

@@ -1,7 +1,6 @@
 """Power and clocks as drivers tell them: stand-ins for NVML and AMD SMI, and RAPL files on disk."""
 
 import mmap
-import mmap
 import os
 import sys
 import time

@@ -22,6 +22,7 @@ from bench.run import launch, profiling
 from bench.settings.flags import Args, defaults
 from bench.trace.breakdown import break_down
 from bench.trace.read_trace import read_trace
+from model import layers
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
 TINY = ["configs/llama-tiny.json", "--seq-len", "64", "--bsz", "4", "--device", "cpu", "--amp", "off",
@@ -196,7 +197,7 @@ def test_the_nsys_range_holds_the_steps_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(
         launch,
         "make_plan",
-        lambda args, script, world, platform: plan_of_a_gpu(args, script, world),
+        lambda args, script, world, platform, **more: plan_of_a_gpu(args, script, world),
     )
     monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
@@ -219,6 +220,49 @@ def test_the_nsys_range_holds_the_steps_asked_for(tmp_path, monkeypatch):
     ]  # fmt: skip
     r = Result.model_validate(only_result(tmp_path))
     assert r.unfit == ["profiled"] and len(r.step_times_s) == 4
+    calls.clear()
+    monkeypatch.setattr(profiling.NsysCapture, "mine", False, raising=False)
+    monkeypatch.setattr(
+        profiling.NsysCapture, "__setattr__",
+        lambda self, k, v: None if k == "mine" else object.__setattr__(self, k, v),
+    )  # fmt: skip
+    assert run_train(*TINY, *flags[:4], "--output-dir", tmp_path / "other rank") == 0
+    assert "step 3" in calls and not {True, False} & {c for c in calls if isinstance(c, bool)}
+
+
+def test_attention_in_parts_is_attention():
+    """Groups, a mask, a scale; values and gradients; and each part is drawn once."""
+    drawn = []
+
+    @contextlib.contextmanager
+    def draw(name):
+        drawn.append(name)
+        yield
+
+    torch.manual_seed(0)
+    window = torch.ones(7, 7, dtype=torch.bool).tril().triu(-2)
+    for mask, scale in ((None, None), (window, 0.3)):
+        q, k, v = (torch.randn(2, h, 7, 8, requires_grad=True) for h in (4, 2, 2))
+        found = []
+        for attend in (layers.attend, functools.partial(profiling.attend_in_parts, draw, None)):
+            y = attend(q, k, v, mask, 0.0, scale)
+            found.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
+        for expected, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert drawn == ["attention scores", "attention softmax", "attention values"] * 2
+
+
+def test_attention_s_parts_are_ranges_of_the_trace(tmp_path):
+    flags = ["--profile", "--profile-attention", "--grad-acc-steps", "2", "--output-dir", tmp_path]
+    assert run_train(*TINY, *flags) == 0
+    (path,) = tmp_path.glob("*/trace/*.gz")
+    names = [e.get("name") for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
+    # Three steps of two micro batches and four blocks.
+    assert names.count("attention softmax") == 3 * 2 * 4
+    for step in read_steps(tmp_path):
+        assert len(step["micro_batch_times_s"]) == 2
+        parts = step["data_time_s"] + step["forward_time_s"] + step["backward_time_s"]
+        assert sum(step["micro_batch_times_s"]) == pytest.approx(parts)
 
 
 @pytest.mark.parametrize("compiled", [[], ["--pt-compile"]], ids=["eager", "compiled"])
@@ -265,7 +309,7 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
     content = events.PluginTagToContent("hparams")
     start = HParamsPluginData.FromString(content["_hparams_/session_start_info"])
     given = start.session_start_info.hparams
-    assert given["model"].string_value == "llama-tiny" and given["bsz"].number_value == 4
+    assert given["model"].string_value == "llama-tiny" and given["pad_vocab"].number_value == 384
     assert given["sac_freq"].string_value == "1/4"
     default, args = defaults(Args), only_result(run)["args"]
     assert {"lr", "output_dir", "config"}.isdisjoint(given)
@@ -328,6 +372,9 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
         (["--nsys-start", "2", "--nsys-end", "3"], "use --profile on a CPU"),
         (["--profile", "--nsys-start", "2", "--nsys-end", "3"], "two profilers disturb each other"),
         (["--memory-snapshot", "--warmup-steps", "1"], "looks at the warm-up"),
+        (["--profile-attention"], "--profile-attention needs --profile or --nsys-start"),
+        (["--nsys-ranks", "0"], "--nsys-ranks needs --nsys-end"),
+        (["--nsys-start", "2", "--nsys-end", "3", "--nsys-ranks", "0", "4"], "there are 1 ranks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -162,6 +162,11 @@ class StepLog:
         parts = dict.fromkeys(STEP_PARTS, 0.0)
         for (_, begin), (part, end) in zip(pending.marks, pending.marks[1:], strict=False):
             parts[part] += self.clock.seconds(begin, end)
+        # A micro batch ends with its backward, or its forward where there is none.
+        ends = [stamp for part, stamp in pending.marks if part == "backward"]
+        ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
+        begins = [pending.marks[0][1], *ends]
+        micro = [self.clock.seconds(*ab) for ab in zip(begins, ends, strict=False)]
         loss, grad_norm, *_ = pending.values.tolist()
         return Step(
             step=pending.step,
@@ -172,6 +177,7 @@ class StepLog:
             step_time_s=self.clock.seconds(pending.marks[0][1], pending.marks[-1][1]),
             tokens=pending.tokens,
             saved=pending.paused,
+            micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},
         )
 

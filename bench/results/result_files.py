@@ -198,6 +198,7 @@ class Step:
     optimizer_time_s: float
     idle_time_s: float = 0.0
     saved: bool = False
+    micro_batch_times_s: tuple[float, ...] = ()
 
 
 class StepsFile:
@@ -209,7 +210,7 @@ class StepsFile:
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
             fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
-            for name in ("saved", "idle_time_s"):
+            for name in ("saved", "idle_time_s", "micro_batch_times_s"):
                 if not fields[name]:
                     del fields[name]
             self.file.write(json.dumps(fields) + "\n")

@@ -6,11 +6,14 @@ from its first step to its last, so other steps cost nothing.
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from bench.measure.device import synchronize
@@ -21,6 +24,7 @@ from bench.results.schema import Profile
 from bench.run.life import Run
 from bench.trace.breakdown import break_down
 from bench.trace.read_trace import read_trace
+from model import layers
 from model.transformer import Transformer
 
 Draw = Callable[[str], contextlib.AbstractContextManager]
@@ -149,12 +153,15 @@ class NsysCapture:
 
     def __init__(self, run: Run, model: nn.Module):
         self.run, self.model, self.steps = run, model, run.plan.schedule.captured
+        ranks = run.plan.profile.nsys_ranks
+        self.mine = not ranks or run.ranks.rank in ranks
 
     def before(self, step: int) -> None:
         """Start before the first step, with an idle device."""
         if step == self.steps.start:
             synchronize(self.run.device)
-            _profiler_api(start=True)
+            if self.mine:
+                _profiler_api(start=True)
             self.ranges = draw_ranges(self.run, self.model, torch.cuda.nvtx.range)
         if step in self.steps:
             torch.cuda.nvtx.range_push(f"step {step}")
@@ -166,7 +173,8 @@ class NsysCapture:
         if step == self.steps[-1]:
             synchronize(self.run.device)
             self.ranges.close()
-            _profiler_api(start=False)
+            if self.mine:
+                _profiler_api(start=False)
 
     def write(self, step: int) -> None:
         """Nothing is written here, but the pause after the last step is no part of the next."""
@@ -196,6 +204,9 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
     stack = contextlib.ExitStack()
     run.log.watchers.append(draw)
     stack.callback(run.log.watchers.remove, draw)
+    if run.plan.profile.profile_attention:
+        stack.callback(setattr, layers, "attend", layers.attend)
+        layers.attend = functools.partial(attend_in_parts, draw, layers.attend)
     for part in (m for m in model.modules() if isinstance(m, Transformer)):  # stages of a pipeline
         for layer, block in part.blocks.items():
             _draw_forward(stack, block, f"blocks.{layer}", draw)
@@ -203,6 +214,27 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
             _draw_forward(stack, part.loss, "loss", draw)
         _draw_backward(stack, part, draw)
     return stack
+
+
+def attend_in_parts(
+    draw: Draw, fused: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any,
+    dropout: float, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """What model.layers.attend computes, each part of it as a range; the softmax is fp32.
+
+    A FlexAttention mask has no such parts: it stays `fused`.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        return fused(q, k, v, mask, dropout, scale)
+    T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    with draw("attention scores"):
+        scores = (q @ k.repeat_interleave(group, 1).mT) * (scale or q.shape[-1] ** -0.5)
+        seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        scores = scores.masked_fill(~seen, float("-inf"))
+    with draw("attention softmax"):
+        weights = F.dropout(scores.float().softmax(dim=-1).to(v.dtype), dropout)
+    with draw("attention values"):
+        return weights @ v.repeat_interleave(group, 1)
 
 
 def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, draw: Draw) -> None:

@@ -132,6 +132,13 @@ def contradictions(args: Args, script: Script):
             yield "--zero1 needs --pass-type step: nothing else has an optimizer"
         if args.amp == "fp16" or args.use_fp8:
             yield "--zero1 works with --amp bf16 or off, and without --use-fp8; or use train_fsdp.py"
+    if args.profile_attention:
+        if not args.profile and args.nsys_start is None:
+            yield "--profile-attention needs --profile or --nsys-start: it is for captured steps"
+        if args.pt_compile:
+            yield "--profile-attention: a compiled block has no such parts; leave out --pt-compile"
+    if args.nsys_ranks and min(args.nsys_ranks) < 0:
+        yield f"--nsys-ranks {min(args.nsys_ranks)}: ranks are numbered from 0"
     if args.grad_compression != "off" and args.pass_type != "step":
         yield "--grad-compression needs --pass-type step"
     if args.amp == "fp16" and args.optimizer == "sgd" and script is Script.FSDP:

@@ -464,6 +464,13 @@ class ProfileFlags:
         OUTPUT, at_least=0,
     )  # fmt: skip
     nsys_end: int | None = flag(None, "Step after the last of these.", OUTPUT)
+    nsys_ranks: tuple[int, ...] = flag(
+        (), "Ranks that do so; by default all.", OUTPUT, needs="nsys_end"
+    )
+    profile_attention: bool = flag(
+        False, "In captured steps compute attention in parts, a range each: scores, softmax, values.",
+        OUTPUT,
+    )  # fmt: skip
     memory_snapshot: bool = flag(
         False,
         "Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's memory viewer.",

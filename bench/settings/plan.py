@@ -181,6 +181,10 @@ def make_plan(
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags))
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
+    if args.nsys_ranks and max(args.nsys_ranks) >= world:
+        raise UsageError(
+            f"--nsys-ranks {max(args.nsys_ranks)}: there are {world} ranks, numbered from 0"
+        )
     if schedule.profiler == "nsys" and platform == "cpu":
         raise UsageError(
             "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
