@@ -10,6 +10,8 @@ Needs no torch.
 """
 
 import dataclasses
+import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +22,11 @@ import bench.start  # noqa: F401
 from bench.compare.find_results import read_records
 from bench.compare.gate import gate
 from bench.compare.ratios import check_prices, compare, prices_of
-from bench.compare.records import LogFacts, facts_by_log
+from bench.compare.read_results import suite_json
+from bench.compare.records import LogFacts, Record, facts_by_log
 from bench.compare.report import show_comparison, sweep_remarks, write
 from bench.errors import UsageError
+from bench.files import write_whole
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import check_bounds, flag, positional
 from bench.settings.tool_main import run_tool, tool
@@ -59,6 +63,10 @@ class ReportFlags:
         None, "Write compare.csv, compare.md, compare.png and report.html here.", metavar="DIR"
     )
     no_plot: bool = flag(False, "Leave out compare.png.")
+    json_dir: str | None = flag(
+        None, "Write each run, a log's too, as benchmark_PLATFORM_MODEL.json here, TensorPrimat's form.",
+        metavar="DIR",
+    )  # fmt: skip
     tokens: float | None = flag(None, "Tokens of a whole training, for the days it takes.", above=0)
 
 
@@ -168,6 +176,8 @@ def main(argv: Sequence[str]) -> int:
                 say(f"--one-model takes for one: {', '.join(names)}")
             for record in records:
                 record.model, record.model_hash = "one model", None
+        if args.json_dir:
+            write_suite(records, Path(args.json_dir))
         identical = args.methodology == "identical_config"
         machines = machines_of(args.experiment) if args.experiment else {}
         prices = prices_of(machines, args.usd_per_hour, args.tdp_w)
@@ -185,6 +195,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
+
+
+def write_suite(records: Sequence[Record], directory: Path) -> None:
+    """Each run as a file of the other suite; names that are taken get a number."""
+    directory.mkdir(parents=True, exist_ok=True)
+    taken: set[str] = set()
+    for record in records:
+        content = suite_json(record)
+        model = re.sub(r"[^A-Za-z0-9.]+", "-", record.model or "model")
+        name = base = f"benchmark_{content['platform']}_{model}"
+        while name in taken:
+            name = f"{base}_{sum(base in other for other in taken)}"
+        taken.add(name)
+        write_whole(directory / f"{name}.json", json.dumps(content, indent=1) + "\n")
+    say(f"wrote {len(records)} files into {directory}")
 
 
 def say(text: str) -> None:

@@ -13,6 +13,11 @@ die() { # one line: the problem, then what helps
     exit "${2:-1}"
 }
 
+lack() { # what this machine has not: an error, but for a dry run, which only says it
+    [ -n "$dry" ] || die "$@"
+    echo "$script: not here: $1" >&2
+}
+
 usage() {
     cat <<EOF
 Usage: docker/$script [OPTIONS] [COMMAND ...]
@@ -107,15 +112,17 @@ find_engine() {
         done
     fi
     if ! command -v "${engine:-docker}" >/dev/null; then
-        die "no ${engine:-docker or podman} on PATH; install it, for example: sudo apt-get install podman"
+        lack "no ${engine:-docker or podman} on PATH; install it, for example: sudo apt-get install podman"
     fi
-    podman=""
+    engine=${engine:-docker} podman="" # a dry run goes on
     if "$engine" --version 2>/dev/null | grep -qi podman; then
         podman=1
+    elif ! command -v "$engine" >/dev/null; then
+        : # said already
     elif ! problem=$("$engine" info 2>&1 >/dev/null); then
         case $problem in
-        *"ermission denied"*) die "docker refuses you its socket: sudo usermod -aG docker $user_name, then log in again" ;;
-        *) die "the docker daemon does not answer: sudo systemctl start docker" ;;
+        *"ermission denied"*) lack "docker refuses you its socket: sudo usermod -aG docker $user_name, then log in again" ;;
+        *) lack "the docker daemon does not answer: sudo systemctl start docker" ;;
         esac
     fi
     rootless="" selinux=""
@@ -138,7 +145,18 @@ short_name() { # podman gives an image's full name
 }
 
 find_image() {
-    "$engine" image inspect "$image" >/dev/null 2>&1 || die "no image $image; build it: $build"
+    # The name that the first llm-train-bench built it under.
+    local older=llm-train-bench
+    [ "$vendor" != amd ] || older=llm-train-bench/amd
+    if ! "$engine" image inspect "$image" >/dev/null 2>&1; then
+        if [ -z "$asked$cpu" ] && "$engine" image inspect "$older" >/dev/null 2>&1; then
+            image=$older
+        else
+            lack "no image $image; build it: $build"
+            digest=unknown
+            return
+        fi
+    fi
     # A container cannot know its image: the run records the digest passed in here.
     digest=$("$engine" image inspect --format \
         '{{if .RepoDigests}}{{index .RepoDigests 0}}{{else}}{{.Id}}{{end}}' "$image")

@@ -8,10 +8,14 @@ build="docker build -t llm-train-bench:nvidia -f docker/Dockerfile --build-arg G
 toolkit="install it: https://docs.nvidia.com/datacenter/cloud-native/container-toolkit/latest/install-guide.html"
 
 find_gpus() {
+    if [ -n "$dry" ] && ! command -v nvidia-smi >/dev/null; then
+        lack "no nvidia-smi"
+        return
+    fi
     command -v nvidia-smi >/dev/null ||
         die "no nvidia-smi: install NVIDIA's driver (sudo ubuntu-drivers install), or --cpu to go without"
     n_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-    [ "$n_gpus" -gt 0 ] || die "nvidia-smi lists no GPU: see nvidia-smi, or --cpu to go without"
+    [ "$n_gpus" -gt 0 ] || lack "nvidia-smi lists no GPU: see nvidia-smi, or --cpu to go without"
     local wanted
     for wanted in ${gpus//,/ }; do
         [ "$wanted" = all ] || [ "$wanted" -lt "$n_gpus" ] ||
@@ -19,10 +23,10 @@ find_gpus() {
     done
     if [ -n "$podman" ]; then
         compgen -G "$root/etc/cdi/*" >/dev/null || compgen -G "$root/var/run/cdi/*" >/dev/null ||
-            die "podman has no description of the GPUs: sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml (no nvidia-ctk: $toolkit)"
+            lack "podman has no description of the GPUs: sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml (no nvidia-ctk: $toolkit)"
     elif [[ $("$engine" info --format '{{json .Runtimes}}') != *nvidia* ]] &&
         ! command -v nvidia-container-runtime-hook >/dev/null; then
-        die "no NVIDIA Container Toolkit: $toolkit; then: sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
+        lack "no NVIDIA Container Toolkit: $toolkit; then: sudo nvidia-ctk runtime configure --runtime=docker && sudo systemctl restart docker"
     fi
 }
 

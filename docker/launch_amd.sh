@@ -6,6 +6,13 @@ build="docker build -t llm-train-bench:amd -f docker/Dockerfile.amd --build-arg 
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 find_gpus() {
+    nodes=()
+    if [ -n "$dry" ] && [ ! -e "$root/dev/kfd" ]; then
+        lack "no /dev/kfd"
+        n_gpus=8
+        nodes=("$root"/dev/dri/renderD{128..135})
+        return
+    fi
     [ -e "$root/dev/kfd" ] || die "no /dev/kfd: load AMD's driver (sudo modprobe amdgpu), or --cpu to go without"
     [ -r "$root/dev/kfd" ] && [ -w "$root/dev/kfd" ] ||
         die "/dev/kfd is not yours to use: sudo usermod -aG render,video $user_name, then log in again"
@@ -50,7 +57,7 @@ gpu_arguments() {
         local group
         while IFS= read -r group; do
             args+=(--group-add "$group")
-        done < <(stat -c %g "$root/dev/kfd" "${nodes[@]}" | sort -un | grep -v '^0$' || true)
+        done < <(stat -c %g "$root/dev/kfd" ${nodes[@]+"${nodes[@]}"} 2>/dev/null | sort -un | grep -v '^0$' || true)
     fi
     args+=(--env-file "$repo/docker/amd.env")
 }

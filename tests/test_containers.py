@@ -50,6 +50,8 @@ elif argv[0] == "info":
 elif argv[:2] == ["image", "inspect"]:
     if (here / "no_image").exists():
         sys.exit(1)
+    if (here / "images").exists() and argv[-1] not in (here / "images").read_text().split():
+        sys.exit(1)
     print("example.com/bench@sha256:abc" if "RepoDigests" in said else "[]")
 elif argv[:2] == ["container", "inspect"]:
     if not (here / "container").exists():
@@ -333,6 +335,22 @@ def test_a_first_start(ready):
 def test_without_a_command_it_is_a_shell(ready):
     assert ready.launch()[0] == 0
     assert ready.started()[-1] == "bash" and "-t" not in ready.started()  # no terminal here
+
+
+@pytest.mark.parametrize("script", ["launch.sh", "launch_amd.sh"])
+def test_a_dry_run_needs_no_engine_no_gpu_and_no_image(machine, script):
+    """It says what is not here, and prints the line all the same; without --dry-run it fails."""
+    code, out, error = machine.launch("--dry-run", "--gpus", "0,1", "python", "x.py", script=script)
+    assert code == 0 and out.startswith("docker run ") and out.rstrip().endswith("python x.py")
+    assert error.count("not here: ") == 3 and "no docker or podman" in error
+    assert machine.launch("ls", script=script)[0] == 1
+    machine.engine("podman", "podman version 5.1")
+    assert machine.launch("--dry-run", "ls", script=script)[1].startswith("podman run ")
+
+
+def test_images_of_the_first_project_s_names_are_found(ready):
+    (ready.state / "images").write_text("llm-train-bench\n")
+    assert ready.launch("ls")[0] == 0 and "BENCH_IMAGE_NAME=llm-train-bench" in ready.started()
 
 
 def test_dry_run_prints_the_line_that_would_run(ready, tmp_path):

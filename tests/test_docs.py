@@ -14,7 +14,7 @@ import compare
 from bench.files import Strict
 from bench.results import schema
 from bench.results.result_files import Step
-from bench.settings.command_line import parse_args
+from bench.settings.command_line import parse_args, translated
 from docs.tables import meanings, with_tables
 from tests.helpers import ROOT
 
@@ -147,7 +147,7 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             assert prepare_data.main(given) == 0
             return
         if script in TOOLS:
-            small = {"sweep.py": ["--dry-run"]}.get(script, [])
+            small = {"sweep.py": ["--dry-run"]}.get(script, []) if "--dry-run" not in argv else []
             argv = [str(tmp_path / "comparison") if a == "comparison" else a for a in argv]
             if script == "compare.py":
                 places = {"baselines.json": str(a_run / "baselines.json")}
@@ -156,7 +156,7 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return
         assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script
-        config, *flags = argv
+        config, *flags = translated(argv)
         assert (ROOT / config).exists()
         prepare_data.main([str(text), "--val-fraction", "0", "--output-dir", str(tmp_path)])
         flags = [str(tmp_path / "train.bin") if f.startswith("data/") else f for f in flags]
@@ -170,7 +170,9 @@ def tiny_world(tmp_path, monkeypatch, a_run):
                 assert run_train("configs/gpt2-tiny.json", *flags, *small) == 0
         else:
             # Four layers, so that --sac-freq 1/4 can choose one.
-            tiny = "llama" if "--sac-freq" in flags else "gpt2"
+            tiny = "llama" if "--sac-freq" in flags else "moe" if "--route" in flags else "gpt2"
+            if "--ep" in flags:  # of two ranks
+                flags[flags.index("--ep") + 1] = "2"
             command = [sys.executable, script, f"configs/{tiny}-tiny.json", *flags, *small]
             environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
             done = subprocess.run(
@@ -179,6 +181,60 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             assert done.returncode == 0, done.stderr
 
     return run
+
+
+MIGRATING = (ROOT / "docs/MIGRATING.md").read_text(encoding="utf-8")
+# Rows of the list of what predecessors offered: their letter and how many.
+ROWS = {"L": 48, "A": 52, "N": 33, "C": 34, "T": 67}
+
+
+def test_every_row_of_the_predecessors_is_answered_once():
+    found = []
+    for line in MIGRATING.splitlines():
+        if match := re.match(r"\| ([LANCT]\d+(?:, [LANCT]\d+)*) \| .+ \|$", line):
+            found += match[1].split(", ")
+    assert sorted(found) == sorted(f"{k}{i}" for k, n in ROWS.items() for i in range(1, n + 1))
+
+
+def replacements() -> list[str]:
+    """What stands in the right column for each command of a predecessor, where it is one of ours."""
+    found = []
+    for line in MIGRATING.splitlines():
+        cells = [
+            cell.replace("\0", "|").strip() for cell in line.replace("\\|", "\0").split("|")[1:-1]
+        ]
+        if len(cells) == 2 and cells[0].startswith("`") and " " in cells[0]:
+            found += re.findall(r"`((?:python|torchrun|nsys) [^`]+)`", cells[1])
+    return [*dict.fromkeys(found), *re.findall(r"`(python [^`]+)`", MIGRATING.split("| row |")[-1])]
+
+
+def test_migrating_answers_all_of_their_commands():
+    rows = [line for line in MIGRATING.splitlines() if re.match(r"\| `[^`]+` \| ", line)]
+    assert len(rows) == 7 + 5 + 6 + 8 + 15 and len(replacements()) >= 20
+
+
+@pytest.mark.parametrize("command", replacements())
+def test_replacement_runs(command, tmp_path, monkeypatch, tiny_world):
+    """As the README's commands: with its own flags, on a tiny model, for a few steps."""
+    words = shlex.split(command)
+    while words[0] != "python":  # a launcher's own part; the script starts two ranks itself
+        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        words = ["python", *words[script:]]
+    if "--nsys-start" in words:  # a CPU has no such range; the flags are understood
+        parse_args(words[2:], words[1])
+        return
+    if words[1] == "sweep.py" and words[2] == "--help":
+        with pytest.raises(SystemExit):
+            __import__("sweep").main(["--help"])
+        return
+    tiny_world(words[1], words[2:])
+
+
+@pytest.mark.parametrize("typed", re.findall(r"^\| `(python train[^`]+)`", MIGRATING, flags=re.M))
+def test_their_own_lines_that_call_our_scripts_are_taken_as_written(typed):
+    words = shlex.split(typed)
+    assert parse_args(words[2:], words[1]).config.startswith("configs/")
+    assert (ROOT / words[2]).exists()
 
 
 def test_the_page_s_own_gpu_is_known(tmp_path, monkeypatch):

@@ -43,8 +43,14 @@ PHASES = {
 class ProgressDisplay:
     """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
 
-    def __init__(self, n_steps: int):
-        self.n_steps = n_steps
+    def __init__(
+        self, n_steps: int, flops_per_token: float = 0.0, peak_tflops: float | None = None
+    ):
+        """`flops_per_token` (palm) is per device: a step's tokens times it are one device's FLOPs.
+
+        With `peak_tflops`, its dense peak, steps show their MFU too.
+        """
+        self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
         self.bar = None
         console = Console(stderr=True)
         if console.is_terminal:
@@ -73,6 +79,9 @@ class ProgressDisplay:
         """Show where the run is."""
         done = step.step + 1
         figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
+        if self.peak_tflops:
+            tflops = step.tokens * self.flops_per_token / step.step_time_s / 1e12
+            figures += f"  {tflops:,.1f} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
         name = PHASES[step.phase]
         if self.bar is None:
             if done % self.tenth == 0 or done == self.n_steps:

@@ -172,6 +172,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)
     tokens = result.batch.tokens_per_step * len(times)
+    m.steps_per_sec = len(times) / m.window_s
     m.tokens_per_sec = tokens / m.window_s
     m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count
     if m.energy_j:
@@ -180,6 +181,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     price = result.args.get("usd_per_hour")
     if price:
         m.usd_per_million_tokens = price / 3600 / m.tokens_per_sec_per_gpu * 1e6
+        m.tokens_per_usd = m.tokens_per_sec_per_gpu * 3600 / price
 
 
 def fill_flop_metrics(result: Result, work: Work) -> None:

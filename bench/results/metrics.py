@@ -116,6 +116,13 @@ class Metrics(Strict):
     usd_per_million_tokens: float | None = metric(
         "`--usd-per-hour` / 3600 / `tokens_per_sec_per_gpu` x 10^6.", unit="US$", csv=True
     )
+    tokens_per_usd: float | None = metric(
+        "The inverse: `tokens_per_sec_per_gpu` x 3600 / `--usd-per-hour`.", unit="tokens/US$"
+    )
+    steps_per_sec: float | None = metric("`n_measured_steps` / `window_s`.", unit="steps/s")
+    memory_utilization: float | None = metric(
+        "`peak_reserved_gib` / the device's memory, on a GPU; the highest of all ranks."
+    )
     n_measured_steps: int = metric("Measured steps that finished.", default=0)
     window_s: float | None = metric("Sum of their times.", unit="s")
     step_time_median_s: float | None = metric(

@@ -160,10 +160,11 @@ class Run:
                 f"--output-dir {plan.output.output_dir}: cannot be written: {error.strerror}; "
                 "choose another"
             ) from None
-        sinks.append(ProgressDisplay(plan.schedule.total))
+        work, device = plan.work, r.device
+        flops = flops_per_token(work.config, work.batch.seq_len, False, work.pass_type)
+        shown = flops / device.count, device.peak_bf16_tflops
+        sinks.append(ProgressDisplay(plan.schedule.total, *shown))
         if not plan.output.no_tensorboard:
-            work = plan.work
-            flops = flops_per_token(work.config, work.batch.seq_len, False, work.pass_type)
             sinks.append(
                 TensorBoardFile(
                     self.directory / "tensorboard", flops, r.device.peak_bf16_tflops, r.device.count,
@@ -263,6 +264,8 @@ class Run:
             with contextlib.suppress(Exception):
                 for key, value in peak_memory(self.device).items():
                     setattr(m, key, value)
+        if m.peak_reserved_gib and r.device.memory_gib:
+            m.memory_utilization = m.peak_reserved_gib / r.device.memory_gib
         r.ended_at = now()
         for sink in self.log.sinks:
             with contextlib.suppress(Exception):

@@ -32,6 +32,7 @@ CellRow = dict[str, Any]
 def cell_key(cell: Cell, repeat: int | str) -> str:
     """A setting's name, the same in every sweep: model, hash, number of the repeat."""
     own = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
+    own += [f"{name}={value}" for name, value in sorted(cell.environment)]
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *own])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{model_name(cell.config)}-{digest}-{repeat}"
@@ -130,7 +131,8 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
     with log.open("wb") as output:
         process = subprocess.Popen(
             _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+            env=os.environ | dict(cell.environment), start_new_session=True,
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
         )  # fmt: skip
         try:
             process.wait(timeout_s)

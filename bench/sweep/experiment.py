@@ -58,6 +58,7 @@ class Experiment(BaseModel, extra="forbid"):
     grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
     cells: list[Flags] = []
     platforms: dict[Platform, Flags] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(3600.0, gt=0)
 

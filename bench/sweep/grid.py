@@ -21,6 +21,8 @@ class Cell:
     config: str
     flags: tuple[tuple[str, Value], ...]
     axes: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that its process has besides ours."""
 
     def argv(self) -> list[str]:
         """Model and flags as a command line."""
@@ -61,7 +63,9 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
         flags = _resolve_sizes(flags, e, platform, where)
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
-        cell = Cell(e.script, model, tuple(sorted(flags.items())), names)
+        cell = Cell(
+            e.script, model, tuple(sorted(flags.items())), names, tuple(e.environment.items())
+        )
         try:
             world = _world(flags, e, machine)
             plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)

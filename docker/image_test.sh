@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Build the images for real and run the CPU one, by buildah, where no daemon can start: as root,
+#   docker/image_test.sh            (make image-test)
+# BASE_IMAGE=NAME chooses the CPU image's base. Without one, python:3.12-slim is pulled; where that
+# cannot be, a base is made by debootstrap and this machine's own Python and pip settings.
+# MOUNTS="DIR ..." are directories that pip needs (its file:// indexes), the same inside.
+# The dependency layers of the NVIDIA and AMD Dockerfiles are built on that base with stand-ins of
+# their torch, Transformer Engine and Triton; a build fails if it changed one of them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export BUILDAH_ISOLATION=chroot
+die() {
+    echo "image_test.sh: $1" >&2
+    exit 2
+}
+command -v buildah >/dev/null || die "no buildah: apt-get install buildah"
+[ "$(id -u)" = 0 ] || die "buildah with --isolation chroot needs root"
+volumes=()
+for directory in ${MOUNTS:-}; do
+    volumes+=(-v "$directory:$directory:ro")
+done
+made=llm-train-bench-base:made
+
+make_base() {
+    command -v debootstrap >/dev/null || die "no base image can be pulled, and no debootstrap: apt-get install debootstrap"
+    local container tree prefix
+    container=$(buildah from scratch)
+    tree=$(buildah mount "$container")
+    debootstrap --variant=minbase --include=ca-certificates,libssl3,libffi8,libsqlite3-0,libbz2-1.0,liblzma5,zlib1g,libreadline8,libexpat1,libncursesw6,libuuid1 \
+        "$(. /etc/os-release && echo "$VERSION_CODENAME")" "$tree" "${DEBIAN_MIRROR:-http://deb.debian.org/debian}" >/dev/null
+    prefix=$(python3 -c 'import sys; print(sys.base_prefix)')
+    tar -C "$prefix" --exclude='site-packages/*' --exclude='lib/python3*/test' --exclude='*.pyc' -cf - bin lib include | tar -C "$tree/usr/local" -xf -
+    rm -f "$tree"/usr/local/bin/pip*
+    cp -a /etc/ssl/certs/. "$tree/etc/ssl/certs/"
+    buildah umount "$container" >/dev/null
+    buildah run "$container" -- ldconfig
+    buildah run "$container" -- /usr/local/bin/python3 -m ensurepip >/dev/null
+    local name
+    while IFS= read -r name; do
+        buildah config --env "$name=${!name}" "$container"
+    done < <(compgen -e | grep '^PIP_' || true)
+    # A venv's python finds its packages by where it is; so does this copy.
+    buildah config --env PYTHONHOME=/usr/local "$container"
+    buildah commit -q --rm "$container" "$made" >/dev/null
+}
+
+base=${BASE_IMAGE:-}
+if [ -z "$base" ]; then
+    base=python:3.12-slim
+    if ! buildah pull -q "$base" >/dev/null 2>&1; then
+        echo "image_test.sh: $base cannot be pulled; a base is made of this machine's Debian and Python"
+        buildah inspect --type image "$made" >/dev/null 2>&1 || make_base
+        base=$made
+    fi
+fi
+build() { # name, Dockerfile, more
+    local name=$1 file=$2
+    shift 2
+    buildah bud -q --format docker "${volumes[@]}" -t "$name" -f "$file" --build-arg "GIT_SHA=$(git rev-parse HEAD)" "$@" .
+}
+index=()
+if [ "$base" = "$made" ]; then
+    index=(--build-arg "TORCH_INDEX=${TORCH_INDEX:-https://pypi.org/simple}")
+fi
+build llm-train-bench:cpu docker/Dockerfile.cpu --build-arg "BASE_IMAGE=$base" "${index[@]}" >/dev/null
+echo "built llm-train-bench:cpu on $base"
+
+inside() {
+    buildah run "${volumes[@]}" --user 1000:1000 "$container" -- "$@"
+}
+container=$(buildah from llm-train-bench:cpu)
+trap 'buildah rm "$container" >/dev/null' EXIT
+inside bash -c 'python3 prepare_data.py --stdlib --output-dir /home/bench/data &&
+  python3 train.py configs/llama-tiny.json --data /home/bench/data/train.bin --val-data /home/bench/data/val.bin --amp off \
+    --n-steps 30 --bsz 8 --seq-len 256 --lr 2e-3 --sample 80 --run-name demo'
+inside python3 train_ddp.py configs/gpt2-tiny.json --bsz 2 --seq-len 64 --n-steps 5 --warmup-steps 2 --run-name ddp
+inside python3 train.py configs/gpt2-tiny.json --bsz 2 --seq-len 64 --n-steps 5 --warmup-steps 3 --pt-compile --run-name compiled
+inside python3 doctor.py || true # no GPU here: it says so
+inside bash -c 'python3 compare.py runs && python3 -c "
+import json
+e = json.load(open(\"runs/demo/result.json\"))
+assert e[\"status\"] == \"ok\" and e[\"environment\"][\"git_sha\"], e[\"environment\"]"'
+if ! buildah run "${volumes[@]}" --user 0:0 "$container" -- python3 -m pip install -q pytest pytest-xdist hypothesis >/dev/null; then
+    die "pytest cannot be installed in the image"
+fi
+inside python3 -m pytest -q -p no:cacheprovider -n 2 tests/test_config.py tests/test_data.py tests/test_metrics.py tests/test_parity.py
+
+# The other two, down to the layer with the dependencies.
+for vendor in nvidia amd; do
+    file=docker/Dockerfile
+    [ $vendor = nvidia ] || file=docker/Dockerfile.amd
+    stand_in=$(buildah from "$base")
+    # shellcheck disable=SC2016
+    buildah run "${volumes[@]}" "$stand_in" -- python3 -c '
+import pathlib, sysconfig
+site = pathlib.Path(sysconfig.get_paths()["purelib"])
+for name, version in (("torch", "2.11.0a0+stand.in"), ("triton", "3.6.0"), ("transformer_engine", "2.20.0"), ("numpy", "1.26.4")):
+    (site / name).mkdir(exist_ok=True)
+    (site / name / "__init__.py").write_text(f"__version__ = {version!r}\n")
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "RECORD").write_text("")
+    (info / "INSTALLER").write_text("stand-in\n")'
+    buildah commit -q --rm "$stand_in" "stand-in:$vendor" >/dev/null
+    build "llm-train-bench:$vendor-layer" $file --build-arg "BASE_IMAGE=stand-in:$vendor" >/dev/null
+    echo "built the dependency layer of $file on stand-ins"
+done
+echo "image-test: ok"
