@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs lint faults fuzz bench gpu-check gpu-test gpu-bench cpu-baselines clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs lint faults fuzz bench gpu-check gpu-test gpu-bench cpu-baselines image-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -88,6 +88,10 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 
 bench: $(READY)
 	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute)
+
+# The images, built and run for real by buildah: as root; ten minutes. docker/image_test.sh explains.
+image-test:
+	docker/image_test.sh
 
 # The CPU entries of configs/baselines.json: three interleaved runs of each tiny config, judged together.
 TINY = configs/gpt2-tiny.json configs/llama-tiny.json configs/moe-tiny.json
