@@ -158,8 +158,9 @@ def test_bsz_auto_is_the_largest_that_leaves_a_tenth():
 
 def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "free_gib", lambda device, ranks: 0.05)
-    assert run_train("configs/gpt2-tiny.json", "--bsz", "auto", "--seq-len", 16, "--n-steps", 1, "--amp",
-                     "off", "--warmup-steps", 0, "--no-tensorboard", "--output-dir", tmp_path) == 0  # fmt: skip
+    argv = ["configs/gpt2-tiny.json", "--bsz", "auto", "--seq-len", 16, "--n-steps", 1, "--amp", "off",
+            "--warmup-steps", 0, "--no-tensorboard", "--output-dir", tmp_path]  # fmt: skip
+    assert run_train(*argv) == 0
     result = only_result(tmp_path)
     assert result["args"]["bsz"] == result["batch"]["micro_batch"] > 4
     assert any("--bsz auto" in note for note in result["notes"])
