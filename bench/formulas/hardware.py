@@ -14,6 +14,7 @@ from bench.files import ROOT
 from model.json_keys import plain_file
 
 ROOFS_FILE = ROOT / "configs" / "roofs.json"
+ACCURACY_FILE = ROOT / "configs" / "accuracy.json"
 HARDWARE_FILE = ROOT / "configs" / "hardware.json"
 
 # A whole device has at least this part of its listed memory.
@@ -209,6 +210,20 @@ def find_hardware(name: str) -> Hardware:
             f"{own_hardware_file()}"
         )
     return found[0]
+
+
+# Devices for which an estimate is as good: of one architecture and use.
+FAMILIES_OF_DEVICES = {
+    "H100, H200": ("H100", "H200", "GH200", "H20"), "A100": ("A100",),
+    "B200, B300": ("B200", "B300", "GB200", "GB300"), "L40S": ("L40S",), "MI300X": ("MI300X", "MI325X"),
+    "MI355X": ("MI350X", "MI355X"), "RTX": ("RTX",),
+}  # fmt: skip
+
+
+def family_of(name: str) -> str:
+    """The family of a device, by which the accuracy of estimates is told; its name where it has none."""
+    word = name.split()[0]
+    return next((f for f, words in FAMILIES_OF_DEVICES.items() if word in words), name)
 
 
 @dataclasses.dataclass(frozen=True)
