@@ -50,14 +50,17 @@ class EstimateFlags:
         None, "GPU, as in configs/hardware.json: h100, h200, b200, mi300x, ... or the start of a name.",
         metavar="NAME",
     )  # fmt: skip
-    gpus: int = flag(1, "How many of them.", at_least=1)
+    gpus: int = flag(1, "How many of them.", at_least=1, at_most=2**20)
     per_node: int = flag(8, "GPUs of one machine, or of one NVLink domain (GB200: 72).", at_least=1)
     parallel: Literal["fsdp", "ddp", "pp"] = flag(
         "fsdp",
         "Script for more than one GPU: train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).",
     )
     tokens: float | None = flag(
-        None, "Tokens of the whole training, to give its days, energy and cost.", above=0
+        None,
+        "Tokens of the whole training, to give its days, energy and cost.",
+        above=0,
+        at_most=1e16,
     )
     gpu_memory_gib: float | None = flag(
         None, "Memory of one GPU [GiB], if it differs from the listed one.", above=0
@@ -187,6 +190,8 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
             "pipeline bubble": s.bubble_s,
             "exposed communication": s.exposed_s,
             "hidden communication": s.communication_s - s.exposed_s,
+            "beside communication": s.beside_s,
+            "slowest node": s.slowest_s,
             "host, if it were the limit": s.host_s,
         },
         tokens_per_sec=per_second,

@@ -83,7 +83,7 @@ assert e[\"status\"] == \"ok\" and e[\"environment\"][\"git_sha\"], e[\"environm
 if ! buildah run "${volumes[@]}" --user 0:0 "$container" -- python3 -m pip install -q pytest pytest-xdist hypothesis >/dev/null; then
     die "pytest cannot be installed in the image"
 fi
-inside python3 -m pytest -q -p no:cacheprovider -n 2 tests/test_config.py tests/test_data.py tests/test_flops.py tests/test_loss.py
+inside python3 -m pytest -q -p no:cacheprovider -n 2 tests/test_data.py tests/test_loss.py tests/test_statistics.py tests/test_hardware.py tests/test_precision.py
 
 # The other two, down to the layer with the dependencies.
 for vendor in nvidia amd; do

@@ -282,6 +282,9 @@ def test_what_holds_no_tokens_is_refused(content, message, tmp_path):
 @pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])
 def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
-    flags, batch = DataFlags(val_data=str(tmp_path / "val.bin")), resolve_batch(BatchFlags(), 4)
+    flags, batch = (
+        DataFlags(val_data=str(tmp_path / "val.bin")),
+        resolve_batch(BatchFlags(bsz=8), 4),
+    )
     _, (_, firsts) = open_data(flags, 50, batch, 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]

@@ -231,8 +231,8 @@ def collective_time(
     """Seconds of a collective of `size` bytes (the whole tensor) over neighbouring ranks.
 
     A ring: time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that. Over several
-    nodes the bus is no faster than the network cards of a node together. In an all-to-all each rank sends
-    to all others at once: what leaves the node goes through its own card.
+    nodes the bus is no faster than the network cards of the node with the fewest ranks. In an all-to-all
+    each rank sends to all others at once: what leaves the node goes through its own card.
     """
     if ranks == 1 or not size:
         return 0.0
@@ -245,7 +245,7 @@ def collective_time(
         return c.latency_s + (nodes - 1 > 0) * c.latency_node_s + max(away, near)
     bus = gpu.ring_gb_per_s
     if nodes > 1:
-        bus = min(bus, c.network * gpu.nic_gb_per_s * inside)
+        bus = min(bus, c.network * gpu.nic_gb_per_s * (ranks % per_node or per_node))
     latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
     twice = 2 if kind == "all_reduce" else 1
     if kind == "all_reduce":  # NCCL has trees for it too

@@ -41,6 +41,10 @@ class SpeedEstimate:
     tokens_s: float = 0.0
     """Tokens on their way between ranks: tensor, context and expert parallelism, and pipelines."""
     bubble_s: float = 0.0
+    beside_s: float = 0.0
+    """What computation loses beside communication."""
+    slowest_s: float = 0.0
+    """Waiting for the slowest of several nodes."""
 
 
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
@@ -56,15 +60,18 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     optimizer = 0.0
     if work.pass_type == "step":
-        # AdamW reads parameter, gradient and two moments and writes three; clipping reads and scales.
+        # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
+        # clipping reads, and scales.
+        each = {"adamw": 28, "sgd": 20}[work.optimizer]
         share = 1 / work.world if work.ddp and work.ddp.zero1 else 1
-        optimizer = (28 * share + 12) * parts.held / rate
+        optimizer = (each * share + 12) * parts.held / rate
     compute = parts.compute
     total, exposed = communication_time(work, gpu, per_node, compute, c, parts.pp_rank)
     moves = token_time(work, gpu, per_node, c, parts.pp_rank)
     if pp > 1:
         moves += 2 * fsdp.virtual * send_time(work, gpu, per_node, c)
-    compute *= 1 + c.beside_communication * (total > 0)
+    beside = compute * c.beside_communication * (total > 0)
+    compute += beside
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
     kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
     layers = len(work.layers_of(parts.pp_rank))
@@ -75,8 +82,11 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
     travels = micro_steps if fsdp and pp == 1 else 1
     slowest = 1 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
+    step += travels * exposed
     return SpeedEstimate(
-        step_s=(step + travels * exposed) * slowest,
+        step_s=step * slowest,
+        beside_s=micro_steps * beside,
+        slowest_s=step * (slowest - 1),
         matmul_s=micro_steps * parts.matmuls,
         attention_s=micro_steps * parts.attention,
         memory_s=micro_steps * parts.memory,
@@ -111,8 +121,9 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _Group
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     matmuls = attention = memory = 0.0
     for layer in layers:
-        block = _block_matmuls(work, layer, gpu, c)
-        matmuls += block * (passes + (layer in whole_again))
+        block, last = _block_matmuls(work, layer, gpu, c)
+        # Recomputing stops before the last matmul, whose output no gradient needs.
+        matmuls += block * passes + (block - last) * (layer in whole_again)
         forward, backward = _attention(work, layer, gpu, c)
         attention += forward * (1 + (layer in whole_again)) + (backward if train else 0.0)
         memory += block_bytes(work, layer) * (passes + (layer in again)) / rate
@@ -125,6 +136,10 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _Group
     n = sum(math.prod(part) for _, part, _ in parts)
     if work.fsdp is None and work.amp != "off":
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
+    if work.fsdp is not None and work.fsdp.shards > 1:
+        # What a gather brought is copied to where the block's weights lie: read and written.
+        gathers = 2 if train and work.fsdp.reshard else 1
+        memory += gathers * 2 * work.matmul_bytes * n / rate
     if train:
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate
@@ -160,12 +175,12 @@ def matmul_time(
 GROUPED_ROWS = 128
 
 
-def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> float:
-    """Forward seconds of a block's matmuls; each backward matmul takes as long again."""
+def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
+    """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
     config, fsdp = work.config, work.fsdp
     tp, ep = (fsdp.tp, fsdp.ep) if fsdp else (1, 1)
     low = work.fp8.layers if work.fp8 else ()
-    names, seconds = layer_names(config), 0.0
+    names, seconds, last = layer_names(config), 0.0, 0.0
     for kind, (n, k) in config.block_shapes(layer).items():
         how = divided(config, f"blocks.{layer}.{names[kind]}.weight")
         n, k = part_shape(
@@ -174,7 +189,8 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> float
         tokens = work.own_tokens if kind == "router" or how is None else work.gathered_tokens
         if how is None and kind != "router":  # the narrow layers of latent attention
             tokens = work.gathered_tokens
-        seconds += matmul_time(work, tokens, n, k, kind in low, gpu, c)
+        one = matmul_time(work, tokens, n, k, kind in low, gpu, c)
+        seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
         rows = work.own_tokens * config.experts.per_token
@@ -183,7 +199,7 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> float
         whole = matmul_time(work, rows * filled, n, k, False, gpu, c)
         weights = number * n * k * work.matmul_bytes / (gpu.memory_tb_per_s * 1e12 * c.bandwidth)
         seconds += max(whole, weights)
-    return seconds
+    return seconds, last
 
 
 def _attention(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
