@@ -8,6 +8,7 @@ Takes the training scripts' flags besides its own. Needs no torch and no GPU, ex
 (memory again, by tracing our own model) and --fit (memory measured here, against the formula).
 """
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import bench.start  # noqa: F401
 
@@ -23,7 +24,7 @@ from rich.console import Console
 
 from bench.errors import UsageError
 from bench.formulas.flops import flops_per_token
-from bench.formulas.hardware import Hardware, find_hardware
+from bench.formulas.hardware import Hardware, accuracy_of, find_hardware
 from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import estimate_speed
@@ -31,7 +32,7 @@ from bench.formulas.work import Work
 from bench.results.result_files import read_result
 from bench.settings.checks import check
 from bench.settings.command_line import parse_dataclass
-from bench.settings.flags import Args, Script, check_bounds, declared, flag, flag_of
+from bench.settings.flags import SHARDED, Args, Script, check_bounds, declared, flag, flag_of
 from bench.settings.machine import detect_platform
 from bench.settings.plan import Plan, make_plan
 from bench.settings.tool_main import run_tool, tool
@@ -106,11 +107,16 @@ class Estimate:
     usd: float | None
     kwh: float | None
     traced_peak: float | None = None
+    accuracy: dict[str, float] | None = None
+    """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
 
 
 @tool("estimate.py")
 def main(argv: Sequence[str]) -> int:
-    """Estimate, print, and return the exit code: 0; 2 for bad input; with --fit train.py's own, too."""
+    """Estimate, print, and return the exit code: 0; 4 if it does not fit; 2 for bad input.
+
+    With --fit it may be train.py's own.
+    """
     args = parse_dataclass(EstimateArgs, argv, "estimate.py")
     wanted = args.part(EstimateFlags)
     check_bounds(wanted)
@@ -140,7 +146,53 @@ def main(argv: Sequence[str]) -> int:
         show(estimate, wanted, plan.work)
         for note in plan.notes:
             print(note)
-    return 0
+        if wanted.gpus > wanted.per_node and wanted.gpus % wanted.per_node:
+            last = wanted.gpus % wanted.per_node
+            print(
+                f"the last node has {last} of {wanted.per_node} GPUs, and all wait for its network cards"
+            )
+        if estimate.usd is None and wanted.tokens:
+            print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
+        for change in nearest_changes(args, script, wanted, gpu) if not estimate.fits else ():
+            print(f"would fit: {change}")
+    return 0 if estimate.fits else 4
+
+
+def nearest_changes(args: Args, script: Script, wanted: EstimateFlags, gpu: Hardware) -> list[str]:
+    """The three changes nearest to what was asked that fit, each with its speed, fastest first."""
+    limit, found = (wanted.gpu_memory_gib or gpu.memory_gib) * GIB, []
+    tries: list[tuple[dict[str, Any], int]] = [
+        ({"bsz": bsz}, wanted.gpus)
+        for bsz in range(1, plain_bsz(args))
+        if bsz in (1, 2, 4, 8, 16, 32)
+    ]
+    tries += [
+        ({"sac_freq": freq}, wanted.gpus) for freq in ("1/4", "1/2", "1/1") if not args.sac_freq
+    ]
+    tries += [({"bsz": 1, "sac_freq": "1/1"}, wanted.gpus)]
+    if script in SHARDED:
+        tries += [({}, wanted.gpus * more) for more in (2, 4, 8)]
+        tries += [({"tp": 2 * args.tp}, wanted.gpus), ({"cp": 2 * args.cp}, wanted.gpus)]
+    for changes, gpus in tries:
+        with contextlib.suppress(UsageError):
+            changed = check(dataclasses.replace(args, **changes), script)
+            plan = make_plan(changed, script, gpus, gpu.platform)
+            if plan.needs(plan.work) > limit:
+                continue
+            s = estimate_speed(plan.work, gpu, wanted.per_node)
+            rate = plan.work.batch.tokens_per_step / s.step_s / gpus
+            words = [f"{flag_of(name)} {value}" for name, value in changes.items()]
+            words += [f"--gpus {gpus}"] * (gpus != wanted.gpus)
+            need = plan.needs(plan.work) / GIB
+            found.append(
+                (rate, f"{' '.join(words)}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU")
+            )
+    return [text for _, text in sorted(found, reverse=True)[:3]]
+
+
+def plain_bsz(args: Args) -> int:
+    """The micro batch, if it is a number."""
+    return args.bsz if isinstance(args.bsz, int) else 1
 
 
 def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
@@ -203,6 +255,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
         traced_peak=traced,
+        accuracy=accuracy_of(gpu.name, work.fsdp is not None and work.fsdp.divided),
     )
 
 
@@ -244,6 +297,7 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
             else []
         ),
         ("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}"),
+        ("how far that may be off", accuracy_text(e)),
         ("MFU (palm)", f"{e.mfu:.1%}"),
         (f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f")),
     ]
@@ -257,6 +311,15 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     for name, value in rows:
         table.add_row(name, value)
     Console(width=140, highlight=False, markup=False).print(table)
+
+
+def accuracy_text(e: Estimate) -> str:
+    """The range of tokens/s in words."""
+    if e.accuracy is None:
+        return "unvalidated: no published row of such a device and layout"
+    n, part = e.accuracy["rows"], e.accuracy["covers_80"]
+    few = ", too few to say much" if n < 5 else ""
+    return f"± {part:.0%}: 80 % of {n} published rows not used in fitting{few}"
 
 
 def fit(work: Work, argv: list[str]) -> int:

@@ -106,11 +106,23 @@ def memory_errors(rows) -> list[tuple[dict, str, float]]:
     return found
 
 
-def by_family(rows) -> dict[str, list[float]]:
-    """Errors of the rows of each family of devices."""
+# Kinds of a row: what estimate.py can be asked for, and what our own scripts refuse.
+PLAIN, DIVIDED, REFUSED = "data parallel", "tp, cp, ep, pp", "FP8 with those"
+
+
+def kind_of(row: dict) -> str:
+    """Which of these a row is."""
+    if "fp8" in row:
+        return REFUSED
+    words = row["flags"].split()
+    return DIVIDED if {"--tp", "--cp", "--ep", "--pp"} & set(words) else PLAIN
+
+
+def by_family(rows) -> dict[tuple[str, str], list[float]]:
+    """Errors of the rows of each kind and family of devices."""
     found = collections.defaultdict(list)
     for row, error in zip(rows, errors(rows), strict=True):
-        found[family_of(row["gpu"])].append(error)
+        found[kind_of(row), family_of(row["gpu"])].append(error)
     return dict(sorted(found.items()))
 
 
@@ -148,23 +160,22 @@ def main() -> None:
     )
     args = parser.parse_args()
     table = Table(box=box.MARKDOWN)
-    for name in ("rows", "family", "n", "median error", "80 % within", "from", "to", "beyond 15 %"):
-        table.add_column(name, justify="left" if name in ("rows", "family") else "right")
-    accuracy = {}
+    for name in ("rows", "kind", "family"):
+        table.add_column(name)
+    for name in ("n", "median error", "80 % within", "from", "to", "beyond 15 %"):
+        table.add_column(name, justify="right")
+    accuracy: dict[str, dict] = {}
     for split, name in (("fit", "fitted"), ("hold", "held")):
         rows = [*published_rows(split), *(own_rows() if split == "hold" else ())]
         families = by_family(rows)
-        for family, found in {
-            **families,
-            "all": [e for part in families.values() for e in part],
-        }.items():
+        for (kind, family), found in families.items():
             beyond = sum(abs(e) > OUTLIER for e in found)
             table.add_row(
-                name, family, str(len(found)), f"{statistics.median(map(abs, found)):.1%}",
+                name, kind, family, str(len(found)), f"{statistics.median(map(abs, found)):.1%}",
                 f"{covering(found):.0%}", f"{min(found):+.0%}", f"{max(found):+.0%}", str(beyond),
             )  # fmt: skip
-            if split == "hold" and family != "all":
-                accuracy[family] = {
+            if split == "hold" and kind != REFUSED:
+                accuracy.setdefault(family, {})[kind] = {
                     "rows": len(found), "median": round(statistics.median(map(abs, found)), 3),
                     "covers_80": round(covering(found), 3),
                 }  # fmt: skip
