@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from bench.formulas.work import Work
 from bench.results.result_files import read_result
 from bench.settings.checks import check
 from bench.settings.command_line import parse_dataclass
-from bench.settings.flags import SHARDED, Args, Script, check_bounds, declared, flag, flag_of
+from bench.settings.flags import Args, Script, check_bounds, declared, flag, flag_of
 from bench.settings.machine import detect_platform
 from bench.settings.plan import Plan, make_plan
 from bench.settings.tool_main import run_tool, tool
@@ -153,46 +153,51 @@ def main(argv: Sequence[str]) -> int:
             )
         if estimate.usd is None and wanted.tokens:
             print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
-        for change in nearest_changes(args, script, wanted, gpu) if not estimate.fits else ():
-            print(f"would fit: {change}")
+        if not estimate.fits:
+
+            def planned(flags: dict[str, Any], gpus: int) -> Plan:
+                return make_plan(
+                    check(dataclasses.replace(args, **flags), script), script, gpus, gpu.platform
+                )
+
+            for change in nearest_changes(planned, plan.work, memory * GIB, gpu, wanted.per_node):
+                print(f"would fit: {change}")
     return 0 if estimate.fits else 4
 
 
-def nearest_changes(args: Args, script: Script, wanted: EstimateFlags, gpu: Hardware) -> list[str]:
-    """The three changes nearest to what was asked that fit, each with its speed, fastest first."""
-    limit, found = (wanted.gpu_memory_gib or gpu.memory_gib) * GIB, []
-    tries: list[tuple[dict[str, Any], int]] = [
-        ({"bsz": bsz}, wanted.gpus)
-        for bsz in range(1, plain_bsz(args))
-        if bsz in (1, 2, 4, 8, 16, 32)
-    ]
-    tries += [
-        ({"sac_freq": freq}, wanted.gpus) for freq in ("1/4", "1/2", "1/1") if not args.sac_freq
-    ]
-    tries += [({"bsz": 1, "sac_freq": "1/1"}, wanted.gpus)]
-    if script in SHARDED:
-        tries += [({}, wanted.gpus * more) for more in (2, 4, 8)]
-        tries += [({"tp": 2 * args.tp}, wanted.gpus), ({"cp": 2 * args.cp}, wanted.gpus)]
-    for changes, gpus in tries:
+def nearest_changes(
+    planned: Callable[[dict[str, Any], int], Plan],
+    work: Work,
+    limit: float,
+    gpu: Hardware,
+    per_node: int,
+) -> list[str]:
+    """The three of some near changes that fit and are fastest, each with its memory and speed.
+
+    `planned(flags, gpus)` makes a plan with other flags; `limit` is in bytes.
+    """
+    gpus, found = work.world, []
+    sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
+    tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]
+    if not work.recompute.blocks:
+        tries += [({"sac_freq": freq}, gpus) for freq in ("1/4", "1/2", "1/1")]
+    tries += [({"bsz": 1, "sac_freq": "1/1"}, gpus)]
+    if work.fsdp:
+        tries += [({}, gpus * more) for more in (2, 4, 8)]
+        tries += [({"tp": 2 * work.fsdp.tp}, gpus), ({"cp": 2 * work.fsdp.cp}, gpus)]
+    for flags, n in tries:
         with contextlib.suppress(UsageError):
-            changed = check(dataclasses.replace(args, **changes), script)
-            plan = make_plan(changed, script, gpus, gpu.platform)
-            if plan.needs(plan.work) > limit:
+            other = planned(flags, n)
+            if (need := other.needs(other.work)) > limit:
                 continue
-            s = estimate_speed(plan.work, gpu, wanted.per_node)
-            rate = plan.work.batch.tokens_per_step / s.step_s / gpus
-            words = [f"{flag_of(name)} {value}" for name, value in changes.items()]
-            words += [f"--gpus {gpus}"] * (gpus != wanted.gpus)
-            need = plan.needs(plan.work) / GIB
-            found.append(
-                (rate, f"{' '.join(words)}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU")
-            )
-    return [text for _, text in sorted(found, reverse=True)[:3]]
-
-
-def plain_bsz(args: Args) -> int:
-    """The micro batch, if it is a number."""
-    return args.bsz if isinstance(args.bsz, int) else 1
+            step_s = estimate_speed(other.work, gpu, per_node).step_s
+            rate = other.work.batch.tokens_per_step / step_s / n
+            words = [f"{flag_of(name)} {value}" for name, value in flags.items()]
+            words += [f"--gpus {n}"] * (n != gpus)
+            text = f"{' '.join(words)}: {need / GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
+            found.append((rate, text))
+    texts = [text for _, text in sorted(found, reverse=True)[:3]]
+    return texts or ["none of the changes tried; use more GPUs, or larger ones"]
 
 
 def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:

@@ -333,7 +333,8 @@ def test_speed_moves_the_right_way():
     fp8 = speed("llama-3.1-8b-proxy", 4096, 1, "--bsz", "2", "--pt-compile", "--use-fp8")
     assert fp8.step_s < compiled.step_s < eager.step_s
     recomputed = speed("llama-3.1-8b-proxy", 4096, 1, "--bsz", "2", "--sac-freq", "1/1")
-    assert 1.2 < recomputed.matmul_s / eager.matmul_s < 1.34
+    # A third more, less the MLP's last matmul and the head.
+    assert 1.15 < recomputed.matmul_s / eager.matmul_s < 1.3
     # A tiny model waits for the host, unless CUDA graphs launch for it.
     tiny = speed("gpt2-tiny", 256, 1, "--bsz", "1")
     graphs = speed(
@@ -459,8 +460,9 @@ def test_command_line(capsys):
 def test_largest_that_fits_is_the_edge(capsys):
     def run(bsz):
         argv = ["configs/gpt2-1.5b.json", "--gpu", "A100 SXM 40GB", "--bsz", str(bsz), "--json"]
-        assert estimate.main(argv) == 0
-        return json.loads(capsys.readouterr().out)
+        code, found = estimate.main(argv), json.loads(capsys.readouterr().out)
+        assert code == (0 if found["fits"] else 4)
+        return found
 
     edge = run(1)["largest_bsz"]
     assert edge > 1 and run(edge)["fits"] and not run(edge + 1)["fits"]

@@ -203,6 +203,13 @@ def find_hardware(name: str) -> Hardware:
     # To the end of a word, or A10 would be an A100; MI300 is MI300X.
     start = re.compile(re.escape(low) + r"x?(?!\w)")
     found = exact or [d for d in devices() if start.match(d.name.lower())]
+    if not found:  # rtx4090, or 4090 alone
+        bare = re.sub(r"[\s-]", "", low)
+        found = [
+            d
+            for d in devices()
+            if bare in (d.name.lower().replace(" ", ""), *d.name.lower().split())
+        ]
     if not exact and (len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name)):
         known = ", ".join(d.name for d in devices())
         raise UsageError(
