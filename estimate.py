@@ -10,7 +10,9 @@ Takes the training scripts' flags besides its own. Needs no torch and no GPU, ex
 
 import contextlib
 import dataclasses
+import functools
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -32,11 +34,13 @@ from bench.formulas.work import Work
 from bench.results.result_files import read_result
 from bench.settings.checks import check
 from bench.settings.command_line import parse_dataclass
-from bench.settings.flags import Args, Script, check_bounds, declared, flag, flag_of
+from bench.settings.flags import Args, BatchFlags, Script, check_bounds, declared, flag, flag_of
 from bench.settings.machine import detect_platform
-from bench.settings.plan import Plan, make_plan
+from bench.settings.plan import Plan, make_plan, resolve_seq_len
 from bench.settings.tool_main import run_tool, tool
+from bench.sweep.layout_search import TOKENS_PER_STEP, Found, powers, search
 from bench.tables import markdown_table, number
+from model.config import ModelConfig, load_config
 
 GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -72,6 +76,16 @@ class EstimateFlags:
     )
     fit: bool = flag(
         False, "Run some steps here, and hold the memory they take against the formula."
+    )
+    plan: bool = flag(
+        False, "Search layouts, recomputation, micro batch and FP8 for the fastest; several GPUs as "
+        "--gpu h100,mi300x.",
+    )  # fmt: skip
+    days: float | None = flag(
+        None,
+        "With --plan and --tokens: how many GPUs finish in so many days.",
+        above=0,
+        needs="plan",
     )
     json: bool = flag(False, "Print JSON in place of tables.")
 
@@ -133,6 +147,9 @@ def main(argv: Sequence[str]) -> int:
         return fit(make_plan(args, script, wanted.gpus, platform).work, list(argv))
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
+    if wanted.plan:
+        config = load_config(args.config, args.pad_vocab)
+        return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
     try:
         gpu = find_hardware(wanted.gpu)
     except UsageError as error:
@@ -163,6 +180,69 @@ def main(argv: Sequence[str]) -> int:
             for change in nearest_changes(planned, plan.work, memory * GIB, gpu, wanted.per_node):
                 print(f"would fit: {change}")
     return 0 if estimate.fits else 4
+
+
+def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: ModelConfig) -> int:
+    """--plan: the ten fastest layouts of each kind of GPU, and why the others lose; 4 if none fits.
+
+    `changed(flag=value, ...)` are the arguments with other flags.
+    """
+    if wanted.days and not wanted.tokens:
+        raise UsageError("--days needs --tokens: the days of how long a training?")
+    batch = changed().part(BatchFlags)
+    seq_len = resolve_seq_len(batch.seq_len, config)
+    any_fits = False
+    for name in wanted.gpu.split(","):
+        try:
+            gpu = find_hardware(name.strip())
+        except UsageError as error:
+            raise UsageError(f"--gpu {error}") from None
+
+        def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
+            given = changed(pt_compile=True, **flags)
+            return make_plan(check(given, script), script, n, gpu.platform, config).work
+
+        memory = wanted.gpu_memory_gib or gpu.memory_gib
+        counts = [wanted.gpus]
+        if wanted.days:
+            counts = [n * wanted.per_node for n in powers(2**20 // wanted.per_node)]
+        for gpus in counts:
+            # As many samples as give every GPU some, about four million tokens.
+            samples = batch.global_bsz or max(
+                gpus, 2 ** round(math.log2(TOKENS_PER_STEP / seq_len))
+            )
+            fp8 = gpu.fp8_tflops is not None
+            found = search(config, gpu, gpus, wanted.per_node, memory, samples, seq_len, make, fp8)
+            days = None
+            if found.best and wanted.tokens:
+                days = wanted.tokens / found.best[0].tokens_per_sec / 86400
+            if not wanted.days or (days and days <= wanted.days):
+                break
+        any_fits |= bool(found.best)
+        show_plan(found, gpu, gpus, samples, seq_len, wanted)
+    return 0 if any_fits else 4
+
+
+def show_plan(
+    found: Found, gpu: Hardware, gpus: int, samples: int, seq_len: int, wanted: EstimateFlags
+) -> None:
+    """One kind of GPU's ten best, with time, memory and cost."""
+    print(
+        f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {found.tried} settings:"
+    )
+    table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
+    for layout in found.best:
+        days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
+        usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
+        table.add_row(
+            layout.words(), f"{layout.tokens_per_sec / gpus:,.0f}", f"{layout.memory / GIB:,.1f}",
+            number(days, ",.1f"), number(usd, ",.0f"), layout.loss(),
+        )  # fmt: skip
+    Console(width=150, highlight=False, markup=False).print(table)
+    if not found.best:
+        print("nothing fits; use more GPUs, or larger ones")
+    others = ", ".join(f"{n} {why}" for why, n in sorted(found.lost.items(), key=lambda x: -x[1]))
+    print(f"the others: {others}" if others else "")
 
 
 def nearest_changes(

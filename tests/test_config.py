@@ -17,7 +17,7 @@ from model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
 
 SHIPPED = sorted(
-    p for p in (ROOT / "configs").glob("*.json") if p.stem not in ("hardware", "roofs", "baselines")
+    p for p in (ROOT / "configs").glob("*.json") if "model_type" in json.loads(p.read_text())
 )
 EXACT = {
     "gpt2-125m": 124_439_808,
@@ -27,6 +27,7 @@ EXACT = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "llama-2-7b": 6_738_415_616,
     "mistral-7b-v0.1": 7_241_732_096,
     "qwen2.5-7b": 7_615_616_512,
     "llama-3.1-405b": 405_853_388_800,
@@ -48,13 +49,22 @@ ACTIVE = {
     "deepseek-v3": 37.5,
     "kimi-k2": 32.9,
 }
-PROXIES = {"llama-3.1-70b", "llama-70b", "llama-3.1-405b", "qwen3-30b-a3b", "mixtral-8x7b",
-           "gpt-oss-120b", "deepseek-v3", "kimi-k2"}  # fmt: skip
-NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "moe-tiny", *(f"{name}-proxy" for name in PROXIES)}
+PROXIES = {"llama-3.1-8b", "llama-3.1-70b", "llama-70b", "llama-3.1-405b", "llama-2-7b",
+           "mistral-7b-v0.1", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "deepseek-v3",
+           "kimi-k2"}  # fmt: skip
+CS336 = {f"cs336-{size}" for size in ("small", "medium", "large", "xl", "2.7b")}
+NAMED = {
+    *EXACT,
+    *CS336,
+    "gpt2-tiny",
+    "llama-tiny",
+    "moe-tiny",
+    *(f"{name}-proxy" for name in PROXIES),
+}
 
 
 def test_all_promised_configs_are_shipped():
-    assert {p.stem for p in SHIPPED} == NAMED | {"llama-3.1-8b-proxy"}
+    assert {p.stem for p in SHIPPED} == NAMED
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import statistics
 
 import pytest
@@ -220,6 +221,70 @@ def test_constants_are_what_the_fitting_rows_give():
     values = fit_estimate.fit(group)
     for device in group.devices:
         assert {name: find_hardware(device).fitted[name] for name in values} == values
+
+
+def rows_of_plan(text):
+    """The cells of each row of the first table that --plan prints."""
+    return [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| train")]
+
+
+def test_a_plan_s_best_is_what_the_estimate_says_of_it(capsys):
+    """It fits with a tenth to spare, and none of the ten is faster."""
+    base = ["configs/llama-3.1-8b.json", "--seq-len", "4096"]
+    assert estimate.main([*base, "--gpu", "h100,mi300x", "--gpus", "16", "--plan"]) == 0
+    first, second = capsys.readouterr().out.split("16 x MI300X")
+    assert "16 x H100 SXM" in first and "the others: " in first and "tokens/s/GPU" in second
+    rows = rows_of_plan(first)
+    rates = [int(row[1].replace(",", "")) for row in rows]
+    assert len(rows) == 10 and rates == sorted(rates, reverse=True)
+    assert all(float(row[2]) <= 0.9 * 79.1 for row in rows)
+    script, *flags = rows[0][0].split()
+    kind = {"train_ddp.py": "ddp", "train_fsdp.py": "fsdp", "train_pp.py": "pp"}[script]
+    again = [*base, "--gpu", "h100", "--gpus", "16", "--pt-compile", *flags, "--json"]
+    assert estimate.main([*again, "--parallel", kind]) == 0
+    e = json.loads(capsys.readouterr().out)
+    assert e["tokens_per_sec_per_gpu"] == pytest.approx(rates[0], abs=1)
+
+
+def test_days_tell_how_many_gpus(capsys):
+    base = ["configs/llama-3.1-8b.json", "--gpu", "h100", "--plan", "--tokens", "1e12"]
+    assert estimate.main([*base, "--days", "60"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("16 x ") and float(rows_of_plan(out)[0][3]) <= 60
+    assert estimate.main([*base, "--gpus", "8"]) == 0
+    assert float(rows_of_plan(capsys.readouterr().out)[0][3]) > 60
+
+
+def test_what_does_not_fit_ends_with_4(capsys):
+    argv = ["configs/llama-3.1-405b.json", "--gpu", "h100", "--gpus", "8", "--plan"]
+    assert estimate.main(argv) == 4 and "nothing fits" in capsys.readouterr().out
+    argv = ["configs/gpt2-760m.json", "--gpu", "rtx4090", "--bsz", "32"]
+    assert estimate.main(argv) == 4
+    found = re.findall(r"^would fit: .*: ([\d.]+) GiB", capsys.readouterr().out, flags=re.M)
+    assert 1 <= len(found) <= 3 and all(float(need) <= 23.99 for need in found)
+
+
+def test_a_partly_filled_node_waits_for_its_cards():
+    """Of nine GPUs one is alone in its node, with one network card for all that goes through it."""
+
+    def per_gpu(gpus):
+        argv = ["configs/llama-3.1-8b.json", "--bsz", 1, "--seq-len", 4096]
+        work = plan_of(argv, "train_fsdp.py", gpus).work
+        return work.batch.tokens_per_step / gpus / estimate_speed(work, H100).step_s
+
+    assert per_gpu(9) < 0.5 * per_gpu(16) < per_gpu(8)
+
+
+@pytest.mark.parametrize(
+    ("script", "gpus", "flags"),
+    [("train_fsdp.py", 64, []), ("train_ddp.py", 16, []), ("train_pp.py", 16, ["--pp", 4])],
+)
+def test_parts_of_a_step_add_up_to_it(script, gpus, flags):
+    argv = ["configs/llama-3.1-8b.json", "--bsz", 1, "--seq-len", 4096, "--pt-compile", *flags]
+    s = estimate_speed(plan_of(argv, script, gpus).work, H100)
+    computed = s.matmul_s + s.attention_s + s.memory_s + s.beside_s + s.optimizer_s
+    waited = s.tokens_s + s.bubble_s + s.exposed_s + s.slowest_s
+    assert computed + waited == pytest.approx(s.step_s, rel=1e-6)
 
 
 def test_time_of_a_pipeline_has_its_bubble():

@@ -6,12 +6,14 @@ first two, twice that for the third.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 
 from bench.formulas.hardware import Constants, Hardware, constants
 from bench.formulas.parameters import Shapes, layer_names, matrices, n_numbers, parameter_shapes
-from bench.formulas.work import Work
+from bench.formulas.work import Batch, Fsdp, Work
+from model.config import ModelConfig
 from model.shares import divided, part_shape
 
 
@@ -132,6 +134,19 @@ def rank_parameters(
         if name.startswith("blocks."):
             mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         yield name, part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep}), mesh
+
+
+def rank_matrices(work: Work, pp_rank: int = 0) -> tuple[tuple[str, Sequence[int], int], ...]:
+    """The same of the matrices; kept, since a search asks for them again and again."""
+    return _rank_matrices(work.config, work.fsdp, pp_rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rank_matrices(
+    config: ModelConfig, fsdp: Fsdp | None, pp_rank: int
+) -> tuple[tuple[str, Sequence[int], int], ...]:
+    work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
+    return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
 
 
 def _shapes_of(shapes: Shapes, work: Work, pp_rank: int) -> Shapes:
@@ -295,7 +310,7 @@ def _fsdp_time(
     fsdp, train = work.fsdp, work.trains
     in_fp8, layers = gathered_in_fp8(work, shapes), work.layers_of(pp_rank)
     units: dict[int, dict[int, list[float]]] = {layer: {} for layer in (-1, *layers)}
-    for name, part, mesh in rank_parameters(shapes, work, pp_rank):
+    for name, part, mesh in rank_matrices(work, pp_rank):
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
         sizes = units[layer].setdefault(mesh, [0.0, 0.0, 0.0])

@@ -11,9 +11,8 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from bench.formulas.collectives import fp8_gather_bytes, rank_parameters
-from bench.formulas.parameters import matrices, parameter_shapes
-from bench.formulas.work import Work
+from bench.formulas.collectives import fp8_gather_bytes, rank_matrices
+from bench.formulas.work import Work, alike
 from model.chunks import chunk_rows
 
 # Memory on a GPU besides PyTorch's tensors. CUDA context and libraries, and communication buffers:
@@ -189,7 +188,7 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
     """Most bytes of a block in its backward, beyond what it kept: recomputed, and gradients."""
     found = []
-    for layer in layers:
+    for layer, _ in alike(work, layers):
         recomputed = 0.0
         if work.recompute.blocks:
             recomputed = block_activations(work, fused_norm, layer)
@@ -208,7 +207,7 @@ class _Sizes:
         self.block, self.blocks = max(work.block_parameters), sum(work.block_parameters)
         root, by_block = 0.0, dict.fromkeys(work.layers_of(pp_rank), 0.0)
         self.held = 0.0
-        for name, part, mesh in rank_parameters(matrices(parameter_shapes(config)), work, pp_rank):
+        for name, part, mesh in rank_matrices(work, pp_rank):
             numbers = math.prod(part)
             self.held += numbers / mesh
             if name.startswith("blocks."):
@@ -396,21 +395,21 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     """Bytes that these blocks keep between forward and backward."""
     config, w = work.config, work.matmul_bytes
     d, f, total = config.hidden_size, config.intermediate_size, 0.0
-    for layer in layers:
+    for layer, times in alike(work, layers):
         if layer not in work.recompute.blocks:
-            total += block_activations(work, fused_norm, layer)
+            total += times * block_activations(work, fused_norm, layer)
         elif work.recompute.policy == "block":
-            total += w * work.own_tokens * d
+            total += times * w * work.own_tokens * d
         else:
             tp = work.fsdp.tp if work.fsdp else 1
             a, kv = config.query_size / tp, config.kv_size / tp
             outputs = d if work.compiled else 2 * d  # compiled, the last matmul's is not kept
             elements = (a + 2 * kv) + a + (2 * f if config.gated_mlp else f) / tp
             other = 4 * config.num_attention_heads / tp
-            total += work.gathered_tokens * (w * elements + other)
-            total += w * work.own_tokens * (d + outputs)
+            total += times * work.gathered_tokens * (w * elements + other)
+            total += times * w * work.own_tokens * (d + outputs)
             if tp > 1:  # what collectives gathered, and sums of which each rank has a part
-                total += w * work.gathered_tokens * 4 * d
+                total += times * w * work.gathered_tokens * 4 * d
     return total
 
 

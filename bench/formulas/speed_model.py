@@ -15,14 +15,14 @@ import math
 
 from bench.formulas.collectives import (
     communication_time,
-    rank_parameters,
+    rank_matrices,
     send_time,
     token_time,
 )
 from bench.formulas.flops import attended_keys, attention_width
 from bench.formulas.hardware import Constants, Hardware, constants
-from bench.formulas.parameters import layer_names, matrices, parameter_shapes
-from bench.formulas.work import PASS_FORWARDS, Work
+from bench.formulas.parameters import layer_names
+from bench.formulas.work import PASS_FORWARDS, Work, alike
 from model.shares import divided, part_shape
 
 
@@ -120,19 +120,19 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _Group
     whole_again = again if work.recompute.policy == "block" else set()
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     matmuls = attention = memory = 0.0
-    for layer in layers:
+    for layer, times in alike(work, layers):
         block, last = _block_matmuls(work, layer, gpu, c)
         # Recomputing stops before the last matmul, whose output no gradient needs.
-        matmuls += block * passes + (block - last) * (layer in whole_again)
+        matmuls += times * (block * passes + (block - last) * (layer in whole_again))
         forward, backward = _attention(work, layer, gpu, c)
-        attention += forward * (1 + (layer in whole_again)) + (backward if train else 0.0)
-        memory += block_bytes(work, layer) * (passes + (layer in again)) / rate
+        attention += times * (forward * (1 + (layer in whole_again)) + backward * train)
+        memory += times * block_bytes(work, layer) * (passes + (layer in again)) / rate
     if config.num_hidden_layers - 1 in layers:
         matmuls += passes * matmul_time(
             work, work.own_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
         )
         memory += _loss_bytes(work) / rate
-    parts = list(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
+    parts = rank_matrices(work, pp_rank)
     n = sum(math.prod(part) for _, part, _ in parts)
     if work.fsdp is None and work.amp != "off":
         memory += 6 * n / rate  # autocast casts every weight in every forward pass

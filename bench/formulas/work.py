@@ -5,6 +5,7 @@ Needs no torch. bench/settings/plan.py makes a `Work` of the flags, the config a
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from model.config import ModelConfig
@@ -140,6 +141,16 @@ class Fsdp:
     def reduce_bytes(self) -> int:
         """Bytes of a reduced gradient's number."""
         return 2 if self.reduce_dtype == "bf16" else 4
+
+
+def alike(work: "Work", layers: Iterable[int]) -> list[tuple[int, int]]:
+    """One of each kind of these blocks, and how many there are: experts, window, recomputed or not."""
+    found: dict[tuple[bool, int | None, bool], list[int]] = {}
+    again, config = set(work.recompute.blocks), work.config
+    for layer in layers:
+        kind = config.has_experts(layer), config.windows[layer], layer in again
+        found.setdefault(kind, []).append(layer)
+    return [(same[0], len(same)) for same in found.values()]
 
 
 @dataclasses.dataclass(frozen=True)
