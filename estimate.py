@@ -26,16 +26,16 @@ from rich.console import Console
 
 from bench.errors import UsageError
 from bench.formulas.flops import flops_per_token
-from bench.formulas.hardware import Hardware, accuracy_of, find_hardware
+from bench.formulas.hardware import Hardware, accuracy_of, find_cpu, find_hardware, limited, scaled
 from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import estimate_speed
-from bench.formulas.work import Work
+from bench.formulas.work import Theirs, Work
 from bench.results.result_files import read_result
 from bench.settings.checks import check
-from bench.settings.command_line import parse_dataclass
+from bench.settings.command_line import parse_args, parse_dataclass
 from bench.settings.flags import Args, BatchFlags, Script, check_bounds, declared, flag, flag_of
-from bench.settings.machine import detect_platform
+from bench.settings.machine import cpu_name, detect_platform
 from bench.settings.plan import Plan, make_plan, resolve_seq_len
 from bench.settings.tool_main import run_tool, tool
 from bench.sweep.layout_search import TOKENS_PER_STEP, Found, powers, search
@@ -52,7 +52,8 @@ class EstimateFlags:
     """The hardware, and what to print."""
 
     gpu: str | None = flag(
-        None, "GPU, as in configs/hardware.json: h100, h200, b200, mi300x, ... or the start of a name.",
+        None, "GPU, as in configs/hardware.json: h100, h200, b200, mi300x, ... or the start of a name; "
+        "cpu is this machine's, once benchmarks/gemm.py has measured it.",
         metavar="NAME",
     )  # fmt: skip
     gpus: int = flag(1, "How many of them.", at_least=1, at_most=2**20)
@@ -77,6 +78,31 @@ class EstimateFlags:
     fit: bool = flag(
         False, "Run some steps here, and hold the memory they take against the formula."
     )
+    power: float | None = flag(None, "Power limit of one GPU [W].", above=0)
+    clock: float | None = flag(None, "Clock to which it is locked [MHz].", above=0)
+    nic_gb_per_s: float | None = flag(
+        None, "Network of one GPU [GB/s], one way: 50 is a card of 400 Gbit/s.", above=0
+    )
+    weights: Literal["fp32", "bf16"] = flag(
+        "fp32", "What other trainers do: bf16 keeps weights and gradients in bf16 alone."
+    )
+    moments: Literal["fp32", "bf16", "8bit"] = flag(
+        "fp32", "What other trainers do: the format of the optimizer's moments."
+    )
+    whole_logits: bool = flag(
+        False, "What other trainers do: the loss sees all logits of a micro batch at once."
+    )
+    zero2: bool = flag(
+        False,
+        "What other trainers do: ZeRO-2, with --parallel ddp: gradients and moments are sharded.",
+    )
+    sac_every_other: bool = flag(
+        False, "What torchtitan does in place of --sac-policy op: every other matmul is recomputed."
+    )
+    calibrate: str | None = flag(
+        None, "A run's result.json; the estimate is corrected by what was measured there.",
+        metavar="RESULT",
+    )  # fmt: skip
     plan: bool = flag(
         False, "Search layouts, recomputation, micro batch and FP8 for the fastest; several GPUs as "
         "--gpu h100,mi300x.",
@@ -107,6 +133,7 @@ class Estimate:
     global_batch: int
     memory: MemoryEstimate
     memory_outside: float
+    """Context, buffers and gaps; negative only if a calibration says so."""
     memory_limit: float
     fits: bool
     largest_bsz: int
@@ -146,16 +173,21 @@ def main(argv: Sequence[str]) -> int:
         platform = "cpu" if args.device == "cpu" else detect_platform()
         return fit(make_plan(args, script, wanted.gpus, platform).work, list(argv))
     if wanted.gpu is None:
-        raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ... (or --fit)")
+        raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
+    if wanted.zero2 and wanted.parallel != "ddp":
+        raise UsageError("--zero2 needs --parallel ddp; train_fsdp.py shards the parameters too")
+    if wanted.plan and wanted.calibrate:
+        raise UsageError("--calibrate corrects one estimate; leave out --plan")
     if wanted.plan:
         config = load_config(args.config, args.pad_vocab)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
-    try:
-        gpu = find_hardware(wanted.gpu)
-    except UsageError as error:
-        raise UsageError(f"--gpu {error}") from None
+    gpu = device_of(wanted.gpu, wanted)
     memory = wanted.gpu_memory_gib or gpu.memory_gib
     plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=memory)
+    plan = dataclasses.replace(plan, work=with_theirs(plan.work, wanted))
+    if wanted.calibrate:
+        gpu, told = calibrated(gpu, Path(wanted.calibrate), wanted)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, told))
     estimate = make_estimate(plan, wanted, gpu)
     if wanted.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
@@ -182,6 +214,65 @@ def main(argv: Sequence[str]) -> int:
     return 0 if estimate.fits else 4
 
 
+def device_of(name: str, wanted: EstimateFlags) -> Hardware:
+    """The device of that name under the limits that the flags give; UsageError for an unknown one."""
+    try:
+        cpu = name.lower() == "cpu"
+        gpu = find_cpu(cpu_name(), wanted.gpus) if cpu else find_hardware(name)
+    except UsageError as error:
+        raise UsageError(f"--gpu {error}") from None
+    return limited(gpu, wanted.power, wanted.clock, wanted.nic_gb_per_s)
+
+
+def with_theirs(work: Work, wanted: EstimateFlags) -> Work:
+    """The step with what other trainers do."""
+    theirs = Theirs(
+        weight_bytes={"fp32": 4, "bf16": 2}[wanted.weights],
+        moment_bytes={"fp32": 4, "bf16": 2, "8bit": 1}[wanted.moments],
+        whole_logits=wanted.whole_logits,
+        zero2=wanted.zero2,
+    )
+    if wanted.sac_every_other and not work.recompute.blocks:
+        raise UsageError("--sac-every-other says what of the blocks of --sac-freq; give that too")
+    if wanted.sac_every_other:
+        recompute = dataclasses.replace(work.recompute, policy="every-other-matmul")
+        work = dataclasses.replace(work, recompute=recompute)
+    return dataclasses.replace(work, theirs=theirs)
+
+
+def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardware, str]:
+    """The device as one measured run found it, and a line on that; UsageError if it was another's.
+
+    All rates of the device are multiplied by the one factor that makes the run's own estimate right.
+    """
+    if path.is_dir():
+        path = path / "result.json"
+    result = read_result(path)
+    measured, script = result.metrics.step_time_mean_s, Script(result.entrypoint)
+    if not measured:
+        raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")
+    if result.device.hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(
+        f"{result.device.hardware}, "
+    ):
+        raise UsageError(
+            f"--calibrate {path}: was measured on {result.device.hardware}, and --gpu is {gpu.name}"
+        )
+    given = parse_args(["--from", str(path)], script)
+    work = make_plan(given, script, result.device.count, gpu.platform).work
+
+    def estimated(factor: float) -> float:
+        return estimate_speed(work, scaled(gpu, factor, factor), wanted.per_node).step_s
+
+    low, high = 1e-4, 1e4
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if estimated(middle) > measured else (low, middle)
+    told = (
+        f"calibrated: by {result.run_name} this device is {low:.2f} times as fast as it is listed"
+    )
+    return scaled(gpu, low, low), told
+
+
 def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: ModelConfig) -> int:
     """--plan: the ten fastest layouts of each kind of GPU, and why the others lose; 4 if none fits.
 
@@ -193,14 +284,12 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     seq_len = resolve_seq_len(batch.seq_len, config)
     any_fits = False
     for name in wanted.gpu.split(","):
-        try:
-            gpu = find_hardware(name.strip())
-        except UsageError as error:
-            raise UsageError(f"--gpu {error}") from None
+        gpu = device_of(name.strip(), wanted)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
             given = changed(pt_compile=True, **flags)
-            return make_plan(check(given, script), script, n, gpu.platform, config).work
+            work = make_plan(check(given, script), script, n, gpu.platform, config).work
+            return with_theirs(work, wanted)
 
         memory = wanted.gpu_memory_gib or gpu.memory_gib
         counts = [wanted.gpus]
@@ -377,12 +466,18 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         ("step", f"{e.step_s:.4g} s"),
         *((f"  {name}", f"{seconds:.4g} s") for name, seconds in e.parts_s.items() if seconds),
         *(
-            [("  --cpu-offload", "its transfers are not counted")]
+            [
+                ("  --cpu-offload", "its transfers are not counted"),
+                ("memory of the host, for each", _gib(e.memory.host)),
+            ]
             if work.fsdp and work.fsdp.cpu_offload
             else []
         ),
         ("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}"),
-        ("how far that may be off", accuracy_text(e)),
+        (
+            "how far that may be off",
+            "calibrated by one run; not validated" if wanted.calibrate else accuracy_text(e),
+        ),
         ("MFU (palm)", f"{e.mfu:.1%}"),
         (f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f")),
     ]

@@ -5,10 +5,13 @@
 Measures the matmuls of the models' own linear layers (forward and both gradients, in their layouts)
 and large squares. They run one after the other on a warm device, on normally distributed data
 (zeros draw less power and run faster). On a GPU the rates of the best shapes go into
-configs/roofs.json, where runs find them.
+configs/roofs.json, where runs find them. On a CPU they go into one's own hardware file, with the rates
+of attention and of memory, for 1, 2, 4, ... threads: runs there then have an MFU, and estimate.py
+--gpu cpu an answer.
 """
 
 import argparse
+import datetime
 import functools
 import json
 import statistics
@@ -16,14 +19,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
 from bench.files import write_whole
-from bench.formulas.hardware import ROOFS_FILE, name_of_part
-from bench.measure.device import device_memory_gib, device_name, pick_device, synchronize
+from bench.formulas.hardware import ROOFS_FILE, name_of_part, own_hardware_file, threads_of
+from bench.measure.device import (
+    device_memory_gib,
+    device_name,
+    memory_gib,
+    pick_device,
+    synchronize,
+)
 from bench.measure.power import PowerMeter
 from bench.results.schema import POWER_CAP, DeviceUse
 from benchmarks.common import save
@@ -52,18 +62,20 @@ def model_shapes(config: ModelConfig, tokens: int) -> dict[str, tuple[int, int, 
     return shapes
 
 
-def bf16_matmul(m: int, n: int, k: int, layout: str, device: torch.device) -> Call:
+def matmul(
+    m: int, n: int, k: int, layout: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Call:
     """A function of the round number that computes one of several products of random matrices."""
 
     def matrix(rows: int, columns: int, transposed: bool) -> torch.Tensor:
         if transposed:
-            return torch.randn(columns, rows, device=device, dtype=torch.bfloat16).t()
-        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+            return torch.randn(columns, rows, device=device, dtype=dtype).t()
+        return torch.randn(rows, columns, device=device, dtype=dtype)
 
     # With row-major matrices, forward is x w^T, the input's gradient g w, the weight's g^T x.
     a = [matrix(m, k, layout == "NT") for _ in range(COPIES)]
     b = [matrix(k, n, layout == "TN") for _ in range(COPIES)]
-    out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+    out = torch.empty(m, n, device=device, dtype=dtype)
     return lambda i: torch.mm(a[i % COPIES], b[i % COPIES], out=out)
 
 
@@ -113,7 +125,7 @@ def rate(run: Call, flops: float, seconds: float, device: torch.device):
 
 def heat(device: torch.device, seconds: float) -> None:
     """Work until clocks and temperature are those of a long run: a cool GPU is a few percent faster."""
-    run = bf16_matmul(8192, 8192, 8192, "TN", device)
+    run = matmul(8192, 8192, 8192, "TN", device)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         for i in range(20):
@@ -133,11 +145,13 @@ def main() -> None:
     device = pick_device("auto")
     cuda = device.type == "cuda"
     tokens = args.tokens or (16384 if cuda else 256)
-    squares = (4096, 8192, 16384) if cuda else (512,)
+    squares = (4096, 8192, 16384) if cuda else (128, 512, 1024)
     shapes = {f"square {n}": (n, n, n, "TN") for n in squares}
     for path in args.configs or (GPU_CONFIGS if cuda else CPU_CONFIGS):
         shapes |= model_shapes(load_config(path), tokens)
-    kinds = {"bf16": bf16_matmul}
+    kinds = {"bf16": matmul}
+    if not cuda:
+        kinds |= {"fp32": functools.partial(matmul, dtype=torch.float32)}
     if _has_fp8(device):
         kinds |= {"fp8": fp8_matmul, "fp8 exact sums": functools.partial(fp8_matmul, fast=False)}
     if cuda:
@@ -148,7 +162,7 @@ def main() -> None:
     print("| shape | M, N, K | format | best [TFLOP/s] | median |\n|---|---|---|---:|---:|")
     for name, (m, n, k, layout) in shapes.items():
         for kind, make in kinds.items():
-            if kind != "bf16" and (n % 16 or k % 16):
+            if kind.startswith("fp8") and (n % 16 or k % 16):
                 continue
             run = make(m, n, k, layout, device)
             best, median = rate(run, 2 * m * n * k, args.seconds, device)
@@ -162,6 +176,8 @@ def main() -> None:
     if cuda:
         part = name_of_part(device_name(device), device_memory_gib(device))
         keep(part, found, use, json.loads(path.read_text()), args.replace)
+    elif not args.configs:
+        keep_cpu(device, args.seconds)
 
 
 def roof(rows: list[dict]) -> dict[str, float]:
@@ -197,6 +213,67 @@ def keep(part: str, found: dict[str, float], use: DeviceUse, content: dict, repl
     about = f"benchmarks/gemm.py, {content['date']}, torch {content['environment']['libraries']['torch']}"
     roofs[part] = {"fp8_tflops": None} | found | {"source": about}
     write_whole(ROOFS_FILE, json.dumps(roofs, indent=1) + "\n")
+
+
+def keep_cpu(device: torch.device, seconds: float) -> None:
+    """Measure this CPU's rates by numbers of threads, and write them into one's own hardware file."""
+    path, cpu, most = own_hardware_file(), device_name(device), torch.get_num_threads()
+    content = json.loads(path.read_text()) if path.exists() else {"devices": []}
+    counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n < most] + [most]
+    entries = []
+    for threads in counts:
+        torch.set_num_threads(threads)
+        entries.append(cpu_entry(threads_of(cpu, threads), device, seconds))
+        e = entries[-1]
+        print(f"{e['name']}: fp32 {e['fp32_tflops']:.3f}, bf16 {e['measured_bf16_tflops']:.3f} TFLOP/s, "
+              f"memory {1e3 * e['memory_tb_per_s']:.0f} GB/s")  # fmt: skip
+    names = {entry["name"] for entry in entries}
+    others = [entry for entry in content["devices"] if entry.get("name") not in names]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content | {"devices": others + entries}, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+def cpu_entry(name: str, device: torch.device, seconds: float) -> dict[str, Any]:
+    """An entry of hardware.json for torch's present threads; `bf16_tflops` is the faster format's."""
+
+    def best(run: Call, work: float) -> float:
+        return rate(run, work, seconds, device)[1]
+
+    def square(side: int, dtype: torch.dtype) -> float:
+        return best(matmul(side, side, side, "TN", device, dtype), 2 * side**3)
+
+    small, large = square(128, torch.float32), square(1024, torch.float32)
+    fp32, bf16 = large, square(1024, torch.bfloat16)
+    # efficiency (side / (side + half))^3 of the one and of the other
+    r = min(0.999, small / large) ** (1 / 3)
+    half = max(0.0, 128 * 1024 * (1 - r) / (1024 * r - 128)) if 1024 * r > 128 else 128.0
+    fp32 *= ((1024 + half) / 1024) ** 3
+    bf16 *= ((1024 + half) / 1024) ** 3
+    x = torch.randn(2**24)
+    out = torch.empty_like(x)
+    bandwidth = best(lambda i: torch.add(x, 1.0, out=out), 8 * x.numel())  # TB/s
+    tiny = torch.randn(8)
+    launch = 1 / (1e12 * best(lambda i: tiny + 1.0, 1))
+    B, H, T, D = 4, 6, 512, 64
+    q, k, v = (torch.randn(B, H, T, D, requires_grad=True) for _ in range(3))
+    flops = 4 * B * H * T * D * (T + 1) / 2
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    with torch.no_grad():
+        forward = best(lambda i: attend(q, k, v), flops)
+    both = best(lambda i: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)), flops)
+    backward = 2 / max(1e-9, 1 / both - 1 / forward)
+    return {
+        "name": name, "bf16_tflops": max(fp32, bf16), "fp32_tflops": fp32,
+        "measured_bf16_tflops": bf16, "memory_gib": memory_gib(device) or 16.0,
+        "memory_tb_per_s": bandwidth, "ring_gb_per_s": 2.0, "nic_gb_per_s": 1.0,
+        "fitted": {
+            "sustained": 1.0, "fp32_of_peak": 1.0, "bandwidth": 1.0, "half_side": half,
+            "attention_forward": forward / fp32, "attention_backward": backward / fp32,
+            "half_keys": 0.0, "half_head": 0.0, "launch_s": launch, "serial_host": 1.0,
+        },
+        "source": f"benchmarks/gemm.py, {datetime.date.today()}, torch {torch.__version__}",
+    }  # fmt: skip
 
 
 def _has_fp8(device: torch.device) -> bool:

@@ -270,12 +270,18 @@ def collective_time(
 
 
 def communication_time(
-    work: Work, gpu: Hardware, per_node: int, compute: float, c: Constants, pp_rank: int = 0
+    work: Work,
+    gpu: Hardware,
+    per_node: int,
+    compute: float,
+    c: Constants,
+    forward_part: float = 1 / 3,
+    pp_rank: int = 0,
 ) -> tuple[float, float]:
     """Seconds of communication of weights and gradients of one micro step, and its exposed part.
 
     Under DDP and in a pipeline they are of a whole step. `compute` is the seconds of a micro step's
-    computation. FSDP hides a block's gather behind the computation of the block before, and its reduction
+    computation, of which the forward is `forward_part`. FSDP hides a block's gather behind the computation of the block before, and its reduction
     behind that of the next. The first gather and the last reduction of embedding and head hide behind
     nothing.
     """
@@ -283,7 +289,8 @@ def communication_time(
         return 0.0, 0.0
     shapes = matrices(parameter_shapes(work.config))
     if work.fsdp is not None:
-        return _fsdp_time(work, shapes, gpu, per_node, compute, c, pp_rank)
+        units = unit_times(work, gpu, per_node, c, pp_rank)
+        return _fsdp_time(work, units, compute, forward_part)
     if not work.trains:
         return 0.0, 0.0
     moved, ddp = ddp_bytes(shapes, work), work.ddp
@@ -298,17 +305,12 @@ def communication_time(
     return total + after, exposed + after
 
 
-def _fsdp_time(
-    work: Work,
-    shapes: Shapes,
-    gpu: Hardware,
-    per_node: int,
-    compute: float,
-    c: Constants,
-    pp_rank: int,
-) -> tuple[float, float]:
-    fsdp, train = work.fsdp, work.trains
-    in_fp8, layers = gathered_in_fp8(work, shapes), work.layers_of(pp_rank)
+def unit_times(
+    work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0
+) -> dict[int, tuple[float, float]]:
+    """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
+    fsdp, train, layers = work.fsdp, work.trains, work.layers_of(pp_rank)
+    in_fp8 = gathered_in_fp8(work, matrices(parameter_shapes(work.config)))
     units: dict[int, dict[int, list[float]]] = {layer: {} for layer in (-1, *layers)}
     for name, part, mesh in rank_matrices(work, pp_rank):
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
@@ -319,27 +321,32 @@ def _fsdp_time(
         )
         sizes[1] += numbers * fsdp.reduce_bytes * train
         sizes[2] += numbers // mesh * fsdp.reduce_bytes * train * (fsdp.replicas > 1)
-
-    def seconds(layer: int) -> tuple[float, float]:
+    found = {}
+    for layer, meshes in units.items():
         gather = reduce = 0.0
-        for mesh, (gathered, reduced, replicated) in units[layer].items():
+        for mesh, (gathered, reduced, replicated) in meshes.items():
             near = max(1, per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
             gather += collective_time("all_gather", gathered, mesh, near, gpu, c)
             reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu, c)
             # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
             apart = max(1, per_node // fsdp.shards)
             reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu, c)
-        return gather, reduce
+        found[layer] = gather, reduce
+    return found
 
-    again = train and fsdp.reshard
-    root_gather, root_reduce = seconds(-1)
-    total, exposed = root_gather + root_reduce, root_gather + root_reduce
+
+def _fsdp_time(
+    work: Work, units: dict[int, tuple[float, float]], compute: float, forward_part: float
+) -> tuple[float, float]:
+    train, layers = work.trains, [unit for unit in units if unit >= 0]
+    again = train and work.fsdp.reshard
+    total = exposed = sum(units[-1])
     numbers = {layer: work.block_parameters[layer] for layer in layers}
     for i in layers:
-        gather, reduce = seconds(i)
+        gather, reduce = units[i]
         total += gather * (2 if again else 1) + reduce
         part = compute * numbers[i] / sum(numbers.values())
-        forward, backward = part * (1 / 3 if train else 1), part * 2 / 3
+        forward, backward = part * (forward_part if train else 1), part * (1 - forward_part)
         exposed += max(0.0, gather - forward) + (gather if i == layers[0] else 0.0)
         if train:
             exposed += max(0.0, (gather if again else 0.0) + reduce - backward)

@@ -40,11 +40,15 @@ class Hardware:
     measured_fp8_tflops: float | None
     usd_per_hour: float | None
     fitted: dict[str, float]
+    peak_clock_mhz: float | None
+    """Clock at which the listed peak holds: FLOPs a clock, by the vendor's documents, times this."""
     source: str
 
     @property
     def platform(self) -> str:
-        """`amd` or `nvidia`."""
+        """`amd`, `nvidia` or `cpu`."""
+        if re.search(r", \d+ threads?$", self.name):
+            return "cpu"
         return "amd" if self.name.startswith("MI") else "nvidia"
 
 
@@ -52,6 +56,7 @@ class Hardware:
 OPTIONAL = {
     "fp8_tflops": None, "mxfp8": False, "tdp_w": 0.0, "ring_gb_per_s": 20.0, "nic_gb_per_s": 12.5,
     "measured_bf16_tflops": None, "measured_fp8_tflops": None, "usd_per_hour": None, "fitted": {},
+    "peak_clock_mhz": None,
 }  # fmt: skip
 MAY_BE_0 = {"tdp_w"}  # unknown
 
@@ -123,6 +128,46 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def limited(
+    gpu: Hardware, power_w: float | None, clock_mhz: float | None, nic_gb_per_s: float | None
+) -> Hardware:
+    """The same device under a power limit [W], with a locked clock, or with other network cards.
+
+    A processor's power is C V^2 f, and voltage follows frequency: under a limit its rate falls with the
+    cube root. A locked clock matters where it is below the clock that full load leaves, which is the
+    measured rate's part of the peak. UsageError where the file does not know what that needs.
+    """
+    factor = 1.0
+    if power_w is not None:
+        if not gpu.tdp_w:
+            raise UsageError(f"--power: the power limit of {gpu.name} is not known; leave it out")
+        factor = min(1.0, power_w / gpu.tdp_w) ** (1 / 3)
+    if clock_mhz is not None:
+        if gpu.peak_clock_mhz is None:
+            raise UsageError(f"--clock: the clock of {gpu.name}'s peak is not known; leave it out")
+        full_load = (gpu.measured_bf16_tflops or gpu.bf16_tflops) / gpu.bf16_tflops
+        factor = min(factor, clock_mhz / gpu.peak_clock_mhz / min(1.0, full_load))
+    nic = nic_gb_per_s or gpu.nic_gb_per_s
+    return scaled(dataclasses.replace(gpu, nic_gb_per_s=nic), compute=factor)
+
+
+COMPUTE = (
+    "sustained",
+    "attention_forward",
+    "attention_backward",
+    "cudnn_forward",
+    "cudnn_backward",
+)
+
+
+def scaled(gpu: Hardware, compute: float = 1.0, others: float = 1.0) -> Hardware:
+    """The same device, the rates of matmuls and attention, and of memory and launches, times factors."""
+    now = dataclasses.asdict(dataclasses.replace(constants(), **gpu.fitted))
+    fitted = {name: now[name] * compute for name in COMPUTE}
+    fitted |= {"bandwidth": now["bandwidth"] * others, "launch_s": now["launch_s"] / others}
+    return dataclasses.replace(gpu, fitted=gpu.fitted | fitted)
+
+
 def device_called(name: str | None) -> Hardware | None:
     """The device with exactly that name, its own or one of the drivers'."""
     return next((d for d in devices() if name in (d.name, *d.driver_names)), None)
@@ -156,6 +201,24 @@ def find_roof(device_name: str) -> Roof:
         return Roof(**entry) if entry else Roof()
     except TypeError:
         raise UsageError(f"{ROOFS_FILE}: {device_name!r} is {str(entry)[:80]!r}, no roof") from None
+
+
+def threads_of(cpu: str, threads: int) -> str:
+    """The name under which some threads of a CPU are a device, in one's own hardware file."""
+    return f"{cpu}, {threads} thread{'s' * (threads > 1)}"
+
+
+def find_cpu(cpu: str, ranks: int) -> Hardware:
+    """The threads that one of `ranks` has of this CPU; UsageError if they were never measured."""
+    whole = [d for d in devices() if d.platform == "cpu" and d.name.startswith(f"{cpu}, ")]
+    most = max((int(d.name.split()[-2]) for d in whole), default=0)
+    wanted = threads_of(cpu, max(1, most // ranks))
+    found = next((d for d in whole if d.name == wanted), None)
+    if found is None:
+        raise UsageError(
+            f"cpu: {own_hardware_file()} has no {wanted}; python benchmarks/gemm.py measures it"
+        )
+    return found
 
 
 def name_of_part(device_name: str, memory_gib: float | None) -> str:
@@ -272,6 +335,8 @@ class Constants:
     bandwidth: float
     # Time to launch a kernel [s], and kernels of a block's forward and backward.
     launch_s: float
+    # 1 where the host computes itself, and its time comes on top; 0 where a device computes meanwhile.
+    serial_host: float
     kernels_eager: int
     kernels_compiled: int
     # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).

@@ -38,6 +38,8 @@ class MemoryEstimate:
     gathered: float
     peak: float
     apart: float
+    host: float = 0.0
+    """What --cpu-offload keeps in the host's memory."""
 
     def on_device(self, world: int) -> float:
         """Bytes taken on each of `world` GPUs, with what is outside PyTorch's tensors."""
@@ -68,8 +70,9 @@ def estimate_memory(
         orientations = 2 if fp8.recipe == "mxfp8" else 1
         parameters -= (4 - orientations) * sizes.blocks / fsdp.shards
         optimizer += 4 * sizes.blocks / fsdp.shards if step else 0
+    host = 0.0
     if fsdp and fsdp.cpu_offload:
-        parameters = optimizer = gradients = 0.0
+        host, parameters, optimizer, gradients = parameters + optimizer + gradients, 0.0, 0.0, 0.0
     # Freed memory stays with the stream it was for: gathering and reducing have one each.
     passed = sizes.width + (fsdp.reduce_bytes if train else 0) if fsdp else 0
     apart = sizes.root * passed if sizes.root_gathered else 0.0
@@ -91,7 +94,7 @@ def estimate_memory(
         in_block += max(_passing_activations(work, layer) for layer in work.layers)
         return MemoryEstimate(
             parameters, gradients, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
-            max(in_loss, in_block), apart,
+            max(in_loss, in_block), apart, host,
         )  # fmt: skip
     reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
     in_backward = (
@@ -121,6 +124,7 @@ def estimate_memory(
         gathered=sizes.root_gathered + sizes.gathered_blocks,
         peak=max(in_loss, in_backward, at_end),
         apart=apart,
+        host=host,
     )
 
 
@@ -175,14 +179,17 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
 
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
-    """Bytes of this rank's parameters, gradients and optimizer state, all in fp32."""
-    state = {"adamw": 8, "sgd": 4}[work.optimizer] if work.pass_type == "step" else 0
-    ddp = work.ddp
-    gradients = 4 * sizes.held if work.trains or (ddp and ddp.buckets) else 0.0
+    """Bytes of this rank's parameters, gradients and optimizer state; in fp32, unless it is `theirs`."""
+    theirs, ddp, each = work.theirs, work.ddp, work.theirs.weight_bytes
+    moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
+    state = moments * theirs.moment_bytes
+    gradients = each * sizes.held if work.trains or (ddp and ddp.buckets) else 0.0
+    if theirs.zero2:
+        return each * sizes.held, gradients / work.world, state * sizes.held / work.world
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
     share = 1 / work.world if ddp and ddp.zero1 else 1
     copies = 4 * sizes.held * share if ddp and ddp.zero1 and state else 0.0
-    return 4 * sizes.held + copies, gradients, state * sizes.held * share
+    return each * sizes.held + copies, gradients, state * sizes.held * share
 
 
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
@@ -222,10 +229,12 @@ class _Sizes:
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
             self.gathered_blocks = width * ahead
-        elif work.amp != "off":
+        elif work.amp != "off" and work.theirs.weight_bytes == 4:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         self.rows = chunk_rows(work.own_tokens, config.padded_vocab_size)
+        if work.theirs.whole_logits:
+            self.rows = work.own_tokens
 
 
 def _low_precision_copies(work: Work) -> float:
@@ -251,6 +260,8 @@ def _loss(work: Work, sizes: _Sizes) -> tuple[float, float]:
     w, chunk = sizes.width, sizes.rows * work.config.padded_vocab_size
     # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
     logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
+    if work.theirs.whole_logits and not work.compiled:
+        logits = chunk * (w + 8)  # an fp32 copy, and its log-softmax
     if not work.trains:
         return logits, 0.0
     several = work.own_tokens > sizes.rows
@@ -404,7 +415,9 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             tp = work.fsdp.tp if work.fsdp else 1
             a, kv = config.query_size / tp, config.kv_size / tp
             outputs = d if work.compiled else 2 * d  # compiled, the last matmul's is not kept
-            elements = (a + 2 * kv) + a + (2 * f if config.gated_mlp else f) / tp
+            part = 1.0 if work.recompute.policy == "op" else 0.5
+            outputs *= part
+            elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
             other = 4 * config.num_attention_heads / tp
             total += times * work.gathered_tokens * (w * elements + other)
             total += times * w * work.own_tokens * (d + outputs)

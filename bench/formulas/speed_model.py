@@ -12,6 +12,7 @@ code are here. benchmarks/estimate_vs_published.py compares the outcome with pub
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 from bench.formulas.collectives import (
     communication_time,
@@ -62,11 +63,14 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     if work.pass_type == "step":
         # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
         # clipping reads, and scales.
-        each = {"adamw": 28, "sgd": 20}[work.optimizer]
-        share = 1 / work.world if work.ddp and work.ddp.zero1 else 1
-        optimizer = (each * share + 12) * parts.held / rate
+        weight, moment = work.theirs.weight_bytes, work.theirs.moment_bytes
+        each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
+        share = 1 / work.world if work.theirs.zero2 or (work.ddp and work.ddp.zero1) else 1
+        optimizer = (each * share + 3 * weight) * parts.held / rate
     compute = parts.compute
-    total, exposed = communication_time(work, gpu, per_node, compute, c, parts.pp_rank)
+    total, exposed = communication_time(
+        work, gpu, per_node, compute, c, parts.forward_part, parts.pp_rank
+    )
     moves = token_time(work, gpu, per_node, c, parts.pp_rank)
     if pp > 1:
         moves += 2 * fsdp.virtual * send_time(work, gpu, per_node, c)
@@ -76,7 +80,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
     layers = len(work.layers_of(parts.pp_rank))
     host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
-    micro = max(compute + moves, host)
+    micro = max(compute + moves + host * c.serial_host, host)
     bubble = (pp - 1) / fsdp.virtual * micro if pp > 1 else 0.0
     step = micro_steps * micro + bubble + optimizer
     # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
@@ -108,33 +112,68 @@ class _GroupTime:
     attention: float
     memory: float
     held: float
+    forward_part: float
+    """Part of the blocks' time that is their forward's."""
 
     @property
     def compute(self) -> float:
         return self.matmuls + self.attention + self.memory
 
 
+class PartTime(NamedTuple):
+    """Seconds of matmuls, attention, and what memory bounds."""
+
+    matmuls: float
+    attention: float
+    memory: float
+
+
+def block_time(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[PartTime, PartTime]:
+    """Forward and backward of a block for one micro batch, with what the backward recomputes."""
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    again, policy = layer in work.recompute.blocks, work.recompute.policy
+    block, last = _block_matmuls(work, layer, gpu, c)
+    forward, backward = _attention(work, layer, gpu, c)
+    moved = block_bytes(work, layer) / rate
+    first = PartTime(block, forward, moved)
+    if not work.trains:
+        return first, PartTime(0.0, 0.0, 0.0)
+    # Recomputing stops before the last matmul, whose output no gradient needs.
+    part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0}[policy]
+    return first, PartTime(
+        2 * block + (block - last) * part,
+        backward + forward * (again and policy == "block"),
+        moved * (PASS_FORWARDS[work.pass_type] - 1 + again),
+    )
+
+
+def head_time(work: Work, gpu: Hardware, c: Constants) -> tuple[float, float]:
+    """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
+    config = work.config
+    one = matmul_time(
+        work, work.own_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
+    )
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    return PASS_FORWARDS[work.pass_type] * one, _loss_bytes(work) / rate
+
+
 def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _GroupTime:
-    config, train, passes = work.config, work.trains, PASS_FORWARDS[work.pass_type]
-    layers, again = work.layers_of(pp_rank), set(work.recompute.blocks)
-    whole_again = again if work.recompute.policy == "block" else set()
+    config, train = work.config, work.trains
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     matmuls = attention = memory = 0.0
-    for layer, times in alike(work, layers):
-        block, last = _block_matmuls(work, layer, gpu, c)
-        # Recomputing stops before the last matmul, whose output no gradient needs.
-        matmuls += times * (block * passes + (block - last) * (layer in whole_again))
-        forward, backward = _attention(work, layer, gpu, c)
-        attention += times * (forward * (1 + (layer in whole_again)) + backward * train)
-        memory += times * block_bytes(work, layer) * (passes + (layer in again)) / rate
-    if config.num_hidden_layers - 1 in layers:
-        matmuls += passes * matmul_time(
-            work, work.own_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
-        )
-        memory += _loss_bytes(work) / rate
+    passes = [0.0, 0.0]
+    for layer, times in alike(work, work.layers_of(pp_rank)):
+        for i, part in enumerate(block_time(work, layer, gpu, c)):
+            matmuls += times * part.matmuls
+            attention += times * part.attention
+            memory += times * part.memory
+            passes[i] += times * sum(part)
+    if config.num_hidden_layers - 1 in work.layers_of(pp_rank):
+        head, loss = head_time(work, gpu, c)
+        matmuls, memory = matmuls + head, memory + loss
     parts = rank_matrices(work, pp_rank)
     n = sum(math.prod(part) for _, part, _ in parts)
-    if work.fsdp is None and work.amp != "off":
+    if work.fsdp is None and work.amp != "off" and work.theirs.weight_bytes == 4:
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
     if work.fsdp is not None and work.fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
@@ -144,7 +183,7 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _Group
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate
     held = sum(math.prod(part) / mesh for _, part, mesh in parts)
-    return _GroupTime(pp_rank, matmuls, attention, memory, held)
+    return _GroupTime(pp_rank, matmuls, attention, memory, held, passes[0] / sum(passes))
 
 
 def matmul_time(

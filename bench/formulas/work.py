@@ -42,7 +42,10 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
-    """Blocks that recompute their activations in backward, and what of them: `block` or `op`."""
+    """Blocks that recompute their activations in backward, and what of them: `block` or `op`.
+
+    `every-other-matmul` (torchtitan's) is for estimates alone: `op`, but half of the matmuls again.
+    """
 
     blocks: tuple[int, ...] = ()
     policy: str = "block"
@@ -154,6 +157,20 @@ def alike(work: "Work", layers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Theirs:
+    """What other trainers do and our scripts do not, for estimates of their steps."""
+
+    weight_bytes: int = 4
+    """Bytes of a weight and of its gradient; 2: there is no fp32 copy."""
+    moment_bytes: int = 4
+    """Bytes of each of the optimizer's moments."""
+    whole_logits: bool = False
+    """Whether the loss sees all logits of a micro batch at once."""
+    zero2: bool = False
+    """Under DDP, gradients and optimizer state are sharded, parameters not (ZeRO-2)."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """One optimizer step. At most one of `ddp` and `fsdp` is there; without both one device works."""
 
@@ -173,6 +190,7 @@ class Work:
     """Whether experts are dealt out in turn in place of chosen."""
     ddp: Ddp | None = None
     fsdp: Fsdp | None = None
+    theirs: Theirs = Theirs()
 
     @property
     def trains(self) -> bool:

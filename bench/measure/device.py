@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from bench.errors import OwnError, UsageError
+from bench.settings.machine import cpu_name
 
 GIB = 2**30
 
@@ -61,13 +62,7 @@ def device_name(device: torch.device) -> str:
     """The name the driver gives a GPU, or the model name of the CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as f:
-            return next(
-                line.split(":", 1)[1].strip() for line in f if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return "CPU"
+    return cpu_name()
 
 
 def memory_gib(device: torch.device) -> float | None:

@@ -15,7 +15,7 @@ import torch
 
 from bench import __version__
 from bench.files import ROOT
-from bench.formulas.hardware import find_peaks, find_roof, name_of_part
+from bench.formulas.hardware import device_called, find_peaks, find_roof, name_of_part, threads_of
 from bench.formulas.parameters import count_parameters, linear_parameters
 from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
@@ -94,14 +94,17 @@ def _restarted(name: str, attempt: int) -> str:
 def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:
     memory = device_memory_gib(device)
     part = name_of_part(device_name(device), memory)
-    peaks = find_peaks(part, given.peak_tflops, given.peak_fp8_tflops)
+    known = part
+    if device.type == "cpu" and device_called(threads_of(part, torch.get_num_threads())):
+        known = threads_of(part, torch.get_num_threads())
+    peaks = find_peaks(known, given.peak_tflops, given.peak_fp8_tflops)
     roof = find_roof(part)
     return Device(
         type=device.type,
         name=device_name(device),
         memory_gib=memory,
         count=ranks,
-        hardware=peaks.name,
+        hardware=part if device.type == "cpu" else peaks.name,
         peak_bf16_tflops=peaks.bf16_tflops,
         peak_fp8_tflops=peaks.fp8_tflops,
         peak_source=peaks.source,

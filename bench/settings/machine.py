@@ -1,4 +1,4 @@
-"""Versions of installed libraries, whatever their distribution is called. Needs nothing but Python."""
+"""What this machine has: GPU drivers, CPU, installed libraries. Needs nothing but Python."""
 
 import importlib.metadata
 from pathlib import Path
@@ -10,6 +10,17 @@ def detect_platform():
     if any(Path(p).exists() for p in ("/dev/nvidiactl", "/usr/lib/wsl/lib/libnvidia-ml.so.1")):
         return "nvidia"
     return "amd" if Path("/dev/kfd").exists() else "cpu"
+
+
+def cpu_name():
+    """The CPU's model name, or `CPU` where the system does not tell."""
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as f:
+            return next(
+                line.split(":", 1)[1].strip() for line in f if line.startswith("model name")
+            )
+    except (OSError, StopIteration):
+        return "CPU"
 
 
 # AMD's builds of these modules have other names.
