@@ -64,6 +64,13 @@ def gathered_in_fp8(work: Work, shapes: Shapes) -> set[str]:
     return {name for name in shapes if name.startswith("blocks.") and name.endswith(ends)}
 
 
+def bucket_bytes(work: Work, size: float) -> float:
+    """Bytes that DDP reduces at a time, of gradients that are `size` in all."""
+    if work.ddp.mode == "parameter":
+        return size / len(matrices(parameter_shapes(work.config)))
+    return size if work.ddp.mode == "flat" else min(size, work.ddp.bucket_cap_mb * 2**20)
+
+
 def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
@@ -295,11 +302,9 @@ def communication_time(
         return 0.0, 0.0
     moved, ddp = ddp_bytes(shapes, work), work.ddp
     size = moved["all_reduce"]
-    total = collective_time("all_reduce", size, work.world, per_node, gpu, c)
-    if ddp.mode == "parameter":  # each has its latency
-        one = size / len(shapes)
-        total = len(shapes) * collective_time("all_reduce", one, work.world, per_node, gpu, c)
-    last = min(1.0, ddp.bucket_cap_mb * 2**20 / size)
+    bucket = bucket_bytes(work, size)  # each has its latency
+    total = size / bucket * collective_time("all_reduce", bucket, work.world, per_node, gpu, c)
+    last = bucket / size
     exposed = max(total * last, total - 0.6 * compute) if ddp.overlap else total
     after = collective_time("all_gather", moved.get("all_gather", 0), work.world, per_node, gpu, c)
     return total + after, exposed + after
@@ -341,6 +346,7 @@ def _fsdp_time(
     train, layers = work.trains, [unit for unit in units if unit >= 0]
     again = train and work.fsdp.reshard
     total = exposed = sum(units[-1])
+    behind = 0.0  # reductions may fall behind the backward, and catch up
     numbers = {layer: work.block_parameters[layer] for layer in layers}
     for i in layers:
         gather, reduce = units[i]
@@ -349,9 +355,9 @@ def _fsdp_time(
         forward, backward = part * (forward_part if train else 1), part * (1 - forward_part)
         exposed += max(0.0, gather - forward) + (gather if i == layers[0] else 0.0)
         if train:
-            exposed += max(0.0, (gather if again else 0.0) + reduce - backward)
-            exposed += reduce if i == layers[0] else 0.0
-    return total, min(exposed, total)
+            behind += (gather if again else 0.0) + reduce - backward
+            exposed += reduce if i == layers[0] else gather * (again and i == layers[-1])
+    return total, min(exposed + max(0.0, behind), total)
 
 
 def token_time(work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0) -> float:

@@ -51,13 +51,14 @@ class SpeedEstimate:
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
     """The time of a step; `per_node` GPUs share a machine.
 
-    In a pipeline the slowest group of ranks sets the pace, and the bubble is (p - 1) / v of its micro
-    batches (Narayanan et al. 2021, section 2.2).
+    In a pipeline the slowest group of ranks sets the pace, and the bubble is a micro batch of each other
+    group, divided by the virtual stages: (p - 1) / v if all are alike (Narayanan et al. 2021, section 2.2).
     """
     c = dataclasses.replace(constants(), **gpu.fitted)
     fsdp, micro_steps = work.fsdp, work.batch.grad_acc_steps
     pp = fsdp.pp if fsdp else 1
-    parts = max((_group_time(work, group, gpu, c) for group in range(pp)), key=lambda g: g.compute)
+    groups = [_group_time(work, group, gpu, c) for group in range(pp)]
+    parts = max(groups, key=lambda g: g.compute)
     rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     optimizer = 0.0
     if work.pass_type == "step":
@@ -68,12 +69,12 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         share = 1 / work.world if work.theirs.zero2 or (work.ddp and work.ddp.zero1) else 1
         optimizer = (each * share + 3 * weight) * parts.held / rate
     compute = parts.compute
-    total, exposed = communication_time(
-        work, gpu, per_node, compute, c, parts.forward_part, parts.pp_rank
-    )
     moves = token_time(work, gpu, per_node, c, parts.pp_rank)
     if pp > 1:
-        moves += 2 * fsdp.virtual * send_time(work, gpu, per_node, c)
+        moves += 2 * send_time(work, gpu, per_node, c)
+    total, exposed = communication_time(
+        work, gpu, per_node, compute + moves, c, parts.forward_part, parts.pp_rank
+    )
     beside = compute * c.beside_communication * (total > 0)
     compute += beside
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
@@ -81,7 +82,8 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     layers = len(work.layers_of(parts.pp_rank))
     host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
     micro = max(compute + moves + host * c.serial_host, host)
-    bubble = (pp - 1) / fsdp.virtual * micro if pp > 1 else 0.0
+    others = sum(group.compute for group in groups) / parts.compute - 1
+    bubble = others / fsdp.virtual * micro if pp > 1 else 0.0
     step = micro_steps * micro + bubble + optimizer
     # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
     travels = micro_steps if fsdp and pp == 1 else 1
