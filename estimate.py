@@ -30,6 +30,7 @@ from bench.formulas.hardware import Hardware, accuracy_of, find_cpu, find_hardwa
 from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import estimate_speed
+from bench.formulas.step_events import simulate_step, write_trace
 from bench.formulas.work import Theirs, Work
 from bench.results.result_files import read_result
 from bench.settings.checks import check
@@ -103,6 +104,15 @@ class EstimateFlags:
         None, "A run's result.json; the estimate is corrected by what was measured there.",
         metavar="RESULT",
     )  # fmt: skip
+    timeline: str | None = flag(
+        None, "Simulate the step's events, and draw them as a Chrome trace, which Perfetto opens.",
+        metavar="FILE",
+    )  # fmt: skip
+    spread: float | None = flag(
+        None, "With --timeline: relative standard deviation of the ranks' speed, as 0.02; the "
+        "slowest sets the pace. By default the formulas' 1 % for each doubling of the nodes.",
+        at_least=0, below=1, needs="timeline",
+    )  # fmt: skip
     plan: bool = flag(
         False, "Search layouts, recomputation, micro batch and FP8 for the fastest; several GPUs as "
         "--gpu h100,mi300x.",
@@ -148,6 +158,8 @@ class Estimate:
     usd: float | None
     kwh: float | None
     traced_peak: float | None = None
+    simulated_s: float | None = None
+    """The step by its events (--timeline)."""
     accuracy: dict[str, float] | None = None
     """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
 
@@ -176,8 +188,9 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
     if wanted.zero2 and wanted.parallel != "ddp":
         raise UsageError("--zero2 needs --parallel ddp; train_fsdp.py shards the parameters too")
-    if wanted.plan and wanted.calibrate:
-        raise UsageError("--calibrate corrects one estimate; leave out --plan")
+    if wanted.plan and (wanted.calibrate or wanted.timeline):
+        what = "--calibrate" if wanted.calibrate else "--timeline"
+        raise UsageError(f"{what} is for one estimate; leave out --plan")
     if wanted.plan:
         config = load_config(args.config, args.pad_vocab)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
@@ -189,6 +202,8 @@ def main(argv: Sequence[str]) -> int:
         gpu, told = calibrated(gpu, Path(wanted.calibrate), wanted)
         plan = dataclasses.replace(plan, notes=(*plan.notes, told))
     estimate = make_estimate(plan, wanted, gpu)
+    if wanted.timeline:
+        estimate = dataclasses.replace(estimate, simulated_s=draw(plan.work, gpu, wanted))
     if wanted.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
     else:
@@ -433,6 +448,21 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     )
 
 
+def draw(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
+    """--timeline: simulate the step and write its trace; returns its seconds."""
+    events, seconds = simulate_step(work, gpu, wanted.per_node, wanted.spread)
+    groups = work.fsdp.pp if work.fsdp else 1
+    each = work.world // groups
+    names = {g: f"{each} ranks, stages {g}, {g + groups}, ..." for g in range(groups)}
+    if groups == 1:
+        names = {0: f"{each} ranks, all alike"}
+    try:
+        write_trace(events, Path(wanted.timeline), names)
+    except OSError as error:
+        raise UsageError(f"--timeline {wanted.timeline}: {error.strerror}") from None
+    return seconds
+
+
 def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
@@ -464,6 +494,11 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         ),
         ("largest --bsz that fits", f"{e.largest_bsz:,}"),
         ("step", f"{e.step_s:.4g} s"),
+        *(
+            [("step, simulated", f"{e.simulated_s:.4g} s ({e.simulated_s / e.step_s - 1:+.1%})")]
+            if e.simulated_s
+            else []
+        ),
         *((f"  {name}", f"{seconds:.4g} s") for name, seconds in e.parts_s.items() if seconds),
         *(
             [

@@ -1,5 +1,6 @@
 """estimate.py: memory by two ways, speed against published figures, and the command line."""
 
+import collections
 import dataclasses
 import json
 import re
@@ -20,7 +21,9 @@ from bench.formulas.memory_model import (
     estimate_memory,
     largest_batch,
 )
+from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
+from bench.formulas.step_events import simulate_step
 from bench.parallel.memory_trace import traced_memory
 from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import (
@@ -288,7 +291,7 @@ def test_parts_of_a_step_add_up_to_it(script, gpus, flags):
 
 
 def test_time_of_a_pipeline_has_its_bubble():
-    """(p - 1) / (v m) of the time of m micro batches; stages of one size, and sending beside it."""
+    """A micro batch of each other group over v: (p - 1) / (v m) of all, less what the last has more."""
     flags = ["--bsz", 1, "--pp", 4, "--grad-acc-steps", 16]
     argv = ["configs/llama-3.1-70b.json", "--seq-len", 4096, *flags]
     for virtual in (1, 2, 4):
@@ -296,7 +299,7 @@ def test_time_of_a_pipeline_has_its_bubble():
         found = estimate_speed(work, H100)
         slowest = 1 + constants().slowest_node * 2
         rest = found.step_s / slowest - found.bubble_s - found.optimizer_s - found.exposed_s
-        assert found.bubble_s / rest == pytest.approx(3 / (virtual * 16), rel=1e-6)
+        assert 0.95 * 3 / (virtual * 16) < found.bubble_s / rest < 3 / (virtual * 16)
         assert found.tokens_s > 0
 
 
@@ -574,3 +577,145 @@ def test_bad_input_is_one_line(argv, message, capsys):
     assert estimate.main(["configs/gpt2-125m.json", *argv]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+STEPS = [
+    ("train.py", 1, "gpt2-125m", "--bsz 8"),
+    ("train_ddp.py", 64, "gpt2-1.5b", "--bsz 4"),
+    ("train_ddp.py", 64, "gpt2-1.5b", "--bsz 1 --grad-acc-steps 2"),
+    ("train_fsdp.py", 64, "llama-3.1-8b", "--bsz 2 --sac-freq 1/1"),
+    ("train_fsdp.py", 9, "llama-3.1-8b", "--bsz 1 --grad-acc-steps 2"),
+    ("train_fsdp.py", 64, "llama-3.1-70b", "--bsz 1 --sac-freq 1/2 --tp 8"),
+    ("train_fsdp.py", 64, "qwen3-30b-a3b", "--bsz 1 --ep 8"),
+    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --grad-acc-steps 16"),
+    ("train_pp.py", 16, "llama-3.1-8b", "--bsz 1 --pp 4 --pp-virtual 4 --grad-acc-steps 16"),
+    ("train_pp.py", 16384, "llama-3.1-405b", "--bsz 1 --pp 16 --tp 8 --pp-virtual 4 --global-bsz 2048"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "gpus", "model", "flags"), STEPS, ids=lambda v: str(v)[:40])
+def test_a_simulated_step_agrees_with_the_formulas(script, gpus, model, flags):
+    """Within 3 %, the longest path through events against sums; no stream does two things at once."""
+    argv = [f"configs/{model}.json", "--seq-len", 4096, "--pt-compile", *flags.split()]
+    if model.startswith("gpt2"):
+        argv[2] = 1024
+    work = plan_of(argv, script, gpus).work
+    events, seconds = simulate_step(work, H100)
+    assert seconds == pytest.approx(estimate_speed(work, H100).step_s, rel=0.03)
+    assert max(e.end_s for e in events) == pytest.approx(seconds)
+    free = collections.defaultdict(float)
+    for e in events:
+        assert e.start_s >= free[e.group, e.stream] - 1e-9 and e.end_s > e.start_s
+        free[e.group, e.stream] = e.end_s
+    passes = [
+        e for e in events if e.name.startswith(("forward", "backward")) and e.stream == "compute"
+    ]
+    stages = work.fsdp.stages if script == "train_pp.py" else work.config.num_hidden_layers
+    assert len(passes) == 2 * stages * work.batch.grad_acc_steps
+
+
+def test_a_pipelines_events_wait_for_each_other():
+    """A stage's forward begins when the one before has sent, its backward when the next has."""
+    argv = [
+        "configs/llama-3.1-8b.json",
+        "--seq-len",
+        4096,
+        "--bsz",
+        1,
+        "--pp",
+        4,
+        "--pp-virtual",
+        2,
+    ]
+    work = plan_of([*argv, "--grad-acc-steps", 8], "train_pp.py", 16).work
+    events, _ = simulate_step(work, H100)
+    at = {e.name: e for e in events if e.stream == "compute"}
+    sent = {e.name: e for e in events if e.stream == "send"}
+    for micro in range(8):
+        for stage in range(1, 8):
+            before = sent[f"forward stage {stage - 1} #{micro}"]
+            assert at[f"forward stage {stage} #{micro}"].start_s >= before.end_s - 1e-9
+            after = sent[f"backward stage {stage} #{micro}"]
+            assert at[f"backward stage {stage - 1} #{micro}"].start_s >= after.end_s - 1e-9
+
+
+def test_stragglers_slow_a_step_by_their_largest(tmp_path, capsys):
+    """Of 64 ranks the slowest is 2.4 standard deviations behind, and computation alone waits for it."""
+    work = plan_of(["configs/gpt2-1.5b.json", "--bsz", 8, "--pt-compile"], "train_ddp.py", 64).work
+    computed = {}
+    for spread in (0.0, 0.02):
+        events, _ = simulate_step(work, H100, spread=spread)
+        blocks = [e for e in events if "ward" in e.name]
+        computed[spread] = sum(e.end_s - e.start_s for e in blocks)
+    assert computed[0.02] / computed[0.0] == pytest.approx(1 + 0.02 * 2.386, abs=1e-3)
+    path = tmp_path / "step.json"
+    argv = [
+        "configs/llama-3.1-8b.json",
+        "--gpu",
+        "h100",
+        "--gpus",
+        "16",
+        "--parallel",
+        "pp",
+        "--pp",
+        "4",
+        "--bsz",
+        "1",
+    ]
+    assert estimate.main([*argv, "--timeline", str(path), "--spread", "0.05", "--json"]) == 0
+    e = json.loads(capsys.readouterr().out)
+    content = json.loads(path.read_text())["traceEvents"]
+    drawn = [x for x in content if x["ph"] == "X"]
+    assert max(x["ts"] + x["dur"] for x in drawn) == pytest.approx(1e6 * e["simulated_s"])
+    assert {x["pid"] for x in drawn} == set(range(4)) and len(content) > len(drawn)
+
+
+@pytest.mark.parametrize(
+    ("flags", "part", "factor"),
+    [
+        (["--power", "350"], "matmuls", 2 ** (1 / 3)),
+        (["--power", "9999"], "matmuls", 1.0),
+        # full load leaves 794.5 of 989.4 TFLOP/s, so 1470 of 1830 MHz
+        (["--clock", "735"], "matmuls", 2.0),
+        (["--clock", "1800"], "matmuls", 1.0),
+        (["--nic-gb-per-s", "25"], "hidden communication", None),
+    ],
+)
+def test_limits_of_power_clock_and_network(flags, part, factor, capsys):
+    argv = ["configs/llama-3.1-8b.json", "--gpu", "h100", "--gpus", "16", "--bsz", "2", "--json"]
+    parts = []
+    for given in ([], flags):
+        assert estimate.main([*argv, *given]) == 0
+        parts.append(json.loads(capsys.readouterr().out)["parts_s"])
+    if factor is None:  # half the network's rate: about twice the time, hidden or not
+        before, after = (p["hidden communication"] + p["exposed communication"] for p in parts)
+        assert 1.8 < after / before < 2.0
+    else:
+        assert parts[1][part] / parts[0][part] == pytest.approx(factor, rel=2e-3)
+    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "b200", "--clock", "1000"]) == 2
+
+
+def test_what_other_trainers_keep(capsys):
+    """Bytes a parameter by hand: 4 + 4 + 8; in bf16 2 + 2 + 4, with 8-bit moments 2 + 2 + 2."""
+
+    def memory(*flags):
+        argv = ["configs/gpt2-1.5b.json", "--gpu", "h200", "--bsz", "4", "--seq-len", "1024"]
+        assert estimate.main([*argv, "--json", *flags]) == 0
+        m = json.loads(capsys.readouterr().out)["memory"]
+        return m, m["parameters"] + m["gradients"] + m["optimizer"]
+
+    n = count_parameters(load_config("configs/gpt2-1.5b.json"))
+    assert memory()[1] == pytest.approx(16 * n, rel=0.001)
+    assert memory("--weights", "bf16", "--moments", "bf16")[1] == pytest.approx(8 * n, rel=0.001)
+    assert memory("--weights", "bf16", "--moments", "8bit")[1] == pytest.approx(6 * n, rel=0.001)
+    zero2 = memory("--gpus", "8", "--parallel", "ddp", "--zero2")[1]
+    assert zero2 == pytest.approx((4 + 12 / 8) * n, rel=0.001)
+    offloaded, on_device = memory("--gpus", "8", "--cpu-offload")
+    assert on_device == 0 and offloaded["host"] == pytest.approx(16 * n / 8, rel=0.001)
+    whole, chunked = memory("--whole-logits")[0]["logits"], memory()[0]["logits"]
+    logits = 4 * 1024 * 50257
+    assert whole > 10 * logits > chunked
+    kept = [memory("--sac-freq", "1/1", "--sac-policy", "op", *f)[0]["activations"]
+            for f in ([], ["--sac-every-other"])]  # fmt: skip
+    assert 0.5 < kept[1] / kept[0] < 0.8
+    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "h100", "--zero2"]) == 2

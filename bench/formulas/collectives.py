@@ -287,10 +287,10 @@ def communication_time(
 ) -> tuple[float, float]:
     """Seconds of communication of weights and gradients of one micro step, and its exposed part.
 
-    Under DDP and in a pipeline they are of a whole step. `compute` is the seconds of a micro step's
-    computation, of which the forward is `forward_part`. FSDP hides a block's gather behind the computation of the block before, and its reduction
-    behind that of the next. The first gather and the last reduction of embedding and head hide behind
-    nothing.
+    Under DDP and in a pipeline they are of a whole step. `compute` is what a micro step's time may hide
+    [s], of which the forward is `forward_part`. FSDP hides a block's gather behind the block before, and
+    its reduction behind the next. The first gather of each pass and the last reductions of the blocks,
+    and of embedding and head, hide behind nothing.
     """
     if work.world == 1:
         return 0.0, 0.0
@@ -346,6 +346,11 @@ def _fsdp_time(
     train, layers = work.trains, [unit for unit in units if unit >= 0]
     again = train and work.fsdp.reshard
     total = exposed = sum(units[-1])
+    if (
+        work.fsdp.pp > 1
+    ):  # once a step: only the first stage's gathers and the last's reductions show
+        blocks = sum(sum(units[i]) for i in layers)
+        return total + blocks, exposed + blocks / work.fsdp.virtual
     behind = 0.0  # reductions may fall behind the backward, and catch up
     numbers = {layer: work.block_parameters[layer] for layer in layers}
     for i in layers:

@@ -51,8 +51,8 @@ class SpeedEstimate:
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
     """The time of a step; `per_node` GPUs share a machine.
 
-    In a pipeline the slowest group of ranks sets the pace, and the bubble is a micro batch of each other
-    group, divided by the virtual stages: (p - 1) / v if all are alike (Narayanan et al. 2021, section 2.2).
+    In a pipeline the slowest group of ranks sets the pace. The bubble is a micro batch of each other
+    group over the virtual stages: (p - 1) / v if all are alike (Narayanan et al. 2021, section 2.2).
     """
     c = dataclasses.replace(constants(), **gpu.fitted)
     fsdp, micro_steps = work.fsdp, work.batch.grad_acc_steps

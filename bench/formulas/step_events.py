@@ -151,9 +151,7 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
         for layer, coming in zip(layers, [*layers[1:], None], strict=True):
             start = max(ready, clock.now(0, "compute"))
             if coming is not None:
-                ready = clock.run(
-                    0, "network", f"gather {coming}", costs.units[coming][0], start
-                )
+                ready = clock.run(0, "network", f"gather {coming}", costs.units[coming][0], start)
             end = clock.run(0, "compute", f"forward {layer} #{micro}", costs.forward[layer], start)
         end = clock.run(0, "compute", f"head and loss #{micro}", costs.head)
         if not work.trains:
@@ -164,9 +162,7 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
         for layer, coming in zip(layers[::-1], [*layers[-2::-1], None], strict=True):
             start = max(ready, clock.now(0, "compute"))
             if again and coming is not None:
-                ready = clock.run(
-                    0, "network", f"gather {coming}", costs.units[coming][0], start
-                )
+                ready = clock.run(0, "network", f"gather {coming}", costs.units[coming][0], start)
             done = clock.run(
                 0, "compute", f"backward {layer} #{micro}", costs.backward[layer], start
             )
@@ -175,9 +171,7 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
     return clock.run(0, "compute", "optimizer", costs.optimizer, end)
 
 
-def _replicated(
-    work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_node: int
-) -> float:
+def _replicated(work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_node: int) -> float:
     """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
     layers, micro_steps = list(costs.forward), work.batch.grad_acc_steps
     size, filled, done, bucket, overlap = 0.0, 0.0, 0.0, math.inf, False
@@ -246,9 +240,7 @@ def _pipeline(work: Work, costs: list[_Costs], clock: _Clock, send_s: float) -> 
         clock.run(group, "network", "gather the rest", cost.units[-1][0])
         for stage in range(group, stages, pp):
             for layer in work.stage_layers(stage):
-                ready[stage] = clock.run(
-                    group, "network", f"gather {layer}", cost.units[layer][0]
-                )
+                ready[stage] = clock.run(group, "network", f"gather {layer}", cost.units[layer][0])
 
     def needed(what: str, stage: int, micro: int) -> float | None:
         """When its input is there; None if what makes it has not run yet."""
