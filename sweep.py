@@ -3,6 +3,7 @@
     python sweep.py configs/sweeps/gpt2-context.yaml
     python sweep.py --models configs/gpt2-tiny.json --set bsz=4,8 pt-compile=true,false --repeats 3
     python sweep.py --models configs/gpt2-125m.json --set pt-compile=true --auto-bsz
+    python sweep.py configs/sweeps/gpt2-context.yaml --tune
 
 A run that fails is a row, not the end. A sweep can be killed at any point: started again with the
 same --output-dir, it goes on where it was. docs/SWEEPS.md explains the experiment file. Needs no
@@ -38,6 +39,7 @@ from bench.sweep.experiment import Experiment, from_command_line, read_experimen
 from bench.sweep.grid import Cell, differences, make_cells
 from bench.sweep.jobs import options_of, run_as_jobs
 from bench.sweep.ranking import rank, show_ranking, write_csv
+from bench.sweep.tune import tune
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,10 @@ class ProcessFlags:
     )  # fmt: skip
     timeout_s: float = flag(3600.0, "Seconds after which a run is ended.", above=0)
     auto_bsz: bool = flag(False, "Find the largest --bsz that runs, for each setting, and use it.")
+    tune: bool = flag(
+        False, "Find the fastest setting and run few: the estimate keeps a fifth, short runs halve "
+        "these, and the two best run in full, in turn, five times.",
+    )  # fmt: skip
     output_dir: str | None = flag(
         None, "Where rows, results and tables go; by default sweeps/ and the experiment's name.",
         metavar="DIR",
@@ -117,6 +123,9 @@ def main(argv: Sequence[str]) -> int:
     cells = make_cells(experiment, platform, where)
     if args.auto_bsz:
         check_auto_batch(experiment)
+    if args.tune and (args.auto_bsz or args.launcher != "here"):
+        other = "--auto-bsz" if args.auto_bsz else f"--launcher {args.launcher}"
+        raise UsageError(f"--tune and {other} do not go together; leave one out")
     unlike = differences(experiment)
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):
@@ -221,7 +230,10 @@ def run_all(
         cells = [with_largest_batch(c, rows, directory, experiment.timeout_s, gpu) for c in cells]
     # Each key is made once: a file that is edited meanwhile would give another key.
     measured, todo = [], []
-    for repeat, cell in itertools.product(range(experiment.repeats), cells):
+    runs = itertools.product(range(experiment.repeats), cells)
+    if args.tune:
+        runs = ((i, cell) for cell, i in tune(cells, experiment, rows, directory, platform))
+    for repeat, cell in runs:
         if row := rows.rows.get(cell_key(cell, repeat)):
             measured.append(row)
         else:

@@ -299,7 +299,7 @@ def test_time_of_a_pipeline_has_its_bubble():
         found = estimate_speed(work, H100)
         slowest = 1 + constants().slowest_node * 2
         rest = found.step_s / slowest - found.bubble_s - found.optimizer_s - found.exposed_s
-        assert 0.95 * 3 / (virtual * 16) < found.bubble_s / rest < 3 / (virtual * 16)
+        assert 0.9 * 3 / (virtual * 16) < found.bubble_s / rest < 3 / (virtual * 16)
         assert found.tokens_s > 0
 
 

@@ -654,12 +654,15 @@ def check_lost_node(agents, out, lose, rank=1):
         when = time.monotonic()
         code, _, err = finish(kept)
         assert code != 0 and time.monotonic() - when < 20 + 60
-        assert f"rank {1 - rank}: lost another rank" in err
-        assert "Traceback" not in err.split(f"rank {1 - rank}: lost")[0]
+        # The agent may miss the other's store before its rank misses the other, and end it.
+        told = re.search(rf"rank {1 - rank}: (lost another rank|interrupted by SIGTERM)", err)
+        assert told, err
+        assert "Traceback" not in err[: told.start()]
         (kept,) = out.glob(f"*/errors/rank{1 - rank}.txt")
-        assert kept.read_text().startswith("failed: lost another rank")
+        status = "failed" if told[1] == "lost another rank" else "interrupted"
+        assert kept.read_text().startswith(f"{status}: {told[1]}")
         # Only rank 0 writes the result: if it is lost, the result still says that the run goes on.
-        assert only_result(out)["status"] == ("failed" if rank else "running")
+        assert only_result(out)["status"] == (status if rank else "running")
         assert only_result(out)["batch"]["data_parallel_size"] == 2
         # The other side of a cut ends too; its agent waits longer for its store than ranks do.
         assert wait_until(lambda: not ranks_of(lost), 40), "ranks are left behind"

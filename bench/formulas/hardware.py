@@ -216,7 +216,8 @@ def find_cpu(cpu: str, ranks: int) -> Hardware:
     found = next((d for d in whole if d.name == wanted), None)
     if found is None:
         raise UsageError(
-            f"cpu: {own_hardware_file()} has no {wanted}; python benchmarks/gemm.py measures it"
+            f"cpu: {own_hardware_file()} does not have {wanted if most else cpu}; "
+            "python benchmarks/gemm.py measures it"
         )
     return found
 

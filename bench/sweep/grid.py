@@ -83,6 +83,8 @@ def _meant(name: str, value: Value, where: str) -> Value:
     kinds = tuple(k for each in kinds for k in (get_args(each) or (each,)))
     if value is False and "off" in kinds:
         return "off"
+    if value == "none" and type(None) in kinds and "none" not in kinds:
+        return None  # as labels and tables write it
     if not isinstance(value, str) or str in kinds or value in kinds:
         return value
     try:

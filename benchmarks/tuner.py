@@ -1,0 +1,91 @@
+"""`sweep.py --tune` against the whole grid, on the machine at hand.
+
+    python benchmarks/tuner.py [--rounds N]
+
+48 settings of llama-tiny: the tuner's winner, then all of them, then the winner and the grid's best again,
+in turn. Wanted: the interval of winner / best includes 0.98 or more; the exit code is 1 where it does not.
+On a CPU benchmarks/gemm.py must have measured it. About half an hour on two cores.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import sweep
+from benchmarks.common import device_of_runs, save
+
+WANTED = 0.98
+GRID = ["bsz=1,2,4,8", "sac-freq=none,1/2,1/1", "amp=off,bf16", "pt-compile=false,true"]
+FIXED = ["seq-len=128", "n-steps=10", "warmup-steps=3"]
+N_CELLS = 4 * 3 * 2 * 2
+
+
+def rows_of(directory: Path) -> list[dict]:
+    """Rows of full runs below a sweep's directory that were ok, and of short ones."""
+    rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def swept(directory: Path, *flags: str) -> list[dict]:
+    """Sweep, and return its rows."""
+    argv = ["--models", "configs/llama-tiny.json", "--output-dir", str(directory)]
+    assert sweep.main([*argv, *flags]) == 0
+    return rows_of(directory)
+
+
+def best_of(rows: list[dict]) -> dict:
+    """The axes of the setting with the highest mean rate of its full runs."""
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        if row["repeat"] != "probe":
+            rates.setdefault(json.dumps(row["axes"]), []).append(row["tokens_per_sec"])
+    return json.loads(max(rates, key=lambda axes: statistics.fmean(rates[axes])))
+
+
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """The middle 95 % of means of ratios drawn again and again with replacement."""
+    draw = random.Random(0)
+    means = sorted(statistics.fmean(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return means[100], means[-100]
+
+
+def main() -> int:
+    """Tune, sweep, compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as top:
+        tuned = swept(Path(top) / "tuned", "--set", *GRID, *FIXED, "--tune")
+        grid = swept(Path(top) / "grid", "--set", *GRID, *FIXED)
+        winner, best = best_of(tuned), best_of(grid)
+        again: list[list[float]] = [[], []]
+        for i in range(args.rounds):
+            for axes, rates in zip((winner, best), again, strict=True):
+                given = [f"{k}={'none' if v is None else str(v).lower()}" for k, v in axes.items()]
+                place = Path(top) / f"round{i}-{len(again[1])}-{axes == best}"
+                (row,) = swept(place, "--set", *given, *FIXED)
+                rates.append(row["tokens_per_sec"])
+    low, high = interval([a / b for a, b in zip(*again, strict=True)])
+    in_full = len({json.dumps(row["axes"]) for row in tuned if row["repeat"] != "probe"})
+    looked_at = len({json.dumps(row["axes"]) for row in tuned})
+    content = {
+        "about": "sweep.py --tune and the whole grid: llama-tiny, T 128, 10 steps a run",
+        "cells": N_CELLS, "cells_tuner_ran": looked_at, "cells_in_full": in_full,
+        "winner": winner, "grid_best": best, "tokens_per_sec": dict(zip(("winner", "best"), again, strict=True)),
+        "ratio": {"mean": statistics.fmean(a / b for a, b in zip(*again, strict=True)),
+                  "low": low, "high": high},
+        "grid": [{"axes": row["axes"], "tokens_per_sec": row["tokens_per_sec"]} for row in grid],
+    }  # fmt: skip
+    print(f"winner {winner}, best of the grid {best}: {low:.3f} to {high:.3f}")
+    save("tuner", content, device_of_runs())
+    return 0 if high >= WANTED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
