@@ -2,8 +2,8 @@
 
     python benchmarks/tuner.py [--rounds N]
 
-48 settings of llama-tiny: the tuner's winner, then all of them, then the winner and the grid's best again,
-in turn. Wanted: the interval of winner / best includes 0.98 or more; the exit code is 1 where it does not.
+48 settings of llama-tiny: the tuner's winner, then all of them, then the winner and the grid's best
+again, in turn. Wanted: the interval of winner / best includes 0.98 or more; else the exit code is 1.
 On a CPU benchmarks/gemm.py must have measured it. About half an hour on two cores.
 """
 
@@ -77,7 +77,8 @@ def main() -> int:
     content = {
         "about": "sweep.py --tune and the whole grid: llama-tiny, T 128, 10 steps a run",
         "cells": N_CELLS, "cells_tuner_ran": looked_at, "cells_in_full": in_full,
-        "winner": winner, "grid_best": best, "tokens_per_sec": dict(zip(("winner", "best"), again, strict=True)),
+        "winner": winner, "grid_best": best,
+        "tokens_per_sec": {"winner": again[0], "best": again[1]},
         "ratio": {"mean": statistics.fmean(a / b for a, b in zip(*again, strict=True)),
                   "low": low, "high": high},
         "grid": [{"axes": row["axes"], "tokens_per_sec": row["tokens_per_sec"]} for row in grid],

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 import estimate
 from bench.errors import UsageError
@@ -12,7 +13,11 @@ from bench.formulas.hardware import (
     find_hardware,
     find_peaks,
     name_of_part,
+    threads_of,
 )  # fmt: skip
+from bench.settings.machine import cpu_name
+from benchmarks import gemm
+from tests.helpers import ROOT, run_train
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -134,3 +139,44 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
         assert d["fp8_tflops"] is None or 1.9 < d["fp8_tflops"] / d["bf16_tflops"] < 2.1
         measured = d["measured_bf16_tflops"]  # nobody ever reached 95 % of the peak
         assert measured is None or 0.45 < measured / d["bf16_tflops"] < 0.95
+
+
+def test_a_cpu_that_was_measured_has_an_mfu_and_an_estimate(tmp_path, monkeypatch, capsys):
+    """benchmarks/gemm.py writes it, a run is held against it, --calibrate makes its estimate right."""
+    path = tmp_path / "hardware.json"
+    mine = {"name": "My Card", "bf16_tflops": 200, "memory_gib": 31, "memory_tb_per_s": 1}
+    path.write_text(json.dumps({"devices": [mine]}))
+    monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(path))
+    monkeypatch.chdir(ROOT)
+    threads = torch.get_num_threads()
+    devices.cache_clear()
+    try:
+        gemm.keep_cpu(torch.device("cpu"), seconds=0.01)
+        entries = json.loads(path.read_text())["devices"]
+        assert entries[0] == mine and entries[-1]["name"] == threads_of(cpu_name(), threads)
+        e = entries[-1]
+        assert e["bf16_tflops"] >= e["fp32_tflops"] > 0 and e["memory_tb_per_s"] > 0
+        devices.cache_clear()
+        flags = ["configs/gpt2-tiny.json", "--bsz", "8", "--seq-len", "128", "--amp", "off"]
+        run = ["--device", "cpu", "--n-steps", "5", "--warmup-steps", "2", "--run-name", "r"]
+        assert run_train(*flags, *run, "--output-dir", tmp_path) == 0
+        r = json.loads((tmp_path / "r/result.json").read_text())
+        assert r["device"]["peak_bf16_tflops"] == e["bf16_tflops"]
+        assert r["device"]["hardware"] == cpu_name()
+        assert r["metrics"]["mfu"] == pytest.approx(
+            r["metrics"]["model_tflops_per_gpu"] / e["bf16_tflops"]
+        )
+        capsys.readouterr()
+        argv = [*flags, "--gpu", "cpu", "--json"]
+        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 0
+        right = json.loads(capsys.readouterr().out)
+        assert right["step_s"] == pytest.approx(r["metrics"]["step_time_mean_s"], rel=1e-3)
+        argv[2] = "16"
+        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 0
+        assert 1.7 < json.loads(capsys.readouterr().out)["step_s"] / right["step_s"] < 2.0
+        argv[argv.index("cpu")] = "h100"
+        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 2
+        assert "was measured on" in capsys.readouterr().err
+    finally:
+        torch.set_num_threads(threads)
+        devices.cache_clear()

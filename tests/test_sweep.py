@@ -19,7 +19,8 @@ import sweep
 from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
 from bench.errors import UsageError
-from bench.sweep import auto_batch
+from bench.formulas.hardware import devices, find_hardware
+from bench.sweep import auto_batch, tune
 from bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from bench.sweep.cell_runs import Rows, cell_key, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment, substitute
@@ -677,3 +678,58 @@ def test_ranking_by_hand():
     (once,) = rank([row("a-0", 100) | {"step_times_s": [1.0]}])
     assert once.low is once.high is None
     assert ranked[1].cv == pytest.approx(0.1)
+
+
+def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, capsys):
+    """48 settings whose true rates the estimate knows but roughly: 9 run short, in rounds of 9 and 4."""
+    e = experiment(
+        grid={"bsz": [1, 2, 4, 8], "sac_freq": [None, "1/2", "1/1"], "amp": ["off", "bf16"],
+              "pt_compile": [False, True]},
+        training={"device": "cpu", "seq_len": 64},
+    )  # fmt: skip
+    cells = make_cells(e, "cpu")
+    assert len(cells) == 48
+    h100 = find_hardware("h100")
+    monkeypatch.setattr(tune, "find_cpu", lambda cpu, ranks: h100)
+    field = tune.by_estimate(cells, e, "cpu")
+    assert len(field) == 9 and [rate for rate, _ in field] == sorted((r for r, _ in field))[::-1]
+    # what the estimate thinks seventh and ninth are the fastest, the ninth more so; the first fails
+    true = {cell: 1000.0 + i for i, (_, cell) in enumerate(reversed(field))}
+    true[field[6][1]], true[field[8][1]], true[field[0][1]] = 5000.0, 6000.0, 0.0
+    ran = []
+
+    def run_cell(short, repeat, directory, timeout_s):
+        flags = dict(short.flags)
+        (cell,) = [c for c in true if c.label() == short.label()]
+        ran.append((flags["n_steps"], cell))
+        status = "ok" if true[cell] else "oom"
+        return {"key": cell_key(short, repeat), "status": status, "tokens_per_sec": true[cell]}
+
+    monkeypatch.setattr(tune, "run_cell", run_cell)
+    rows = Rows(tmp_path / "rows.jsonl")
+    found = tune.tune(cells, e, rows, tmp_path, "cpu")
+    assert [n for n, _ in ran] == [3] * 9 + [6] * 4
+    assert {cell for cell, _ in found} == {field[8][1], field[6][1]} and len(found) == 2 * 5
+    assert [cell for cell, _ in found[:2]] == [field[8][1], field[6][1]]  # in turn
+    n = len(ran)
+    assert tune.tune(cells, e, rows, tmp_path, "cpu") == found and len(ran) == n  # rows are kept
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(["--auto-bsz"], "--tune and --auto-bsz do not go together"),
+     (["--launcher", "local"], "--tune and --launcher local do not go together"),
+     (["--platform", "nvidia"], "--tune needs to know the GPU"),
+     ([], "does not have")],
+)  # fmt: skip
+def test_what_tune_needs_is_one_line(argv, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(tmp_path / "none.json"))
+    (tmp_path / "none.json").write_text('{"devices": []}')
+    devices.cache_clear()
+    base = ["--models", "configs/gpt2-tiny.json", "--set", "bsz=1,2", "--tune", "--platform", "cpu"]
+    try:
+        assert sweep.main([*base, *argv, "--output-dir", str(tmp_path / "out")]) == 2
+    finally:
+        devices.cache_clear()
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

@@ -196,7 +196,10 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
     d = result.device
     m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)
     if d.peak_bf16_tflops is None:
-        result.notes.append(f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one")
+        cpu = ", and benchmarks/gemm.py measures it" if d.type == "cpu" else ""
+        result.notes.append(
+            f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one{cpu}"
+        )
         return
     m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
     m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
