@@ -34,6 +34,7 @@ from bench.measure.device import (
     pick_device,
     synchronize,
 )
+from bench.measure.matmul_rate import heat
 from bench.measure.power import PowerMeter
 from bench.results.schema import POWER_CAP, DeviceUse
 from benchmarks.common import save
@@ -121,16 +122,6 @@ def rate(run: Call, flops: float, seconds: float, device: torch.device):
         synchronize(device)
         rates.append(calls * flops / (time.perf_counter() - start) / 1e12)
     return max(rates), statistics.median(rates)
-
-
-def heat(device: torch.device, seconds: float) -> None:
-    """Work until clocks and temperature are those of a long run: a cool GPU is a few percent faster."""
-    run = matmul(8192, 8192, 8192, "TN", device)
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for i in range(20):
-            run(i)
-        synchronize(device)
 
 
 def main() -> None:

@@ -35,7 +35,8 @@ TEXT = Path(tempfile.gettempdir()) / f"llm-train-bench-gpu-tests-{os.getpid()}"
 # At this learning rate rounding stays rounding: on a CPU bf16 is within 5e-4 of fp32 in every step.
 # At ten times that rate the loss jumps to 9, and two ways to compute the same end far apart.
 FLAGS = ["--bsz", 4, "--seq-len", 256, "--device", "cuda", "--n-steps", 8, "--warmup-steps", 4,
-         "--lr", 1e-4, "--lr-warmup-steps", 2, "--data", TEXT / "train.bin"]  # fmt: skip
+         "--warmup-seconds", 0, "--lr", 1e-4, "--lr-warmup-steps", 2,
+         "--data", TEXT / "train.bin"]  # fmt: skip
 SMALL = [TEXT / "small.json", *FLAGS]
 
 

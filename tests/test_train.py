@@ -505,3 +505,21 @@ def test_a_run_is_handed_on_when_it_has_ended(tmp_path, capsys, monkeypatch):
     assert run_train(*argv, "--run-name", "b", "--track", "wandb") == 2
     assert "--track wandb: needs wandb: pip install" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
+    """The first three steps may compile, and do not count; training itself is the same."""
+    argv = ["configs/gpt2-tiny.json", "--bsz", 1, "--seq-len", 16, "--n-steps", 2, "--warmup-steps", 6,
+            "--amp", "off", "--device", "cpu"]  # fmt: skip
+    found = []
+    for seconds in ([], ["--warmup-seconds", 1.5]):
+        out, began = tmp_path / str(len(found)), time.perf_counter()
+        assert run_train(*argv, *seconds, "--output-dir", out) == 0
+        found.append((only_result(out), [s["loss"] for s in read_steps(out)]))
+    (plain, losses), (warmed, same) = found
+    assert losses == same and not any("warmed" in note for note in plain["notes"])
+    (note,) = [note for note in warmed["notes"] if "warmed the device" in note]
+    worked = sum(warmed["warmup_step_times_s"][3:])
+    assert float(note.split()[0]) == pytest.approx(1.5 - worked, abs=0.06)
+    assert warmed["metrics"]["setup_s"] < plain["metrics"]["setup_s"] + 0.7
+    assert time.perf_counter() - began > 1.4 - worked

@@ -1,4 +1,4 @@
-"""How fast this rank's device multiplies alone, without waiting for other ranks."""
+"""Matmuls of a rank's device alone, without waiting for other ranks: how fast, and to warm it."""
 
 import statistics
 import time
@@ -18,12 +18,8 @@ def device_tflops(device: torch.device) -> float:
     Median of batches of calls over about a tenth of a second. Step times cannot tell a slow device
     among several, since all ranks wait for it in every collective.
     """
-    cuda = device.type == "cuda"
-    n = GPU_SIZE if cuda else CPU_SIZE
-    dtype = torch.bfloat16 if cuda else torch.float32
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator alone
-    a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
-    out = torch.empty_like(a)
+    a, b, out = _operands(device)
+    n = len(a)
 
     def batch(calls: int) -> float:
         start = time.perf_counter()
@@ -35,3 +31,25 @@ def device_tflops(device: torch.device) -> float:
     batch(3)
     calls = max(1, int(SECONDS / 10 / batch(3)))
     return 2 * n**3 / statistics.median(batch(calls) for _ in range(10)) / 1e12
+
+
+def heat(device: torch.device, seconds: float) -> None:
+    """Multiply for so many seconds: clocks fall as a GPU warms, and a cool one is faster."""
+    if seconds <= 0:
+        return
+    a, b, out = _operands(device)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for _ in range(20):
+            torch.mm(a, b, out=out)
+        synchronize(device)
+
+
+def _operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two square matrices of random numbers, and one for their product."""
+    cuda = device.type == "cuda"
+    n = GPU_SIZE if cuda else CPU_SIZE
+    dtype = torch.bfloat16 if cuda else torch.float32
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's generator alone
+    a, b = (torch.randn(n, n, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    return a, b, torch.empty_like(a)

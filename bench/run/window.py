@@ -8,7 +8,7 @@ import torch
 
 from bench.apply.compile import compile_counts
 from bench.measure.device import peak_memory, reset_peak_memory
-from bench.measure.matmul_rate import device_tflops
+from bench.measure.matmul_rate import device_tflops, heat
 from bench.measure.memory import AllocatorRecord
 from bench.measure.power import PowerMeter
 from bench.measure.steps import StepLog
@@ -33,8 +33,9 @@ class Window:
         self.probe_tflops = None
         reset_peak_memory(device)
 
-    def open(self) -> None:
-        """The window begins; with several ranks all must come here."""
+    def open(self, heat_s: float = 0.0) -> None:
+        """The window begins, after so many seconds of matmuls; with several ranks all must come here."""
+        heat(self.device, heat_s)
         self.compiled_before = compile_counts()
         if self.allocator:
             self.allocator.stop()

@@ -116,6 +116,11 @@ class BatchFlags:
         10, "Steps before the measured ones: compilation, autotuning, allocator; timed apart.", LENGTH,
         at_least=0, at_most=10**7,
     )  # fmt: skip
+    warmup_seconds: float | None = flag(
+        None, "Seconds of work before the measured steps, so that a GPU's clocks are those of a long "
+        "run; matmuls fill up what warm-up steps leave. By default 10 on a GPU, none on a CPU.", LENGTH,
+        at_least=0, at_most=3600,
+    )  # fmt: skip
     pass_type: Literal["forward", "forward-backward", "step"] = flag(
         "step", "What a step is: forward alone (no gradients), with backward, or the full training step.",
         LEARNT,

@@ -44,6 +44,8 @@ SPARE = 0.1
 PROFILER_WARMUP = 2
 # Steps of a resumed run that are not measured.
 RESUME_WARMUP = 5
+# Seconds after which a GPU's clocks are those of a long run.
+GPU_WARMUP_S = 10.0
 # Activations that Transformer Engine's MLP has (model/te.py), by our names.
 TE_ACTIVATIONS = ("gelu_tanh", "relu", "silu")
 
@@ -58,6 +60,8 @@ class Schedule:
     start: int = 0
     """The first step: above 0 where the run goes on from a checkpoint."""
     profiler: Literal["torch", "nsys"] | None = None
+    warmup_s: float = 0.0
+    """Seconds of work before the window, in steps or beside them."""
 
     @property
     def window_begin(self) -> int:
@@ -178,7 +182,7 @@ def make_plan(
         return sized(1) if memory_gib is None else largest_plan(sized, args, memory_gib)
     if args.route == "balanced" and config.experts is None:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
-    schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags))
+    schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
     if args.nsys_ranks and max(args.nsys_ranks) >= world:
@@ -279,7 +283,7 @@ def largest_plan(sized: Callable[[int], Plan], flags: BatchFlags, memory_gib: fl
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
-def make_schedule(steps: BatchFlags, profile: ProfileFlags) -> Schedule:
+def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) -> Schedule:
     """The steps of a run; UsageError for a capture that begins too late."""
     end = steps.warmup_steps + steps.n_steps
     captured, profiler = range(0), None
@@ -294,7 +298,12 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags) -> Schedule:
             f"--{flag} {captured.start}: the run ends before step {end}; a capture may begin at step "
             f"{end + PROFILER_WARMUP} at the latest"
         )
-    return Schedule(steps.warmup_steps, steps.n_steps, captured, profiler=profiler)
+    warmup_s = steps.warmup_seconds
+    if warmup_s is None:
+        warmup_s = GPU_WARMUP_S if platform != "cpu" else 0.0
+    return Schedule(
+        steps.warmup_steps, steps.n_steps, captured, profiler=profiler, warmup_s=warmup_s
+    )
 
 
 def resolve_seq_len(wanted: int | None, config: ModelConfig) -> int:
