@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,37 +41,54 @@ def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for round_number in range(rounds + 1):
-        for name, run in contestants.items():
-            seconds = run()
+        for name, run in list(contestants.items()):
+            try:
+                seconds = run()
+            except ContestantEnded as error:
+                print(f"{name}: left out: {error}", file=sys.stderr)
+                del contestants[name], times[name]
+                continue
             if round_number:
                 times[name].append(seconds)
             print(f"round {round_number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
     return times
 
 
+class ContestantEnded(Exception):
+    """A contestant's process is gone; its own words are on the screen."""
+
+
 @contextlib.contextmanager
-def processes(script: str, names: list[str]) -> Iterator[dict[str, Callable[[], float]]]:
-    """One process per contestant, started as `script --contestant NAME`; see `serve`.
+def processes(
+    script: str, names: dict[str, str], flags: Sequence[str] = ()
+) -> Iterator[dict[str, Callable[[], float]]]:
+    """One process per contestant, started as `script --contestant WHAT FLAGS`; see `serve`.
 
     They are apart, so that no contestant's process settings (allocator, threads) favour another.
     """
     started = {
         name: subprocess.Popen(
-            [sys.executable, script, "--contestant", name],
+            [sys.executable, script, "--contestant", what, *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )
-        for name in names
+        for name, what in names.items()
     }  # fmt: skip
 
     def ask(process: subprocess.Popen) -> float:
-        print("run", file=process.stdin, flush=True)
-        return float(process.stdout.readline())
+        try:
+            print("run", file=process.stdin, flush=True)
+        except BrokenPipeError:
+            raise ContestantEnded("its process ended") from None
+        if not (line := process.stdout.readline()):
+            raise ContestantEnded(f"its process ended with {process.wait()}")
+        return float(line)
 
     try:
         yield {name: functools.partial(ask, process) for name, process in started.items()}
     finally:
         for process in started.values():
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
             process.wait()
 
 

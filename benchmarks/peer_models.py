@@ -1,0 +1,171 @@
+"""Models of peers, written anew to their present code, for benchmarks/peers.py and bytes.py.
+
+nanoGPT's GPT-2, and the Llama blocks of litgpt and torchtitan. They take the tensors of a Hugging Face
+checkpoint, so that all start from the same weights.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import ModelConfig
+
+KINDS = ("nanogpt", "litgpt", "torchtitan")
+
+
+class WideRMSNorm(nn.Module):
+    """litgpt's norm: computed in fp32, returned in the input's format."""
+
+    def __init__(self, d: int, eps: float = 1e-5):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(d)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + self.eps)
+        return (normed * self.weight.float()).to(x.dtype)
+
+
+class PeerBlock(nn.Module):
+    """A residual block as nanoGPT (GPT-2), litgpt or torchtitan (Llama) computes it."""
+
+    def __init__(self, c: ModelConfig, kind: str):
+        super().__init__()
+        self.c, self.kind = c, kind
+        d, gpt = c.hidden_size, kind == "nanogpt"
+        norm = {"nanogpt": nn.LayerNorm, "litgpt": WideRMSNorm, "torchtitan": nn.RMSNorm}[kind]
+        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.norm_1, self.norm_2 = norm(d, eps=c.norm_eps), norm(d, eps=c.norm_eps)
+        self.qkv = nn.Linear(d, (heads + 2 * kv_heads) * c.head_dim, bias=gpt)
+        self.out = nn.Linear(heads * c.head_dim, d, bias=gpt)
+        self.up = nn.Linear(d, c.intermediate_size, bias=gpt)
+        self.gate = None if gpt else nn.Linear(d, c.intermediate_size, bias=False)
+        self.down = nn.Linear(c.intermediate_size, d, bias=gpt)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attend(self.norm_1(x), rope)
+        h = self.norm_2(x)
+        # nanoGPT's GELU is the exact one; GPT-2's own, which all are given here, approximates it.
+        if self.gate is None:
+            h = F.gelu(self.up(h), approximate="tanh")
+        else:
+            h = F.silu(self.gate(h)) * self.up(h)
+        return x + self.down(h)
+
+    def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """(B, T, d) to (B, T, d)."""
+        B, T, _ = x.shape
+        heads, kv, size = self.c.num_attention_heads, self.c.num_key_value_heads, self.c.head_dim
+        widths = (heads * size, kv * size, kv * size)
+        q, k, v = (t.view(B, T, -1, size) for t in self.qkv(x).split(widths, dim=2))
+        if self.kind == "torchtitan":  # heads stay next to tokens while they are turned
+            q, k = turned_pairs(q, *rope), turned_pairs(k, *rope)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        if self.kind == "litgpt":
+            q, k = turned_halves(q, *rope), turned_halves(k, *rope)
+            k, v = (t.repeat_interleave(heads // kv, dim=1) for t in (k, v))
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return self.out(y.transpose(1, 2).contiguous().view(B, T, -1))
+
+
+def turned_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, a head's first half against its second."""
+    half = x.shape[-1] // 2
+    other = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos + other * sin).to(x.dtype)
+
+
+def turned_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same of neighbours, in real numbers: torchtitan's are complex, and do not compile."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(3).type_as(x)
+
+
+class Peer(nn.Module):
+    """One of the three as a whole: (B, T) ids and labels to the mean loss."""
+
+    def __init__(self, c: ModelConfig, kind: str, T: int):
+        super().__init__()
+        self.c, self.kind = c, kind
+        d, V = c.hidden_size, c.padded_vocab_size
+        self.embed = nn.Embedding(V, d)
+        self.positions = nn.Embedding(T, d) if kind == "nanogpt" else None
+        self.blocks = nn.ModuleList(PeerBlock(c, kind) for _ in range(c.num_hidden_layers))
+        self.norm = type(self.blocks[0].norm_1)(d, eps=c.norm_eps)
+        self.head = nn.Linear(d, V, bias=False)
+        if c.tie_word_embeddings:
+            self.embed.weight = self.head.weight
+        if kind != "nanogpt":
+            angles = torch.arange(T)[:, None] * c.rope_theta ** (
+                -torch.arange(0, c.head_dim, 2) / c.head_dim
+            )
+            angles = angles.repeat(1, 2) if kind == "litgpt" else angles
+            self.register_buffer("cos", angles.cos(), persistent=False)
+            self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.hidden(tokens))
+        return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """(B, T) ids to what the head sees."""
+        x = self.embed(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        rope = None if self.positions is not None else (self.cos, self.sin)
+        for block in self.blocks:
+            x = block(x, rope)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take the weights of a Hugging Face checkpoint of the same shape."""
+        own = dict(self.named_parameters())
+        left = set(own)
+
+        def put(name: str, value: Tensor) -> None:
+            rows = value.shape[0]  # the vocabulary may be padded
+            own[name][:rows].copy_(value)
+            own[name][rows:].zero_()
+            left.discard(name)
+
+        gpt = self.kind == "nanogpt"
+        names = GPT_NAMES if gpt else LLAMA_NAMES
+        for i in range(self.c.num_hidden_layers):
+            prefix = f"transformer.h.{i}" if gpt else f"model.layers.{i}"
+            for mine, theirs in names.items():
+                for kind in ("weight", "bias") if gpt else ("weight",):
+                    parts = [tensors[f"{prefix}.{part}.{kind}"] for part in theirs]
+                    if self.kind == "torchtitan" and mine == "qkv":
+                        parts = [*(neighbours(p, self.c.head_dim) for p in parts[:2]), parts[2]]
+                    value = torch.cat(parts)
+                    transposed = gpt and kind == "weight" and "norm" not in mine
+                    put(f"blocks.{i}.{mine}.{kind}", value.t() if transposed else value)
+        put("norm.weight", tensors["transformer.ln_f.weight" if gpt else "model.norm.weight"])
+        if gpt:
+            put("norm.bias", tensors["transformer.ln_f.bias"])
+            put("positions.weight", tensors["transformer.wpe.weight"][: len(self.positions.weight)])
+        embed = tensors["transformer.wte.weight" if gpt else "model.embed_tokens.weight"]
+        if "embed.weight" in own:
+            put("embed.weight", embed)
+        if "head.weight" in left:
+            put("head.weight", tensors.get("lm_head.weight", embed))
+        assert not left, left
+
+
+GPT_NAMES = {
+    "norm_1": ["ln_1"], "qkv": ["attn.c_attn"], "out": ["attn.c_proj"],
+    "norm_2": ["ln_2"], "up": ["mlp.c_fc"], "down": ["mlp.c_proj"],
+}  # fmt: skip
+LLAMA_NAMES = {
+    "norm_1": ["input_layernorm"], "norm_2": ["post_attention_layernorm"],
+    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "out": ["self_attn.o_proj"],
+    "gate": ["mlp.gate_proj"], "up": ["mlp.up_proj"], "down": ["mlp.down_proj"],
+}  # fmt: skip
+
+
+def neighbours(weight: Tensor, size: int) -> Tensor:
+    """Rows of heads whose halves turn against each other, in the order in which neighbours do."""
+    return weight.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)
