@@ -7,11 +7,14 @@ gradient is folded into those of the hidden states and the weight. There are thr
 as the plain way, none repeated.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
-from model.chunks import CHUNK_ELEMENTS, chunk_rows
+from model.chunks import chunk_rows
 from model.layers import autocast_dtype, no_autocast
 
 
@@ -22,24 +25,26 @@ def logits_loss(
 
     Rows of `weight` from `vocab_size` on are padding and get no probability.
     """
-    n, fused = weight.shape[0], torch.compiler.is_compiling()
+    n, target = weight.shape[0], labels[:, None]
     # Rows begin at multiples of 16 bytes. A matmul cannot load others (a vocabulary of 50257) by
     # tensor cores' wide instructions:
     # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
     padding = -n % 8
-    low = None if fused else hidden.new_empty(hidden.shape[0], n + padding)[:, :n]
-    logits = torch.mm(hidden, weight.t(), out=low)
-    if weight.shape[0] > vocab_size:
-        logits[:, vocab_size:] = float("-inf")
-    target = labels[:, None]
-    if fused:
-        # One fused kernel; a scatter would split it in two.
-        logits = logits.float()
+    if torch.compiler.is_compiling():
+        # One fused kernel; a scatter would split it in two, and so would padding its result.
+        logits = torch.mm(hidden, weight.t())
+        logits = F.pad(logits, (0, padding), value=float("-inf")).float()
+        column = torch.arange(n + padding, device=logits.device)
+        if n > vocab_size:
+            logits = logits.masked_fill(column >= vocab_size, float("-inf"))
         log_z = logits.logsumexp(dim=-1, keepdim=True)
         loss = (log_z - logits.gather(1, target)).sum()
-        hit = torch.arange(logits.shape[1], device=logits.device) == target
-        grad = ((logits - log_z).exp() - hit.float()).to(hidden.dtype)
-        return loss, F.pad(grad, (0, padding))[:, :n]
+        grad = (logits - log_z).exp() - (column == target).float()
+        return loss, grad.to(hidden.dtype)[:, :n]
+    low = hidden.new_empty(hidden.shape[0], n + padding)[:, :n]
+    logits = torch.mm(hidden, weight.t(), out=low)
+    if n > vocab_size:
+        logits[:, vocab_size:] = float("-inf")
     return in_few_passes(logits, low, target, converts=logits.is_cuda)
 
 
@@ -78,21 +83,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if not want_grad:
                 continue
             torch.mm(grad, low_w, out=grad_hidden[part])
-            # Each product is rounded to `dtype` once; the sum of several is kept in fp32.
-            if dtype == torch.float16:
-                # A frequent label's sum exceeds fp16's range, and no loss scale reaches it.
-                if grad.is_cuda and not torch.version.hip:
-                    product = torch.mm(grad.t(), low_h[part], out_dtype=torch.float32)
-                else:
-                    product = grad.t().float() @ low_h[part].float()
-                grad_weight = product if grad_weight is None else grad_weight.add_(product)
-            elif grad_weight is None:
-                sum_dtype = torch.float32 if n > rows else weight.dtype
-                grad_weight = (grad.t() @ low_h[part]).to(sum_dtype)
-            elif dtype == grad_weight.dtype:
-                torch.addmm(grad_weight, grad.t(), low_h[part], out=grad_weight)
-            else:
-                grad_weight += grad.t() @ low_h[part]
+            wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
+            grad_weight = _add_product(
+                grad_weight, grad.t(), low_h[part], torch.float32 if wide else weight.dtype
+            )
         ctx.grads, ctx.n = (grad_hidden, grad_weight), n
         ctx.dtypes = hidden.dtype, weight.dtype
         return loss / n
@@ -105,9 +99,48 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.grads = None  # they are scaled in place, and freed as early as can be
         scale = grad_output / ctx.n
         hidden_dtype, weight_dtype = ctx.dtypes
-        grad_hidden = grad_hidden.mul_(scale).to(hidden_dtype)
-        grad_weight = grad_weight.mul_(scale).to(weight_dtype)
+        grad_hidden = _scaled(grad_hidden, scale, hidden_dtype)
+        grad_weight = _scaled(grad_weight, scale, weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor times a scale, in one pass: in place where the format stays."""
+    if x.dtype == dtype:
+        return x.mul_(scale)
+    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total + a @ b`, in place; without a total the product, in `dtype`.
+
+    fp16's range is too small for a frequent label's sum, and no loss scale reaches it, so its products
+    are made in fp32. Where a matmul can add to an fp32 sum of 16-bit inputs, nothing else passes over it.
+    """
+    if a.dtype == dtype:
+        return a @ b if total is None else torch.addmm(total, a, b, out=total)
+    fake = detect_fake_mode() is not None  # a step that is traced, not run
+    if dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype):
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    product = a.float() @ b.float() if a.dtype == torch.float16 else a @ b
+    return product.to(dtype) if total is None else total.add_(product)
+
+
+@functools.cache
+def adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a matmul of 16-bit matrices can be added to an fp32 one in place here: tried once."""
+    if device.type != "cuda":
+        return False
+    with torch.no_grad():
+        a = torch.full((16, 16), 0.5, dtype=dtype, device=device)
+        total = torch.ones(16, 16, device=device)
+        try:
+            torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        except (RuntimeError, TypeError):
+            return False
+        return bool((total == 5.0).all())
 
 
 class LinearCrossEntropy(nn.Module):
@@ -116,7 +149,7 @@ class LinearCrossEntropy(nn.Module):
     A module without parameters, so that the chunk function can be compiled in place.
     """
 
-    def __init__(self, vocab_size: int, chunk_elements: int = CHUNK_ELEMENTS):
+    def __init__(self, vocab_size: int, chunk_elements: int | None = None):
         super().__init__()
         self.vocab_size = vocab_size
         self.chunk_elements = chunk_elements
@@ -129,8 +162,11 @@ class LinearCrossEntropy(nn.Module):
         """
         dtype = autocast_dtype(hidden.device)
         dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
-        rows = chunk_rows(hidden.shape[0], weight.shape[0], self.chunk_elements)
         want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        (n, d), V = hidden.shape, weight.shape[0]
+        rows = chunk_rows(n, V, d if want_grad else 0)
+        if self.chunk_elements:
+            rows = chunk_rows(n, V, elements=self.chunk_elements)
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows, self.chunk_fn, want_grad

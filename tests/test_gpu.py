@@ -569,3 +569,20 @@ def test_power_and_clocks_are_read(tmp_path):
     assert 50 < d["average_power_w"] < d["peak_power_w"] + 50 and d["power_limit_w"] >= 300
     assert 300 < d["sm_clock_mean_mhz"] <= d["sm_clock_limit_mhz"]
     assert d["throttled"] is not None and r["metrics"]["clocks_held_down"] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_heads_gradient_is_summed_inside_its_matmuls(dtype):
+    """In fp32, chunk by chunk, with no pass of its own; against the same products in fp64."""
+    from model.loss import _add_product, adds_wide
+
+    device = torch.device("cuda")
+    if not torch.version.hip:
+        assert adds_wide(device, dtype)
+    parts = [[torch.randn(256, n, device=device).to(dtype) for n in (512, 128)] for _ in range(3)]
+    total = None
+    for a, b in parts:
+        total = _add_product(total, a.t(), b, torch.float32)
+    exact = sum(a.double().t() @ b.double() for a, b in parts)
+    assert total.dtype == torch.float32
+    assert ((total - exact).norm() / exact.norm()).item() < (5e-3 if torch.version.hip else 1e-5)

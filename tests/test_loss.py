@@ -150,6 +150,10 @@ def test_chunk_rows():
     assert chunk_rows(8192, 50257) == 2048
     assert chunk_rows(100, 65) == 100
     assert chunk_rows(8192, 10**9) == 16
+    # A head whose gradient is large has larger chunks, and never more than four times as large.
+    assert chunk_rows(20480, 128256, 4096) == 4096
+    assert chunk_rows(32768, 50257, 768) == chunk_rows(32768, 50257, 1600) == 2048
+    assert chunk_rows(20480, 128256, 16384) == 4096
 
 
 PEAK = """

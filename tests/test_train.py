@@ -13,14 +13,16 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from bench.apply.optimizer import build_optimizer, optimizer_step
 from bench.apply.tokens import write_tokens
 from bench.results.console import print_result, table_rows
 from bench.results.result_files import read_result
 from bench.results.schema import SCHEMA_VERSION
 from bench.settings.command_line import parse_args
-from bench.settings.flags import Args, Script, declared
+from bench.settings.flags import Args, OptimizerFlags, Script, declared
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,
@@ -523,3 +525,28 @@ def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     assert float(note.split()[0]) == pytest.approx(1.5 - worked, abs=0.06)
     assert warmed["metrics"]["setup_s"] < plain["metrics"]["setup_s"] + 0.7
     assert time.perf_counter() - began > 1.4 - worked
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.01, 1e9])
+def test_clipping_inside_the_optimizer_is_clipping(max_norm):
+    """Against PyTorch's own clipping, before a step that does not clip."""
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64)
+        flags = OptimizerFlags(lr=1e-2)
+        optimizer = build_optimizer(model, flags)
+        for _ in range(3):
+            x = torch.randn(8, 64)
+            (model(x) ** 2).mean().backward()
+            parameters = list(model.parameters())
+            if inside:
+                norm = optimizer_step(parameters, optimizer, 1e-2, max_norm, None)
+                assert not hasattr(optimizer, "grad_scale")
+            else:
+                norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
+                optimizer_step(parameters, optimizer, 1e-2, 0.0, None)
+            optimizer.zero_grad()
+        found.append((norm, *(p.detach().clone() for p in model.parameters())))
+    for ours, plain in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=2e-5, atol=1e-7)

@@ -232,7 +232,8 @@ class _Sizes:
         elif work.amp != "off" and work.theirs.weight_bytes == 4:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
-        self.rows = chunk_rows(work.own_tokens, config.padded_vocab_size)
+        width = config.hidden_size if work.trains else 0
+        self.rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width)
         if work.theirs.whole_logits:
             self.rows = work.own_tokens
 
