@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs lint faults fuzz bench gpu-check gpu-test gpu-bench cpu-baselines image-test clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs lint bytes faults fuzz bench gpu-check gpu-test gpu-bench cpu-baselines image-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -60,6 +60,11 @@ layouts: $(READY)
 # Every supported combination of toggles through Inductor's code generation too: ten minutes.
 test-cells: $(READY)
 	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
+
+# Bytes and kernels of a step on an H200, ours and peers', counted without a GPU: ten minutes.
+bytes:
+	$(MAKE) .venv-oldest/.ready VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -W ignore benchmarks/bytes.py
 
 # Any bytes as any file that the tools read: a million cases, or CASES of each kind in KINDS.
 fuzz: $(READY)
