@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs lint bytes faults fuzz bench gpu-check gpu-test gpu-bench cpu-baselines image-test clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs lint bytes faults fuzz bench gpu-facts gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -42,9 +42,8 @@ docs: $(READY)
 	$(BIN)/python docs/tables.py
 
 # The campaign against checkpoints, at most 90 minutes; in parts: PART="kills calls" COUNT=100.
-PART_OF_FAULTS = $(if $(filter command environment,$(firstword $(origin PART))),$(PART),)
 faults: $(READY)
-	OMP_NUM_THREADS=1 PART="$(PART_OF_FAULTS)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
+	OMP_NUM_THREADS=1 PART="$(PART)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 
 # What --track writes, read back by each library itself; these are not installed for `make test`.
 test-track:
@@ -74,19 +73,15 @@ fuzz: $(READY)
 each = @failed=; for name in $(2); do echo "== $$name"; $(1) benchmarks/$$name.py || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
-# If the machine's own Python has torch with CUDA or ROCm: make gpu-check PY=python3
+# If the machine's own Python has torch with CUDA or ROCm: make gpu-facts PY=python3 OUT=folder. Each takes
+# nine minutes at most and packs all that it found into one archive in OUT. In gpu-test PART chooses tests
+# (transformer_engine, torchao, "gpu and not torchao"); with many cores JOBS=4 runs four at a time.
 PY ?= $(BIN)/python
-gpu-check:
-	@failed=0; $(MAKE) gpu-test || failed=1; $(MAKE) gpu-bench || failed=1; exit $$failed
+gpu-facts gpu-compare gpu-test: gpu-%: $(if $(filter $(BIN)/python,$(PY)),$(READY))
+	PY="$(PY)" OUT="$(OUT)" PART="$(PART)" JOBS="$(JOBS)" benchmarks/gpu.sh $*
 
-# In parts, if a command may not run that long: PART=transformer_engine, PART=torchao, and PART="gpu
-# and not transformer_engine and not torchao". Most of the time is spent compiling: with many cores
-# and 30 GiB on the GPU for each job, JOBS=4 runs four at once.
-PART ?= gpu
-gpu_pytest = $(PY) -m pytest tests/test_gpu.py -vv --tb=short -o faulthandler_timeout=240
-gpu-test: $(if $(filter $(BIN)/python,$(PY)),$(READY))
-	@failed=0; $(gpu_pytest) $(if $(JOBS),-n $(JOBS)) -m "($(PART)) and not alone" || failed=1; \
-	    $(gpu_pytest) -m "($(PART)) and alone" || test $$? = 5 || failed=1; exit $$failed
+# The tests, then the benchmarks worth having on a GPU: two to three hours.
+gpu-check: gpu-test gpu-bench
 
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(call each,$(PY),gemm numerics overhead loss recompute precision peers)

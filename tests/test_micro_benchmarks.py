@@ -1,12 +1,18 @@
-"""benchmarks/attention.py and collectives.py in small: what they count, and that they run."""
+"""Benchmarks in small: what they count, that they run, and what a GPU's first half hour runs."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from bench.formulas.hardware import devices, find_hardware
+from bench.settings.command_line import parse_args
+from bench.settings.flags import Script
+from bench.settings.plan import make_plan
 from benchmarks import attention, collectives
 from tests.helpers import ROOT
 
@@ -54,3 +60,23 @@ def test_one_rank_has_nothing_to_exchange():
         text=True,
     )
     assert done.returncode == 1 and done.stderr.startswith("collectives.py: one rank")
+
+
+@pytest.mark.parametrize("part", ["facts", "compare", "test"])
+def test_commands_of_the_first_half_hour_on_a_gpu_are_ours(part, tmp_path):
+    """Every one is a script's or benchmark's that is there, with flags that it takes; in nine minutes."""
+    environment = os.environ | {"DRY": "1", "OUT": str(tmp_path), "PY": sys.executable}
+    script = ["benchmarks/gpu.sh", part]
+    out = subprocess.run(
+        script, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    lines = [
+        shlex.split(line) for line in out.stdout.splitlines() if line.startswith(sys.executable)
+    ]
+    assert len(lines) >= 2
+    for _, name, *argv in lines:
+        if name == "train.py":
+            make_plan(parse_args(argv, name), Script.ONE, 1, "nvidia")
+        else:
+            assert name == "-m" or (ROOT / name).exists()
+    assert subprocess.run(["benchmarks/gpu.sh", "x"], cwd=ROOT, env=environment).returncode == 2
