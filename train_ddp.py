@@ -2,7 +2,7 @@
 
 import sys
 
-import bench.start  # noqa: F401
+import bench.settings.early_help  # noqa: F401
 
 import torch
 

@@ -27,11 +27,6 @@ def _begin() -> None:
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
-    if Path(main).name.startswith("train") and {"-h", "--help"} & set(sys.argv[1:]):
-        from bench.settings.command_line import parse_args  # needs packages, but no torch
-
-        with contextlib.suppress(Exception):  # what is wrong is said once torch is there
-            parse_args(sys.argv[1:], Path(main).name)
 
 
 def imported() -> None:

@@ -130,7 +130,10 @@ class Traffic(TorchDispatchMode):
         before = self.bytes.copy()
         named = dict(model.weights())
         if not optimizer.state:
-            self.gradients = wholes(model, {n: p.grad for n, p in named.items() if p.requires_grad})
+            # What the optimizer takes: it may clip them itself.
+            scale = getattr(optimizer, "grad_scale", 1.0)
+            clipped = {n: p.grad / scale for n, p in named.items() if p.requires_grad}
+            self.gradients = wholes(model, clipped)
         else:
             self.gradients = {f"p/{n}": t for n, t in wholes(model, named).items()}
         keys = {key for state in optimizer.state.values() for key, t in state.items() if t.ndim}

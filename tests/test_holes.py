@@ -342,10 +342,10 @@ def test_ctrl_c_during_imports_is_one_line(argv, tmp_path):
 
 
 def test_a_python_without_the_libraries_is_told_what_to_type():
-    done = subprocess.run([sys.executable, "-S", "train.py", "--help"], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, "-S", "train.py", "x"], cwd=ROOT, text=True,
                           capture_output=True, env=os.environ | {"PYTHONPATH": ""})  # fmt: skip
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "has no torch; activate the environment" in done.stderr
+    assert "has no tyro; activate the environment" in done.stderr
 
 
 @pytest.mark.parametrize("kind", fuzz.KINDS)
