@@ -32,7 +32,6 @@ from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import estimate_speed
 from bench.formulas.step_events import simulate_step, write_trace
 from bench.formulas.work import Theirs, Work
-from bench.results.result_files import read_result
 from bench.settings.checks import check
 from bench.settings.command_line import parse_args, parse_dataclass
 from bench.settings.flags import Args, BatchFlags, Script, check_bounds, declared, flag, flag_of
@@ -260,6 +259,8 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
 
     All rates of the device are multiplied by the one factor that makes the run's own estimate right.
     """
+    from bench.results.result_files import read_result  # needs pydantic, which takes a while
+
     if path.is_dir():
         path = path / "result.json"
     result = read_result(path)
@@ -539,6 +540,8 @@ def accuracy_text(e: Estimate) -> str:
 
 def fit(work: Work, argv: list[str]) -> int:
     """Run the same flags here for a moment, and print measured against estimated memory by kind."""
+    from bench.results.result_files import read_result
+
     if work.world != 1:
         raise UsageError("--fit runs train.py on one device; leave out --gpus")
     own = {flag_of(name) for name in declared(EstimateFlags)}

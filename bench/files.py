@@ -3,25 +3,11 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel, ConfigDict, Field
 
 from bench.errors import UsageError
 
 # The top of this project's tree.
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class Strict(BaseModel):
-    """A part of a file of ours; keys that its schema does not know are errors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-def about(meaning: str, default: Any = ...) -> Any:
-    """A field of such a part, with what it means."""
-    return Field(default, description=meaning)
 
 
 def write_whole(path: Path, text: str) -> None:

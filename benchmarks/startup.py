@@ -46,7 +46,9 @@ def first_step() -> float:
     with tempfile.TemporaryDirectory() as out:
         start = time.perf_counter()
         command = [sys.executable, "train.py", *TINY, "--output-dir", out]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
             for line in process.stdout:
                 if line.startswith("step 1/"):
                     took = time.perf_counter() - start

@@ -170,7 +170,6 @@ class MixtureOfExperts(nn.Module):
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
-    @torch.compiler.disable
     def mixed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """(N, d) tokens, and the choice, to the weighted sums (N, d) of their experts' outputs."""
         k = self.options.per_token

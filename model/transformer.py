@@ -16,6 +16,7 @@ from model.experts import MixtureOfExperts
 from model.layers import (
     MLP,
     Attention,
+    Embedding,
     GatedMLP,
     LatentAttention,
     LayerNorm,
@@ -128,9 +129,9 @@ class Transformer(nn.Module):
         self.first, self.last = whole[0] in layers, whole[-1] in layers
         tied = config.tie_word_embeddings
         embeds = self.first or (self.last and tied)
-        self.embed = nn.Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
+        self.embed = Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
         self.positions = (
-            nn.Embedding(config.max_position_embeddings, d)
+            Embedding(config.max_position_embeddings, d)
             if self.first and config.learned_positions
             else None
         )

@@ -11,10 +11,10 @@ import tomllib
 import pytest
 
 import compare
-from bench.files import Strict
 from bench.results import schema
 from bench.results.result_files import Step
 from bench.settings.command_line import parse_args, translated
+from bench.strict import Strict
 from docs.tables import meanings, with_tables
 from tests.helpers import ROOT
 

@@ -49,7 +49,9 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     for layer, block in model.blocks.items():
-        whole = not model.config.has_experts(int(layer))  # the experts themselves run eagerly
+        whole = not model.config.has_experts(int(layer))
+        if not whole:  # the experts themselves run eagerly
+            block.mlp.mixed = torch.compiler.disable(block.mlp.mixed)
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, f"blocks.{layer}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from bench.files import Strict
+from bench.strict import Strict
 
 
 def metric(

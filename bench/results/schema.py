@@ -5,10 +5,10 @@ docs/METRICS.md's tables are made of it (make docs).
 
 from typing import Any, Literal
 
-from bench.files import Strict, about
 from bench.formulas.work import Batch
 from bench.results.metrics import Metrics
 from bench.settings.flags import GRAPH_MODES
+from bench.strict import Strict, about
 from bench.trace.breakdown_schema import CostlyKernel, HostGaps
 
 # 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 
-from bench.files import Strict, about
+from bench.strict import Strict, about
 from bench.trace.kernel_names import ELEMENTWISE, LOSS, MATMUL, OPTIMIZER
 from bench.trace.read_trace import Span
 

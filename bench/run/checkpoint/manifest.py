@@ -15,11 +15,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from bench.errors import UsageError
-from bench.files import Strict
 from bench.formulas.work import Work
 from bench.results.result_files import first_problem, storable
 from bench.run.checkpoint.durable import Files, checksum
 from bench.settings.flags import LEARNT, DataFlags, OutputFlags, SaveFlags, flag_of, of_kind
+from bench.strict import Strict
 from model.json_keys import plain_file
 from model.stored import Part
 

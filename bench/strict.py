@@ -1,0 +1,16 @@
+"""What the schemas of our files are made of."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Strict(BaseModel):
+    """A part of a file of ours; keys that its schema does not know are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def about(meaning: str, default: Any = ...) -> Any:
+    """A field of such a part, with what it means."""
+    return Field(default, description=meaning)
