@@ -168,6 +168,7 @@ def main(argv: Sequence[str]) -> int:
             facts_by_log("log-parameters", args.log_parameters, float),
         )
         records = read_records(args.results, say, facts)
+        facts.refuse_unused()
         for record in records:
             for note in record.notes if record.suite != "llm-train-bench" else ():
                 say(f"{record.path}: {note}")

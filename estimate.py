@@ -26,7 +26,15 @@ from rich.console import Console
 
 from bench.errors import UsageError
 from bench.formulas.flops import flops_per_token
-from bench.formulas.hardware import Hardware, accuracy_of, find_cpu, find_hardware, limited, scaled
+from bench.formulas.hardware import (
+    Hardware,
+    accuracy_of,
+    device_called,
+    find_cpu,
+    find_hardware,
+    limited,
+    scaled,
+)  # fmt: skip
 from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import estimate_speed
@@ -34,7 +42,17 @@ from bench.formulas.step_events import simulate_step, write_trace
 from bench.formulas.work import Theirs, Work
 from bench.settings.checks import check
 from bench.settings.command_line import parse_args, parse_dataclass
-from bench.settings.flags import Args, BatchFlags, Script, check_bounds, declared, flag, flag_of
+from bench.settings.flags import (
+    Args,
+    BatchFlags,
+    PeakFlags,
+    Script,
+    check_bounds,
+    declared,
+    defaults,
+    flag,
+    flag_of,
+)  # fmt: skip
 from bench.settings.machine import cpu_name, detect_platform
 from bench.settings.plan import Plan, make_plan, resolve_seq_len
 from bench.settings.tool_main import run_tool, tool
@@ -187,9 +205,10 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
     if wanted.zero2 and wanted.parallel != "ddp":
         raise UsageError("--zero2 needs --parallel ddp; train_fsdp.py shards the parameters too")
-    if wanted.plan and (wanted.calibrate or wanted.timeline):
-        what = "--calibrate" if wanted.calibrate else "--timeline"
-        raise UsageError(f"{what} is for one estimate; leave out --plan")
+    if wanted.plan:
+        refuse_beside_plan(wanted, args)
+    elif "," in wanted.gpu and device_called(wanted.gpu) is None:
+        raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
     if wanted.plan:
         config = load_config(args.config, args.pad_vocab)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
@@ -219,9 +238,9 @@ def main(argv: Sequence[str]) -> int:
         if not estimate.fits:
 
             def planned(flags: dict[str, Any], gpus: int) -> Plan:
-                return make_plan(
-                    check(dataclasses.replace(args, **flags), script), script, gpus, gpu.platform
-                )
+                given = check(dataclasses.replace(args, **flags), script)
+                other = make_plan(given, script, gpus, gpu.platform)
+                return dataclasses.replace(other, work=with_theirs(other.work, wanted))
 
             for change in nearest_changes(planned, plan.work, memory * GIB, gpu, wanted.per_node):
                 print(f"would fit: {change}")
@@ -289,18 +308,41 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     return scaled(gpu, low, low), told
 
 
+# What --plan chooses itself.
+CHOSEN = ("bsz", "grad_acc_steps", "tp", "cp", "ep", "pp", "pp_virtual", "dp_replicate", "sac_freq",
+          "sac_policy", "use_fp8", "pt_compile", "compile_mode", "ddp_mode", "zero1")  # fmt: skip
+
+
+def refuse_beside_plan(wanted: EstimateFlags, args: EstimateArgs) -> None:
+    """UsageError for a flag that --plan would not heed."""
+    usual = defaults(EstimateArgs)
+    for name in ("calibrate", "timeline", "trace", "parallel", "sac_every_other", "zero2"):
+        if getattr(wanted, name) != usual[name]:
+            raise UsageError(f"{flag_of(name)} is for one estimate; leave out --plan")
+    for name in CHOSEN:
+        if getattr(args, name) != usual[name]:
+            raise UsageError(f"--plan chooses {flag_of(name)} itself; leave one of the two out")
+    if args.pass_type != "step":
+        raise UsageError("--plan is for training steps; leave out --pass-type")
+    if wanted.days and wanted.gpus != usual["gpus"]:
+        raise UsageError("--days finds how many GPUs it takes; leave out --gpus")
+    if wanted.days and not wanted.tokens:
+        raise UsageError("--days needs --tokens: the days of how long a training?")
+
+
 def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: ModelConfig) -> int:
-    """--plan: the ten fastest layouts of each kind of GPU, and why the others lose; 4 if none fits.
+    """--plan: the ten fastest layouts of each kind of GPU, and why the others lose; 4 if none will do.
 
     `changed(flag=value, ...)` are the arguments with other flags.
     """
-    if wanted.days and not wanted.tokens:
-        raise UsageError("--days needs --tokens: the days of how long a training?")
-    batch = changed().part(BatchFlags)
+    plain = changed()
+    batch, price = plain.part(BatchFlags), plain.part(PeakFlags).usd_per_hour
     seq_len = resolve_seq_len(batch.seq_len, config)
-    any_fits = False
-    for name in wanted.gpu.split(","):
+    names = [wanted.gpu] if device_called(wanted.gpu) else wanted.gpu.split(",")
+    all_found, enough = {}, False
+    for name in names:
         gpu = device_of(name.strip(), wanted)
+        gpu = dataclasses.replace(gpu, usd_per_hour=price or gpu.usd_per_hour)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
             given = changed(pt_compile=True, **flags)
@@ -312,10 +354,9 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
         if wanted.days:
             counts = [n * wanted.per_node for n in powers(2**20 // wanted.per_node)]
         for gpus in counts:
-            # As many samples as give every GPU some, about four million tokens.
-            samples = batch.global_bsz or max(
-                gpus, 2 ** round(math.log2(TOKENS_PER_STEP / seq_len))
-            )
+            # About four million tokens, in as many samples for each GPU.
+            each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
+            samples = batch.global_bsz or gpus * each
             fp8 = gpu.fp8_tflops is not None
             found = search(config, gpu, gpus, wanted.per_node, memory, samples, seq_len, make, fp8)
             days = None
@@ -323,17 +364,32 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
                 days = wanted.tokens / found.best[0].tokens_per_sec / 86400
             if not wanted.days or (days and days <= wanted.days):
                 break
-        any_fits |= bool(found.best)
-        show_plan(found, gpu, gpus, samples, seq_len, wanted)
-    return 0 if any_fits else 4
+        enough |= bool(found.best) and not (wanted.days and days > wanted.days)
+        if wanted.json:
+            ways = [dataclasses.asdict(layout) | {"words": layout.words()} for layout in found.best]
+            all_found[gpu.name] = {
+                "gpus": gpus,
+                "samples": samples,
+                "best": ways,
+                "lost": found.lost,
+            }
+            continue
+        show_plan(found, gpu, gpus, samples, (config.path, seq_len), wanted)
+        if wanted.days and days and days > wanted.days:
+            print(f"even {gpus:,} GPUs take longer than {wanted.days:g} days: {days:,.1f}")
+    if wanted.json:
+        print(json.dumps(all_found, indent=1))
+    return 0 if enough else 4
 
 
 def show_plan(
-    found: Found, gpu: Hardware, gpus: int, samples: int, seq_len: int, wanted: EstimateFlags
+    found: Found, gpu: Hardware, gpus: int, samples: int, of: tuple[str, int], wanted: EstimateFlags
 ) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
+    path, seq_len = of
     print(
-        f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {found.tried} settings:"
+        f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {found.tried} settings, "
+        f"each with {path} --seq-len {seq_len} --pt-compile:"
     )
     table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
     for layout in found.best:
@@ -345,7 +401,8 @@ def show_plan(
         )  # fmt: skip
     Console(width=150, highlight=False, markup=False).print(table)
     if not found.best:
-        print("nothing fits; use more GPUs, or larger ones")
+        why = "fits" if any("does not fit" in reason for reason in found.lost) else "can be run"
+        print(f"nothing {why}; use more GPUs, or larger ones")
     others = ", ".join(f"{n} {why}" for why, n in sorted(found.lost.items(), key=lambda x: -x[1]))
     print(f"the others: {others}" if others else "")
 
@@ -434,7 +491,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
             "hidden communication": s.communication_s - s.exposed_s,
             "beside communication": s.beside_s,
             "slowest node": s.slowest_s,
-            "host, if it were the limit": s.host_s,
+            "waiting for the host": s.waits_s,
         },
         tokens_per_sec=per_second,
         tokens_per_sec_per_gpu=per_second / world,

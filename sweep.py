@@ -144,6 +144,8 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--slurm: needs --launcher slurm")
     if args.launcher != "here" and args.cooldown:
         raise UsageError("--cooldown: is for runs on this machine; leave it out, or --launcher")
+    if args.baseline and not args.update_baselines and not Path(args.baseline).exists():
+        raise UsageError(f"--baseline {args.baseline}: no such file; --update-baselines makes it")
     if args.dry_run:
         for cell in cells:
             print(f"{cell.script} {' '.join(cell.argv())}")

@@ -1,6 +1,8 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
+import contextlib
 import csv
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -48,12 +50,16 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     return join_attempts(records)
 
 
-def not_taken(files: Iterable[Path], taken: set[Path]) -> Iterator[Path]:
-    """Those that were not taken before; a file that is named twice is one run."""
+def not_taken(files: Iterable[Path], taken: set[Path | bytes]) -> Iterator[Path]:
+    """Those that were not taken before: a file that is named twice, or a copy of a result, is one run."""
     for file in files:
-        if (place := file.resolve()) not in taken:
-            taken.add(place)
+        marks: set[Path | bytes] = {file.resolve()}
+        if file.name == "result.json":
+            with contextlib.suppress(OSError):  # said when it is read
+                marks.add(hashlib.sha256(file.read_bytes()).digest())
+        if not marks & taken:
             yield file
+        taken |= marks
 
 
 def join_attempts(records: list[Record]) -> list[Record]:

@@ -234,8 +234,12 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
                 f"--baseline {path}: no such file; --update-baselines makes it"
             ) from None
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UsageError(f"--baseline {path}: is no file of baselines: {error}") from None
+    except (LookupError, TypeError, AttributeError, RecursionError):
+        raise UsageError(
+            f"--baseline {path}: is no file of baselines; --update-baselines makes one"
+        ) from None
 
 
 def write_baselines(path: Path, baselines: dict[str, Any]) -> None:

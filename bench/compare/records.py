@@ -22,11 +22,15 @@ class LogFacts:
     parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
     unnamed: list[str] = dataclasses.field(default_factory=list, compare=False)
     """Logs that took the hardware said of all."""
+    used: set[tuple[str, str]] = dataclasses.field(default_factory=set, compare=False)
+    """Facts, and the log by whose name each was asked for."""
 
     def of(self, path: Path, name: str, told: Any) -> Any:
         """A fact of one log; UsageError where the log told another, or two would take one hardware."""
         given, flag = getattr(self, name), FACT_FLAGS[name]
-        own = next((given[key] for key in (str(path), path.name, path.stem) if key in given), None)
+        key = next((key for key in (str(path), path.name, path.stem) if key in given), None)
+        self.used.add((name, key or ""))
+        own = None if key is None else given[key]
         value = given.get("") if own is None else own
         if value is None:
             return told
@@ -42,6 +46,13 @@ class LogFacts:
                     "LOG=VALUE LOG=VALUE"
                 )
         return value
+
+    def refuse_unused(self) -> None:
+        """UsageError for a fact of a log that is not among those read."""
+        for name, flag in FACT_FLAGS.items():
+            for log in getattr(self, name):
+                if log and (name, log) not in self.used:
+                    raise UsageError(f"--{flag} {log}=...: no log that is read has this name")
 
 
 FACT_FLAGS = {

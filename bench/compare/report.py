@@ -232,12 +232,18 @@ def verdicts(members: list[Compared]) -> list[str]:
     return []
 
 
+# Per cent of a difference within which two settings are as fast as each other.
+ALIKE = 5.0
+
+
 def sentence(m: Compared, reference: Record) -> str:
     """A setting against the reference in words: time per token, with its interval, and memory."""
     r, plain = m.record, reference.setting
     change, low, high = (100 * (x - 1) for x in (m.ratio, m.ratio_low, m.ratio_high))
     if m.verdict == "within noise":
-        text = f"{r.setting} is as fast as {plain} ({change:+.1f} % [{low:+.1f}, {high:+.1f}])"
+        alike = max(abs(low), abs(high)) <= ALIKE
+        says = "is as fast as" if alike else "cannot be told from"
+        text = f"{r.setting} {says} {plain} ({change:+.1f} % [{low:+.1f}, {high:+.1f}])"
     elif m.verdict == "faster":
         text = f"{r.setting} is {change:.1f} % faster [{low:.1f}, {high:.1f}] than {plain}"
     else:

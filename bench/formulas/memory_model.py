@@ -215,7 +215,9 @@ class _Sizes:
         root, by_block = 0.0, dict.fromkeys(work.layers_of(pp_rank), 0.0)
         self.held = 0.0
         for name, part, mesh in rank_matrices(work, pp_rank):
-            numbers = math.prod(part)
+            # Rows are what is sharded: fewer experts than shards leave whole ones on the first ranks,
+            # and gathers come padded.
+            numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
             self.held += numbers / mesh
             if name.startswith("blocks."):
                 by_block[int(name.split(".")[1])] += numbers

@@ -41,6 +41,8 @@ class SpeedEstimate:
     host_s: float
     tokens_s: float = 0.0
     """Tokens on their way between ranks: tensor, context and expert parallelism, and pipelines."""
+    waits_s: float = 0.0
+    """The device waits for the host, which launches its kernels."""
     bubble_s: float = 0.0
     beside_s: float = 0.0
     """What computation loses beside communication."""
@@ -101,6 +103,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         exposed_s=travels * exposed,
         host_s=micro_steps * host,
         tokens_s=micro_steps * moves,
+        waits_s=micro_steps * (micro - compute - moves),
         bubble_s=bubble,
     )
 

@@ -46,8 +46,10 @@ class _EvenLayout(RankLayout):
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
     """Bytes on one rank at the peak of forward and backward, optimizer state included.
 
-    In a pipeline, of a rank in group `pp_rank`, with one stage of it.
+    In a pipeline, of a rank in group `pp_rank`, which has one stage.
     """
+    if work.fsdp and work.fsdp.virtual > 1:
+        raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
     if work.compiled or work.fp8:
         raise UsageError(
             "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"

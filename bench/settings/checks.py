@@ -17,6 +17,7 @@ from bench.settings.flags import (
     changed,
     check_bounds,
     declared,
+    defaults,
     flag_of,
     parse_sac_freq,
 )
@@ -141,6 +142,8 @@ def contradictions(args: Args, script: Script):
         yield f"--nsys-ranks {min(args.nsys_ranks)}: ranks are numbered from 0"
     if args.grad_compression != "off" and args.pass_type != "step":
         yield "--grad-compression needs --pass-type step"
+    if args.ddp_mode != "bucketed" and args.bucket_cap_mb != defaults(Args)["bucket_cap_mb"]:
+        yield f"--bucket-cap-mb: --ddp-mode {args.ddp_mode} has no buckets; leave one out"
     if args.amp == "fp16" and args.optimizer == "sgd" and script is Script.FSDP:
         yield "--amp fp16: PyTorch has no fused SGD for sharded parameters; use --optimizer adamw"
     if args.amp == "fp16" and args.cpu_offload:

@@ -295,8 +295,8 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) 
     if captured and captured.start > end + PROFILER_WARMUP:
         flag = "profile-start" if profile.profile else "nsys-start"
         raise UsageError(
-            f"--{flag} {captured.start}: the run ends before step {end}; a capture may begin at step "
-            f"{end + PROFILER_WARMUP} at the latest"
+            f"--{flag} {captured.start}: the measured steps end before step {end}, and a capture may "
+            f"begin at step {end + PROFILER_WARMUP} at the latest"
         )
     warmup_s = steps.warmup_seconds
     if warmup_s is None:

@@ -1,6 +1,7 @@
 """--from: a whole run in one file, a result.json or YAML, as a command line. Needs no torch."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,17 @@ class UniqueKeys(yaml.SafeLoader):
             if names.count(name) > 1:
                 raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
         return super().construct_mapping(node, deep)
+
+
+def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
+    """YAML 1.1 reads 010 as eight and 1:30 as ninety; nobody who writes them means that."""
+    if not re.fullmatch(r"[+-]?(0|[1-9]\d*)", node.value):
+        why = f"{node.value} is no plain number; quote what is a text"
+        raise yaml.MarkedYAMLError(None, None, why, node.start_mark)
+    return loader.construct_yaml_int(node)
+
+
+UniqueKeys.add_constructor("tag:yaml.org,2002:int", _plain_int)
 
 
 def with_file(argv: Sequence[str], script: Script) -> list[str]:

@@ -8,20 +8,23 @@ from pathlib import Path
 from typing import NoReturn
 
 from bench import start
-from bench.errors import UsageError, printable
+from bench.errors import DoesNotFit, UsageError, printable
 from model.json_keys import ConfigError
 
 Main = Callable[[Sequence[str]], int]
 
 
 def tool(prog: str) -> Callable[[Main], Main]:
-    """Decorates a tool's `main`: bad input becomes one line and exit code 2."""
+    """Decorates a tool's `main`: bad input becomes one line and exit code 2, what cannot fit 4."""
 
     def decorate(main: Main) -> Main:
         @functools.wraps(main)
         def guarded(argv: Sequence[str]) -> int:
             try:
                 return main(argv)
+            except DoesNotFit as error:
+                print(f"{prog}: {printable(str(error))}", file=sys.stderr)
+                return 4
             except (UsageError, ConfigError) as error:
                 print(f"{prog}: {printable(str(error))}", file=sys.stderr)
                 return 2

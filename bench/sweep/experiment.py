@@ -3,6 +3,7 @@
 One file serves NVIDIA and AMD: `platforms` holds what differs. bench/sweep/grid.py resolves it to cells.
 """
 
+import difflib
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from bench.errors import UsageError
 from bench.formulas.hardware import find_hardware
 from bench.results.result_files import first_problem
+from bench.settings.command_line import RENAMED, REPLACED
 from bench.settings.flags import SETTABLE, Script
 from bench.settings.plan import Platform
 from bench.settings.run_file import UniqueKeys
@@ -135,6 +137,16 @@ def substitute(text: str, environ: dict[str, str], path: str | Path = "text") ->
     return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
 
 
+def meant(flag: str) -> str:
+    """What an unknown flag may have meant, in words: a predecessor's name, or a near one."""
+    name = f"--{flag.replace('_', '-')}"
+    ours = RENAMED.get(name)
+    if ours is None and name in REPLACED:
+        return f": a predecessor's; {REPLACED[name]}"
+    near = [ours] if ours else difflib.get_close_matches(flag, SETTABLE, 1)
+    return f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
+
+
 def from_command_line(
     script: str,
     models: Sequence[str],
@@ -148,10 +160,12 @@ def from_command_line(
     for setting in settings:
         flag, equals, values = setting.partition("=")
         flag = flag.lstrip("-").replace("-", "_")
-        if not equals or flag not in SETTABLE:
+        if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
+        if flag not in SETTABLE:
+            raise UsageError(f"--set {setting}: no such flag{meant(flag)}")
         try:
-            parsed = [yaml.safe_load(v) for v in values.split(",")]
+            parsed = [yaml.load(v, UniqueKeys) for v in values.split(",")]
         except yaml.YAMLError:
             raise UsageError(f"--set {setting}: {values!r} is no value") from None
         if "" in values.split(","):

@@ -9,7 +9,7 @@ from bench.formulas.hardware import find_hardware
 from bench.settings.command_line import parse_args, to_argv
 from bench.settings.flags import SETTABLE, Args, Script, defaults, differing, flag_of
 from bench.settings.plan import Plan, Platform, make_plan
-from bench.sweep.experiment import Experiment, Flags, Machine, Value
+from bench.sweep.experiment import Experiment, Flags, Machine, Value, meant
 from model.config import ConfigError, model_name
 
 
@@ -45,6 +45,11 @@ def _plain(value: Value) -> str:
 def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
     """All settings of an experiment on one platform; UsageError if one of them could not run."""
     axes = list(e.grid)
+    both = sorted(set(e.grid) & {key for row in e.cells for key in row})
+    if both:
+        raise UsageError(
+            f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
+        )
     combinations = [
         dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
     ]
@@ -59,7 +64,9 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
         unknown = sorted(set(flags) - SETTABLE)
         if unknown:
-            raise UsageError(f"{where}: {unknown[0]}: no such flag; {e.script} --help lists them")
+            raise UsageError(
+                f"{where}: {unknown[0]}: no such flag{meant(unknown[0])}; {e.script} --help lists them"
+            )
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
         flags = _resolve_sizes(flags, e, platform, where)
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))

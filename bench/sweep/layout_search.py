@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ Make = Callable[[dict[str, Any], Script, int], Work]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One way to train: the flags, and what the formulas say of it (bytes, seconds, tokens/s)."""
+    """One way to train: flags besides --pt-compile, and what the formulas say (bytes, s, tokens/s)."""
 
     script: Script
     flags: dict[str, Any]
@@ -35,7 +36,7 @@ class Layout:
     tokens_per_sec: float
 
     def words(self) -> str:
-        """The flags as they are typed."""
+        """The script and its flags as they are typed."""
         parts = []
         for name, value in self.flags.items():
             flag = f"--{name.replace('_', '-')}"
@@ -109,8 +110,8 @@ def search(
         flags = {**shared, "global_bsz": global_bsz}
         try:
             least = make({**flags, "bsz": 1, "sac_freq": "1/1"}, script, gpus)
-        except UsageError:
-            lost["sizes do not divide"] += 1
+        except UsageError as error:  # by its kind: numbers differ
+            lost[re.sub(r"[\d,.]+", "N", re.split(r"[;:] ", str(error))[0])[:90]] += 1
             continue
         if estimate_memory(least).on_device(gpus) > limit:
             lost["does not fit with 1/1 recomputed"] += 1
