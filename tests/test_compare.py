@@ -1100,3 +1100,37 @@ def test_no_number_is_cut_and_no_column_is_unknown_throughout(
     assert "tokens/J" not in (tmp_path / "o/compare.md").read_text()
     with (tmp_path / "o/compare.csv").open() as f:
         assert "MFU" in next(csv.reader(f))  # every column, for programs
+
+
+def test_a_copy_of_a_result_is_no_second_run(result, tmp_path):
+    (tmp_path / "a").mkdir()
+    runs = repeats(result, tmp_path / "a", "x")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    found = read_records([str(tmp_path / "a"), str(tmp_path / "b")], lambda text: None, LogFacts())
+    assert sorted(r.label for r in found) == sorted(run.name for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("spread", "says"), [(0.004, "is as fast as"), (0.4, "cannot be told from")]
+)
+def test_as_fast_as_is_said_of_small_differences_alone(spread, says, result, tmp_path, capsys):
+    repeats(result, tmp_path, "x", spread=spread)
+    repeats(result, tmp_path, "y", speed=1.002, spread=spread)
+    assert compare.main([str(tmp_path), "--output-dir", str(tmp_path / "out"), "--no-plot"]) == 0
+    out = capsys.readouterr().out
+    assert says in out and out.count("is as fast as") + out.count("cannot be told from") == 1
+
+
+def test_a_fact_of_a_log_that_is_not_read_is_refused(result, tmp_path, capsys):
+    variant(result, tmp_path, "x")
+    assert compare.main([str(tmp_path), "--log-seq-len", "other.log=8"]) == 2
+    assert "--log-seq-len other.log=...: no log that is read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"baselines": 3}'])
+def test_a_wrong_baseline_file_is_told_without_python_s_words(content, result, tmp_path, capsys):
+    variant(result, tmp_path, "x")
+    (tmp_path / "b.json").write_text(content)
+    assert compare.main([str(tmp_path / "x"), "--baseline", str(tmp_path / "b.json")]) == 2
+    err = capsys.readouterr().err
+    assert "is no file of baselines" in err and "object" not in err and "'" not in err

@@ -727,3 +727,84 @@ def test_what_other_trainers_keep(capsys):
             for f in ([], ["--sac-every-other"])]  # fmt: skip
     assert 0.5 < kept[1] / kept[0] < 0.8
     assert estimate.main(["configs/gpt2-125m.json", "--gpu", "h100", "--zero2"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "flags", "within"),
+    [
+        ("mixtral-8x7b", 64, [], 0.12),
+        ("mixtral-8x7b", 64, ["--ep", "8"], 0.12),
+        ("mixtral-8x7b", 16, ["--sac-freq", "1/1"], 0.17),
+    ],
+)
+def test_experts_that_do_not_fill_the_shards_lie_whole_on_the_first_ranks(
+    model, gpus, flags, within
+):
+    """Eight experts on 64 shards: the formula was three times too low, and said that it fits."""
+    plan = plan_of([f"configs/{model}.json", "--bsz", 1, *flags], "train_fsdp.py", gpus)
+    traced = traced_memory(plan.work, plan.optimizer)
+    assert estimate_memory(plan.work).peak / traced == pytest.approx(1, abs=within)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--bsz", "7"], "--plan chooses --bsz itself"),
+        (["--tp", "2", "--gpus", "8"], "--plan chooses --tp itself"),
+        (["--use-fp8"], "--plan chooses --use-fp8 itself"),
+        (["--pass-type", "forward"], "--plan is for training steps"),
+        (["--trace"], "--trace is for one estimate"),
+        (["--days", "3"], "--days needs --tokens"),
+        (["--days", "3", "--tokens", "1e9", "--gpus", "8"], "--days finds how many GPUs it takes"),
+    ],
+)
+def test_what_a_plan_would_not_heed_is_refused(flags, message, capsys):
+    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "h100", "--plan", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_plan_for_any_number_of_gpus_at_any_price(capsys):
+    """Six GPUs, a price, a name with a comma, JSON; days that nothing reaches end with 4."""
+    base = ["configs/gpt2-1.5b.json", "--plan", "--tokens", "1e10"]
+    argv = [
+        *base,
+        "--gpu",
+        "GH200 96GB, four a node",
+        "--gpus",
+        "6",
+        "--usd-per-hour",
+        "2",
+        "--json",
+    ]
+    assert estimate.main(argv) == 0
+    (found,) = json.loads(capsys.readouterr().out).values()
+    assert found["samples"] % 6 == 0 and len(found["best"]) == 10
+    assert estimate.main([*base, "--gpu", "h100", "--days", "1e-6"]) == 4
+    assert "take longer than 1e-06 days" in capsys.readouterr().out
+    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "h100,h200"]) == 2
+    assert "several GPUs go with --plan" in capsys.readouterr().err
+
+
+def test_parts_add_up_where_the_host_is_the_limit(capsys):
+    argv = ["configs/cs336-medium.json", "--gpu", "h100", "--gpus", "16", "--bsz", "1", "--json"]
+    assert estimate.main(argv) == 0
+    e = json.loads(capsys.readouterr().out)
+    parts = {k: v for k, v in e["parts_s"].items() if k != "hidden communication"}
+    assert parts["waiting for the host"] > 0.1 * e["step_s"]
+    assert sum(parts.values()) == pytest.approx(e["step_s"], rel=1e-6)
+
+
+def test_changes_that_would_fit_keep_what_other_trainers_do(capsys):
+    argv = ["configs/llama-3.1-8b.json", "--gpu", "h100", "--gpus", "2", "--bsz", "4"]
+    assert estimate.main([*argv, "--moments", "8bit"]) == 4
+    out = capsys.readouterr().out
+    (now,) = re.findall(r"memory: all.*?([\d.]+) GiB: DOES", out)
+    fits = dict(re.findall(r"^would fit: (.*): ([\d.]+) GiB", out, flags=re.M))
+    assert float(now) > 79.1 > max(map(float, fits.values()))
+    for change, need in fits.items():
+        again = [*argv, "--moments", "8bit", *change.split(), "--json"]
+        assert estimate.main(again[: 5 if "--bsz" in change else 7] + again[7:]) == 0
+        e = json.loads(capsys.readouterr().out)
+        assert (e["memory"]["peak"] + e["memory_outside"]) / 2**30 == pytest.approx(
+            float(need), abs=0.06
+        )

@@ -733,3 +733,31 @@ def test_what_tune_needs_is_one_line(argv, message, tmp_path, capsys, monkeypatc
         devices.cache_clear()
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(["--set", "nosuchflag=3"], "--set nosuchflag=3: no such flag"),
+     (["--set", "batch-size=3"], "did you mean bsz?"),
+     (["--set", "reduce-freq=3"], "a predecessor's; gradients are reduced once a step"),
+     (["--set", "seed=010,8"], "is no value"),
+     (["--set", "bsz=1", "--baseline", "none.json"], "--baseline none.json: no such file")],
+)  # fmt: skip
+def test_mistakes_are_told_before_anything_runs(argv, message, tmp_path, capsys):
+    out = tmp_path / "out"
+    base = ["--models", "configs/gpt2-tiny.json", *argv, "--output-dir", str(out)]
+    assert sweep.main(base) == 2 and not out.exists()
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("training: {seed: 010}", "010 is no plain number"),
+     ("training: {bsz: 1:30}", "1:30 is no plain number"),
+     ("grid: {bsz: [1, 2]}\ncells: [{bsz: 4}]", "bsz is in the grid and in cells")],
+)  # fmt: skip
+def test_what_yaml_or_a_cell_would_change_silently_is_refused(text, message, tmp_path, capsys):
+    path = tmp_path / "x.yaml"
+    path.write_text(f"experiment: x\nmodels: [configs/gpt2-tiny.json]\n{text}\n")
+    assert sweep.main([str(path), "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
