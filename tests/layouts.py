@@ -155,9 +155,9 @@ MUTANTS = {
 }
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
-SHORT = ("tp2-biases", "cp2", "ep2-deepseek", "tp2-cp2", "tp2-cp2-gpt-oss", "dp2-ep2-accumulate",
-         "cp4-gather", "pp2-interleaved", "pp2-dp2", "pp2-cp2-deepseek", *MUTANTS, "tp2-save",
-         "cp2-resume-tp2", "ep2-resume-cp2", "pp-resume-ep2")  # fmt: skip
+SHORT = ("tp2-biases", "cp2", "ep2-deepseek", "tp2-cp2-gpt-oss", "dp2-ep2-accumulate", "cp4-gather",
+         "pp2-interleaved", "pp2-cp2-deepseek", "mutant-divided", "mutant-tied", "mutant-tie", "tp2-save",
+         "cp2-resume-tp2", "ep2-resume-cp2")  # fmt: skip
 
 
 def flags_of(case: Case, out: Path) -> list[str]:
