@@ -16,7 +16,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     if wanted.zero2 and wanted.parallel != "ddp":
         raise UsageError("--zero2 needs --parallel ddp; train_fsdp.py shards the parameters too")
     if wanted.plan:
-        refuse_beside_plan(wanted, args)
+        refuse_beside_plan(wanted, vars(args))
     elif "," in wanted.gpu and device_called(wanted.gpu) is None:
         raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
     if wanted.plan:
@@ -313,16 +313,16 @@ CHOSEN = ("bsz", "grad_acc_steps", "tp", "cp", "ep", "pp", "pp_virtual", "dp_rep
           "sac_policy", "use_fp8", "pt_compile", "compile_mode", "ddp_mode", "zero1")  # fmt: skip
 
 
-def refuse_beside_plan(wanted: EstimateFlags, args: EstimateArgs) -> None:
+def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
     """UsageError for a flag that --plan would not heed."""
     usual = defaults(EstimateArgs)
     for name in ("calibrate", "timeline", "trace", "parallel", "sac_every_other", "zero2"):
         if getattr(wanted, name) != usual[name]:
             raise UsageError(f"{flag_of(name)} is for one estimate; leave out --plan")
     for name in CHOSEN:
-        if getattr(args, name) != usual[name]:
+        if given[name] != usual[name]:
             raise UsageError(f"--plan chooses {flag_of(name)} itself; leave one of the two out")
-    if args.pass_type != "step":
+    if given["pass_type"] != "step":
         raise UsageError("--plan is for training steps; leave out --pass-type")
     if wanted.days and wanted.gpus != usual["gpus"]:
         raise UsageError("--days finds how many GPUs it takes; leave out --gpus")

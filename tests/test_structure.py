@@ -171,3 +171,19 @@ def test_what_is_documented_as_a_class_is_one():
 
     for name in re.findall(r"<!-- fields: (\w+)", (ROOT / "docs/METRICS.md").read_text()):
         assert inspect.isclass(getattr(schema, name))
+
+
+def test_help_needs_no_torch_and_a_model_no_compiler():
+    """Each would take seconds of every start."""
+    run = [sys.executable, "-X", "importtime", "train_fsdp.py", "--help"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "--sac-freq" in done.stdout and not re.search(r"\btorch\b", done.stderr)
+    code = """
+import sys, torch
+from model.config import load_config
+from model.transformer import Transformer
+with torch.device("meta"):
+    Transformer(load_config("configs/moe-tiny.json"), 32)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -137,7 +137,7 @@ def substitute(text: str, environ: dict[str, str], path: str | Path = "text") ->
     return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
 
 
-def meant(flag: str) -> str:
+def nearest_flag(flag: str) -> str:
     """What an unknown flag may have meant, in words: a predecessor's name, or a near one."""
     name = f"--{flag.replace('_', '-')}"
     ours = RENAMED.get(name)
@@ -163,7 +163,7 @@ def from_command_line(
         if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         if flag not in SETTABLE:
-            raise UsageError(f"--set {setting}: no such flag{meant(flag)}")
+            raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
         try:
             parsed = [yaml.load(v, UniqueKeys) for v in values.split(",")]
         except yaml.YAMLError:

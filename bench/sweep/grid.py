@@ -9,7 +9,7 @@ from bench.formulas.hardware import find_hardware
 from bench.settings.command_line import parse_args, to_argv
 from bench.settings.flags import SETTABLE, Args, Script, defaults, differing, flag_of
 from bench.settings.plan import Plan, Platform, make_plan
-from bench.sweep.experiment import Experiment, Flags, Machine, Value, meant
+from bench.sweep.experiment import Experiment, Flags, Machine, Value, nearest_flag
 from model.config import ConfigError, model_name
 
 
@@ -64,8 +64,9 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
         unknown = sorted(set(flags) - SETTABLE)
         if unknown:
+            near = nearest_flag(unknown[0])
             raise UsageError(
-                f"{where}: {unknown[0]}: no such flag{meant(unknown[0])}; {e.script} --help lists them"
+                f"{where}: {unknown[0]}: no such flag{near}; {e.script} --help lists them"
             )
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
         flags = _resolve_sizes(flags, e, platform, where)
