@@ -282,7 +282,12 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
 
     if path.is_dir():
         path = path / "result.json"
-    result = read_result(path)
+    try:
+        result = read_result(path)
+    except OSError as error:
+        raise UsageError(f"--calibrate {path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(f"--calibrate {path}: is no result.json of a run") from None
     measured, script = result.metrics.step_time_mean_s, Script(result.entrypoint)
     if not measured:
         raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")

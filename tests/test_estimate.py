@@ -808,3 +808,21 @@ def test_changes_that_would_fit_keep_what_other_trainers_do(capsys):
         assert (e["memory"]["peak"] + e["memory_outside"]) / 2**30 == pytest.approx(
             float(need), abs=0.06
         )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{}", "is no result.json"),
+        ("[", "is no result.json"),
+    ],
+)
+def test_a_calibration_by_no_result_is_one_line(content, message, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_text(content)
+    argv = ["configs/gpt2-125m.json", "--gpu", "h100", "--calibrate", str(path)]
+    assert estimate.main(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
