@@ -54,7 +54,7 @@ def not_taken(files: Iterable[Path], taken: set[Path | bytes]) -> Iterator[Path]
     """Those that were not taken before: a file that is named twice, or a copy of a result, is one run."""
     for file in files:
         marks: set[Path | bytes] = {file.resolve()}
-        if file.name == "result.json":
+        if file.name == "result.json" and file.is_file():  # no pipe, which would wait
             with contextlib.suppress(OSError):  # said when it is read
                 marks.add(hashlib.sha256(file.read_bytes()).digest())
         if not marks & taken:
