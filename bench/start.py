@@ -3,8 +3,10 @@
 Needs nothing but Python. Nothing happens where another program imports the scripts.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -24,13 +26,18 @@ def _begin() -> None:
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         end_with_parent()
     sys.excepthook = _explain_missing
+    # Looking for garbage among a million objects of imported modules takes a fifth of the start.
+    gc.disable()
+    atexit.register(gc.freeze)
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
 
 
 def imported() -> None:
-    """The imports are done: Ctrl-C is Python's KeyboardInterrupt again."""
+    """The imports are done: Ctrl-C is Python's KeyboardInterrupt again, and garbage is collected."""
+    gc.freeze()
+    gc.enable()
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
