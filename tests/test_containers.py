@@ -220,7 +220,7 @@ def install(image, *extras, **environment):
     command = ["bash", str(ROOT / "docker/install.sh"), str(ROOT / "pyproject.toml")]
     return subprocess.run(
         [*command, str(directory / "bench"), *extras], capture_output=True, text=True,
-        env=os.environ | {"PYTHON": str(python)} | environment,
+        env=os.environ | {"PYTHON": str(python), "PIP_NO_COMPILE": "1"} | environment,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from model.init import materialize
 from model.transformer import Transformer
 from tests.helpers import ROOT, plan_of, run_train, without_inductor
 
-STEPS = 8  # many CPUs have no fast bf16
+STEPS, WARMUP = 6, 3
 BASE = [
     "tests/configs/llama-small.json",  # llama-tiny at half the width: gloo moves a quarter
     "--seq-len",
@@ -31,11 +31,11 @@ BASE = [
     "--device",
     "cpu",
     "--amp",
-    "off",
+    "off",  # many CPUs have no fast bf16
     "--n-steps",
-    str(STEPS - 4),
+    str(STEPS - WARMUP),
     "--warmup-steps",
-    "4",
+    str(WARMUP),
     "--lr",
     "2e-3",
     "--lr-warmup-steps",
@@ -63,15 +63,12 @@ CASES = {
     "ddp2-parameter": (2, DDP, ["--bsz", "8", "--ddp-mode", "parameter"]),
     "ddp2-parameter-after": (2, DDP, ["--bsz", "8", "--ddp-mode", "parameter", "--no-ddp-overlap"]),
     "ddp2-buckets-after": (2, DDP, ["--bsz", "8", "--no-ddp-overlap", "--bucket-cap-mb", "0.5"]),
-    "ddp2-zero1": (2, DDP, ["--bsz", "8", "--zero1"]),
     "ddp2-zero1-sgd": (2, DDP, [*SGD, "--bsz", "8", "--zero1", "--ddp-mode", "parameter"]),
     "ddp2-compile": (2, DDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
     "fsdp2": (2, FSDP, ["--bsz", "8"]),
     "fsdp2-accumulate4": (2, FSDP, ["--global-bsz", "16", "--bsz", "2"]),
     "fsdp2-keep": (2, FSDP, ["--bsz", "8", "--reshard-after-forward", "never", "--prefetch", "0"]),
-    "fsdp2-sac1/1": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/1"]),
     "fsdp2-sac1/2": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/2", "--prefetch", "2"]),
-    "fsdp2-sac1/4": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/4"]),
     "fsdp2-sac-op": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/1", "--sac-policy", "op"]),
     "fsdp2-compile": (2, FSDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
     "fsdp2-bf16": (2, FSDP, ["--bsz", "8", "--amp", "bf16", "--reduce-dtype", "bf16"]),
@@ -80,7 +77,6 @@ CASES = {
     "fsdp2-fp8-all-gather": (2, FSDP, [*FP8, "--bsz", "8", "--fp8-all-gather"]),
     "fsdp4": (4, FSDP, ["--bsz", "4"]),
     "hsdp2x2": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2"]),
-    "hsdp2x2-sac": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2", "--sac-freq", "3/4"]),
     "ddp4": (4, DDP, ["--bsz", "4"]),
 }
 TOLERANCE = {"ddp2-bf16-gradients": 2e-2, "fsdp2-bf16": 2e-2, "fsdp2-fp8": 5e-2,
@@ -203,7 +199,7 @@ def test_buckets_and_prefetch_are_those_asked_for(runs):
     ahead = [c.get("gathers before attention") for c in calls.values()]
     assert ahead == [0, 0, 2, 3, 4]
     whole, parts = (calls[n]["all_reduce"] for n in ("ddp2", "ddp2-small-buckets"))
-    assert whole == STEPS and parts >= 4 * STEPS
+    assert whole == STEPS and parts > 3 * STEPS
 
 
 def steps_of(directory):
@@ -341,7 +337,7 @@ def test_the_window_is_that_of_the_slowest_rank(runs):
     for name in ("ddp2", "fsdp4"):
         r = result_of(runs / name)
         slowest = max(rank["step_time_mean_s"] for rank in r["ranks"])
-        assert r["metrics"]["window_s"] == pytest.approx(slowest * (STEPS - 4))
+        assert r["metrics"]["window_s"] == pytest.approx(slowest * (STEPS - WARMUP))
 
 
 def test_embedding_gradients_are_summed_in_full_precision(runs):

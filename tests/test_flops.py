@@ -54,7 +54,11 @@ def counted(shape, seq_len: int, train: bool) -> float:
     return counter.get_total_flops() / ids.numel()
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.stem)
+# Of those with a proxy the proxy: FLOPs are a sum over layers, and torch takes long for 100 of them.
+COUNTED = [p for p in SHIPPED if not p.with_stem(f"{p.stem}-proxy").exists()]
+
+
+@pytest.mark.parametrize("path", COUNTED, ids=lambda p: p.stem)
 def test_shipped_config_agrees_with_torch(path):
     """torch counts the masked half of attention too, as `palm` does, and ignores windows."""
     shape = load_config(path)
