@@ -145,7 +145,8 @@ def _print_help(kind: type, prog: str, script: Script | None) -> NoReturn:
             groups[title] = group
     parser = dataclasses.make_dataclass(kind.__name__, list(groups.items()), frozen=True)
     parser.__doc__ = kind.__doc__
-    config = tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes
+    markers = tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff  # it would read sources
+    config = tyro.conf.FlagCreatePairsOff, *markers
     with contextlib.suppress(BrokenPipeError):  # --help | head
         tyro.cli(parser, prog=prog, args=["--help"], config=config)
     raise SystemExit(0)
