@@ -174,6 +174,10 @@ def test_a_cpu_that_was_measured_has_an_mfu_and_an_estimate(tmp_path, monkeypatc
         argv[2] = "16"
         assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 0
         assert 1.7 < json.loads(capsys.readouterr().out)["step_s"] / right["step_s"] < 2.0
+        with monkeypatch.context() as patch:  # a run would have so many
+            patch.setenv("OMP_NUM_THREADS", "77")
+            assert estimate.main(argv) == 2
+        assert "does not have" in (err := capsys.readouterr().err) and "77 threads" in err
         argv[argv.index("cpu")] = "h100"
         assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 2
         assert "was measured on" in capsys.readouterr().err

@@ -209,10 +209,14 @@ def threads_of(cpu: str, threads: int) -> str:
 
 
 def find_cpu(cpu: str, ranks: int) -> Hardware:
-    """The threads that one of `ranks` has of this CPU; UsageError if they were never measured."""
+    """The threads that one of `ranks` has of this CPU; UsageError if they were never measured.
+
+    OMP_NUM_THREADS says how many, as it does to a run; else all that were measured, shared by the ranks.
+    """
     whole = [d for d in devices() if d.platform == "cpu" and d.name.startswith(f"{cpu}, ")]
     most = max((int(d.name.split()[-2]) for d in whole), default=0)
-    wanted = threads_of(cpu, max(1, most // ranks))
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = threads_of(cpu, int(told) if told.isdecimal() else max(1, most // ranks))
     found = next((d for d in whole if d.name == wanted), None)
     if found is None:
         raise UsageError(
