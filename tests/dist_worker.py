@@ -15,6 +15,7 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 
 import contextlib
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -28,7 +29,6 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch._inductor.compile_fx  # as a first compilation would
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -332,11 +332,14 @@ def hsdp_timeouts(ranks, device) -> list[float]:
 
 def main() -> None:
     ranks = find_ranks(os.environ)
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    if any("--pt-compile" in flags for _, _, flags, *_ in cases):
+        importlib.import_module("torch._inductor.compile_fx")  # as a first compilation would
     gc.freeze()  # every run collects garbage: spare it what the imports left
     # One process group serves all runs.
     join(ranks, torch.device("cpu"), 60.0)
     out = Path(sys.argv[1]).parent
-    for name, script, flags, traced_only, *mutant in json.loads(Path(sys.argv[1]).read_text()):
+    for name, script, flags, traced_only, *mutant in cases:
         argv = [*flags, "--output-dir", str(out), "--run-name", name]
         args = parse_args(argv, script)
         torch._dynamo.reset()
