@@ -36,8 +36,9 @@ def _begin() -> None:
 
 def imported() -> None:
     """The imports are done: Ctrl-C is Python's KeyboardInterrupt again, and garbage is collected."""
-    gc.freeze()
-    gc.enable()
+    if not gc.isenabled():  # not where another program calls the scripts
+        gc.freeze()
+        gc.enable()
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -33,24 +33,34 @@ def device_of_runs() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def interleave(contestants: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Call each in turn, round after round, after one round that does not count.
+def interleave(
+    contestants: dict[str, Callable[[], float]], rounds: int, first: int = 0
+) -> dict[str, list[float]]:
+    """Call each in turn, round after round, after one round that does not count (`first` 1: none).
 
     A contestant returns its seconds per step. Because they are interleaved, a machine that changes
-    its speed changes it for all.
+    its speed changes it for all. After Ctrl-C there are the rounds that all have done, if any.
     """
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for round_number in range(rounds + 1):
-        for name, run in list(contestants.items()):
-            try:
-                seconds = run()
-            except ContestantEnded as error:
-                print(f"{name}: left out: {error}", file=sys.stderr)
-                del contestants[name], times[name]
-                continue
-            if round_number:
-                times[name].append(seconds)
-            print(f"round {round_number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
+    try:
+        for number in range(first, rounds + 1):
+            for name, run in list(contestants.items()):
+                try:
+                    seconds = run()
+                except ContestantEnded as error:
+                    print(f"{name}: left out: {error}", file=sys.stderr)
+                    del contestants[name], times[name]
+                    continue
+                if number:
+                    times[name].append(seconds)
+                print(f"round {number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
+    except KeyboardInterrupt:
+        times = {name: found for name, found in times.items() if found}
+        if not times:
+            raise
+        print("interrupted: the rest is left out", file=sys.stderr)
+        whole = min(map(len, times.values()))
+        times = {name: found[:whole] for name, found in times.items()}
     return times
 
 
@@ -60,19 +70,33 @@ class ContestantEnded(Exception):
 
 @contextlib.contextmanager
 def processes(
-    script: str, names: dict[str, str], flags: Sequence[str] = ()
+    script: str, names: dict[str, str], flags: Sequence[str] = (), alone: bool = False
 ) -> Iterator[dict[str, Callable[[], float]]]:
     """One process per contestant, started as `script --contestant WHAT FLAGS`; see `serve`.
 
-    They are apart, so that no contestant's process settings (allocator, threads) favour another.
+    They are apart, so that no contestant's process settings (allocator, threads) favour another. With
+    `alone` one lives only while it is asked: the device's memory is too small for all.
     """
-    started = {
-        name: subprocess.Popen(
-            [sys.executable, script, "--contestant", what, *flags],
+
+    def start(name: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, script, "--contestant", names[name], *flags],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for name, what in names.items()
-    }  # fmt: skip
+        )  # fmt: skip
+
+    def end(process: subprocess.Popen) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.wait()
+
+    def ask_once(name: str) -> float:
+        process = start(name)
+        try:
+            return ask(process)
+        finally:
+            end(process)
+
+    started = {} if alone else {name: start(name) for name in names}
 
     def ask(process: subprocess.Popen) -> float:
         try:
@@ -84,12 +108,13 @@ def processes(
         return float(line)
 
     try:
-        yield {name: functools.partial(ask, process) for name, process in started.items()}
+        if alone:
+            yield {name: functools.partial(ask_once, name) for name in names}
+        else:
+            yield {name: functools.partial(ask, process) for name, process in started.items()}
     finally:
         for process in started.values():
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.wait()
+            end(process)
 
 
 def serve(run: Callable[[], float]) -> None:

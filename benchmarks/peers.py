@@ -1,6 +1,6 @@
 """Our train.py and train_ddp.py against other trainers: one model, weights, data, precision, in turn.
 
-    python benchmarks/peers.py [--shapes gpt2 llama ...] [--ranks 1|2] [--rounds N] [--defaults] [--eager]
+    python benchmarks/peers.py [--shapes gpt2 llama ...] [--ranks 1|2] [--rounds N] [--defaults] [--alone]
 
 transformers in the barest loop and by its Trainer, nanoGPT (GPT-2), litgpt and torchtitan (Llama; all
 three written anew in peer_models.py), each as its users run it: eager, and compiled (torchtitan by
@@ -277,12 +277,19 @@ def prepared(shape: str) -> Iterator[Path]:
     """A directory with the checkpoint, and our loss and gradient norm of the first batch."""
     with tempfile.TemporaryDirectory() as top:
         folder = written(shape, Path(top))
-        raw, B, T, _ = shape_of(shape)
-        model, ids = our_model(folder, T), first_batch(raw, B, T)
-        with autocast(AMP, DEVICE):
-            loss = model(ids[:, :-1], ids[:, 1:])
-        (folder / "ours.json").write_text(json.dumps(agreement(loss, model)))
+        (folder / "ours.json").write_text(json.dumps(our_agreement(shape, folder)))
+        if GPU:
+            torch.cuda.empty_cache()  # the contestants need it
         yield folder
+
+
+def our_agreement(shape: str, folder: Path) -> tuple[float, float]:
+    """Our loss and gradient norm of the first batch."""
+    raw, B, T, _ = shape_of(shape)
+    model, ids = our_model(folder, T), first_batch(raw, B, T)
+    with autocast(AMP, DEVICE):
+        loss = model(ids[:, :-1], ids[:, 1:])
+    return agreement(loss, model)
 
 
 def main() -> None:
@@ -292,7 +299,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--defaults", action="store_true", help="peers without our process tuning")
-    parser.add_argument("--eager", action="store_true", help="nothing compiled")
+    parser.add_argument(
+        "--modes", nargs="*", default=["eager", "compiled"], choices=["eager", "compiled"]
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="a process a run: all do not fit at once"
+    )
     parser.add_argument("--peers", nargs="*", help="these alone")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -306,11 +318,11 @@ def main() -> None:
             wanted = [peer for peer in wanted if peer != "trainer"]
         raw, B, T, _ = shape_of(shape)
         with prepared(shape) as folder:
-            modes = ["eager"] if args.eager else ["eager", "compiled"]
+            modes = args.modes
             names = {f"{peer} {mode}": f"{shape}/{peer}/{mode}/{folder}"
                      for mode in modes for peer in ("ours", *wanted)}  # fmt: skip
-            with processes(__file__, names, given) as contestants:
-                times = interleave(contestants, args.rounds)
+            with processes(__file__, names, given, args.alone) as contestants:
+                times = interleave(contestants, args.rounds, first=int(args.alone))
         pairs = {f"ours / {peer}, {mode}": (f"ours {mode}", f"{peer} {mode}")
                  for mode in modes for peer in wanted
                  if f"{peer} {mode}" in times and f"ours {mode}" in times}  # fmt: skip

@@ -321,7 +321,7 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, tmp_path):
 # steps are chaos there.
 ONE_B = [TEXT / "one_b.json", "--data", TEXT / "train.bin",
          "--bsz", 4, "--seq-len", 1024, "--device", "cuda", "--n-steps", 45, "--warmup-steps", 5,
-         "--lr", 1e-4, "--lr-warmup-steps", 10]  # fmt: skip
+         "--warmup-seconds", 0, "--lr", 1e-4, "--lr-warmup-steps", 10]  # fmt: skip
 FP8 = {
     "te": ["current", "delayed", "blockwise", "mxfp8"],
     "torchao": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],

@@ -525,6 +525,12 @@ def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     assert float(note.split()[0]) == pytest.approx(1.5 - worked, abs=0.06)
     assert warmed["metrics"]["setup_s"] < plain["metrics"]["setup_s"] + 0.7
     assert time.perf_counter() - began > 1.4 - worked
+    # A trace that spans the window's begin holds steps alone.
+    argv += ["--profile", "--profile-start", 6, "--profile-steps", 1, "--warmup-seconds", 1.5]
+    assert run_train(*argv, "--output-dir", tmp_path / "traced") == 0
+    r = only_result(tmp_path / "traced")
+    assert any("no matmuls warmed" in note for note in r["notes"])
+    assert r["profile"]["step_time_s"] < 1.0
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.01, 1e9])

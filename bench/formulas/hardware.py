@@ -216,12 +216,13 @@ def find_cpu(cpu: str, ranks: int) -> Hardware:
     whole = [d for d in devices() if d.platform == "cpu" and d.name.startswith(f"{cpu}, ")]
     most = max((int(d.name.split()[-2]) for d in whole), default=0)
     told = os.environ.get("OMP_NUM_THREADS", "")
-    wanted = threads_of(cpu, int(told) if told.isdecimal() else max(1, most // ranks))
+    wanted = threads_of(cpu, int(told) if told.isdecimal() and int(told) else max(1, most // ranks))
     found = next((d for d in whole if d.name == wanted), None)
     if found is None:
+        number = f"OMP_NUM_THREADS={wanted.split()[-2]} " if most else ""
         raise UsageError(
             f"cpu: {own_hardware_file()} does not have {wanted if most else cpu}; "
-            "python benchmarks/gemm.py measures it"
+            f"{number}python benchmarks/gemm.py measures it"
         )
     return found
 

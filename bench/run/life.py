@@ -199,7 +199,15 @@ class Run:
         self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
         # The first three warm-up steps wait for the compiler rather than work.
         worked = sum(s.step_time_s for s in self.log.steps[3:])
-        heat_s = max(0.0, self.plan.schedule.warmup_s - worked)
+        schedule = self.plan.schedule
+        heat_s = max(0.0, schedule.warmup_s - worked)
+        if schedule.window_begin >= schedule.window_end:
+            heat_s = 0.0  # nothing will be measured
+        elif heat_s and schedule.profiler and schedule.window_begin in schedule.profiled[1:]:
+            heat_s = 0.0
+            self.result.notes.append(
+                "no matmuls warmed the device before the window: the steps around its begin are traced"
+            )
         if heat_s:
             self.result.notes.append(
                 f"{heat_s:.1f} s of matmuls warmed the device before the window"

@@ -55,6 +55,7 @@ def measure(
                 synchronize(run.device)
                 run.log.drain()
                 gc.collect()
+                run.end_steps()  # warming the device up may take long
                 run.begin_window()
                 meet(run.ranks)  # or the first step would include other ranks' preparations
                 synchronize(run.device)
