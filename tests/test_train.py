@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -531,6 +532,23 @@ def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     r = only_result(tmp_path / "traced")
     assert any("no matmuls warmed" in note for note in r["notes"])
     assert r["profile"]["step_time_s"] < 1.0
+
+
+def test_a_program_that_calls_a_script_keeps_no_model(tmp_path):
+    """A script's own process never collects what its imports left; another program's must."""
+    argv = ["configs/gpt2-tiny.json", "--bsz", 1, "--seq-len", 16, "--n-steps", 1, "--warmup-steps", 1,
+            "--device", "cpu"]  # fmt: skip
+
+    def models():
+        gc.collect()
+        gc.unfreeze()  # what was frozen was not collected
+        return sum(type(x).__name__ == "Transformer" for x in gc.get_objects())
+
+    before = models()
+    for name in ("a", "b"):
+        assert run_train(*argv, "--output-dir", tmp_path / name) == 0
+    assert models() == before
+    gc.freeze()
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.01, 1e9])
