@@ -646,6 +646,18 @@ def test_a_pipelines_events_wait_for_each_other():
             assert at[f"backward stage {stage - 1} #{micro}"].start_s >= after.end_s - 1e-9
 
 
+@pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
+def test_nothing_hides_an_exchange_on_a_cpu(script):
+    """Measured so by benchmarks/scaling.py; formulas and events agree."""
+    cpu = dataclasses.replace(H100, name="Some CPU, 1 thread", ring_gb_per_s=20)
+    work = plan_of(["configs/llama-tiny.json", "--bsz", 4, "--seq-len", 128], script, 2).work
+    found = estimate_speed(work, cpu)
+    assert found.exposed_s == found.communication_s > 0
+    if work.fsdp:  # DDP's one bucket is full at the end
+        assert estimate_speed(work, H100).exposed_s < estimate_speed(work, H100).communication_s
+    assert simulate_step(work, cpu)[1] == pytest.approx(found.step_s, rel=0.03)
+
+
 def test_stragglers_slow_a_step_by_their_largest(tmp_path, capsys):
     """Of 64 ranks the slowest is 2.4 standard deviations behind, and computation alone waits for it."""
     work = plan_of(["configs/gpt2-1.5b.json", "--bsz", 8, "--pt-compile"], "train_ddp.py", 64).work

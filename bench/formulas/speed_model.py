@@ -77,6 +77,8 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     total, exposed = communication_time(
         work, gpu, per_node, compute + moves, c, parts.forward_part, parts.pp_rank
     )
+    if gpu.platform == "cpu":
+        exposed = total  # exchanges and computation take the same cores
     beside = compute * c.beside_communication * (total > 0)
     compute += beside
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager

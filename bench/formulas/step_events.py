@@ -41,12 +41,14 @@ class Event:
 class _Clock:
     """The events so far, and when each stream of each group is free."""
 
-    def __init__(self):
+    def __init__(self, one_stream: bool):
+        self.one_stream = one_stream  # a CPU, where exchanges take the cores that compute
         self.events: list[Event] = []
         self.free: dict[tuple[int, str], float] = {}
 
     def run(self, group: int, stream: str, name: str, seconds: float, after: float = 0.0) -> float:
         """Put an event on a stream, no earlier than `after`; returns its end."""
+        stream = "compute" if self.one_stream else stream
         start = max(after, self.free.get((group, stream), 0.0))
         if seconds:
             self.events.append(Event(group, stream, name, start, start + seconds))
@@ -54,6 +56,7 @@ class _Clock:
         return start + seconds
 
     def now(self, group: int, stream: str) -> float:
+        stream = "compute" if self.one_stream else stream
         return self.free.get((group, stream), 0.0)
 
 
@@ -84,7 +87,7 @@ def simulate_step(
         n = work.world
         lag += spread * statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
     costs = [_costs(work, gpu, per_node, group, lag) for group in range(pp)]
-    clock = _Clock()
+    clock = _Clock(gpu.platform == "cpu")
     if pp > 1:
         end = _pipeline(work, costs, clock, send_time(work, gpu, per_node, c))
     elif work.fsdp is not None:
