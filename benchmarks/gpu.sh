@@ -19,12 +19,14 @@ case $what in
 esac
 mkdir -p "$out"
 began=$SECONDS
-work=$(mktemp -d) # beside OUT: only the archive comes back from a lent machine
+work=$out
+[ -n "${DRY:-}" ] || work=$(mktemp -d) # beside OUT: only the archive comes back from a lent machine
 runs=$work/runs summary=$work/$what.txt
 pack() {
+  [ -z "${DRY:-}" ] || return 0
   local archive=$out/$what.tgz path kept=()
   for path in benchmarks/results configs/roofs.json; do [ ! -e "$path" ] || kept+=("$path"); done
-  if [ -z "${DRY:-}" ] && rm -f "$archive"* && tar czf "$archive" -C "$work" . -C "$PWD" "${kept[@]}"; then
+  if rm -f "$archive"* && tar czf "$archive" -C "$work" . -C "$PWD" "${kept[@]}"; then
     [ "$(stat -c %s "$archive")" -le 15728640 ] ||
       { split -d -b 15M "$archive" "$archive." && rm "$archive"; }
     echo "packed: $archive"
