@@ -85,8 +85,15 @@ def measured(during) -> tuple[DeviceUse, float]:
     begin = time.monotonic()
     meter.begin()
     time.sleep(0.2)
+
+    def wait_for(n_samples: int) -> int:
+        while len(meter.samples) < n_samples and time.monotonic() < begin + 20:
+            time.sleep(0.002)
+        return len(meter.samples)
+
+    before = wait_for(4)  # a busy machine samples late; the middle is that of the samples
     during()
-    time.sleep(0.2)
+    wait_for(2 * before)
     use = meter.end(rank=3)
     return use, time.monotonic() - begin
 
