@@ -18,6 +18,7 @@ from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
+from bench.run.profiling import observe_kernels
 from bench.run.sampling import text_writer
 from bench.settings.plan import Plan
 from model.hf import check_pretrained, save_pretrained
@@ -53,6 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         if plan.output.export:
             save_pretrained(model, run.directory / "export")
         run.sample = write_text and write_text(model, device)
+        observe_kernels(run, step)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
 from bench.run.life import Run
 from bench.run.loop import build_passes, build_step, measure, validated
+from bench.run.profiling import observe_kernels
 from bench.settings.plan import Plan
 from model.hf import check_pretrained, save_pretrained
 from model.init import materialize
@@ -53,6 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
             measure(run, ddp, optimizer, step)
         if plan.output.export:
             save_pretrained(model, run.directory / "export", write=ranks.main)
+        observe_kernels(run, step)
 
 
 if __name__ == "__main__":

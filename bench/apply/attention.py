@@ -6,6 +6,7 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+from bench.apply.compile import key_compiled_code
 from bench.apply.precision import AMP_DTYPES
 from bench.errors import UsageError
 from bench.formulas.work import Work
@@ -24,6 +25,7 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
     torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(name in ("auto", "flex", "efficient"))
     torch.backends.cuda.enable_math_sdp(name in ("auto", "flex", "math"))
+    key_compiled_code(work.fp8 is not None and work.fp8.emulated)
     if name in KERNELS:
         _probe(work, device)
     return "flex" if flex else _chosen_kernel(work, device)
@@ -31,7 +33,7 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:
     T, config = min(work.batch.seq_len, 512), work.config
-    masked = work.windowed or config.sinks
+    masked = _masked(work)
     q, k, v = _inputs(work, T, device)
     mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
     with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
@@ -40,6 +42,12 @@ def _chosen_kernel(work: Work, device: torch.device) -> str | None:
         )
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
     return None
+
+
+def _masked(work: Work) -> bool:
+    """Whether attention gets a mask: of windows, sinks, or one rank's rows among gathered keys."""
+    gathered = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    return work.windowed or work.config.sinks or gathered
 
 
 def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor]:
@@ -61,7 +69,7 @@ def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor]:
 def _probe(work: Work, device: torch.device) -> None:
     """Run the one allowed kernel on a small case of the model's heads."""
     T, config = 16, work.config
-    mask = work.windowed or config.sinks
+    mask = _masked(work)
     q, k, v = _inputs(work, T, device)
     attn_mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if mask else None
     try:
@@ -82,7 +90,7 @@ def _probe(work: Work, device: torch.device) -> None:
         # The second is a GPU's message (torch 2.11).
         if not any(text in str(error) for text in ("No available kernel", "Invalid backend")):
             raise
-        extras = " with a sliding window" if mask else ""
+        extras = " with a mask" if mask else ""
         extras += " and dropout" if config.attention_dropout else ""
         raise UsageError(
             f"--attention {work.attention}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "

@@ -5,13 +5,17 @@ The compiler is imported where it is used: that takes two seconds, and bad input
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
 import os
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.compiler.config
 
 from bench.errors import CompileError
 from model.transformer import Transformer
@@ -27,6 +31,36 @@ class CompileCounts:
     recompilations: int
     graphs_recorded_again: int = 0
     graphs_refused: int = 0
+    from_cache: int = 0
+    generated: int = 0
+
+
+def code_switches(fp8_emulated: bool) -> dict[str, Any]:
+    """The process-wide switches that change compiled code, and that PyTorch's cache keys leave out.
+
+    Code that another process compiled under other switches would be reused (pytorch/pytorch#185449).
+    cuda.matmul's precision and Inductor's settings are in the key; read these after setting them.
+    """
+    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
+    flash = sys.modules.get("torch.nn.attention._registry")
+    return {
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "order": torch._C._get_sdp_priority_order(),
+        "math_reduction": cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        "flash_version": flash and flash.current_flash_attention_impl(),
+        "onednn": [mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision],
+        "fp8_emulated": fp8_emulated,
+    }
+
+
+def key_compiled_code(fp8_emulated: bool) -> None:
+    """Make `code_switches` a part of the key of every compiler cache, beside the user's own tag."""
+    text = json.dumps(code_switches(fp8_emulated), sort_keys=True)
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = tag + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = False) -> None:
@@ -80,6 +114,9 @@ def compile_counts() -> CompileCounts:
         recompilations=sum(bool(event.recompile_reason) for event in events),
         graphs_recorded_again=_graphs_recorded_again(),
         graphs_refused=dynamo.counters["inductor"]["cudagraph_skips"],
+        from_cache=dynamo.counters["inductor"]["fxgraph_cache_hit"],
+        generated=dynamo.counters["inductor"]["fxgraph_cache_miss"]
+        + dynamo.counters["inductor"]["fxgraph_cache_bypass"],
     )
 
 

@@ -5,6 +5,7 @@ a run that continues at step k asks for the samples of step k.
 """
 
 import contextlib
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 
@@ -172,6 +173,13 @@ def _loaded(loader: DataLoader) -> Iterator[Tensor]:
             f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
             f"({str(error).splitlines()[0]}){known}; give it more (docker run --shm-size 8g), or use 0"
         ) from None
+
+
+def repeating_last(some: Iterator) -> Iterator:
+    """All of them, then the last one for ever: for a step that is only looked at."""
+    for last in some:
+        yield last
+    yield from itertools.repeat(last)
 
 
 def batches(

@@ -158,3 +158,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     # The last two: cuBLAS, cuDNN and NCCL; the card is full, but PyTorch's allocator does not know.
     signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def cpu_seconds() -> tuple[float, float, float, float] | None:
+    """CPU seconds of the machine: all, busy, stolen by a virtual machine's host; and this process's.
+
+    None where the system has no /proc/stat.
+    """
+    try:
+        with Path("/proc/stat").open(encoding="utf-8") as f:
+            ticks = [int(word) for word in f.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    _, _, _, idle, waiting, *_, stolen = ticks
+    hertz = os.sysconf("SC_CLK_TCK")
+    busy = sum(ticks) - idle - waiting - stolen
+    return sum(ticks) / hertz, busy / hertz, stolen / hertz, sum(os.times()[:4])

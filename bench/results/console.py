@@ -158,8 +158,14 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)"),
         ("device", f"{result.device.count} x {result.device.name}"),
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
+        *([("unfit for comparison", "; ".join(result.unfit))] if result.unfit else []),
         *metric_rows(result.metrics),
     ]
+    if result.observed:
+        o = result.observed
+        text = " / ".join(", ".join(names) or "unknown" for names in o.attention.values())
+        rows.append(("kernels: attention; matmuls", f"{text}; {', '.join(o.matmuls) or 'unknown'}"))
+        rows += [("fallbacks", "; ".join(o.fallbacks))] if o.fallbacks else []
     if k:
         kinds = (
             k.parameters_gib,

@@ -5,13 +5,15 @@ import statistics
 
 from bench.formulas.flops import flops_per_token, recomputed_flops_per_token
 from bench.formulas.parameters import linear_parameters
-from bench.formulas.time_statistics import describe, drift
+from bench.formulas.time_statistics import describe
 from bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Work
 from bench.results.result_files import Step, finite
 from bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
 
 # Energy counter and power samples may differ by this fraction.
 POWER_AGREES = 0.2
+# Parts of a machine's CPU time, and the shortest window whose ticks tell them [CPU seconds].
+BUSY_CPU, BUSY_HOST, STOLEN, SHORTEST_LOOK_S = 0.1, 0.5, 0.01, 1.0
 # A GPU that is further behind the others than this fraction is reported.
 SLOW_DEVICE = 0.03
 
@@ -31,6 +33,8 @@ class RankTimes:
     compile_s: float = 0.0
     n_recompilations: int = 0
     graphs_recorded: int | None = None
+    # Of its machine: all, busy, stolen; and its own (bench/measure/device.py).
+    cpu_seconds: tuple[float, float, float, float] | None = None
 
 
 def mean_part_times(steps: list[Step]) -> dict[str, float | None]:
@@ -54,6 +58,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     _fill_compile_metrics(result, ranks)
+    _fill_machine_use(result, ranks)
     # Times of the slowest rank. The largest time of every step would add up to more than the
     # window, since ranks do not end a step at the same moment.
     result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
@@ -115,6 +120,28 @@ def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
         )
 
 
+def _fill_machine_use(result: Result, ranks: list[RankTimes]) -> None:
+    """CPU time of each host that went to other processes, or was stolen; a note if it was much."""
+    m = result.metrics
+    for host in {r.host: r for r in ranks if r.cpu_seconds}:
+        used = [r.cpu_seconds for r in ranks if r.host == host and r.cpu_seconds]
+        total, busy, stolen = (max(column) for column in list(zip(*used, strict=True))[:3])
+        if total < SHORTEST_LOOK_S:
+            continue
+        others = max(0.0, busy - sum(own for *_, own in used)) / total
+        m.other_cpu_fraction = max(m.other_cpu_fraction or 0.0, others)
+        m.stolen_cpu_fraction = max(m.stolen_cpu_fraction or 0.0, stolen / total)
+    if (m.other_cpu_fraction or 0) > (BUSY_CPU if result.device.type == "cpu" else BUSY_HOST):
+        result.notes.append(
+            f"other processes took {m.other_cpu_fraction:.0%} of the machine's CPU time in the window"
+        )
+    if (m.stolen_cpu_fraction or 0) > STOLEN:
+        result.notes.append(
+            f"the virtual machine's host withheld {m.stolen_cpu_fraction:.0%} of the CPU time in the "
+            "window"
+        )
+
+
 def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
     """Energy of all devices, and if clocks or other processes spoilt the window, into `result`."""
     m = result.metrics
@@ -163,7 +190,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         return
     for key, value in describe(times).items():
         setattr(m, key, value)
-    if drift(times)[1]:
+    if result.drifts:
         result.notes.append(
             f"step time changed by {m.step_time_drift:+.1%} over the window (last third to first): "
             "the device may not have been in a steady state; use more --warmup-steps and --n-steps"
@@ -210,11 +237,6 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
     m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, d.peak_fp8_tflops)
     if why is not None:
         result.notes.append(f"ideal_time_fraction is null: {why}")
-    if (result.part_of_peak or 0) > 1:
-        result.notes.append(
-            f"the run reached {result.part_of_peak:.0%} of the peak, which is impossible: the peak of "
-            f"{d.name!r} ({d.peak_source}) or a time is wrong"
-        )
 
 
 def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:

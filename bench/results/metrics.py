@@ -168,8 +168,18 @@ class Metrics(Strict):
     step_time_ci95_high_s: float | None = metric("Upper end.", unit="s", csv=True)
     step_time_drift: float | None = metric(
         "Mean step time of the window's last third over that of its first, minus 1; `null` below "
-        "nine steps. A note reports it beyond both 2 % and four standard errors: clocks fall while "
-        "a GPU warms up, and more `--warmup-steps` help."
+        "nine steps. Beyond both 2 % and four standard errors a note reports it, and the run is no "
+        "baseline: clocks fall while a GPU warms up, and more `--warmup-steps` help.",
+        row=("step time: drift over the window", "{step_time_drift:+.1%}"),
+        csv=True,
+    )
+    other_cpu_fraction: float | None = metric(
+        "Part of the machine's CPU time in the window that went to processes other than the run's "
+        "ranks, the largest of all hosts. A note reports more than 10 % on a CPU, 50 % beside a GPU.",
+    )
+    stolen_cpu_fraction: float | None = metric(
+        "Part of the CPU time that a virtual machine's host withheld, likewise. A note reports more "
+        "than 1 %."
     )
     data_time_mean_s: float | None = metric(
         "Part of the mean step until its batch is on the device, with the host's bookkeeping since "

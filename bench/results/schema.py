@@ -3,18 +3,23 @@
 docs/METRICS.md's tables are made of it (make docs).
 """
 
+import math
 from typing import Any, Literal
 
+from bench.formulas.time_statistics import drift
 from bench.formulas.work import Batch
 from bench.results.metrics import Metrics
 from bench.settings.flags import GRAPH_MODES
 from bench.strict import Strict, about
 from bench.trace.breakdown_schema import CostlyKernel, HostGaps
+from bench.trace.observed import Observed
 
 # 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.
 SCHEMA_VERSION = 2
 # Clocks throttled in less than this part of the window may be a sample's chance.
 HELD_DOWN = 0.01
+# A device holds its average power to its limit, except for moments.
+LIMIT_SLACK = 0.05
 # The one reason that is normal: under full load a GPU is at its power limit.
 POWER_CAP = "power cap"
 
@@ -300,6 +305,11 @@ class Result(Strict):
         "whether the tree had changes outside `benchmarks/results` and `configs/roofs.json` "
         "(`git_dirty`)."
     )
+    observed: Observed | None = about(
+        "The kernels that ran in one step after the window, on rank 0, see below; with `--profile` "
+        "in the captured steps. `null` with `--no-observe`, or where the profiler failed.",
+        default=None,
+    )
     metrics: Metrics = about("All that was measured, see below.", default=Metrics())
     memory: Memory | None = about(
         "Memory of one step by kind, see below; `null` on a CPU without `--memory-snapshot`, and "
@@ -342,9 +352,62 @@ class Result(Strict):
             marks.append("loss not finite")
         if self.fp8 and self.fp8.emulated:
             marks.append("FP8 emulated")
-        if (self.part_of_peak or 0) > 1:
-            marks.append("faster than its peak")
+        marks += self.impossible
+        marks += self.observed.mismatches if self.observed else []
         return marks
+
+    @property
+    def impossible(self) -> dict[str, str]:
+        """Figures beyond what is possible: a mark of each, and the line that says why."""
+        m, d, found = self.metrics, self.device, {}
+        if (part := self.part_of_peak or 0) > 1:
+            found["faster than its peak"] = (
+                f"the run reached {part:.0%} of the peak, which is impossible: the peak of "
+                f"{d.name!r} ({d.peak_source}) or a time is wrong"
+            )
+        for use in self.devices:
+            watts, limit = use.average_power_w or 0, use.power_limit_w or math.inf
+            if watts > (1 + LIMIT_SLACK) * limit:
+                found["more power than its limit"] = (
+                    f"rank {use.rank} drew {watts:,.0f} W on average, which is impossible: its limit is "
+                    f"{limit:,.0f} W; the energy counter is wrong"
+                )
+        has = d.memory_gib or math.inf
+        if (gib := max(m.peak_reserved_gib or 0, m.peak_allocated_gib or 0)) > has * 1.001:
+            found["more memory than its device has"] = (
+                f"the run held {gib:,.2f} GiB, which is impossible: the device has {has:,.2f}"
+            )
+        low, high = self.random_loss or (-math.inf, math.inf)
+        if m.first_loss is not None and not low <= m.first_loss <= high:
+            found["first loss not that of random values"] = (
+                f"the first loss is {m.first_loss:.2f}, and random values on random tokens give "
+                f"{low:.2f} to {high:.2f}: the model does not compute what it should"
+            )
+        return found
+
+    @property
+    def random_loss(self) -> tuple[float, float] | None:
+        """Bounds of the first loss of random values on random tokens [nats]; None for others.
+
+        Logits are then about normal, with a standard deviation s of `initializer_range` x the square
+        root of `hidden_size`: the loss is ln V + s^2 / 2 on average. The bounds leave s^2 / 2 and half a
+        nat on both sides, and five standard errors of a mean over the step's tokens.
+        """
+        a, shape = self.args, self.model.shape
+        if a.get("init_from") or self.resumed_from or a.get("data", "synthetic") != "synthetic":
+            return None
+        keys = ("vocab_size", "hidden_size", "initializer_range")
+        if not all(isinstance(shape.get(k), int | float) and shape[k] > 0 for k in keys):
+            return None
+        s = shape["initializer_range"] * shape["hidden_size"] ** 0.5 * shape.get("logit_scale", 1.0)
+        middle = math.log(shape["vocab_size"]) + s * s / 2
+        wide = s * s / 2 + 0.5 + 5 * s / self.batch.tokens_per_step**0.5
+        return middle - wide, middle + wide
+
+    @property
+    def drifts(self) -> bool:
+        """Whether step time changed over the window by more than chance: no steady state."""
+        return drift(self.step_times_s)[1]
 
     @property
     def part_of_peak(self) -> float | None:

@@ -66,6 +66,7 @@ class Run:
             schedule = dataclasses.replace(plan.schedule, start=self.resume[1].step)
             self.plan = plan = dataclasses.replace(plan, schedule=schedule)
         self.saver, self.evaluate, self.sample = None, None, None
+        self.counted = False
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
         self.result = open_result(plan, device, fp8.info, attention_kernel)
@@ -268,19 +269,18 @@ class Run:
         m.energy_source = self.window.power.source
         if self.saver:
             self.saver.report()
-        if self.plan.work.compiled:
-            self._count_compilations(self.compiled_at_start, compile_counts())
+        self.count(error)
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
-        if self.scaler is not None and (error is None or self.device.type == "cpu"):
-            with contextlib.suppress(Exception):  # the device may be what failed
-                m.skipped_steps = int(self.scaler.skipped)
         if m.peak_allocated_gib is None and m.peak_rss_gib is None:
             with contextlib.suppress(Exception):
                 for key, value in peak_memory(self.device).items():
                     setattr(m, key, value)
         if m.peak_reserved_gib and r.device.memory_gib:
             m.memory_utilization = m.peak_reserved_gib / r.device.memory_gib
+        r.notes += r.impossible.values()
+        if r.observed:
+            r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
         r.ended_at = now()
         for sink in self.log.sinks:
             with contextlib.suppress(Exception):
@@ -299,8 +299,18 @@ class Run:
         for line in track(self.plan.output.track, r, self.directory):
             say(line)
 
+    def count(self, error: BaseException | None = None) -> None:
+        """Fill in the skipped steps and compilations so far, once: later ones are not the run's."""
+        if self.counted:
+            return
+        self.counted = True
+        if self.scaler is not None and (error is None or self.device.type == "cpu"):
+            with contextlib.suppress(Exception):  # the device may be what failed
+                self.result.metrics.skipped_steps = int(self.scaler.skipped)
+        if self.plan.work.compiled:
+            self._count_compilations(self.compiled_at_start, compile_counts())
+
     def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
-        """Fill in the work of torch.compile since the run began."""
         m = self.result.metrics
         m.compile_s = after.seconds - before.seconds
         m.n_compiled_graphs = after.graphs - before.graphs

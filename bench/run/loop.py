@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.apply.compile import compile_errors_named
-from bench.apply.data import Validation, batches
+from bench.apply.data import Validation, batches, repeating_last
 from bench.apply.optimizer import learning_rate, optimizer_step
 from bench.apply.precision import autocast
 from bench.measure.device import synchronize
@@ -18,7 +18,7 @@ from bench.measure.memory import MemoryReport
 from bench.parallel.ranks import average_over_ranks, gather, meet
 from bench.results.result_files import seconds_alive
 from bench.run.life import Run
-from bench.run.profiling import build_capture
+from bench.run.profiling import OBSERVE, build_capture
 from bench.sharded import reshard, sharded_modules
 from model.experts import fullest_expert, scale_balance_losses, update_corrections
 
@@ -114,6 +114,8 @@ def build_passes(
     share = work.fsdp.ranks if work.fsdp and work.fsdp.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
+    micro_batches = repeating_last(micro_batches)
+
     def passes(step: int) -> Tensor:
         total = torch.zeros((), device=device)
         if balances:
@@ -149,6 +151,7 @@ def build_pipelined_passes(run: Run, model: nn.Module, micro_batches: Batches) -
     scheduled = model.build_schedule(run.device, log)
     if work.config.experts and work.config.experts.aux_loss:
         scale_balance_losses(model, 1.0 / n_micro / work.fsdp.ranks)
+    micro_batches = repeating_last(micro_batches)
 
     def passes(step: int) -> Tensor:
         run.begin_micro_step(step)
@@ -203,7 +206,8 @@ def build_step(
             both = torch.stack((total, run.saver.wishes(run.device)))
             average_over_ranks(both)
             total, wish = both.unbind()
-        log.finish(step, phase, rate, tokens, total, norm, wish)
+        if phase != OBSERVE:
+            log.finish(step, phase, rate, tokens, total, norm, wish)
 
     return step_fn
 

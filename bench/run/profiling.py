@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerAction, ProfilerActivity
 
+from bench.apply.compile import compile_counts
 from bench.measure.device import synchronize
 from bench.measure.memory import quiet_profiler
 from bench.parallel.ranks import meet
 from bench.results.figures import matmul_work
 from bench.results.schema import Profile
+from bench.run.failures import classify
 from bench.run.life import Run
 from bench.trace.breakdown import break_down
-from bench.trace.read_trace import read_trace
+from bench.trace.observed import Observed, observe
+from bench.trace.read_trace import Trace, read_trace
 from model import layers
 from model.transformer import Transformer
 
 Draw = Callable[[str], contextlib.AbstractContextManager]
+# The phase of a step that is only looked at: it leaves nothing behind.
+OBSERVE = "observe"
 
 
 def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
@@ -58,12 +64,8 @@ class TorchCapture:
             self.ranges = draw_ranges(self.run, self.model, torch.profiler.record_function)
 
     def _start(self) -> None:
-        quiet_profiler()
-        activities = [ProfilerActivity.CPU]
-        if self.run.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self.profiler = torch.profiler.profile(
-            activities=activities,
+        self.profiler = _profiler(
+            self.run.device,
             schedule=self._action,
             # On a CPU a matmul's name says nothing of its format.
             record_shapes=self.flags.profile_shapes or self.run.device.type == "cpu",
@@ -72,7 +74,6 @@ class TorchCapture:
             experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
             if self.flags.profile_stacks
             else None,
-            acc_events=True,
         )
         self.profiler.step_num = self.first  # the trace counts steps as the run does
         self.profiler.current_action = self._action(self.first)
@@ -121,7 +122,9 @@ class TorchCapture:
     def _breakdown(self, path: Path) -> Profile:
         work = self.run.plan.work
         flops, ideal_s = matmul_work(self.run.result, work)
-        b = break_down(read_trace(path), flops)
+        trace = read_trace(path)
+        self.run.result.observed = observed_in(trace, self.run)
+        b = break_down(trace, flops)
         # Attention in plain matmuls counts in their time, but not in their FLOPs.
         kernel, on_cpu = self.run.result.attention_kernel, self.run.device.type == "cpu"
         apart = "math" not in (kernel, work.attention) and not (
@@ -142,6 +145,70 @@ class TorchCapture:
             if apart
             else None,
         )
+
+
+def _profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
+    """PyTorch's profiler of host and device."""
+    quiet_profiler()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
+
+
+def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
+    """Trace one more step, the last thing a run does, for `result.observed`.
+
+    All ranks run it, the first one traces it. It comes after everything that is saved, exported,
+    validated or measured, and changes none of that. A failure is a note.
+    """
+    schedule = run.plan.schedule
+    if run.plan.profile.no_observe or run.result.observed or schedule.total <= schedule.start:
+        return
+    run.count()
+    path = run.directory / "observed.json.gz"
+    try:
+        with _profiler(run.device, record_shapes=True) if run.ranks.main else nullcontext() as seen:
+            step_fn(schedule.total, OBSERVE)
+            synchronize(run.device)
+        if run.ranks.main:
+            seen.export_chrome_trace(str(path))
+            run.result.observed = observed_in(read_trace(path), run)
+    except Exception as error:
+        run.result.notes.append(f"the kernels that ran were not observed: {classify(error)[1]}")
+    finally:
+        run.end_steps()
+        path.unlink(missing_ok=True)
+
+
+def observed_in(trace: Trace, run: Run) -> Observed:
+    """What ran in a trace of a run, and how that differs from what was asked for."""
+    work, result = run.plan.work, run.result
+    seen = observe(trace, work.trains)
+    compiled = compile_counts()
+    if work.compiled or compiled.graphs:
+        seen.graphs_from_cache, seen.graphs_generated = compiled.from_cache, compiled.generated
+    on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
+    if run.plan.profile.profile_attention and result.profile is not None:
+        seen.attention = {side: [] for side in seen.attention}  # its parts ran instead
+    elif (on_gpu and not trace.gpu) or (run.plan.flex and not on_gpu):
+        seen.attention = {side: [] for side in seen.attention}  # no kernel has a name there
+    ran = seen.kernels
+    if "math" in ran and asked == "auto":
+        seen.fallbacks.append("attention in plain matmuls (math)")
+    if asked != "auto" and ran - {asked}:
+        seen.mismatches.append(f"asked for {asked} attention, {', '.join(sorted(ran))} ran")
+    if work.optimizer is None or work.pass_type != "step":
+        seen.fallbacks = [f for f in seen.fallbacks if not f.startswith("optimizer")]
+    fp8 = result.fp8
+    if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
+        low = sum(calls for name, calls in seen.matmuls.items() if name.endswith(("fp8", "fp4")))
+        least = fp8.n_linear_layers * work.batch.grad_acc_steps
+        if low < least:
+            text = f"{low:g} of at least {least} FP8 matmuls"
+            seen.fallbacks.append(f"FP8 layers in a higher format: {text}")
+            seen.mismatches.append(f"asked for FP8, {text} ran")
+    return seen
 
 
 class NsysCapture:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from bench.apply.compile import compile_counts
-from bench.measure.device import peak_memory, reset_peak_memory
+from bench.measure.device import cpu_seconds, peak_memory, reset_peak_memory
 from bench.measure.matmul_rate import device_tflops, heat
 from bench.measure.memory import AllocatorRecord
 from bench.measure.power import PowerMeter
@@ -44,9 +44,11 @@ class Window:
         reset_peak_memory(self.device)
         meet(self.ranks)  # or the energy would include waiting for others
         self.power.begin()
+        self.cpu_before = cpu_seconds()
 
     def close(self, log: StepLog) -> list[RankTimes]:
         """The window has ended: every rank's part of it, in order. All ranks must come here."""
+        cpu, began = cpu_seconds(), self.cpu_before
         use = self.power.end(self.ranks.rank)
         log.drain()
         before, after = self.compiled_before, compile_counts()
@@ -61,6 +63,7 @@ class Window:
             compile_s=after.seconds - before.seconds,
             n_recompilations=after.recompilations - before.recompilations,
             graphs_recorded=recorded if self.cuda_graphs else None,
+            cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),
         )  # fmt: skip
         return gather(self.ranks, times)
 

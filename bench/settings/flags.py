@@ -476,6 +476,9 @@ class ProfileFlags:
         False, "In captured steps compute attention in parts, a range each: scores, softmax, values.",
         OUTPUT,
     )  # fmt: skip
+    no_observe: bool = flag(
+        False, "Do not trace one more step at the end, which shows the kernels that ran.", OUTPUT
+    )
     memory_snapshot: bool = flag(
         False,
         "Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's memory viewer.",
