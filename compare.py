@@ -13,7 +13,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -21,12 +21,12 @@ import bench.start  # noqa: F401
 
 from bench.compare.find_results import read_records
 from bench.compare.gate import gate
-from bench.compare.ratios import check_prices, compare, prices_of
+from bench.compare.ratios import Compared, check_prices, compare, prices_of
 from bench.compare.read_results import suite_json
 from bench.compare.records import LogFacts, Record, facts_by_log
 from bench.compare.report import show_comparison, sweep_remarks, write
 from bench.errors import UsageError
-from bench.files import write_whole
+from bench.files import shown_path, write_whole
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import check_bounds, flag, positional
 from bench.settings.tool_main import run_tool, tool
@@ -60,7 +60,9 @@ class ReportFlags:
     """The report."""
 
     output_dir: str | None = flag(
-        None, "Write compare.csv, compare.md, compare.png and report.html here.", metavar="DIR"
+        None,
+        "Write compare.csv, compare.json, runs.csv, compare.md, compare.png and report.html here.",
+        metavar="DIR",
     )
     no_plot: bool = flag(False, "Leave out compare.png.")
     json_dir: str | None = flag(
@@ -184,18 +186,29 @@ def main(argv: Sequence[str]) -> int:
         prices = prices_of(machines, args.usd_per_hour, args.tdp_w)
         check_prices(prices, records)
         rows = compare(records, prices, args.tokens, args.reference, identical)
+        remarks = sweep_remarks(args.results) + list(not_told(rows))
+        written = ""
+        if args.output_dir:  # before anything is printed: nobody may read that to its end
+            priced = bool(args.usd_per_hour or args.experiment)
+            plot = not args.no_plot
+            written = write(rows, Path(args.output_dir), args.tokens, plot, remarks, priced)
         show_comparison(rows, args.tokens)
-        remarks = sweep_remarks(args.results)
         for line in remarks:
             say(line)
-        if args.output_dir:
-            priced = bool(args.usd_per_hour or args.experiment)
-            write(rows, Path(args.output_dir), args.tokens, not args.no_plot, remarks, priced)
+        print(written, end="")
     except OSError as error:
         where = error.filename or args.output_dir or args.baseline
         print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
+
+
+def not_told(rows: Sequence[Compared]) -> Iterator[str]:
+    """Logs that are compared with nothing because they do not tell their model."""
+    alone = [row.record for row in rows if not row.record.model_told]
+    if len(alone) > 1 or (alone and len({row.group for row in rows}) > 1):
+        names = ", ".join(shown_path(record.path) for record in alone)
+        yield f"not compared with others, since a log does not tell its model: {names}; use --log-model"
 
 
 def write_suite(records: Sequence[Record], directory: Path) -> None:

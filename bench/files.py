@@ -1,7 +1,7 @@
 """Files that others made, or will read."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench.errors import UsageError
@@ -16,6 +16,22 @@ def write_whole(path: Path, text: str) -> None:
     spare = path.with_suffix(".new")
     spare.write_text(text, encoding="utf-8")
     spare.replace(path)
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as it may leave the machine: below the working directory, or its last two parts."""
+    path = Path(path)
+    if not path.is_absolute():
+        return str(path)
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else Path(*path.parts[-2:]))
+
+
+def shown_command(words: Iterable[str]) -> list[str]:
+    """A command line with its paths as they may leave the machine."""
+    parts = (word.rpartition("=") for word in words)
+    return [f"{flag}{equals}{shown_path(value)}" if value.startswith("/") else f"{flag}{equals}{value}"
+            for flag, equals, value in parts]  # fmt: skip
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:

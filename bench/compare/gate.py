@@ -1,4 +1,4 @@
-"""Did it get slower? Results against stored baselines, judged on intervals. Needs no torch.
+"""Did it get slower? Results against stored baselines: yes, no, or uncertain. Needs no torch.
 
 For tests of your own: `assert_no_regression`, or pytest's fixture `no_regression` (pytest_plugin.py).
 
@@ -6,11 +6,11 @@ A baseline belongs to hardware, model, settings and number of ranks; configs/bas
 and its origin.
 """
 
+import collections
 import dataclasses
 import hashlib
 import json
 import math
-import statistics
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from typing import Any
 from bench.compare.find_results import discover, not_taken
 from bench.compare.ratios import unlike_limits
 from bench.errors import UsageError, printable
-from bench.files import write_whole
-from bench.formulas.time_statistics import bootstrap_mean
+from bench.files import shown_command, write_whole
+from bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
 from bench.results.result_files import read_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
@@ -33,18 +33,24 @@ BASELINES_VERSION = 3
 
 
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
+# One-sided confidence of each answer. benchmarks/gate.py shows the errors: a loss of 2 % beyond the
+# tolerance passes in under 1 % of cases, and no loss is called one in under 1 %.
+SLOWER_BY, WITHIN_BY = 0.93, 0.99
+MOST_RUNS = 30
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A setting against its baseline: `ok`, one of `WORSE`, or why nothing could be judged.
+    """A setting against its baseline: `ok`, one of `WORSE`, `UNCERTAIN`, or why nothing was judged.
 
-    `now` and `was` are entries as baselines have them (`entry_of`); None where there is none.
+    `key` is the setting's in the baselines, `name` says it in words. `now` and `was` are entries as
+    baselines have them (`entry_of`); None where there is none.
     """
 
     status: str
     name: str
     text: str = ""
+    key: str = ""
     now: dict[str, Any] | None = None
     was: dict[str, Any] | None = None
 
@@ -95,6 +101,8 @@ def unfit(r: Result) -> str | None:
     m = r.metrics
     if not (m.tokens_per_sec_per_gpu and m.step_time_ci95_low_s and m.step_time_ci95_high_s):
         return "too few or too unlike steps for a rate with an interval"
+    if r.drifts:
+        return f"step time changed by {m.step_time_drift:+.1%} over the window: no steady state"
     times = 0, m.step_time_ci95_low_s, m.step_time_ci95_high_s, math.inf
     if not 0 < m.tokens_per_sec_per_gpu < math.inf or list(times) != sorted(set(times)):
         return "an impossible rate or interval: was the file edited?"
@@ -104,28 +112,33 @@ def unfit(r: Result) -> str | None:
 def entry_of(results: list[Result]) -> dict[str, Any]:
     """The baseline entry of a setting's runs: figures with their interval, and where they come from.
 
-    The interval is over runs if there are three or more; otherwise it spans those of their steps.
+    The interval is over runs; of a single run it is that of its steps. `noise` is the standard
+    deviation of runs as a fraction of their mean, known by `noise_degrees` of freedom.
     """
     r = results[0]
     m, e = r.metrics, r.environment
     rates = [each.metrics.tokens_per_sec_per_gpu for each in results]
-    low = min(_rate(each, each.metrics.step_time_ci95_high_s) for each in results)
-    high = max(_rate(each, each.metrics.step_time_ci95_low_s) for each in results)
-    if len(results) >= 3:
-        low, high = bootstrap_mean(rates)
+    mean = mean_of(rates)
+    low, high = _rate(r, m.step_time_ci95_high_s), _rate(r, m.step_time_ci95_low_s)
+    if mean.degrees:
+        wide = student_t(0.975, mean.degrees) * math.sqrt(mean.error)
+        low, high = mean.value - wide, mean.value + wide
     return {
-        "tokens_per_sec_per_gpu": statistics.fmean(rates),
+        "setting": setting_of(r),
+        "tokens_per_sec_per_gpu": mean.value,
         "low": low,
         "high": high,
-        "n_runs": len(results),
-        "samples_per_sec_per_gpu": statistics.fmean(rates) / r.batch.seq_len,
+        "n_runs": mean.n,
+        "noise": mean.std / mean.value if mean.degrees else None,
+        "noise_degrees": mean.degrees,
+        "samples_per_sec_per_gpu": mean.value / r.batch.seq_len,
         "memory_gib": max((each.peak_memory[0] or 0.0) for each in results) or None,
         "memory_mean_gib": max((each.mean_memory_gib or 0.0) for each in results) or None,
         "n_steps": m.n_measured_steps,
         "power_limit_w": r.power_limit_w,
         "provenance": {
             "run": r.run_name,
-            "command": r.command,
+            "command": shown_command(r.command),
             "started_at": r.started_at,
             "git_sha": e.get("git_sha"),
             "git_dirty": e.get("git_dirty"),
@@ -135,37 +148,85 @@ def entry_of(results: list[Result]) -> dict[str, Any]:
     }
 
 
+def setting_of(r: Result) -> str:
+    """A setting in words: model, script, and the flags that are not at their defaults."""
+    passed_over, default = of_kind(OUTPUT, LENGTH), defaults(Args)
+    words = [r.model.name, r.entrypoint, f"T {r.batch.seq_len}"]
+    for name, value in r.args.items():
+        known = name not in passed_over and name in default and name not in ("seq_len", "config")
+        if known and value != default[name]:
+            words.append(name if value is True else f"{name} {value}")
+    return f"{r.device.hardware} x {r.device.count}: {', '.join(words)}"
+
+
+def mean_in(entry: dict[str, Any]) -> Mean:
+    """The mean rate of an entry's runs, with their noise; entries of before have only an interval."""
+    rate, n = entry["tokens_per_sec_per_gpu"], entry.get("n_runs", 1)
+    noise, degrees = entry.get("noise"), entry.get("noise_degrees", 0)
+    if noise is None and "noise" not in entry and n >= 3:  # half of it is t standard errors
+        degrees = n - 1
+        noise = (entry["high"] - entry["low"]) / 2 * math.sqrt(n) / student_t(0.975, degrees) / rate
+    return Mean(rate, n, (noise or 0.0) * rate, degrees)
+
+
+def answer(now: Mean, was: Mean, tolerance: float) -> str:
+    """`ok` if the loss is surely within the tolerance, `SLOWER` if surely beyond, else `UNCERTAIN`."""
+    allowed = 1 - tolerance
+    floor = Mean(allowed * was.value, was.n, allowed * was.std, was.degrees)
+    found = difference(now, floor)
+    if found is None:
+        return "UNCERTAIN"
+    margin, error, degrees = found
+    if margin + student_t(SLOWER_BY, degrees) * error < 0:
+        return "SLOWER"
+    return "ok" if margin >= student_t(WITHIN_BY, degrees) * error else "UNCERTAIN"
+
+
+def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
+    """The number of runs after which figures like these would give an answer, in words."""
+    if not (now.degrees or was.degrees):
+        return "one run against one tells no noise; make 3 runs, or a baseline of 3"
+    for both in (False, True):
+        for n in range(max(now.n, 2), MOST_RUNS + 1):
+            std = now.std or was.std * now.value / was.value
+            base = Mean(was.value, n, was.std or std, n - 1) if both and n > was.n else was
+            if answer(Mean(now.value, n, std, n - 1), base, tolerance) != "UNCERTAIN":
+                return f"{n} runs{' of it and of the baseline' if both else ''} would settle it"
+    return f"it is so near the tolerance that {MOST_RUNS} runs would not settle it"
+
+
 def _rate(r: Result, step_s: float | None) -> float | None:
     """Tokens/s per device of a step time."""
     return r.batch.tokens_per_step / r.device.count / step_s if step_s else None
 
 
 def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) -> Verdict:
-    """The runs of one setting together: slower, if even their interval's upper end is below the floor.
+    """The runs of one setting together against their baseline, by Welch's test on both sides.
 
-    The floor is what the entry's tolerance allows, or the given one.
+    The entry's own tolerance overrides the given one.
     """
     fit = [r for r in results if not unfit(r)]
-    name = printable_names(fit or results)
+    name, key = setting_of(results[0]), baseline_key(results[0])
     if not fit:
-        return Verdict("UNFIT, left out", name, unfit(results[0]))
+        return Verdict("UNFIT, left out", name, f"{results[0].run_name}: {unfit(results[0])}", key)
     r, now = fit[0], entry_of(fit)
     baseline = next((b for key in baseline_keys(r) if (b := baselines.get(key))), None)
     if baseline is None:
-        return Verdict("NO BASELINE", name, f"{baseline_key(r)}; --update-baselines adds one", now)
+        return Verdict("NO BASELINE", name, "--update-baselines adds one", key, now)
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
     if unlike_limits(limit, had):
         why = f"power limit {limit:.0f} W, the baseline's was {had:.0f} W"
-        return Verdict("UNFIT, left out", name, why, now, baseline)
+        return Verdict("UNFIT, left out", name, why, key, now, baseline)
     tolerance = baseline.get("tolerance", tolerance)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
-    change += f" ({rate / was - 1:+.1%})"
+    change += f" ({rate / was - 1:+.1%}), {now['n_runs']} run{'s' * (now['n_runs'] > 1)}"
     left_out = [other for other in results if other not in fit]
     if left_out:
         change += f"; left out {', '.join(f'{o.run_name} ({unfit(o)})' for o in left_out)}"
-    floor = (1 - tolerance) * was
-    worse = ["SLOWER"] if now["high"] < floor else []
+    means = _with_steps(mean_in(now), now), mean_in(baseline)
+    told = answer(*means, tolerance)
+    worse = ["SLOWER"] if told == "SLOWER" else []
     for kind in ("memory_gib", "memory_mean_gib"):
         memory, held = now[kind], baseline.get(kind)
         if memory and held and memory > (1 + tolerance) * held:
@@ -181,18 +242,22 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
             if before.get(key) != after.get(key)
         ]
         since = f"; since then {', '.join(changed)}" if before and changed else ""
-        return Verdict(" and ".join(worse), name, change + since, now, baseline)
+        if told == "UNCERTAIN":
+            since += f"; its speed is uncertain: {what_settles(*means, tolerance)}"
+        return Verdict(" and ".join(worse), name, change + since, key, now, baseline)
     if rate > (1 + PLAUSIBLE_GAIN) * was:
         why = "does it still do the same work? If so, --update-baselines"
-        return Verdict("IMPLAUSIBLE GAIN", name, f"{change}; {why}", now, baseline)
-    doubt = ", not certain: its interval reaches the tolerance" if rate < floor else ""
-    return Verdict("ok", name, change + doubt, now, baseline)
+        return Verdict("IMPLAUSIBLE GAIN", name, f"{change}; {why}", key, now, baseline)
+    if told == "UNCERTAIN":
+        change += f"; {what_settles(*means, tolerance)}"
+    return Verdict(told, name, change, key, now, baseline)
 
 
-def printable_names(results: list[Result]) -> str:
-    """The first run's name, and how many more there are."""
-    more = f" and {len(results) - 1} more" if len(results) > 1 else ""
-    return f"{results[0].run_name}{more}"
+def _with_steps(mean: Mean, entry: dict[str, Any]) -> Mean:
+    """A single run is no surer than its own steps say."""
+    if mean.n > 1:
+        return mean
+    return dataclasses.replace(mean, std=(entry["high"] - entry["low"]) / 2 / NORMAL)
 
 
 def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict]:
@@ -203,8 +268,18 @@ def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict
     for key in baselines:
         hardware, *_, count, _ = key.split(" / ") if key.count(" / ") >= 3 else ("", "", "")
         if (hardware, count) in places and key not in measured:
-            found.append(Verdict("NOT MEASURED", key, was=baselines[key]))
+            name = baselines[key].get("setting") or _from_command(key, baselines[key])
+            found.append(Verdict("NOT MEASURED", name, key=key, was=baselines[key]))
     return found
+
+
+def _from_command(key: str, entry: dict[str, Any]) -> str:
+    """An entry of before in words: its command's flags; the key where it has none."""
+    hardware, _, count, _ = key.rsplit(" / ", 3)
+    command = entry["provenance"].get("command")
+    if not isinstance(command, list) or not command:
+        return key
+    return f"{hardware} x {count}: {' '.join(map(str, command))}"
 
 
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
@@ -220,6 +295,7 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
             rate, memory = entry["tokens_per_sec_per_gpu"], entry.setdefault("memory_gib", None)
             if not (isinstance(rate, int | float) and 0 < rate < math.inf):
                 raise ValueError(f"{key}: tokens_per_sec_per_gpu is {rate!r}")
+            _check_noise(key, entry)
             if memory is not None and not isinstance(memory, int | float):
                 raise ValueError(f"{key}: memory_gib is {memory!r}")
             if not isinstance(entry.setdefault("provenance", {}), dict):
@@ -240,6 +316,21 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
         raise UsageError(
             f"--baseline {path}: is no file of baselines; --update-baselines makes one"
         ) from None
+
+
+def _check_noise(key: str, entry: dict[str, Any]) -> None:
+    """ValueError for runs, degrees of freedom or an interval that no runs can have."""
+    for name, least in (("n_runs", 1), ("noise_degrees", 0)):
+        value = entry.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise ValueError(f"{key}: {name} is {value!r}")
+    for name in ("noise", "low", "high"):
+        value = entry.get(name)
+        known = value is None and (
+            name == "noise" or "noise" in entry or entry.get("n_runs", 1) < 3
+        )
+        if not known and not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ValueError(f"{key}: {name} is {value!r}")
 
 
 def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
@@ -314,34 +405,41 @@ def gate(
     if update:
         return update_baselines(paths, path)
     verdicts = judge_all(paths, path, tolerance)
-    for verdict in verdicts:
-        print(printable(verdict.line))
-    if not any(verdict.judged for verdict in verdicts):
-        print(f"NOTHING JUDGED: {path} has no baseline of any of these runs that are fit")
     code = gate_code(verdicts, allowed)
+    # Files first: nobody may read the lines to their end.
     if markdown:
         write_whole(markdown, comment(verdicts, code))
     if benchmark_json:
         write_whole(benchmark_json, json.dumps(benchmark_points(verdicts), indent=1) + "\n")
+    for verdict in verdicts:
+        print(printable(verdict.line))
+    if not any(verdict.judged for verdict in verdicts):
+        print(f"NOTHING JUDGED: {path} has no certain answer on any of these runs")
     return code
 
 
 def update_baselines(paths: Sequence[str], path: Path) -> int:
     """Make the results the baselines; returns 5 if one is unfit and left as it was, otherwise 0."""
-    stored, code = read_baselines(path, must_exist=False), 0
+    stored, code, lines = read_baselines(path, must_exist=False), 0, []
     for key, runs in by_setting(own_results(paths)).items():
         fit = [r for r in runs if not unfit(r)]
         for r in runs:
             if why := unfit(r):
-                print(printable(f"UNFIT {r.run_name}: {why}; its baseline stays as it was"))
+                lines.append(f"UNFIT {r.run_name}: {why}; its baseline stays as it was")
                 code = 5
         if fit:
-            before = stored.get(key, {})
+            before, entry = stored.get(key, {}), entry_of(fit)
             kept = {"tolerance": before["tolerance"]} if "tolerance" in before else {}
-            stored[key] = entry_of(fit) | kept
-            rate = stored[key]["tokens_per_sec_per_gpu"]
-            print(printable(f"baseline {key}: {rate:,.0f}"))
+            if not entry["noise_degrees"] and before.get("noise"):
+                kept |= {name: before[name] for name in ("noise", "noise_degrees")}
+            stored[key] = entry | kept
+            lines.append(
+                f"baseline {entry['setting']}: {entry['tokens_per_sec_per_gpu']:,.0f} tokens/s per GPU, "
+                f"{entry['n_runs']} run{'s' * (entry['n_runs'] > 1)}"
+            )
     write_baselines(path, stored)
+    for line in lines:
+        print(printable(line))
     return code
 
 
@@ -369,9 +467,11 @@ def comment(verdicts: Sequence[Verdict], code: int) -> str:
 
 
 def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
-    """The figures in github-action-benchmark's form `customBiggerIsBetter`."""
+    """The figures in github-action-benchmark's form `customBiggerIsBetter`: one series a setting."""
+    shared = collections.Counter(v.name for v in verdicts)
+    names = {id(v): v.name if shared[v.name] == 1 else f"{v.name} ({v.key[-6:]})" for v in verdicts}
     return [
-        {"name": f"{v.name}: {what}", "unit": unit, "value": v.now[key]}
+        {"name": f"{names[id(v)]}: {what}", "unit": unit, "value": v.now[key]}
         | ({"range": f"{v.now['low']:.1f} to {v.now['high']:.1f}"} if key.startswith("tok") else {})
         | {"extra": v.line}
         for v in verdicts

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from bench.compare.ratios import Compared
+from bench.compare.records import microseconds_per_token
 from bench.errors import UsageError
 
 COLOURS = ("#3b6fb6", "#d9822b", "#4c9f70", "#b64a6f", "#7b61a8", "#8c8c3a", "#4aa3a8", "#8a5a44")
@@ -55,11 +56,13 @@ def draw(rows: list[Compared], path: Path, tokens: float | None) -> None:
                 xerr=[[max(0.0, rate - r.ratio_low * scale)], [max(0.0, r.ratio_high * scale - rate)]],
                 color="black", lw=1, capsize=2,
             )  # fmt: skip
-    timed = [x for x in zip(shown, labels, colours, strict=True) if x[0].record.step_times_s]
-    axes[0, 1].set_title("step time [s]: quartiles, 5 to 95 %", fontsize=10, loc="left")
+    times = [microseconds_per_token(r.record) for r in shown]
+    timed = [x for x in zip(times, labels, colours, strict=True) if x[0]]
+    title = "time per token and GPU [us]: quartiles, 5 to 95 %"
+    axes[0, 1].set_title(title, fontsize=10, loc="left")
     if timed:
         boxes = axes[0, 1].boxplot(
-            [r.record.step_times_s for r, *_ in timed], orientation="horizontal", whis=(5, 95),
+            [each for each, *_ in timed], orientation="horizontal", whis=(5, 95),
             showfliers=False, patch_artist=True, tick_labels=[label for _, label, _ in timed],
         )  # fmt: skip
         for box, (*_, colour) in zip(boxes["boxes"], timed, strict=True):

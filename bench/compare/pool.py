@@ -61,6 +61,8 @@ def _pooled(runs: list[Record]) -> Record:
         memory_kind=most.memory_kind,
         step_times_s=[t for r in chosen for t in r.step_times_s],
         notes=[note for r in runs for note in r.notes] + left_out,
+        # One of a kind: drift, busy CPU, stolen CPU.
+        remarks=list({x.rpartition(" ")[0]: x for r in chosen for x in r.remarks}.values()),
         runs=runs,
         rates=[r.tokens_per_sec_per_gpu for r in usable],
     )

@@ -9,7 +9,7 @@ from bench.compare.pool import name_settings, plainest, pool
 from bench.compare.records import Record
 from bench.errors import UsageError
 from bench.formulas.hardware import device_called, find_hardware
-from bench.formulas.time_statistics import bootstrap_ratio
+from bench.formulas.time_statistics import surely, welch_ratio
 from bench.settings.flags import differing
 
 # Runs of one setting differ by this much.
@@ -18,13 +18,15 @@ RUNS_DIFFER = 0.01
 
 # With fewer runs of a setting nobody knows how much runs differ.
 RUNS_FOR_A_VERDICT = 3
+# The chance that any verdict of a whole table is false.
+TABLE_ERROR = 0.05
 
 
 @dataclasses.dataclass
 class Compared:
     """A setting beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster.
 
-    Intervals are over runs.
+    Intervals are over runs, of each ratio alone. `certain` says whether it holds beside all others.
     """
 
     record: Record
@@ -34,11 +36,18 @@ class Compared:
     ratio: float | None = None
     ratio_low: float | None = None
     ratio_high: float | None = None
+    chance: float = 1.0
+    certain: bool = False
     usd_per_trillion: float | None = None
     tokens_per_joule: float | None = None
     energy_measured: bool = False
     days: float | None = None
     runs_of_reference: int = 0
+
+    @property
+    def enough_runs(self) -> bool:
+        """Whether both sides have the runs that a verdict takes."""
+        return min(len(self.record.rates), self.runs_of_reference) >= RUNS_FOR_A_VERDICT
 
     @property
     def verdict(self) -> str:
@@ -49,10 +58,10 @@ class Compared:
             return "not compared"
         if self.ratio is None:
             return "unknown"
-        few = min(len(self.record.rates), self.runs_of_reference)
-        if few < RUNS_FOR_A_VERDICT or self.ratio_low is None:
+        if not self.enough_runs or self.ratio_low is None:
+            few = min(len(self.record.rates), self.runs_of_reference)
             return f"no verdict: {few} run{'s' * (few > 1)}"
-        if self.ratio_low <= 1 <= self.ratio_high or abs(self.ratio - 1) < RUNS_DIFFER:
+        if not self.certain or abs(self.ratio - 1) < RUNS_DIFFER:
             return "within noise"
         return "faster" if self.ratio > 1 else "slower"
 
@@ -104,6 +113,9 @@ def compare(
                 row.runs_of_reference = len(first.record.rates)
                 if not row.marks and not first.marks:
                     _fill_ratio(row, first.record)
+    tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
+    for row, certain in zip(tested, surely([r.chance for r in tested], TABLE_ERROR), strict=True):
+        row.certain = certain
     for row in rows:
         _fill_cost(row, prices, tokens)
     return rows
@@ -149,8 +161,8 @@ def _fill_ratio(row: Compared, reference: Record) -> None:
     if not ours or not theirs:
         return
     row.ratio = ours / theirs
-    if spread := bootstrap_ratio(row.record.rates, reference.rates):
-        row.ratio_low, row.ratio_high = spread
+    if spread := welch_ratio(row.record.rates, reference.rates):
+        row.ratio_low, row.ratio_high, row.chance = spread
 
 
 def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:

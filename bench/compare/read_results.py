@@ -15,8 +15,10 @@ from pydantic import ValidationError
 from bench.compare.read_logs import read_automodel_benchmark, read_metrics_csv, read_trainer_state
 from bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from bench.errors import UsageError
+from bench.files import shown_command
 from bench.formulas.hardware import device_called
 from bench.results.result_files import first_problem, parse_result, software
+from bench.results.schema import Result
 from bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
@@ -102,11 +104,23 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
         marks=r.unfit,
         notes=list(r.notes),
+        remarks=list(r.disturbances),
+        provenance=provenance_of(r),
         software=software(r) | {"commit": (r.environment.get("git_sha") or "unknown")[:10]},
         resumed_from=r.resumed_from and (r.resumed_from.run, r.resumed_from.step),
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )
+
+
+def provenance_of(r: Result) -> dict[str, str]:
+    """Where a result comes from: date, commit, versions and command; no host or user, no whole path."""
+    e, found = r.environment, {"date": r.started_at[:16].replace("T", " ")}
+    found["commit"] = (e.get("git_sha") or "unknown")[:10] + "+changes" * bool(e.get("git_dirty"))
+    found |= software(r)
+    found |= {name: str(e[name]) for name in ("python", "os") if e.get(name)}
+    found |= {name: str(value) for name, value in (e.get("settings") or {}).items()}
+    return found | {"command": " ".join(shown_command(r.command))}
 
 
 def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:

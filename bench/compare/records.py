@@ -113,12 +113,26 @@ class Record:
     arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
     resumed_from: tuple[str, int] | None = None  # name of the run before it, and first step of this
+    remarks: list[str] = dataclasses.field(
+        default_factory=list
+    )  # what may have changed the figures
+    provenance: dict[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # versions, commit, command
+    model_told: bool = True  # or the model is called as the file is
     software: dict[str, str] | None = None  # versions that speed can depend on, our own included
     repeat_of: str | None = None  # the setting of a sweep's row
     # Of a setting (bench/compare/pool.py): its name, its runs, and the rates of those that count.
     setting: str = ""
     runs: "list[Record]" = dataclasses.field(default_factory=list)
     rates: list[float] = dataclasses.field(default_factory=list)
+
+
+def microseconds_per_token(r: Record) -> list[float]:
+    """Each step's time per token of one GPU [us], which steps of any batch share; empty if unknown."""
+    if not (r.n_gpus and r.global_batch and r.seq_len):
+        return []
+    return [1e6 * t * r.n_gpus / (r.global_batch * r.seq_len) for t in r.step_times_s]
 
 
 def make_printable(r: Record) -> None:

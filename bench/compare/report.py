@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, Compared
-from bench.compare.records import Record
+from bench import __version__
+from bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, TABLE_ERROR, Compared
+from bench.compare.records import Record, microseconds_per_token
+from bench.files import shown_path, write_whole
 from bench.formulas.hardware import device_called
-from bench.formulas.time_statistics import NORMAL, STUDENT_T, WINDOW_PARTS
 from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, number, show_whole
 
 Item = TypeVar("Item")
@@ -20,11 +21,7 @@ DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 MOST_SHOWN, MOST_VERDICTS, MOST_DRAWN, MOST_RUNS = 40, 6, 8, 4000
 COLUMNS = (
     "setting", "runs", "hardware", "GPUs", "tokens/s per GPU", "ratio [95 %]", "verdict", "TFLOP/s",
-    "MFU", "memory GiB", "US$/T tokens", "tokens/J",
-)  # fmt: skip
-RUN_COLUMNS = (
-    "group", "setting", "run", "hardware", "GPUs", "settings", "tokens/s per GPU", "MFU", "TFLOP/s",
-    "memory GiB", "not compared", "path",
+    "MFU", "memory GiB", "US$/T tokens", "tokens/J", "remarks",
 )  # fmt: skip
 
 
@@ -42,7 +39,7 @@ def cells(row: Compared, tokens: float | None) -> list[str]:
         number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict,
         number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
         number(r.mfu, ".1%") + (star if r.mfu else ""), memory(r), number(row.usd_per_trillion, ",.0f"),
-        number(row.tokens_per_joule, ".2f") + estimated,
+        number(row.tokens_per_joule, ".2f") + estimated, "; ".join(r.remarks),
     ]  # fmt: skip
     return [*texts, number(row.days, ",.1f")] if tokens else texts
 
@@ -64,7 +61,9 @@ def tables(
     names = [*COLUMNS, "days"] if tokens else [*COLUMNS]
     for group, members in by_group(rows).items():
         found = [cells(row, tokens) for row in members]
-        known = [bool({line[i] for line in found} - {"unknown", "?"}) for i in range(len(names))]
+        known = [
+            bool({line[i] for line in found} - {"unknown", "?", ""}) for i in range(len(names))
+        ]
         kept = [i for i, name in enumerate(names) if known[i] or name.startswith("tokens/s")]
         yield group, [names[i] for i in kept], [[line[i] for i in kept] for line in found]
 
@@ -88,6 +87,59 @@ def show_comparison(rows: list[Compared], tokens: float | None) -> None:
             print(line)
     if any(counted_otherwise(row.record) for row in rows):
         print("* counted by another suite in its own way")
+    if tested := sum(row.ratio_low is not None and row.enough_runs for row in rows):
+        print(how_certain(tested))
+
+
+def how_certain(tested: int) -> str:
+    """The error of the verdicts of a whole table, in words."""
+    return (
+        f"{tested} verdict{'s' * (tested > 1)}: the chance that any is false is at most "
+        f"{TABLE_ERROR:.0%} (Welch's test, Holm's correction); each interval is 95 % by itself"
+    )
+
+
+def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
+    """A setting's figures, as compare.csv and compare.json have them; None for what is unknown."""
+    r = row.record
+    energy = None if row.tokens_per_joule is None else "measured" if row.energy_measured else "TDP"
+    return {
+        "group": row.group, "setting": r.setting, "runs": len(r.rates) or 1, "hardware": r.hardware,
+        "n_gpus": r.n_gpus, "tokens_per_sec_per_gpu": r.tokens_per_sec_per_gpu,
+        "ratio": 1.0 if row.is_reference else row.ratio, "ratio_low": row.ratio_low,
+        "ratio_high": row.ratio_high, "verdict": row.verdict, "not_compared": "; ".join(row.marks),
+        "remarks": "; ".join(r.remarks), "tflops_per_gpu": r.tflops_per_gpu, "mfu": r.mfu,
+        "flop_convention": r.flop_convention, "memory_gib": r.memory_gib, "memory_kind": r.memory_kind,
+        "usd_per_trillion_tokens": row.usd_per_trillion, "tokens_per_joule": row.tokens_per_joule,
+        "energy": energy, "days": row.days if tokens else None,
+    }  # fmt: skip
+
+
+def run_facts(row: Compared, r: Record) -> dict[str, Any]:
+    """A run's figures and where they come from, as runs.csv has them."""
+    p = r.provenance
+    return {
+        "group": row.group, "setting": row.record.setting, "run": r.label, "hardware": r.hardware,
+        "n_gpus": r.n_gpus, "settings": r.settings, "tokens_per_sec_per_gpu": r.tokens_per_sec_per_gpu,
+        "mfu": r.mfu, "tflops_per_gpu": r.tflops_per_gpu, "memory_gib": r.memory_gib,
+        "not_compared": "; ".join(r.marks), "remarks": "; ".join(r.remarks), "suite": r.suite,
+        **{name: p.get(name) for name in ("date", "commit", "torch", "driver", "command")},
+        "path": shown_path(r.path),
+    }  # fmt: skip
+
+
+def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
+    """Where the runs come from: what differs between them, a line a run, and what all share.
+
+    The first line of what differs holds its names.
+    """
+    runs = [r for row in rows for r in row.record.runs][:MOST_RUNS]
+    names = list(dict.fromkeys(name for r in runs for name in r.provenance))
+    seen = {name: {r.provenance.get(name) for r in runs} for name in names}
+    differ = [name for name in names if len(seen[name]) > 1]
+    lines = [["run", *differ]]
+    lines += [[r.label, *(r.provenance.get(n, "unknown") for n in differ)] for r in runs]
+    return lines, [[name, *seen[name]] for name in names if name not in differ]
 
 
 def write(
@@ -97,51 +149,71 @@ def write(
     plot: bool,
     remarks: list[str],
     priced: bool,
-) -> None:
-    """All files of a comparison; `remarks` open the report, `priced` says that prices were given."""
+) -> str:
+    """All files of a comparison; returns a line that names them.
+
+    `remarks` open the report, `priced` says that prices were given.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    names = (*COLUMNS, "days") if tokens else COLUMNS
-    with (directory / "compare.csv").open("w", newline="", encoding="utf-8") as f:
-        writer = csv.writer(f)
-        writer.writerow(["group", *names, "path"])
-        for r in rows:
-            writer.writerow(map(csv_cell, [r.group, *cells(r, tokens), r.record.path]))
-    with (directory / "runs.csv").open("w", newline="", encoding="utf-8") as f:
-        writer = csv.writer(f)
-        writer.writerow(RUN_COLUMNS)
-        for row in rows:
-            for r in row.record.runs:
-                figures = (r.tokens_per_sec_per_gpu, r.mfu, r.tflops_per_gpu, r.memory_gib)
-                known = [row.group, row.record.setting, r.label, r.hardware, r.n_gpus, r.settings]
-                writer.writerow(map(csv_cell, [*known, *figures, "; ".join(r.marks), r.path]))
+    settings = [row_facts(row, tokens) for row in rows]
+    runs = [run_facts(row, r) for row in rows for r in row.record.runs]
+    _write_csv(directory / "compare.csv", settings)
+    _write_csv(directory / "runs.csv", runs)
+    content = {
+        "about": "Ratios are of tokens/s per GPU to each group's reference, with 95 % intervals.",
+        "made": _today(), "version": __version__, "table_error": TABLE_ERROR, "remarks": remarks,
+        "settings": settings, "runs": runs,
+    }  # fmt: skip
+    write_whole(directory / "compare.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     with (directory / "compare.md").open("w", encoding="utf-8") as f:
         for group, columns, found in tables(rows, tokens):
             f.write(f"## {markdown_cell(group)}\n\n")
             lines = [columns, ["---"] * len(columns), *found]
             f.writelines(f"| {' | '.join(map(markdown_cell, line))} |\n" for line in lines)
             f.write("\n")
+        differ, shared = provenance(rows)
+        if len(differ[0]) > 1:
+            f.write("## Provenance: what differs\n\n")
+            lines = [differ[0], ["---"] * len(differ[0]), *differ[1:]]
+            f.writelines(f"| {' | '.join(map(markdown_cell, line))} |\n" for line in lines)
+            f.write("\n")
+        if shared:
+            f.write("## Provenance: the same for all runs\n\n")
+            f.writelines(f"- {markdown_cell(name)}: {markdown_cell(v)}\n" for name, v in shared)
+        f.write(f"\nMade {_today()} by llm-train-bench {__version__}.\n")
     if plot:
         from bench.compare.plots import draw
 
         draw(rows, directory / "compare.png", tokens)
     (directory / "report.html").write_text(html(rows, tokens, remarks, priced), encoding="utf-8")
-    print(f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}")
+    return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
+
+
+def _today() -> str:
+    return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+
+
+def _write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, lines[0] if lines else ())
+        writer.writeheader()
+        writer.writerows({name: csv_cell(x) for name, x in line.items()} for line in lines)
 
 
 def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced: bool) -> str:
     """The report: one file that needs no other."""
     groups = by_group(rows)
     whole = len(rows) + sum(len(row.record.runs) for row in rows) <= MOST_RUNS
-    date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    differ, shared = provenance(rows)
     runs = sum(len(row.record.runs) for row in rows)
     content = {
         "title": f"Training speed: {', '.join(list(groups)[:3])}",
-        "about": f"{len(rows)} settings, {runs} runs, made {date} by llm-train-bench.",
+        "about": f"{len(rows)} settings, {runs} runs, made {_today()} by llm-train-bench {__version__}.",
         "prices": f"Prices are rental prices per GPU-hour{' as given' if priced else DEFAULT_PRICES}.",
         "remarks": remarks,
         "groups": [_group(name, members, tokens, whole) for name, members in groups.items()],
         "runs_for_a_verdict": RUNS_FOR_A_VERDICT, "runs_differ": RUNS_DIFFER,
-        "student_t": STUDENT_T, "normal": NORMAL, "parts": WINDOW_PARTS,
+        "table_error": TABLE_ERROR, "provenance": {"differ": differ, "shared": shared},
     }  # fmt: skip
     # JSON has no NaN, and a page's script ends at the first "</".
     text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -167,12 +239,14 @@ def _group(name: str, members: list[Compared], tokens: float | None, whole: bool
             "counted": r.flop_convention, "memory": r.memory_gib, "kind": r.memory_kind,
             "card": card and card.memory_gib, "usd": m.usd_per_trillion,
             "per_joule": m.tokens_per_joule, "measured": m.energy_measured,
-            "days": m.days if tokens else None,
+            "days": m.days if tokens else None, "remarks": "; ".join(r.remarks),
             "losses": [[i, _figures(x)] for i, x in spread(r.losses, 200)] if shown else [],
             "runs": [
-                {"name": run.label, "speed": _figures(run.tokens_per_sec_per_gpu), "path": run.path,
+                {"name": run.label, "speed": _figures(run.tokens_per_sec_per_gpu),
+                 "path": shown_path(run.path),
                  "marks": "; ".join(run.marks),
-                 "times": [_figures(t) for t in spread(run.step_times_s, 120)] if shown and i < 3 else []}
+                 "times": [_figures(t) for t in spread(microseconds_per_token(run), 120)]
+                 if shown and i < 3 else []}
                 for i, run in enumerate(runs[:100])
             ],
         })  # fmt: skip

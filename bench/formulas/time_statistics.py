@@ -1,5 +1,7 @@
-"""Statistics of step times. Needs no torch."""
+"""Statistics of step times, and of runs. Needs no torch."""
 
+import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -74,6 +76,101 @@ def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:
     low = center - wider * (middle - float(low))
     # With two or three unlike times the interval can reach below 0; times cannot.
     return max(0.0, low) if min(sample) >= 0 else low, center + wider * (float(high) - middle)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """The mean of some runs: how many, their standard deviation, and by how many degrees it is known.
+
+    Without degrees of freedom nobody knows how much runs differ.
+    """
+
+    value: float
+    n: int
+    std: float = 0.0
+    degrees: int = 0
+
+    @property
+    def error(self) -> float:
+        """Variance of the mean."""
+        return self.std**2 / self.n
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """The mean of the runs' values."""
+    n = len(values)
+    return Mean(statistics.fmean(values), n, statistics.stdev(values) if n > 1 else 0.0, n - 1)
+
+
+def difference(a: Mean, b: Mean) -> tuple[float, float, float] | None:
+    """a - b, its standard error and degrees of freedom (Welch 1947); None where no noise is known.
+
+    A side of one run takes the other's noise, in proportion to its value.
+    """
+    if not (a.degrees or b.degrees):
+        return None
+    if not (a.degrees and b.degrees):
+        known, single = (a, b) if a.degrees else (b, a)
+        std = known.std * abs(single.value / known.value)
+        error = math.sqrt(known.error + max(std, single.std) ** 2 / single.n)
+        return a.value - b.value, error, known.degrees
+    error = a.error + b.error
+    degrees = error**2 / (a.error**2 / a.degrees + b.error**2 / b.degrees) if error else 1.0
+    return a.value - b.value, math.sqrt(error), degrees
+
+
+@functools.lru_cache(maxsize=256)
+def _half_of_t(degrees: float):
+    """Angles and the mass of Student's t from 0 up to them: t = sqrt(degrees) tan(angle)."""
+    import numpy as np
+
+    angle = np.linspace(0.0, math.pi / 2, 8001)
+    density = np.cos(angle) ** (degrees - 1)
+    mass = np.concatenate(([0.0], np.cumsum((density[1:] + density[:-1]) / 2)))
+    return angle, mass / mass[-1] / 2
+
+
+def student_t(probability: float, degrees: float) -> float:
+    """Quantile of Student's t, for a probability above one half."""
+    import numpy as np
+
+    degrees = round(min(degrees, 1e4), 1)
+    angle, mass = _half_of_t(degrees)
+    return math.sqrt(degrees) * math.tan(float(np.interp(probability - 0.5, mass, angle)))
+
+
+def chance_of(t: float, degrees: float) -> float:
+    """Probability of a Student's t beyond +-t."""
+    import numpy as np
+
+    degrees = round(min(degrees, 1e4), 1)
+    angle, mass = _half_of_t(degrees)
+    return 1 - 2 * float(np.interp(math.atan(abs(t) / math.sqrt(degrees)), angle, mass))
+
+
+def welch_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float] | None:
+    """95 % interval of a mean rate over another, and the chance of that difference by noise alone.
+
+    Welch's test on logarithms of the runs' rates; None with fewer than two runs on a side.
+    """
+    if min(len(a), len(b)) < 2:
+        return None
+    logs = (mean_of([math.log(x) for x in side]) for side in (a, b))
+    middle, error, degrees = difference(*logs)
+    wide = student_t(0.975, degrees) * error
+    chance = chance_of(middle / error, degrees) if error else float(middle == 0)
+    return math.exp(middle - wide), math.exp(middle + wide), chance
+
+
+def surely(chances: Sequence[float], error: float = 0.05) -> list[bool]:
+    """Which differences hold, so that any false one among all has at most this chance (Holm 1979)."""
+    order = sorted(range(len(chances)), key=chances.__getitem__)
+    holds = [False] * len(chances)
+    for rank, i in enumerate(order):
+        if chances[i] > error / (len(chances) - rank):
+            break
+        holds[i] = True
+    return holds
 
 
 def bootstrap_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:

@@ -12,8 +12,8 @@ from bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
 
 # Energy counter and power samples may differ by this fraction.
 POWER_AGREES = 0.2
-# Parts of a machine's CPU time, and the shortest window whose ticks tell them [CPU seconds].
-BUSY_CPU, BUSY_HOST, STOLEN, SHORTEST_LOOK_S = 0.1, 0.5, 0.01, 1.0
+# The shortest window whose ticks of CPU time tell who used it [CPU seconds].
+SHORTEST_LOOK_S = 1.0
 # A GPU that is further behind the others than this fraction is reported.
 SLOW_DEVICE = 0.03
 
@@ -121,7 +121,7 @@ def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
 
 
 def _fill_machine_use(result: Result, ranks: list[RankTimes]) -> None:
-    """CPU time of each host that went to other processes, or was stolen; a note if it was much."""
+    """Parts of CPU time that went to other processes or were withheld, on the worst host."""
     m = result.metrics
     for host in {r.host: r for r in ranks if r.cpu_seconds}:
         used = [r.cpu_seconds for r in ranks if r.host == host and r.cpu_seconds]
@@ -131,15 +131,6 @@ def _fill_machine_use(result: Result, ranks: list[RankTimes]) -> None:
         others = max(0.0, busy - sum(own for *_, own in used)) / total
         m.other_cpu_fraction = max(m.other_cpu_fraction or 0.0, others)
         m.stolen_cpu_fraction = max(m.stolen_cpu_fraction or 0.0, stolen / total)
-    if (m.other_cpu_fraction or 0) > (BUSY_CPU if result.device.type == "cpu" else BUSY_HOST):
-        result.notes.append(
-            f"other processes took {m.other_cpu_fraction:.0%} of the machine's CPU time in the window"
-        )
-    if (m.stolen_cpu_fraction or 0) > STOLEN:
-        result.notes.append(
-            f"the virtual machine's host withheld {m.stolen_cpu_fraction:.0%} of the CPU time in the "
-            "window"
-        )
 
 
 def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
@@ -190,11 +181,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         return
     for key, value in describe(times).items():
         setattr(m, key, value)
-    if result.drifts:
-        result.notes.append(
-            f"step time changed by {m.step_time_drift:+.1%} over the window (last third to first): "
-            "the device may not have been in a steady state; use more --warmup-steps and --n-steps"
-        )
+    result.notes += result.disturbances.values()
     for part, mean in mean_part_times(measured).items():
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)

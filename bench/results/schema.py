@@ -20,6 +20,8 @@ SCHEMA_VERSION = 2
 HELD_DOWN = 0.01
 # A device holds its average power to its limit, except for moments.
 LIMIT_SLACK = 0.05
+# Parts of a machine's CPU time that are worth a note: of a CPU run, beside a GPU, and withheld.
+BUSY_CPU, BUSY_HOST, STOLEN_CPU = 0.1, 0.5, 0.01
 # The one reason that is normal: under full load a GPU is at its power limit.
 POWER_CAP = "power cap"
 
@@ -403,6 +405,27 @@ class Result(Strict):
         middle = math.log(shape["vocab_size"]) + s * s / 2
         wide = s * s / 2 + 0.5 + 5 * s / self.batch.tokens_per_step**0.5
         return middle - wide, middle + wide
+
+    @property
+    def disturbances(self) -> dict[str, str]:
+        """What may have changed the figures, short, and the line that says it."""
+        m, found = self.metrics, {}
+        if self.drifts:
+            change = drift(self.step_times_s)[0]
+            found[f"drift {change:+.1%}"] = (
+                f"step time changed by {change:+.1%} over the window (last third to first): the device "
+                "may not have been in a steady state; use more --warmup-steps and --n-steps"
+            )
+        others, stolen = m.other_cpu_fraction or 0, m.stolen_cpu_fraction or 0
+        if others > (BUSY_CPU if self.device.type == "cpu" else BUSY_HOST):
+            found[f"busy CPU {others:.0%}"] = (
+                f"other processes took {others:.0%} of the machine's CPU time in the window"
+            )
+        if stolen > STOLEN_CPU:
+            found[f"stolen CPU {stolen:.0%}"] = (
+                f"the virtual machine's host withheld {stolen:.0%} of the CPU time in the window"
+            )
+        return found
 
     @property
     def drifts(self) -> bool:
