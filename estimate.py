@@ -41,7 +41,7 @@ from bench.formulas.speed_model import estimate_speed
 from bench.formulas.step_events import simulate_step, write_trace
 from bench.formulas.work import Theirs, Work
 from bench.settings.checks import check
-from bench.settings.command_line import parse_args, parse_dataclass
+from bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
 from bench.settings.flags import (
     Args,
     BatchFlags,
@@ -75,7 +75,9 @@ class EstimateFlags:
         metavar="NAME",
     )  # fmt: skip
     gpus: int = flag(1, "How many of them.", at_least=1, at_most=2**20)
-    per_node: int = flag(8, "GPUs of one machine, or of one NVLink domain (GB200: 72).", at_least=1)
+    per_node: int = flag(
+        8, "GPUs of one machine, or of one NVLink domain (GB200: 72).", at_least=1, at_most=2**20
+    )
     parallel: Literal["fsdp", "ddp", "pp"] = flag(
         "fsdp",
         "Script for more than one GPU: train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).",
@@ -187,16 +189,21 @@ def main(argv: Sequence[str]) -> int:
 
     With --fit it may be train.py's own.
     """
-    args = parse_dataclass(EstimateArgs, argv, "estimate.py")
+    words, file = with_run_file(argv)
+    args = parse_dataclass(EstimateArgs, words, "estimate.py")
     wanted = args.part(EstimateFlags)
     check_bounds(wanted)
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
     several = {"ddp": Script.DDP, "fsdp": Script.FSDP, "pp": Script.PP}[wanted.parallel]
+    if file and file.script not in (None, Script.ONE) and wanted.gpus == 1:
+        raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
     if args.pp and several is Script.DDP:
         raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
     several = Script.PP if args.pp else several
     script = Script.ONE if wanted.gpus == 1 else several
+    if not wanted.plan:
+        refuse_foreign(words, script)
     args = check(args, script)
     if wanted.fit:
         platform = "cpu" if args.device == "cpu" else detect_platform()
@@ -247,6 +254,27 @@ def main(argv: Sequence[str]) -> int:
     return 0 if estimate.fits else 4
 
 
+def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
+    """The command line with what --from FILE holds, its script and ranks too; and the file's facts."""
+    if not any(word == "--from" or word.startswith("--from=") for word in argv):
+        return list(argv), None
+    from bench.settings.run_file import with_file  # needs YAML
+
+    words, file = with_file(argv, None)
+    given = {word.partition("=")[0].replace("_", "-") for word in argv}
+    ranks = file.ranks
+    if "nproc" in file.flags:
+        at = words.index("--nproc")
+        ranks = words[at + 1]
+        del words[at : at + 2]
+    if ranks and "--gpus" not in given:
+        words += ["--gpus", str(ranks)]
+    kinds = {Script.DDP: "ddp", Script.FSDP: "fsdp", Script.PP: "pp"}
+    if file.script in kinds and "--parallel" not in given:
+        words += ["--parallel", kinds[file.script]]
+    return words, file
+
+
 def device_of(name: str, wanted: EstimateFlags) -> Hardware:
     """The device of that name under the limits that the flags give; UsageError for an unknown one."""
     try:
@@ -288,7 +316,8 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
         raise UsageError(f"--calibrate {path}: cannot be read: {error.strerror}") from None
     except ValueError:
         raise UsageError(f"--calibrate {path}: is no result.json of a run") from None
-    measured, script = result.metrics.step_time_mean_s, Script(result.entrypoint)
+    # One slow step says nothing of the device: the median, as in benchmarks/calibration.py.
+    measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)
     if not measured:
         raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")
     if result.device.hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(
@@ -299,18 +328,22 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
         )
     given = parse_args(["--from", str(path)], script)
     work = make_plan(given, script, result.device.count, gpu.platform).work
+    factor = speed_factor(work, gpu, wanted.per_node, measured)
+    told = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
+    return scaled(gpu, factor, factor), told
+
+
+def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> float:
+    """The factor on all rates of a device by which a step takes the `measured` seconds."""
 
     def estimated(factor: float) -> float:
-        return estimate_speed(work, scaled(gpu, factor, factor), wanted.per_node).step_s
+        return estimate_speed(work, scaled(gpu, factor, factor), per_node).step_s
 
     low, high = 1e-4, 1e4
     for _ in range(60):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if estimated(middle) > measured else (low, middle)
-    told = (
-        f"calibrated: by {result.run_name} this device is {low:.2f} times as fast as it is listed"
-    )
-    return scaled(gpu, low, low), told
+    return low
 
 
 # What --plan chooses itself.
@@ -423,7 +456,7 @@ def nearest_changes(
 
     `planned(flags, gpus)` makes a plan with other flags; `limit` is in bytes.
     """
-    gpus, found = work.world, []
+    gpus, found, seen = work.world, [], {work}
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
     tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]
     if not work.recompute.blocks:
@@ -435,8 +468,9 @@ def nearest_changes(
     for flags, n in tries:
         with contextlib.suppress(UsageError):
             other = planned(flags, n)
-            if (need := other.needs(other.work)) > limit:
+            if other.work in seen or (need := other.needs(other.work)) > limit:
                 continue
+            seen.add(other.work)
             step_s = estimate_speed(other.work, gpu, per_node).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = [f"{flag_of(name)} {value}" for name, value in flags.items()]
@@ -562,7 +596,7 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
             if e.simulated_s
             else []
         ),
-        *((f"  {name}", f"{seconds:.4g} s") for name, seconds in e.parts_s.items() if seconds),
+        *((f"  {name}", f"{seconds:.4g} s") for name, seconds in e.parts_s.items() if seconds > 1e-6 * e.step_s),
         *(
             [
                 ("  --cpu-offload", "its transfers are not counted"),

@@ -22,6 +22,8 @@ from bench.settings.command_line import parse_args
 from bench.settings.flags import Script
 from bench.settings.machine import cpu_name
 from bench.settings.plan import make_plan
+from estimate import speed_factor
+
 from benchmarks.common import device_of_runs, interleave, run_train_apart, save
 
 LIMIT = 0.1
@@ -66,7 +68,8 @@ def main() -> int:
         return estimate_speed(work, scaled(cpu, factor, factor)).step_s
 
     first, *others = CASES
-    factor = estimated(first, 1.0) / times[first]  # nothing else takes time on one device
+    work = make_plan(parse_args(argv_of(first), "train.py"), Script.ONE, 1, "cpu").work
+    factor = speed_factor(work, cpu, 8, times[first])
     print(
         f"| setting | measured [s] | predicted | error |\n|---|---:|---:|---:|\nfactor {factor:.3f}"
     )

@@ -105,7 +105,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         exposed_s=travels * exposed,
         host_s=micro_steps * host,
         tokens_s=micro_steps * moves,
-        waits_s=micro_steps * (micro - compute - moves),
+        waits_s=micro_steps * max(0.0, micro - compute - moves),
         bubble_s=bubble,
     )
 

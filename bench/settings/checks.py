@@ -34,9 +34,7 @@ def check(args: Checked, script: Script) -> Checked:
     """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
     for name, flag in declared(Args).items():
         if script not in flag.scripts and changed(args, [name]):
-            raise UsageError(
-                f"{flag_of(name)} has no meaning for {script}; it is for {' or '.join(flag.scripts)}"
-            )
+            raise UsageError(foreign(name, script))
     check_bounds(args)
     if args.use_fp8:
         backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile)
@@ -56,6 +54,12 @@ def check(args: Checked, script: Script) -> Checked:
         given = " ".join(flags[axis] for axis in broken.when if axis in flags)
         raise UsageError(f"{given}: {broken.reason}; use {broken.instead}")
     return args
+
+
+def foreign(name: str, script: Script) -> str:
+    """What is wrong with a flag of other scripts."""
+    scripts = " or ".join(declared(Args)[name].scripts)
+    return f"{flag_of(name)} has no meaning for {script}; it is for {scripts}"
 
 
 def resolve_fp8(args: Fp8Flags, compiled: bool) -> tuple[str, str]:

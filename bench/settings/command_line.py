@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
 import tyro
 
 from bench.errors import UsageError
-from bench.settings.checks import check
+from bench.settings.checks import check, foreign
 from bench.settings.flags import Args, Script, declared, defaults, flag_of
 
 Parsed = TypeVar("Parsed")
@@ -28,8 +28,9 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
     if any(word == "--from" or word.startswith("--from=") for word in argv):
         from bench.settings.run_file import with_file  # needs YAML
 
-        argv = with_file(argv, script)
+        argv, _ = with_file(argv, script)
     args = parse_dataclass(Args, argv, script, script)
+    refuse_foreign(argv, script)
     words = {word.replace("_", "-").split("=")[0] for word in argv}
     if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in words:
         raise UsageError(
@@ -37,6 +38,15 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
             "leave it out for 2 x --pp"
         )
     return check(args, script)
+
+
+def refuse_foreign(argv: Sequence[str], script: Script) -> None:
+    """UsageError for a flag of other scripts, also where its value is the default."""
+    flags = declared(Args)
+    for word in argv:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if word.startswith("--") and name in flags and script not in flags[name].scripts:
+            raise UsageError(foreign(name, script))
 
 
 # Flags of predecessors that mean the same as one of ours, and what replaces the others.

@@ -1,5 +1,6 @@
 """--from: a whole run in one file, a result.json or YAML, as a command line. Needs no torch."""
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
@@ -46,15 +47,26 @@ def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
 UniqueKeys.add_constructor("tag:yaml.org,2002:int", _plain_int)
 
 
-def with_file(argv: Sequence[str], script: Script) -> list[str]:
-    """A command line with `--from FILE` replaced by what the file holds; its other words come after.
+@dataclasses.dataclass(frozen=True)
+class RunFile:
+    """A whole run: flags, and where the file tells them config, script and number of ranks."""
 
-    FILE is a run's result.json, or YAML or JSON with `config`, flags and, if it likes, the `script`.
+    flags: dict[str, Any]
+    config: str | None
+    script: Script | None = None
+    ranks: int | None = None
+
+
+def with_file(argv: Sequence[str], script: Script | None) -> tuple[list[str], RunFile | None]:
+    """A command line with `--from FILE` replaced by what the file holds, and that.
+
+    FILE is a run's result.json, or YAML or JSON with `config`, flags and, if it likes, the `script`,
+    which must be the given one, if any. Flags on the command line override the file's.
     """
     words = list(argv)
     places = [i for i, word in enumerate(words) if word == "--from" or word.startswith("--from=")]
     if not places:
-        return words
+        return words, None
     i = places[0]
     name = words[i].partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
     if len(places) > 1 or not name or name.startswith("--"):
@@ -62,17 +74,19 @@ def with_file(argv: Sequence[str], script: Script) -> list[str]:
             "--from takes one file, once: a result.json, or YAML with config and flags"
         )
     del words[i : i + (1 if "=" in words[i] else 2)]
-    given, config = _run_file(Path(name), script)
-    # A config that is named beside it goes before the file's.
-    own = words.pop(0) if words and not words[0].startswith("-") else config
+    file = _run_file(Path(name))
+    if script and file.script not in (None, script):
+        raise UsageError(f"--from {name}: is for {file.script}; start that, or leave out its script")
+    # A config that is named beside it overrides the file's.
+    own = words.pop(0) if words and not words[0].startswith("-") else file.config
     if own is None:
         raise UsageError(f"--from {name}: config: missing; name the model's config")
     later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
-    return [own, *to_argv({k: v for k, v in given.items() if flag_of(k) not in later}), *words]
+    given = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
+    return [own, *to_argv(given), *words], file
 
 
-def _run_file(path: Path, script: Script) -> tuple[dict[str, Any], str | None]:
-    """The flags and the config that a file of one run holds."""
+def _run_file(path: Path) -> RunFile:
     try:
         content = yaml.load(plain_file(path).read_text(encoding="utf-8"), UniqueKeys)
     except OSError as error:
@@ -82,6 +96,7 @@ def _run_file(path: Path, script: Script) -> tuple[dict[str, Any], str | None]:
         raise UsageError(f"--from {path}: is neither YAML nor JSON: {text[:200]}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"--from {path}: must hold names with values: config, and flags")
+    ranks = None
     if "schema_version" in content:  # a result: what its run was told, besides its place
         default = defaults(Args)
         given = {
@@ -94,6 +109,10 @@ def _run_file(path: Path, script: Script) -> tuple[dict[str, Any], str | None]:
         if not given.get("use_fp8"):
             given = {k: v for k, v in given.items() if not k.startswith("fp8_")}
         wanted, config = content.get("entrypoint"), given.pop("config", None)
+        device = content.get("device")
+        ranks = device.get("count") if isinstance(device, dict) else None
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            ranks = None
     else:
         given = {key.replace("-", "_"): value for key, value in content.items()}
         wanted, config = given.pop("script", None), given.pop("config", None)
@@ -104,8 +123,8 @@ def _run_file(path: Path, script: Script) -> tuple[dict[str, Any], str | None]:
             )
         given = {k: "off" if v is False and k in ("amp", "grad_compression") else v
                  for k, v in given.items()}  # fmt: skip
-    if wanted not in (None, script):
-        raise UsageError(f"--from {path}: is for {wanted}; start that, or leave out its script")
+    if wanted not in (None, *Script):
+        raise UsageError(f"--from {path}: script: there are {', '.join(Script)}")
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
-    return given, config
+    return RunFile(given, config, wanted and Script(wanted), ranks)

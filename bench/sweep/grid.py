@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 from bench.errors import UsageError
 from bench.formulas.hardware import find_hardware
 from bench.settings.command_line import parse_args, to_argv
-from bench.settings.flags import SETTABLE, Args, Script, defaults, differing, flag_of
+from bench.settings.flags import SETTABLE, Args, Script, differing, flag_of
 from bench.settings.plan import Plan, Platform, make_plan
 from bench.sweep.experiment import Experiment, Flags, Machine, Value, nearest_flag
 from model.config import ConfigError, model_name
@@ -69,14 +69,21 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
                 f"{where}: {unknown[0]}: no such flag{near}; {e.script} --help lists them"
             )
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
-        flags = _resolve_sizes(flags, e, platform, where)
+        flags = _with_machine(flags, e, platform, where)
+        both = None not in (flags.get("global_bsz"), flags.get("grad_acc_steps"))
+        size = flags.pop("global_bsz") if both else None
+        if both and flags.get("bsz") == "auto":
+            raise UsageError(
+                f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
+            )
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
         cell = Cell(
             e.script, model, tuple(sorted(flags.items())), names, tuple(e.environment.items())
         )
         try:
             world = _world(flags, e, machine)
-            plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
+            plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
+            _check_sizes(plan, e, world, size)
         except (UsageError, ConfigError) as error:
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
@@ -110,8 +117,8 @@ def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
     return flags.get("nproc") or (machine.gpus if machine else None)
 
 
-def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
-    """Check that replicas x shards = GPUs, and global = micro x data parallel x accumulation."""
+def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
+    """The flags with what the experiment's hardware and `parallel` say."""
     flags = dict(flags)
     machine = e.hardware.get(platform)
     if e.script is Script.ONE and machine and machine.gpus > 1:
@@ -126,13 +133,6 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
         )
     if "dp_replicate" in flags and "parallel" in e.model_fields_set:
         raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")
-    if machine and p.dp_shard is not None and p.dp_replicate * p.dp_shard != machine.gpus:
-        right = machine.gpus / p.dp_replicate
-        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
-        raise UsageError(
-            f"{where}: parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, "
-            f"but there are {machine.gpus} GPUs; {advice}"
-        )
     if p.dp_replicate > 1:
         flags["dp_replicate"] = p.dp_replicate
     if e.script is not Script.ONE and machine:
@@ -143,26 +143,29 @@ def _resolve_sizes(flags: Flags, e: Experiment, platform: Platform, where: str) 
         flags["nproc"] = machine.gpus
     if machine and machine.usd_per_hour:
         flags.setdefault("usd_per_hour", machine.usd_per_hour)
-    size, steps = flags.get("global_bsz"), flags.get("grad_acc_steps")
-    if size is not None and steps is not None:
-        world = _world(flags, e, machine)
-        if world is None:
-            raise UsageError(
-                f"{where}: global_bsz and grad_acc_steps: hardware must say how many GPUs"
-            )
-        bsz = flags.get("bsz") or defaults(Args)["bsz"]
-        if bsz == "auto":
-            raise UsageError(
-                f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
-            )
-        right = bsz * world * steps
-        if size != right:
-            raise UsageError(
-                f"{where}: global_bsz {size}, but {bsz} (bsz) x "
-                f"{world} GPUs x {steps} (grad_acc_steps) = {right}; make it {right}"
-            )
-        del flags["global_bsz"]
     return flags
+
+
+def _check_sizes(plan: Plan, e: Experiment, world: int | None, size: int | None) -> None:
+    """UsageError where `parallel`, or a global batch beside --grad-acc-steps, is not the plan's."""
+    batch, p = plan.work.batch, e.parallel
+    ranks = f"{batch.data_parallel_size} ranks with data of their own"
+    if p.dp_shard is not None and world and p.dp_replicate * p.dp_shard != batch.data_parallel_size:
+        right = batch.data_parallel_size / p.dp_replicate
+        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
+        raise UsageError(
+            f"parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, but of {world} "
+            f"GPUs there are {ranks}; {advice}"
+        )
+    if size is None:
+        return
+    if world is None:
+        raise UsageError("global_bsz and grad_acc_steps: hardware must say how many GPUs")
+    if size != batch.global_batch:
+        raise UsageError(
+            f"global_bsz {size}, but {batch.micro_batch} (bsz) x {ranks} x {batch.grad_acc_steps} "
+            f"(grad_acc_steps) = {batch.global_batch}; make it {batch.global_batch}"
+        )
 
 
 def differences(e: Experiment) -> list[str]:
