@@ -596,7 +596,11 @@ def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
             if e.simulated_s
             else []
         ),
-        *((f"  {name}", f"{seconds:.4g} s") for name, seconds in e.parts_s.items() if seconds > 1e-6 * e.step_s),
+        *(
+            (f"  {name}", f"{seconds:.4g} s")
+            for name, seconds in e.parts_s.items()
+            if seconds > 1e-6 * e.step_s
+        ),
         *(
             [
                 ("  --cpu-offload", "its transfers are not counted"),

@@ -34,7 +34,7 @@ from bench.settings.machine import detect_platform
 from bench.settings.plan import Platform
 from bench.settings.tool_main import run_tool, tool
 from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
-from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
+from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, refuse_foreign_row, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment
 from bench.sweep.grid import Cell, differences, make_cells
 from bench.sweep.jobs import options_of, run_as_jobs
@@ -237,6 +237,7 @@ def run_all(
         runs = ((i, cell) for cell, i in tune(cells, experiment, rows, directory, platform))
     for repeat, cell in runs:
         if row := rows.rows.get(cell_key(cell, repeat)):
+            refuse_foreign_row(row, rows.path)
             measured.append(row)
         else:
             todo.append((cell, repeat))

@@ -22,9 +22,8 @@ from bench.settings.command_line import parse_args
 from bench.settings.flags import Script
 from bench.settings.machine import cpu_name
 from bench.settings.plan import make_plan
-from estimate import speed_factor
-
 from benchmarks.common import device_of_runs, interleave, run_train_apart, save
+from estimate import speed_factor
 
 LIMIT = 0.1
 TINY = "configs/llama-tiny.json"

@@ -11,9 +11,13 @@ import tomllib
 import pytest
 
 import compare
+from bench.formulas.hardware import find_hardware
+from bench.formulas.memory_model import estimate_memory
 from bench.results import schema
 from bench.results.result_files import Step
 from bench.settings.command_line import parse_args, translated
+from bench.settings.flags import Script
+from bench.settings.plan import make_plan
 from bench.strict import Strict
 from docs.tables import meanings, with_tables
 from tests.helpers import ROOT
@@ -264,3 +268,45 @@ def test_files_that_pages_name_are_there():
         ):
             made = name in ("configs/roofs.json",)  # benchmarks/gemm.py makes it
             assert made or (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+PER_NODE = {"train.py": 1, "train_ddp.py": 8, "train_fsdp.py": 8, "train_pp.py": 8}
+COUNTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+
+
+def commands_on_gpus() -> list[tuple[str, str, int, str, str]]:
+    """Page, GPU, how many, script and flags of every command with a model, in the README and docs/.
+
+    An 80 GB H100 is meant, one node of eight where several ranks start, unless the line says more.
+    """
+    found = []
+    for path in [ROOT / "README.md", *PAGES]:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            for match in re.finditer(
+                r"(train\w*\.py) ((?:configs/[\w.-]+\.json|--model-size)[^`#|\n]*)", line
+            ):
+                script, flags = match.groups()
+                after = line[match.end() :].split("| `")[0]
+                told = re.search(r"nproc-per-node (\d+)", line) or re.search(
+                    r"--nproc (\d+)", flags
+                )
+                count = int(told[1]) if told else PER_NODE[script]
+                if of := re.search(r"on each of (\w+)", after):
+                    count = COUNTS[of[1]]
+                gpu = "h200" if "fits an H200" in line and "--bsz 32" in flags else "h100"
+                found.append((path.name, gpu, count, script, flags.strip() + "#" + after))
+    return found
+
+
+@pytest.mark.parametrize("command", commands_on_gpus(), ids=lambda c: f"{c[0]}: {c[3]} {c[4][:60]}")
+def test_documented_command_fits_the_machine_it_is_for(command):
+    _, gpu, count, script, text = command
+    flags, _, after = text.partition("#")
+    args = parse_args(shlex.split(flags), script)
+    work = make_plan(args, Script(script), count, "nvidia").work
+    need = estimate_memory(work).on_device(count) / 2**30
+    assert need <= find_hardware(gpu).memory_gib, f"needs {need:.1f} GiB on {count} x {gpu}"
+    # The figure beside it, where the text after the command begins with one.
+    if told := re.match(r"[`:# ]*([\d.]+) GiB", after):
+        digits = len(told[1].partition(".")[2])
+        assert f"{need:.{digits}f}" == told[1]

@@ -282,7 +282,9 @@ def read_csv(path: Path, facts: LogFacts) -> list[Record]:
             or number(row, "peak_rss_gib"),
             memory_kind=row.get("memory_kind") or None,
             tokens_per_joule=number(row, "tokens_per_joule"),
-            marks=[] if row["status"] == "ok" else [f"status {row['status']}"],
+            marks=[row["unfit"]] * bool(row.get("unfit"))
+            if row["status"] == "ok"
+            else [f"status {row['status']}"],
         )
         for row in rows
     ]

@@ -49,6 +49,11 @@ class Metrics(Strict):
         csv=True,
         final=True,
     )
+    samples_per_sec: float | None = metric(
+        "`global_batch` x `n_measured_steps` / `window_s`, all devices together.",
+        unit="samples/s",
+        csv=True,
+    )
     flops_per_token_palm: float | None = metric(
         "Training: 6 N + 12 L d T, d = heads x head_dim (Chowdhery et al. 2022, appendix B). A "
         "layer with a window W < T has W in place of T. Forward alone: a third.",

@@ -1,6 +1,7 @@
 """What this machine has: GPU drivers, CPU, installed libraries. Needs nothing but Python."""
 
 import importlib.metadata
+import os
 from pathlib import Path
 
 
@@ -12,15 +13,26 @@ def detect_platform():
     return "amd" if Path("/dev/kfd").exists() else "cpu"
 
 
+# Instruction sets by which the matmuls of CPUs of one name differ.
+INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "sve2", "bf16")
+
+
 def cpu_name():
-    """The CPU's model name, or `CPU` where the system does not tell."""
+    """The CPU's model name with its instruction sets and cores; `CPU` where the system has no name.
+
+    A name alone may stand for several generations: bf16 matmuls of an "AMD EPYC" differ ninefold.
+    """
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as f:
-            return next(
-                line.split(":", 1)[1].strip() for line in f if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return "CPU"
+            pairs = [line.partition(":")[::2] for line in f]
+    except OSError:
+        pairs = []
+    found = {key.strip(): value.strip() for key, value in reversed(pairs)}  # the first processor's
+    has = (found.get("flags") or found.get("Features") or "").split()
+    sets = " ".join(name for name in INSTRUCTION_SETS if name in has)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    told = ", ".join(filter(None, (sets, f"{cores} core{'s' * (cores > 1)}")))
+    return f"{found.get('model name', 'CPU')} ({told})"
 
 
 # AMD's builds of these modules have other names.

@@ -76,7 +76,9 @@ def with_file(argv: Sequence[str], script: Script | None) -> tuple[list[str], Ru
     del words[i : i + (1 if "=" in words[i] else 2)]
     file = _run_file(Path(name))
     if script and file.script not in (None, script):
-        raise UsageError(f"--from {name}: is for {file.script}; start that, or leave out its script")
+        raise UsageError(
+            f"--from {name}: is for {file.script}; start that, or leave out its script"
+        )
     # A config that is named beside it overrides the file's.
     own = words.pop(0) if words and not words[0].startswith("-") else file.config
     if own is None:

@@ -23,6 +23,7 @@ from bench.results.metrics import CSV_COLUMNS
 from bench.results.result_files import read_result
 from bench.results.schema import Result
 from bench.settings.flags import Args, defaults
+from bench.settings.machine import cpu_name, installed_version
 from bench.sweep.grid import Cell
 from model.config import ConfigError, load_config, model_name
 
@@ -30,9 +31,10 @@ CellRow = dict[str, Any]
 
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
-    """A setting's name, the same in every sweep: model, hash, number of the repeat."""
+    """A setting's name, the same in every sweep with one PyTorch: model, hash, number of the repeat."""
     own = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
     own += [f"{name}={value}" for name, value in sorted(cell.environment)]
+    own.append(f"torch {installed_version('torch')}")
     text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *own])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{model_name(cell.config)}-{digest}-{repeat}"
@@ -86,6 +88,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         "global_batch": result.batch.global_batch,
         "hardware": result.device.hardware,
         "n_gpus": result.device.count,
+        "unfit": "; ".join(result.unfit) if result.status == "ok" else "",
     }
     return row
 
@@ -110,6 +113,16 @@ def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
         "model": model_name(cell.config),
         "axes": {name: dict(cell.flags).get(name) for name in cell.axes},
     }  # fmt: skip
+
+
+def refuse_foreign_row(row: CellRow, path: Path) -> None:
+    """UsageError for a row of another CPU: its speed is not this machine's."""
+    hardware = row.get("hardware") or ""
+    if hardware.endswith((" core)", " cores)")) and hardware != cpu_name():
+        raise UsageError(
+            f"{path}: has rows of {hardware}, and this machine is {cpu_name()}; choose another "
+            "--output-dir"
+        )
 
 
 def outcome(row: CellRow) -> str:

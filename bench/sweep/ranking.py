@@ -57,7 +57,7 @@ class Ranked:
 def rank(rows: list[CellRow]) -> list[Ranked]:
     """Settings of each model and length by tokens/s, best first, with 95 % intervals.
 
-    Those that never ran come last.
+    Those that are unfit for comparison come after the others, and those that never ran last.
 
     Intervals are over the repeats' rates if there are three or more, or over the runs' steps.
     """
@@ -86,6 +86,8 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
         mfu = [row["mfu"] for row in ok]
         memory, kind = max(map(_memory, ok), key=lambda pair: pair[0] or 0.0)
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
+        if why := next((row["unfit"] for row in ok if row.get("unfit")), None):
+            status = f"unfit: {why}"
         mean_mfu = None if None in mfu else statistics.fmean(mfu)
         ranked.append(
             Ranked(
@@ -102,7 +104,14 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
             )
         )
     order = list(dict.fromkeys(r.group for r in ranked))
-    return sorted(ranked, key=lambda r: (order.index(r.group), -(r.tokens_per_sec or 0.0)))
+    return sorted(
+        ranked,
+        key=lambda r: (
+            order.index(r.group),
+            r.status.startswith("unfit"),
+            -(r.tokens_per_sec or 0.0),
+        ),
+    )
 
 
 def _memory(row: CellRow) -> tuple[float | None, str | None]:

@@ -109,4 +109,4 @@ def _short(cell: Cell, steps: int, e: Experiment, rows: Rows, directory: Path) -
         rows.add(run_cell(short, "probe", directory, e.timeout_s))
     row = rows.rows[key]
     print(f"  {flags['n_steps']} steps: {outcome(row)}  {cell.label()}", flush=True)
-    return row["tokens_per_sec"] if row["status"] == "ok" else 0.0
+    return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("unfit") else 0.0

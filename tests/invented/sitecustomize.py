@@ -9,7 +9,7 @@ import io
 import pathlib
 import platform
 
-CPU = "Invented CPU 9000"
+CPU, SETS = "Invented CPU 9000", "avx2"
 HOST = "invented-host"
 ABSENT = {"/dev/nvidiactl", "/dev/kfd", "/usr/lib/wsl/lib/libnvidia-ml.so.1", "/sys/class/powercap"}
 
@@ -18,7 +18,7 @@ _open, _exists, _glob = pathlib.Path.open, pathlib.Path.exists, pathlib.Path.glo
 
 def _invented(self, *args, **kwargs):
     if str(self) == "/proc/cpuinfo":
-        return io.StringIO(f"processor\t: 0\nmodel name\t: {CPU}\n")
+        return io.StringIO(f"processor\t: 0\nmodel name\t: {CPU}\nflags\t\t: fpu {SETS}\n")
     return _open(self, *args, **kwargs)
 
 
