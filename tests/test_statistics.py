@@ -1,5 +1,6 @@
 """Statistics of step times and the figures made of them."""
 
+import re
 import time
 import types
 
@@ -7,10 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from bench.formulas.time_statistics import bootstrap_mean, bootstrap_ratio, describe
+from bench.compare.gate import answer, what_settles
+from bench.formulas.time_statistics import (
+    Mean,
+    bootstrap_mean,
+    chance_of,
+    describe,
+    mean_of,
+    student_t,
+    surely,
+    welch_ratio,
+)
 from bench.measure.steps import StepLog
 from bench.results.figures import RankTimes, fill_rank_metrics, fill_step_metrics
 from bench.results.schema import DeviceUse, Metrics, Result
+from benchmarks.gate import answers
 
 
 def test_against_numpy_and_by_hand():
@@ -29,22 +41,25 @@ def test_one_step_has_no_spread():
 
 
 def coverage(draw, n, rounds=300):
-    """How often the interval of the mean, and that of a ratio of two means, hold the truth."""
-    mean = ratio = 0
+    """How often the interval of the mean holds the truth."""
+    held = 0
     for _ in range(rounds):
         low, high = bootstrap_mean(1 + 0.01 * draw(n))
-        mean += low <= 1 <= high
-        low, high = bootstrap_ratio(1 + 0.01 * draw(n), 2 + 0.02 * draw(n))
-        ratio += low <= 0.5 <= high
-    return mean / rounds, ratio / rounds
+        held += low <= 1 <= high
+    return held / rounds
 
 
 @pytest.mark.parametrize("n", [3, 5, 12, 50])
 def test_intervals_hold_the_truth_as_often_as_they_say(n):
     """95 % for independent values, also for three of them (a sweep's repeats)."""
-    mean, ratio = coverage(np.random.default_rng(0).standard_normal, n)
-    assert 0.92 <= mean <= 0.98
-    assert 0.92 <= ratio <= 1.0  # for three and three it is wider than it needs to be
+    rng = np.random.default_rng(0)
+    assert 0.92 <= coverage(rng.standard_normal, n) <= 0.98
+    held = 0
+    for _ in range(300):
+        a, b = (x * (1 + 0.01 * rng.standard_normal(n)) for x in (1, 2))
+        low, high, _ = welch_ratio(a, b)
+        held += low <= 0.5 <= high
+    assert 0.91 <= held / 300 <= 0.99
 
 
 def test_intervals_of_steps_that_follow_each_other():
@@ -57,15 +72,67 @@ def test_intervals_of_steps_that_follow_each_other():
             x[i] += 0.5 * x[i - 1]
         return x
 
-    mean, ratio = coverage(draw, 100)  # taken as independent: 0.75
-    assert mean >= 0.88 and ratio >= 0.88
+    assert coverage(draw, 100) >= 0.88  # taken as independent: 0.75
+
+
+def test_student_s_t_is_the_tables():
+    for degrees, quantile in ((1, 12.706), (2, 4.303), (4.0, 2.776), (8, 2.306), (1e9, 1.960)):
+        assert student_t(0.975, degrees) == pytest.approx(quantile, abs=1e-3)
+        assert chance_of(quantile, degrees) == pytest.approx(0.05, abs=1e-4)
+    assert student_t(0.99, 2) == pytest.approx(6.965, abs=1e-3)
+    assert student_t(0.95, 7.3) == pytest.approx(1.883, abs=1e-3)
+
+
+def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
+    """Twelve equal settings of three runs: any difference found is false (Holm 1979)."""
+    rng = np.random.default_rng(1)
+    alone = together = 0
+    for _ in range(400):
+        reference, *others = 1 + 0.01 * rng.standard_normal((13, 3))
+        chances = [welch_ratio(other, reference)[2] for other in others]
+        alone += min(chances) <= 0.05
+        together += any(surely(chances))
+    assert together / 400 <= 0.075 < 0.15 < alone / 400
+
+
+def test_a_true_difference_is_found_as_often_as_welch_s_test_can():
+    rng = np.random.default_rng(2)
+    found = [
+        surely([welch_ratio(*(x * (1 + 0.01 * rng.standard_normal(3)) for x in (0.97, 1.0)))[2]])
+        for _ in range(400)
+    ]
+    assert 0.58 <= np.mean(found) <= 0.75  # the bootstrap found 42 to 45 %
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, 3), (3, 1), (3, 3), (5, 5)])
+def test_the_gate_s_answers_are_seldom_wrong(before, now):
+    """The short form of benchmarks/gate.py."""
+    for noise in (0.005, 0.03):
+        lost, same = (answers(noise, before, now, loss, 300) for loss in (0.07, 0.0))
+        assert lost["ok"] <= 0.02 and same["SLOWER"] <= 0.02
+    if now == before == 5:
+        assert lost["UNCERTAIN"] > 0.5  # at 3 % nobody can tell
+        lost, same = (answers(0.01, 5, 5, loss, 300) for loss in (0.07, 0.0))
+        assert lost["SLOWER"] >= 0.9 and same["ok"] >= 0.9
+
+
+def test_one_run_against_one_has_no_answer_and_the_runs_that_settle_it_do():
+    one, other = mean_of([1.0]), mean_of([0.5])
+    assert answer(other, one, 0.05) == "UNCERTAIN" and "3 runs" in what_settles(other, one, 0.05)
+    was, now = mean_of([0.99, 1.0, 1.01]), mean_of([0.928, 0.948, 0.938])
+    assert answer(now, was, 0.05) == "UNCERTAIN"
+    (n,) = map(int, re.findall(r"(\d+) runs", what_settles(now, was, 0.05)))
+    assert answer(Mean(now.value, n, now.std, n - 1), was, 0.05) == "SLOWER"
+    assert answer(Mean(now.value, n - 1, now.std, n - 2), was, 0.05) == "UNCERTAIN"
+    near = mean_of([0.9501, 0.9401, 0.9601])
+    assert "so near the tolerance" in what_settles(near, was, 0.05)
 
 
 def test_intervals_are_no_wider_than_need_be():
     low, high = bootstrap_mean(np.random.default_rng(0).normal(1.0, 0.1, 40))
     # Width of a 95 % normal interval: 2 x 1.96 x 0.1 / sqrt(40) = 0.062.
     assert 0.04 < high - low < 0.1
-    assert bootstrap_mean([1.0]) is None and bootstrap_ratio([1.0, 1.0], [1.0] * 9) is None
+    assert bootstrap_mean([1.0]) is None
     low, high = bootstrap_mean([0.1, 1.0])
     assert low == 0.0 and high > 2  # two values say little, but no time is negative
 
@@ -84,7 +151,7 @@ def window(times, **known):
     ]
     result = types.SimpleNamespace(
         metrics=Metrics(**known), notes=[], step_times_s=[], warmup_step_times_s=[], args={},
-        batch=types.SimpleNamespace(tokens_per_step=10), device=types.SimpleNamespace(count=1),
+        batch=types.SimpleNamespace(tokens_per_step=10, global_batch=2), device=types.SimpleNamespace(count=1),
     )  # fmt: skip
     fill_step_metrics(result, [], steps)
     return result.metrics, result.notes
@@ -93,10 +160,18 @@ def window(times, **known):
 def test_a_window_that_is_not_steady_says_so():
     rng = np.random.default_rng(0)
     slowing = np.linspace(1.0, 1.06, 60) * rng.normal(1, 0.002, 60)
-    m, (note,) = window(slowing)
-    assert m.step_time_drift == pytest.approx(0.04, abs=0.005) and "+4." in note
-    assert window(rng.normal(1, 0.002, 60))[1] == []
-    assert window(rng.normal(1, 0.3, 60))[1] == []  # noise, however large, is no drift
+    m, _ = window(slowing)
+    assert m.step_time_drift == pytest.approx(0.04, abs=0.005)
+
+    def told(times):
+        device = types.SimpleNamespace(type="cpu")
+        r = Result.model_construct(metrics=Metrics(), device=device, step_times_s=list(times))
+        return r.disturbances
+
+    ((short, line),) = told(slowing).items()
+    assert short.startswith("drift +4.") and "changed by +4." in line
+    assert not told(rng.normal(1, 0.002, 60))
+    assert not told(rng.normal(1, 0.3, 60))  # noise, however large, is no drift
 
 
 def test_energy_is_over_the_window():

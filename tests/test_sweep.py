@@ -464,7 +464,7 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
         (
             {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
              "parallel": {"dp_replicate": 2, "dp_shard": 8}},
-            "2 x 8 = 16, but there are 8 GPUs; dp_shard must be 4",
+            "2 x 8 = 16, but of 8 GPUs there are 8 ranks with data of their own; dp_shard must be 4",
         ),
         ({"training": {"seq_len": 999999}}, "allows at most 256"),
         ({"training": {"bsz": "two"}}, "bsz: 'two' is no value of --bsz"),
@@ -493,7 +493,8 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
         (
             {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 4}},
              "training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 64}},
-            "global_bsz 64, but 2 (bsz) x 4 GPUs x 2 (grad_acc_steps) = 16; make it 16",
+            "global_bsz 64, but 2 (bsz) x 4 ranks with data of their own x 2 (grad_acc_steps) = 16; make "
+            "it 16",
         ),
     ],
 )  # fmt: skip

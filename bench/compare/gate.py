@@ -212,15 +212,16 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     r, now = fit[0], entry_of(fit)
     baseline = next((b for key in baseline_keys(r) if (b := baselines.get(key))), None)
     if baseline is None:
-        return Verdict("NO BASELINE", name, "--update-baselines adds one", key, now)
+        why = f"{printable_names(fit)}; --update-baselines adds one"
+        return Verdict("NO BASELINE", name, why, key, now)
     limit, had = now["power_limit_w"], baseline.get("power_limit_w")
     if unlike_limits(limit, had):
-        why = f"power limit {limit:.0f} W, the baseline's was {had:.0f} W"
+        why = f"{printable_names(fit)}: power limit {limit:.0f} W, the baseline's was {had:.0f} W"
         return Verdict("UNFIT, left out", name, why, key, now, baseline)
     tolerance = baseline.get("tolerance", tolerance)
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
-    change = f"{rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, {now['high']:,.0f}], was {was:,.0f}"
-    change += f" ({rate / was - 1:+.1%}), {now['n_runs']} run{'s' * (now['n_runs'] > 1)}"
+    change = f"{printable_names(fit)}: {rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, "
+    change += f"{now['high']:,.0f}], was {was:,.0f} ({rate / was - 1:+.1%})"
     left_out = [other for other in results if other not in fit]
     if left_out:
         change += f"; left out {', '.join(f'{o.run_name} ({unfit(o)})' for o in left_out)}"
@@ -251,6 +252,12 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     if told == "UNCERTAIN":
         change += f"; {what_settles(*means, tolerance)}"
     return Verdict(told, name, change, key, now, baseline)
+
+
+def printable_names(results: list[Result]) -> str:
+    """The first run's name, and how many more there are."""
+    more = f" and {len(results) - 1} more" if len(results) > 1 else ""
+    return f"{results[0].run_name}{more}"
 
 
 def _with_steps(mean: Mean, entry: dict[str, Any]) -> Mean:

@@ -282,9 +282,15 @@ def read_csv(path: Path, facts: LogFacts) -> list[Record]:
             or number(row, "peak_rss_gib"),
             memory_kind=row.get("memory_kind") or None,
             tokens_per_joule=number(row, "tokens_per_joule"),
-            marks=[row["unfit"]] * bool(row.get("unfit"))
-            if row["status"] == "ok"
-            else [f"status {row['status']}"],
+            marks=list(
+                filter(
+                    None,
+                    (
+                        row["status"] != "ok" and f"status {row['status']}",
+                        row.get("unfit"),
+                    ),
+                )
+            ),
         )
         for row in rows
     ]

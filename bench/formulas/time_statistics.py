@@ -173,21 +173,6 @@ def surely(chances: Sequence[float], error: float = 0.05) -> list[bool]:
     return holds
 
 
-def bootstrap_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of mean(a) / mean(b) of times, likewise; None with fewer than three in either."""
-    import numpy as np
-
-    if min(len(a), len(b)) < 3:
-        return None
-    x, y = means_of_parts(a), means_of_parts(b)
-    ratios = resampled_means(x, seed=0) / resampled_means(y, seed=1)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    middle, wider = float(x.mean() / y.mean()), expansion(min(len(x), len(y)))
-    center = float(np.mean(a) / np.mean(b))
-    low = center - wider * (middle - float(low))
-    return max(0.0, low), center + wider * (float(high) - middle)
-
-
 def means_of_parts(sample: Sequence[float]):
     """Means of up to ten consecutive parts of about equal length, as an array."""
     import numpy as np

@@ -181,7 +181,6 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         return
     for key, value in describe(times).items():
         setattr(m, key, value)
-    result.notes += result.disturbances.values()
     for part, mean in mean_part_times(measured).items():
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)

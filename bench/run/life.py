@@ -278,7 +278,7 @@ class Run:
                     setattr(m, key, value)
         if m.peak_reserved_gib and r.device.memory_gib:
             m.memory_utilization = m.peak_reserved_gib / r.device.memory_gib
-        r.notes += r.impossible.values()
+        r.notes += [*r.disturbances.values(), *r.impossible.values()]
         if r.observed:
             r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
         r.ended_at = now()

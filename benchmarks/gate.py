@@ -1,0 +1,90 @@
+"""The errors of the gate's answers, by simulation: how often is a loss passed, or no loss called one?
+
+    python benchmarks/gate.py [--trials N]
+
+Runs of a setting differ by normal noise of a given CV. A baseline of some runs and later runs are
+drawn, without a loss and with one of 2 % beyond the tolerance, and judged as compare.py judges them. The exit
+code is 1 where an answer is wrong more often than docs/COMPARE.md says.
+"""
+
+import argparse
+import collections
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from bench.compare.gate import answer
+from bench.formulas.time_statistics import mean_of
+from benchmarks.common import save
+
+TOLERANCE, BEYOND = 0.05, 0.02
+NOISES, RUNS = (0.002, 0.005, 0.01, 0.02, 0.03), (1, 3, 5)
+ANSWERS = ("ok", "UNCERTAIN", "SLOWER")
+
+
+def answers(
+    noise: float, before: int, now: int, loss: float, trials: int, seed: int = 0
+) -> dict[str, float]:
+    """Share of each answer, for baselines of `before` runs and `now` later ones that lost so much."""
+    chance = random.Random(f"{seed} {noise} {before} {now} {loss}")
+    counted = collections.Counter(
+        answer(
+            mean_of([(1 - loss) * chance.gauss(1.0, noise) for _ in range(now)]),
+            mean_of([chance.gauss(1.0, noise) for _ in range(before)]),
+            TOLERANCE,
+        )
+        for _ in range(trials)
+    )
+    return {name: counted[name] / trials for name in ANSWERS}
+
+
+def faults(row: dict) -> list[str]:
+    """The promises that a row of the table breaks."""
+    same, lost = row["no loss"], row["loss"]
+    found = []
+    if lost["ok"] > 0.01:
+        found.append("a loss passes")
+    if same["SLOWER"] > 0.01:
+        found.append("no loss is called one")
+    if row["before"] == row["now"] == 5 and row["noise"] <= 0.01:
+        if lost["SLOWER"] < 0.9 or same["ok"] < 0.9:
+            found.append("five runs do not tell")
+        if max(lost["UNCERTAIN"], same["UNCERTAIN"]) > 0.1:
+            found.append("uncertain too often")
+    return found
+
+
+def main() -> int:
+    """Simulate, print, store; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=2000)
+    trials = parser.parse_args().trials
+    rows = []
+    print("| CV | baseline | runs | no loss: ok / uncertain / slower | a loss of 7 %: the same | |")
+    print("|---:|---:|---:|---|---|---|")
+    for noise in NOISES:
+        for before in RUNS:
+            for now in RUNS:
+                row = {"noise": noise, "before": before, "now": now}
+                row["no loss"] = answers(noise, before, now, 0.0, trials)
+                row["loss"] = answers(noise, before, now, TOLERANCE + BEYOND, trials)
+                row["faults"] = faults(row)
+                rows.append(row)
+                shares = [
+                    " / ".join(f"{row[k][a]:.1%}" for a in ANSWERS) for k in ("no loss", "loss")
+                ]
+                print(
+                    f"| {noise:.1%} | {before} | {now} | {' | '.join(shares)} | "
+                    f"{'; '.join(row['faults'])} |"
+                )
+    content = {"tolerance": TOLERANCE, "loss": TOLERANCE + BEYOND, "trials": trials, "rows": rows}
+    save("gate", content, torch.device("cpu"))
+    return int(any(row["faults"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
