@@ -3,8 +3,8 @@
     python benchmarks/gate.py [--trials N]
 
 Runs of a setting differ by normal noise of a given CV. A baseline of some runs and later runs are
-drawn, without a loss and with one of 2 % beyond the tolerance, and judged as compare.py judges them. The exit
-code is 1 where an answer is wrong more often than docs/COMPARE.md says.
+drawn, without a loss and with one of 2 % beyond the tolerance, and judged as compare.py judges them.
+The exit code is 1 where an answer is wrong more often than docs/COMPARE.md says.
 """
 
 import argparse
