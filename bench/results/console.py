@@ -166,6 +166,11 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         text = " / ".join(", ".join(names) or "unknown" for names in o.attention.values())
         rows.append(("kernels: attention; matmuls", f"{text}; {', '.join(o.matmuls) or 'unknown'}"))
         rows += [("fallbacks", "; ".join(o.fallbacks))] if o.fallbacks else []
+        for kind, use in o.collectives.items():
+            rate = number(use.bus_gb_per_s, ".3g")
+            rows.append(
+                (f"{kind}: calls, time, bus", f"{use.calls:g}, {use.time_s:.4f} s, {rate} GB/s")
+            )
     if k:
         kinds = (
             k.parameters_gib,

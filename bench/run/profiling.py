@@ -184,7 +184,7 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
 def observed_in(trace: Trace, run: Run) -> Observed:
     """What ran in a trace of a run, and how that differs from what was asked for."""
     work, result = run.plan.work, run.result
-    seen = observe(trace, work.trains)
+    seen = observe(trace, work.trains, work.world)
     compiled = compile_counts()
     if work.compiled or compiled.graphs:
         seen.graphs_from_cache, seen.graphs_generated = compiled.from_cache, compiled.generated
@@ -194,6 +194,8 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     elif (on_gpu and not trace.gpu) or (run.plan.flex and not on_gpu):
         seen.attention = {side: [] for side in seen.attention}  # no kernel has a name there
     ran = seen.kernels
+    if len(ran) == 1:
+        (result.attention_kernel,) = ran
     if "math" in ran and asked == "auto":
         seen.fallbacks.append("attention in plain matmuls (math)")
     if asked != "auto" and ran - {asked}:

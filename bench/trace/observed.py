@@ -1,13 +1,21 @@
 """The kernels that a traced step ran: attention, matmuls, and what fell back. Needs no torch."""
 
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from bench.strict import Strict, about
 from bench.trace.breakdown import outermost
-from bench.trace.kernel_names import MATMUL, kernel_class, matmul_format, operator_class
+from bench.trace.kernel_names import (
+    COMMUNICATION,
+    MATMUL,
+    kernel_class,
+    matmul_format,
+    operator_class,
+)
 from bench.trace.read_trace import Span, Trace
+from bench.trace.timeline import union
 
 # PyTorch's operators of attention. They tell more than kernels: AOTriton serves two of them.
 _OPERATOR = re.compile(
@@ -39,6 +47,39 @@ _FUSED_OPTIMIZER = re.compile(r"_fused_(adamw?|sgd)_|Fused(Adam|Sgd)|multi_tenso
 _WAITING_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost")
 
 
+_COLLECTIVES = {
+    "all-gather": re.compile(r"all_?gather", re.IGNORECASE),
+    "reduce-scatter": re.compile(r"reduce_?scatter", re.IGNORECASE),
+    "all-reduce": re.compile(r"all_?reduce", re.IGNORECASE),
+    "all-to-all": re.compile(r"all_?to_?all", re.IGNORECASE),
+}
+# Bytes that each rank sends in a ring, in units of those it hands in (nccl-tests, PERFORMANCE.md).
+_ON_THE_BUS: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+}
+_BYTES = {"float": 4, "bfloat16": 2, "half": 2, "long": 8, "int": 4, "double": 8}
+
+
+class CollectiveUse(Strict):
+    """One kind of collective in a step."""
+
+    calls: float = about("- calls a step;")
+    time_s: float = about(
+        "- seconds in which one of them ran, with waiting for ranks that were late;"
+    )
+    input_bytes: float | None = about(
+        "- bytes that the rank handed in; `null` where a trace lacks sizes;", default=None
+    )
+    bus_gb_per_s: float | None = about(
+        "- bytes that a ring of these ranks sends, over that time [GB/s], as nccl-tests count them. "
+        "gloo does a reduce-scatter by an all-reduce, and is shown so.",
+        default=None,
+    )
+
+
 class Observed(Strict):
     """The kernels that ran in one step after the window, on rank 0."""
 
@@ -58,6 +99,9 @@ class Observed(Strict):
         "Kernels that differ from what the flags ask for; they make the run unfit for comparison.",
         default=[],
     )
+    collectives: dict[str, CollectiveUse] = about(
+        "Collectives of a step by kind, with their bandwidth:", default={}
+    )
     graphs_from_cache: int | None = about(
         "Graphs whose code came from Inductor's cache; `null` if nothing was compiled.",
         default=None,
@@ -72,8 +116,11 @@ class Observed(Strict):
         return {name for names in self.attention.values() for name in names}
 
 
-def observe(trace: Trace, trains: bool) -> Observed:
-    """What ran in the steps of a trace; `trains` says whether they have a backward."""
+def observe(trace: Trace, trains: bool, ranks: int = 1) -> Observed:
+    """What ran in the steps of a trace; `trains` says whether they have a backward.
+
+    `ranks` is the size of a collective's group where the trace does not tell it.
+    """
     n = max(1, len(trace.steps))
     names = {s.name for spans in (*trace.host.values(), trace.gpu) for s in spans}
     sides = ("forward", "backward") if trains else ("forward",)
@@ -89,6 +136,7 @@ def observe(trace: Trace, trains: bool) -> Observed:
         attention={side: sorted(found.get(side, ())) for side in sides},
         matmuls={name: calls / n for name, calls in sorted(_matmuls(trace).items())},
         fallbacks=fallbacks,
+        collectives=_collectives(trace, ranks, n) if ranks > 1 else {},
     )
 
 
@@ -121,6 +169,51 @@ def _matmuls(trace: Trace) -> Counter:
         for span in outermost([s for s in spans if operator_class(s.name) == MATMUL]):
             calls[_named(span.name, matmul_format("", span.args.get("Input type")))] += 1
     return calls
+
+
+def _collectives(trace: Trace, ranks: int, n: int) -> dict[str, CollectiveUse]:
+    """Collectives by kind: NCCL's and RCCL's kernels, or gloo's ranges on its own threads."""
+    spans: dict[str, list[Span]] = defaultdict(list)
+    everywhere = trace.gpu or [s for some in trace.host.values() for s in some]
+    for span in everywhere:
+        if trace.gpu and kernel_class(span.name) != COMMUNICATION:
+            continue
+        if not trace.gpu and not span.name.startswith("gloo:"):
+            continue
+        text = f"{span.args.get('Collective name', '')} {span.name}"
+        if kind := next((k for k, pattern in _COLLECTIVES.items() if pattern.search(text)), None):
+            spans[kind].append(span)
+    found = {}
+    for kind, some in spans.items():
+        seconds = union((s.start, s.end) for s in some) / n / 1e6
+        use = CollectiveUse(calls=len(some) / n, time_s=seconds)
+        sizes = [_input_bytes(s) for s in some]
+        if None not in sizes and seconds:
+            use.input_bytes = sum(sizes) / n
+            sent = sum(
+                size * _ON_THE_BUS[kind](_group_size(s, ranks))
+                for size, s in zip(sizes, some, strict=True)
+            )
+            use.bus_gb_per_s = sent / n / seconds / 1e9
+        found[kind] = use
+    return found
+
+
+def _group_size(span: Span, ranks: int) -> int:
+    size = span.args.get("Group size")
+    return size if isinstance(size, int) and size > 0 else ranks
+
+
+def _input_bytes(span: Span) -> float | None:
+    """Bytes that a rank handed to a collective, from what NCCL's kernels or gloo's ranges tell."""
+    count, kind = span.args.get("In msg nelems"), span.args.get("dtype")
+    if not isinstance(count, int):
+        types, dims = span.args.get("Input type"), span.args.get("Input Dims")
+        if not (types and dims and isinstance(dims[0], list)):
+            return None
+        count, kind = math.prod(dims[0]), types[0]
+    width = _BYTES.get(str(kind).lower().removeprefix("c10::"))
+    return None if width is None else float(count * width)
 
 
 def _operators(trace: Trace) -> Iterator[Span]:

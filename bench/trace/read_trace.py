@@ -83,7 +83,8 @@ class Trace:
         return activity.operator if launch and launch.operator == activity.operator else None
 
 
-KEPT_ARGS = {"Input Dims", "Input type", "Collective name", "Process Group Name", "Group size"}
+KEPT_ARGS = {"Input Dims", "Input type", "Collective name", "Process Group Name", "Group size",
+             "In msg nelems", "dtype"}  # fmt: skip
 
 
 def _kind(category: str, path: str | Path) -> tuple[str, str]:

@@ -1,0 +1,274 @@
+"""The kernels that ran are those that a result names, and looking at them changes nothing."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.utils as dynamo
+import torch.nn.functional as F
+from torch.backends import cuda, mkldnn
+
+import compare
+import train
+from bench.apply.attention import _masked
+from bench.apply.compile import key_compiled_code
+from bench.run import profiling
+from bench.trace.observed import observe
+from bench.trace.read_trace import Span, Trace, read_trace
+from tests.helpers import INDUCTOR_LINKS, ROOT, only_result, plan_of, run_train, write_config
+
+TINY = ["configs/gpt2-tiny.json", "--bsz", 2, "--seq-len", 32, "--warmup-steps", 1, "--n-steps", 3,
+        "--device", "cpu", "--no-tensorboard"]  # fmt: skip
+SDP = {
+    name: (getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
+    for name in ("flash", "mem_efficient", "math", "cudnn")
+}
+
+
+@pytest.fixture
+def switches(tmp_path, monkeypatch):
+    """Compiler caches that nobody else has, and process-wide switches that are put back."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    tag = torch.compiler.config.cache_key_tag
+    before = {name: read() for name, (read, _) in SDP.items()}
+    order = torch._C._get_sdp_priority_order()
+    reduction = cuda.fp16_bf16_reduction_math_sdp_allowed()
+    matmul = mkldnn.matmul.fp32_precision
+    yield
+    for name, (_, allow) in SDP.items():
+        allow(before[name])
+    torch._C._set_sdp_priority_order(order)
+    cuda.allow_fp16_bf16_reduction_math_sdp(reduction)
+    mkldnn.matmul.fp32_precision = matmul
+    torch.compiler.config.cache_key_tag = tag
+    torch._dynamo.reset()
+
+
+def compiled(function, *inputs):
+    """Run a function as a new process would compile it; its output, and whether code was made anew."""
+    torch._dynamo.reset()
+    before = dynamo.counters["inductor"]["fxgraph_cache_miss"]
+    out = torch.compile(function)(*inputs)
+    return out, dynamo.counters["inductor"]["fxgraph_cache_miss"] > before
+
+
+def flash_version(monkeypatch):
+    registry = pytest.importorskip("torch.nn.attention._registry")
+    monkeypatch.setattr(registry, "current_flash_attention_impl", lambda: "FA4")
+
+
+def onednn_precision(monkeypatch):
+    mkldnn.matmul.fp32_precision = "bf16"
+
+
+FLIPS = {name: lambda m, name=name: SDP[name][1](False) for name in SDP} | {
+    "order": lambda m: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
+    "math_reduction": lambda m: cuda.allow_fp16_bf16_reduction_math_sdp(True),
+    "flash_version": flash_version,
+    "onednn_precision": onednn_precision,
+    "fp8_emulated": None,
+}
+
+
+def test_each_switch_is_in_the_key_of_compiled_code(switches, monkeypatch):
+    """One graph, compiled again and again into one cache: only a flipped switch makes new code."""
+    a = torch.randn(4, 4)
+    key_compiled_code(False)
+    assert compiled(torch.mm, a, a)[1] and not compiled(torch.mm, a, a)[1]
+    for name, flip in FLIPS.items():
+        if flip:
+            flip(monkeypatch)
+        key_compiled_code(name == "fp8_emulated")
+        assert compiled(torch.mm, a, a)[1], name
+        assert not compiled(torch.mm, a, a)[1], name
+
+
+def test_the_user_s_own_tag_is_kept(switches, monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", "mine-")
+    key_compiled_code(False)
+    assert torch.compiler.config.cache_key_tag.startswith("mine-")
+
+
+@pytest.mark.skipif(not INDUCTOR_LINKS, reason="torch's path has a space")
+def test_compiled_code_of_one_kernel_is_not_another_s(switches):
+    """pytorch/pytorch#185449: without the tag, `math` would run the flash of the process before."""
+    q = torch.randn(1, 2, 16, 8)
+
+    def attend(q):
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    for name, fused in (("flash", True), ("math", False)):
+        for kernel, (_, allow) in SDP.items():
+            allow(kernel == name)
+        key_compiled_code(False)
+        compiled(attend, q)
+        with torch.profiler.profile() as seen:
+            torch.compile(attend)(q)
+        names = {event.key for event in seen.key_averages()}
+        assert any("_scaled_dot_product_flash" in n for n in names) == fused, names
+
+
+@pytest.mark.parametrize(
+    ("flags", "attention", "matmuls"),
+    [
+        ([], {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
+        (["--amp", "off"], {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
+        (["--attention", "math", "--amp", "off"],
+         {"forward": ["math"], "backward": ["math"]}, {"aten fp32"}),
+        (["--pass-type", "forward"], {"forward": ["flash"]}, {"aten bf16"}),
+        (["--profile"], {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)  # fmt: skip
+def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path):
+    assert run_train(*TINY, *flags, "--output-dir", tmp_path) == 0
+    r = only_result(tmp_path)
+    assert r["observed"]["attention"] == attention
+    assert set(r["observed"]["matmuls"]) == matmuls and not r["observed"]["mismatches"]
+    # Two blocks of four linear layers and the head, forward and twice in backward.
+    if "math" not in flags:
+        calls = (2 * 4 + 1) * (1 if "forward" in flags else 3)
+        assert sum(r["observed"]["matmuls"].values()) == calls
+    assert r["observed"]["fallbacks"] == [] and r["attention_kernel"] == attention["forward"][0]
+
+
+def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, capsys):
+    """Whatever let another kernel run: the table, compare.py, the gate and the report say it."""
+    monkeypatch.setattr(train, "select_attention", lambda work, flex, device: "math")
+    runs = tmp_path / "runs"
+    argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]
+    assert run_train(*argv) == 0
+    why = "asked for math attention, flash ran"
+    out = capsys.readouterr().out
+    assert f" {why} |" in out and f"note: unfit for comparison: {why}" in out
+    r = only_result(runs)
+    assert r["observed"]["mismatches"] == [why] and r["attention_kernel"] == "flash"
+    assert compare.main([str(runs), "--output-dir", str(tmp_path / "out"), "--no-plot"]) == 0
+    assert f"reference: {why}" in capsys.readouterr().out
+    assert all(why in (tmp_path / "out" / f).read_text() for f in ("report.html", "compare.json"))
+    assert compare.main([str(runs), "--baseline", str(tmp_path / "b"), "--update-baselines"]) == 5
+    assert f"UNFIT a: {why}" in capsys.readouterr().out
+
+
+def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS")
+
+    monkeypatch.setattr(profiling, "_profiler", broken)
+    assert run_train(*TINY, "--output-dir", tmp_path) == 0
+    r = only_result(tmp_path)
+    assert r["status"] == "ok" and r["observed"] is None
+    assert [n for n in r["notes"] if "not observed: RuntimeError: CUPTI_ERROR_MULT" in n]
+    assert sorted(p.name for p in tmp_path.glob("*/*")) == ["result.json", "steps.jsonl"]
+
+
+def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tmp_path):
+    """Bitwise, with dropout and balance losses, after a resumption too, and to the number of files."""
+    np.arange(4000, dtype=np.uint16).__mod__(97).tofile(tmp_path / "t.bin")
+    values = json.loads((ROOT / "configs/moe-tiny.json").read_text())
+    values |= {"vocab_size": 97, "num_hidden_layers": 1, "hidden_size": 32, "head_dim": 8}
+    values |= {"output_router_logits": True, "router_aux_loss_coef": 0.1, "attention_dropout": 0.1}
+    config = write_config(tmp_path, values)
+    left = {}
+    for name, flags in (("on", []), ("off", ["--no-observe"])):
+        out = tmp_path / name
+        argv = [config, "--data", tmp_path / "t.bin", "--data-dtype", "uint16", "--val-data",
+                tmp_path / "t.bin", "--bsz", 2, "--seq-len", 16, "--n-steps", 4, "--warmup-steps", 2,
+                "--amp", "off", "--export", "--save-every", 3, "--output-dir", out, *flags]  # fmt: skip
+        assert run_train(*argv, "--run-name", "a") == 0
+        shutil.rmtree(out / "a/checkpoints/step-00000006")
+        assert run_train(*argv, "--run-name", "b", "--resume", out / "a") == 0
+        for path in sorted(out.rglob("*")):
+            stored = path.suffix == ".safetensors" or "checkpoints" in path.parts
+            if stored and path.is_file() and path.name != "manifest.json":  # which has times
+                left.setdefault(str(path.relative_to(out)), []).append(path.read_bytes())
+        for run in ("a", "b"):
+            r = json.loads((out / run / "result.json").read_text())
+            assert (r["observed"] is None) == bool(flags)
+            steps = [json.loads(x) for x in (out / run / "steps.jsonl").read_text().splitlines()]
+            kept = ("val_loss", "val_loss_before", "first_loss", "final_loss", "n_measured_steps",
+                    "n_checkpoints", "window_saves", "expert_rows_max_over_mean")  # fmt: skip
+            facts = [r["metrics"][k] for k in kept], r["status"], len(r["step_times_s"])
+            facts += ([(s["step"], s["phase"], s["loss"], s["grad_norm"]) for s in steps],)
+            left.setdefault(run, []).append(facts)
+    assert len(left) >= 6
+    for name, (on, off) in left.items():
+        assert on == off, name
+
+
+def test_gathered_keys_are_masked_and_the_probe_knows_it():
+    """Context parallelism over heads that do not divide gathers keys: flash cannot run their mask."""
+    argv = ["configs/llama-tiny.json", "--cp", 8, "--seq-len", 64]
+    assert not plan_of(argv[:1], "train_fsdp.py", 8).work.fsdp.cp > 1
+    work = plan_of(argv, "train_fsdp.py", 8, "cpu").work
+    assert not work.fsdp.ulysses and _masked(work)
+    assert not _masked(plan_of([*argv[:1], "--cp", 4], "train_fsdp.py", 8, "cpu").work)
+
+
+def test_kernels_of_gpus_are_known_by_operators_and_by_names():
+    seen = observe(read_trace(ROOT / "tests/traces/cuda_h100_training.json.gz"), True, 8)
+    assert seen.attention == {"forward": ["flash"], "backward": ["flash"]}
+    assert seen.matmuls == {"cublas bf16": 190, "cublas fp8": 3}
+    assert any("Memcpy HtoD (Pageable -> Device)" in text for text in seen.fallbacks)
+    seen = observe(read_trace(ROOT / "tests/traces/rocm_mi300x_llama_block.json.gz"), False)
+    assert seen.attention == {"forward": ["flash"]} and seen.matmuls == {"tensile bf16": 7}
+
+
+def kernels(*names, host=(), args=None):
+    """A trace of one step with these kernels on a GPU, and these operators."""
+    spans = [Span(n, "kernel", 10.0 * i, 10.0 * i + 5, (0, 7), args=args or {})
+             for i, n in enumerate(names)]  # fmt: skip
+    on_host = [Span(n, "cpu_op", 0.0, 1.0, (1, 1)) for n in host]
+    return Trace("t", None, spans, {(1, 1): on_host}, {}, [])
+
+
+@pytest.mark.parametrize(
+    ("names", "host", "attention"),
+    [
+        # Inside CUDA graphs no operator is recorded.
+        (["void pytorch_flash::flash_fwd_kernel<T>", "void pytorch_flash::flash_bwd_dq_dk_dv<T>"], [],
+         ("flash", "flash")),
+        (["fmha_cutlassF_bf16_aligned_64x64_rf_sm80(T)", "fmha_cutlassB_bf16_aligned_64x64(T)"], [],
+         ("efficient", "efficient")),
+        (["cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7",
+          "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3"], [], ("cudnn", None)),
+        (["triton_tem_fused_flex_attention_0", "triton_tem_fused_flex_attention_backward_1"], [],
+         ("flex", "flex")),
+        # AOTriton's kernels serve both flash and efficient: the operators tell.
+        (["attn_fwd", "bwd_kernel_dk_dv"], ["aten::_scaled_dot_product_efficient_attention",
+         "aten::_scaled_dot_product_efficient_attention_backward"], ("efficient", "efficient")),
+        (["nvjet_tst_128x160_64x5_2x4_v_bz_NTT"], [], ("math", "math")),
+    ],
+)  # fmt: skip
+def test_attention_is_named_by_operators_or_kernels(names, host, attention):
+    seen = observe(kernels(*names, host=host), True).attention
+    assert seen["forward"] == [attention[0]]
+    assert attention[1] is None or seen["backward"] == [attention[1]]
+
+
+def test_the_bandwidth_of_collectives_is_what_a_ring_sends():
+    """Four ranks, 5 us each: 3 x 8 kB of a gather, 3/4 of a reduction's 32 kB, twice that of both."""
+    size = {"Group size": 4, "dtype": "BFloat16", "In msg nelems": 4000}
+    for name, sent in (("AllGather", 3.0), ("ReduceScatter_Sum_bf16", 0.75), ("AllReduce", 1.5)):
+        trace = kernels(f"ncclDevKernel_{name}_RING_LL", args=size)
+        (use,) = observe(trace, True, 8).collectives.values()
+        assert use.calls == 1 and use.input_bytes == 8000 and use.time_s == pytest.approx(5e-6)
+        assert use.bus_gb_per_s == pytest.approx(sent * 8000 / 5e-6 / 1e9)
+    (use,) = observe(kernels("ncclDevKernel_AllGather_RING_LL"), True, 8).collectives.values()
+    assert use.bus_gb_per_s is None  # sizes are not recorded
+
+
+def test_two_ranks_tell_the_bandwidth_of_their_collectives(tmp_path):
+    argv = [*map(str, TINY), "--nproc", "2", "--output-dir", str(tmp_path)]
+    script = [sys.executable, str(ROOT / "train_ddp.py"), *argv]
+    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    r = only_result(tmp_path)
+    use = r["observed"]["collectives"]["all-reduce"]
+    assert use["input_bytes"] == pytest.approx(r["metrics"]["all_reduce_bytes"], abs=64)
+    assert use["bus_gb_per_s"] == pytest.approx(use["input_bytes"] / use["time_s"] / 1e9)
+    assert "| all-reduce: calls, time, bus" in done.stdout
