@@ -165,11 +165,16 @@ def _windows_everywhere(keys: Keys, layers: int) -> tuple[int | None, ...]:
 
 
 def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    window = keys.integer("sliding_window", 4096, null=True)
+    first = keys.integer("max_window_layers", 28, minimum=0)
+    return _switched_windows(keys, 4096, [i >= first for i in range(layers)])
+
+
+def _switched_windows(keys: Keys, default: int | None, slide: list[bool]) -> tuple[int | None, ...]:
+    """Of the layers that layer_types names, or else of `slide`; only with use_sliding_window."""
+    window = keys.integer("sliding_window", default, null=True)
     if not keys.boolean("use_sliding_window", False):
         window = None
-    first = keys.integer("max_window_layers", 28, minimum=0)
-    sliding = _layer_types(keys, layers, [window is not None and i >= first for i in range(layers)])
+    sliding = _layer_types(keys, len(slide), [window is not None and slides for slides in slide])
     if any(sliding) and window is None:
         raise keys.error(
             "layer_types",
@@ -446,7 +451,7 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
 def _smollm3(keys: Keys) -> dict[str, Any]:
     fields = _llama_family(
         keys, positions=32768, kv_heads=4, bias_keys=("attention_bias", "mlp_bias"), theta=2e6,
-        windows=_windows_by_switch, pad_token=128004, tied=True,
+        pad_token=128004, tied=True,
     )  # fmt: skip
     layers, every = fields["num_hidden_layers"], keys.integer("no_rope_layer_interval", 4)
     turned = keys.get("no_rope_layers", None) or [(i + 1) % every != 0 for i in range(layers)]
@@ -454,7 +459,10 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
         raise keys.error(
             "no_rope_layers", f"must be a list of num_hidden_layers = {layers} numbers"
         )
-    return fields | dict(no_rope_layers=tuple(i for i, has in enumerate(turned) if not has))
+    return fields | dict(
+        windows=_switched_windows(keys, None, [not has for has in turned]),
+        no_rope_layers=tuple(i for i, has in enumerate(turned) if not has),
+    )
 
 
 def _granite(keys: Keys) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The same weights give the same logits, loss and gradients as in transformers, both ways."""
 
+import copy
 import json
 
 import pytest
@@ -130,6 +131,38 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
         save_file(tensors | {name: value}, tmp_path / "model.safetensors")
         with pytest.raises(ConfigError, match=message):
             check_pretrained(ours_config, tmp_path)
+
+
+SLIDES, FULL = "sliding_attention", "full_attention"
+SWITCHED = dict(use_sliding_window=True, sliding_window=7)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("smollm3", SWITCHED),
+        ("smollm3", SWITCHED | dict(layer_types=[SLIDES, FULL, FULL])),
+        ("smollm3", dict(use_sliding_window=True)),
+        ("qwen3_moe", SWITCHED),
+        ("qwen3", SWITCHED | dict(max_window_layers=2)),
+        ("qwen3", SWITCHED | dict(layer_types=[SLIDES, FULL, FULL])),
+        ("mixtral", dict(sliding_window=7)),
+        ("gpt_oss", dict(layer_types=[FULL, SLIDES, FULL])),
+    ],
+)
+def test_each_familys_windows_are_those_of_transformers(family, changes, tmp_path):
+    same_logits(FAMILIES[family] | changes, tmp_path)
+
+
+def same_logits(values: dict, directory):
+    """Fail if our model of a config computes other logits than transformers' model."""
+    ours = Transformer(parse_config(values, "x.json"), T)
+    theirs = reference(copy.deepcopy(values))
+    theirs.save_pretrained(directory)
+    materialize(ours, CPU, 0, check_pretrained(ours.config, directory))
+    tokens = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("flex", [False, True])
