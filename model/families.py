@@ -480,13 +480,8 @@ def _window_if_given(keys: Keys, layers: int) -> tuple[int | None, ...]:
 
 
 def _windows_by_switch(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    """Of all layers, or of those that layer_types names; only with use_sliding_window."""
     window = keys.integer("sliding_window", 4096, null=True)
-    used = keys.boolean("use_sliding_window", False) and window is not None
-    sliding = _layer_types(keys, layers, [used] * layers)
-    if any(sliding) and not used:
-        raise keys.error("layer_types", "names sliding_attention, but use_sliding_window is off")
-    return tuple(window if slides else None for slides in sliding)
+    return (window if keys.boolean("use_sliding_window", False) else None,) * layers
 
 
 def _layer_types(keys: Keys, layers: int, default: list[bool]) -> list[bool]:

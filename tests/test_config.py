@@ -171,6 +171,9 @@ REFUSED = [
     (QWEN2 | {"layer_types": ["full_attention"]}, "must be a list of num_hidden_layers = 3"),
     (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not implemented"),
     (MISTRAL | {"sliding_window": 0}, "sliding_window 0: must be at least 1"),
+    # transformers reads it in neither family.
+    (MISTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types.*: changes the comp"),
+    (FAMILIES["qwen3_moe"] | {"layer_types": ["full_attention"] * 3}, "layer_types.*: changes th"),
 ]
 
 
