@@ -212,15 +212,12 @@ def _rope(
     if kind == "linear":
         scaling = RopeScaling("linear", inner.number("factor"))
     elif kind == "llama3":
-        # As in transformers, a value at the top level overrides the one inside.
-        outer = keys.integer("original_max_position_embeddings", None)
-        original = inner.integer("original_max_position_embeddings", max_positions)
         scaling = RopeScaling(
             "llama3",
             inner.number("factor"),
             inner.number("low_freq_factor"),
             inner.number("high_freq_factor"),
-            outer or original,
+            _trained_positions(keys, inner, max_positions),
         )
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise inner.error("high_freq_factor", "must be above low_freq_factor")
@@ -238,10 +235,15 @@ def _rope(
     return theta, scaling
 
 
+def _trained_positions(keys: Keys, inner: Keys, default: int) -> int:
+    """As in transformers, a value at the top level overrides the one inside."""
+    inside = inner.integer("original_max_position_embeddings", default)
+    return keys.integer("original_max_position_embeddings", None) or inside
+
+
 def _yarn(keys: Keys, inner: Keys, max_positions: int) -> Yarn:
     """YaRN's numbers; the factor of the rotated numbers follows from `factor`, or from two mscales."""
-    outer = keys.integer("original_max_position_embeddings", None)
-    original = inner.integer("original_max_position_embeddings", outer or max_positions)
+    original = _trained_positions(keys, inner, max_positions)
     factor = inner.number("factor", max_positions / original)
     mscale, everywhere = (inner.get(key, None) for key in ("mscale", "mscale_all_dim"))
     if mscale and everywhere:

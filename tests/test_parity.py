@@ -154,6 +154,19 @@ def test_each_familys_windows_are_those_of_transformers(family, changes, tmp_pat
     same_logits(FAMILIES[family] | changes, tmp_path)
 
 
+TRAINED = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("outer", [{}, {TRAINED: 48}])
+@pytest.mark.parametrize("inner", [{}, {TRAINED: 8}])
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "deepseek_v3"])
+def test_the_trained_length_at_the_top_level_counts(family, inner, outer, spelling, tmp_path):
+    values = FAMILIES[family] | outer
+    rope = {k: v for k, v in values.pop("rope_scaling").items() if k != TRAINED}
+    same_logits(values | {spelling: rope | inner}, tmp_path)
+
+
 def same_logits(values: dict, directory):
     """Fail if our model of a config computes other logits than transformers' model."""
     ours = Transformer(parse_config(values, "x.json"), T)
