@@ -36,7 +36,7 @@ class Router(nn.Linear):
         families' own code. `balanced` (N, k) is taken for the choice; scores weigh it as ever.
         """
         e = self.options
-        if e.scores == "sigmoid":
+        if e.exact_router:
             with no_autocast(x.device):
                 scores = F.linear(x.float(), self.weight.float()).sigmoid()
         else:

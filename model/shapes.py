@@ -60,6 +60,11 @@ class Experts:
     gain: float = 1.702
     """Of the sigmoid in gpt-oss's activation, which has the limit."""
 
+    @property
+    def exact_router(self) -> bool:
+        """Whether the router computes in fp32 under every format, as DeepSeek's does."""
+        return self.scores == "sigmoid"
+
 
 @dataclasses.dataclass(frozen=True)
 class Latent:

@@ -8,7 +8,7 @@ first two, twice that for the third.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from bench.formulas.hardware import Constants, Hardware, constants
 from bench.formulas.parameters import Shapes, layer_names, matrices, n_numbers, parameter_shapes
@@ -64,6 +64,14 @@ def gathered_in_fp8(work: Work, shapes: Shapes) -> set[str]:
     return {name for name in shapes if name.startswith("blocks.") and name.endswith(ends)}
 
 
+def gathered_bytes(work: Work, name: str, in_fp8: Collection[str] = ()) -> float:
+    """Bytes that a number of a parameter has in FSDP's gathers."""
+    if name in in_fp8:
+        return fp8_gather_bytes(work)
+    exact = name.endswith(".router.weight") and work.config.experts.exact_router
+    return 4 if exact else work.matmul_bytes
+
+
 def bucket_bytes(work: Work, size: float) -> float:
     """Bytes that DDP reduces at a time, of gradients that are `size` in all."""
     if work.ddp.mode == "parameter":
@@ -80,8 +88,7 @@ def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     in_fp8 = gathered_in_fp8(work, shapes)
     rows = {n: -(-s[0] // fsdp.shards) * fsdp.shards * math.prod(s[1:]) for n, s in shapes.items()}
     everything = sum(rows.values())
-    widths = {n: fp8_gather_bytes(work) if n in in_fp8 else work.matmul_bytes for n in shapes}
-    gathered = {n: round(size * widths[n]) for n, size in rows.items()}
+    gathered = {n: round(size * gathered_bytes(work, n, in_fp8)) for n, size in rows.items()}
     blocks = sum(size for name, size in gathered.items() if name.startswith("blocks."))
     moved = {}
     if fsdp.shards > 1:
@@ -109,7 +116,7 @@ def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
         numbers = rows * mesh * math.prod(part[1:])
         if mesh > 1:
             gathers = 2 if block and work.trains and fsdp.reshard else 1
-            moved["all_gather"] += micro_steps * gathers * numbers * work.matmul_bytes
+            moved["all_gather"] += micro_steps * gathers * numbers * gathered_bytes(work, name)
             if work.trains:
                 moved["reduce_scatter"] += micro_steps * numbers * fsdp.reduce_bytes
         if fsdp.replicas > 1 and work.trains:
@@ -321,9 +328,7 @@ def unit_times(
         layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
         numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
         sizes = units[layer].setdefault(mesh, [0.0, 0.0, 0.0])
-        sizes[0] += round(
-            numbers * (fp8_gather_bytes(work) if name in in_fp8 else work.matmul_bytes)
-        )
+        sizes[0] += round(numbers * gathered_bytes(work, name, in_fp8))
         sizes[1] += numbers * fsdp.reduce_bytes * train
         sizes[2] += numbers // mesh * fsdp.reduce_bytes * train * (fsdp.replicas > 1)
     found = {}

@@ -1,5 +1,6 @@
 """Sharding by FSDP2 (fully_shard), replicated too under HSDP."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -29,21 +30,24 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
 
     Of two dimensions the first holds replicas (HSDP). Embeddings, final norm and head belong to the
     root (mesh `stage`), which stays gathered from its forward to its backward. Blocks are divided over
-    `dense`; experts are apart from them where their mesh is another one.
+    `dense`; experts are apart from them where their mesh is another one. A router that computes
+    in fp32 is gathered apart in fp32.
     """
     amp, options = work.amp, work.fsdp
     reduce = torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32
     fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if amp == "off" else AMP_DTYPES[amp],
+        reduce_dtype=reduce,
+        # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
+        cast_forward_inputs=False,
+    )
     common = {
         "ignored_params": fixed,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if amp == "off" else AMP_DTYPES[amp],
-            reduce_dtype=reduce,
-            # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
-            cast_forward_inputs=False,
-        ),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
     }
+    exact = common | {"mp_policy": dataclasses.replace(policy, param_dtype=None)}
     ahead = options.prefetch
     again = options.reshard
     units = []
@@ -52,6 +56,9 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         apart = [block.mlp.experts] if other_mesh and work.config.has_experts(int(layer)) else []
         for experts in apart:
             fully_shard(experts, mesh=meshes["experts"], reshard_after_forward=again, **common)
+        if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
+            apart.append(block.mlp.router)
+            fully_shard(apart[-1], mesh=meshes["dense"], reshard_after_forward=again, **exact)
         fully_shard(block, mesh=meshes["dense"], reshard_after_forward=again, **common)
         units.append([block, *apart])
     fully_shard(model, mesh=meshes["stage"], reshard_after_forward=False, **common)
