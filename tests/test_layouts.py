@@ -8,7 +8,7 @@ from bench.formulas.work import Fsdp
 from bench.parallel.layout import RankLayout
 from model import layout
 from model.experts import _in_turn, fullest_expert, update_corrections
-from model.init import fill
+from model.init import fill, materialize
 from model.layout import ALONE
 from model.shares import divided, whole_shape
 from model.transformer import Transformer
@@ -184,3 +184,22 @@ def test_validation_moves_no_correction():
         ends.append((fullest_expert(model), torch.stack([r.correction.data for r in routers])))
     assert ends[0][0] == ends[1][0] and torch.equal(ends[0][1], ends[1][1])
     assert ends[0][1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+@pytest.mark.parametrize(("hidden", "size"), [(48, 24), (48, 20), (48, 18), (44, 24), (42, 24)])
+def test_experts_that_grouped_matmuls_cannot_load_are_refused(hidden, size, amp):
+    """The plan refuses exactly the sizes on which PyTorch fails, forward or backward."""
+    shape = config("qwen3_moe", hidden_size=hidden, moe_intermediate_size=size, head_dim=8)
+    model = Transformer(shape, 24)
+    materialize(model, torch.device("cpu"), 0)
+    tokens = torch.arange(24)[None]
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp == "bf16"):
+            loss = model(tokens, tokens)
+        loss.backward()
+    except RuntimeError:
+        with pytest.raises(UsageError, match=rf"multiples of \d .*--amp {amp}"):
+            plan_of(["x.json", "--amp", amp, *TINY], config=shape)
+    else:
+        plan_of(["x.json", "--amp", amp, *TINY], config=shape)

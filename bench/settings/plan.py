@@ -182,6 +182,12 @@ def make_plan(
         return sized(1) if memory_gib is None else largest_plan(sized, args, memory_gib)
     if args.route == "balanced" and config.experts is None:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
+    unit = 4 if args.amp == "off" else 8  # grouped matmuls load 16 bytes at a time
+    if config.experts and (config.hidden_size % unit or config.experts.size % unit):
+        raise UsageError(
+            f"{config.path}: hidden size {config.hidden_size} and expert size "
+            f"{config.experts.size} must be multiples of {unit} under --amp {args.amp}; change the config"
+        )
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
