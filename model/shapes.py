@@ -53,7 +53,7 @@ class Experts:
     correction_rate: float = 0.0
     """How far that number moves after a step, towards an equal load."""
     aux_loss: float = 0.0
-    """Factor of the load-balancing loss of each layer (Switch Transformer)."""
+    """Factor of the load-balancing loss of each layer (Switch Transformer); layers are summed."""
     biases: bool = False
     limit: float | None = None
     """Gate and up are clamped to this, as gpt-oss does."""

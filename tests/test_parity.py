@@ -9,12 +9,14 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from bench.run.provenance import _notes
 from model.config import ConfigError, parse_config
 from model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from model.init import materialize
 from model.transformer import Transformer
-from tests.helpers import FAMILIES, config, only_result, run_train
+from tests.helpers import FAMILIES, config, only_result, plan_of, run_train
 
 T = 24
 CPU = torch.device("cpu")
@@ -131,6 +133,34 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
         save_file(tensors | {name: value}, tmp_path / "model.safetensors")
         with pytest.raises(ConfigError, match=message):
             check_pretrained(ours_config, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"])
+def test_balance_loss_is_that_of_transformers_layer_by_layer(family, tmp_path):
+    """Its function on each layer alone, divided by the experts of a token, and summed."""
+    values = FAMILIES[family] | dict(output_router_logits=True, router_aux_loss_coef=0.5)
+    theirs = reference(copy.deepcopy(values))
+    theirs.save_pretrained(tmp_path)
+    ours = Transformer(parse_config(values, "x.json"), T)
+    materialize(ours, CPU, 0, check_pretrained(ours.config, tmp_path))
+    tokens = torch.randint(97, (3, T + 1), generator=torch.Generator().manual_seed(1))
+    ours(tokens[:, :-1], tokens[:, 1:]).backward()
+    found, e = theirs(tokens[:, :-1], output_router_logits=True), ours.config.experts
+    loss = F.cross_entropy(found.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    for layer in found.router_logits:
+        loss += 0.5 / e.per_token * load_balancing_loss_func((layer,), e.number, e.per_token)
+    loss.backward()
+    grads = as_in_files(theirs, {name: p.grad for name, p in theirs.named_parameters()})
+    for name, parameter in ours.named_parameters():
+        for hf_name, grad in to_hf(ours.config, name, parameter.grad):
+            torch.testing.assert_close(grad, grads[hf_name], atol=1e-4, rtol=1e-4)
+
+
+def test_a_balance_loss_is_named_in_the_result():
+    for family, changes in (("mixtral", {"output_router_logits": True}), ("mixtral", {})):
+        plan = plan_of(["x.json", "--device", "cpu"], config=config(family, **changes))
+        notes = "".join(_notes(plan.work, plan.schedule, False, CPU))
+        assert ("the balance loss is of each layer, summed" in notes) == bool(changes)
 
 
 SLIDES, FULL = "sliding_attention", "full_attention"

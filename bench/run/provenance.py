@@ -124,6 +124,8 @@ def _notes(
         yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
     if work.fp8 and work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
+    if work.trains and work.config.experts and work.config.experts.aux_loss:
+        yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"
     if memory_snapshot and device.type == "cpu":
         yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
     if schedule.captured:
