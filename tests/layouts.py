@@ -98,6 +98,7 @@ CASES = {
     "tp2-compiled": Case(2, "qwen3", "--tp 2 --pt-compile", True),
     "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
     "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile", True),
+    "dp2-deepseek": Case(2, "deepseek", ""),
     "ep2-deepseek-bf16": Case(2, "deepseek", "--ep 2 --amp bf16"),
     "pp2": Case(2, "qwen3", "--pp 2"),
     "pp2-tied": Case(2, "gpt2", "--pp 2 --grad-acc-steps 2"),
@@ -156,9 +157,9 @@ MUTANTS = {
 }
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
-SHORT = ("tp2-biases", "cp2", "ep2-deepseek", "ep2-deepseek-bf16", "tp2-cp2-gpt-oss",
-         "dp2-ep2-accumulate", "cp4-gather", "pp2-interleaved", "pp2-cp2-deepseek",
-         "mutant-divided", "mutant-tied", "mutant-tie", "tp2-save", "cp2-resume-tp2",
+SHORT = ("tp2-biases", "cp2", "dp2-deepseek", "ep2-deepseek", "ep2-deepseek-bf16",
+         "tp2-cp2-gpt-oss", "dp2-ep2-accumulate", "cp4-gather", "pp2-interleaved",
+         "pp2-cp2-deepseek", "mutant-divided", "mutant-tied", "mutant-tie", "tp2-save", "cp2-resume-tp2",
          "ep2-resume-cp2")  # fmt: skip
 
 

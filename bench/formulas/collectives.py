@@ -23,10 +23,8 @@ def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     In a pipeline, of a rank in group `pp_rank`.
     """
     shapes = parameter_shapes(work.config)
-    if work.fsdp is not None and work.fsdp.divided:
-        return layout_bytes(shapes, work, pp_rank)
     if work.fsdp is not None:
-        return fsdp_bytes(shapes, work)
+        return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
     return ddp_bytes(shapes, work) if work.ddp is not None else {}
 
 
@@ -64,7 +62,7 @@ def gathered_in_fp8(work: Work, shapes: Shapes) -> set[str]:
     return {name for name in shapes if name.startswith("blocks.") and name.endswith(ends)}
 
 
-def gathered_bytes(work: Work, name: str, in_fp8: Collection[str] = ()) -> float:
+def gathered_bytes(work: Work, name: str, in_fp8: Collection[str]) -> float:
     """Bytes that a number of a parameter has in FSDP's gathers."""
     if name in in_fp8:
         return fp8_gather_bytes(work)
@@ -79,44 +77,25 @@ def bucket_bytes(work: Work, size: float) -> float:
     return size if work.ddp.mode == "flat" else min(size, work.ddp.bucket_cap_mb * 2**20)
 
 
-def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
+def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
-    All of it in every micro step. A parameter's rows are padded to a multiple of the shards.
-    """
-    fsdp, micro_steps = work.fsdp, work.batch.grad_acc_steps
-    in_fp8 = gathered_in_fp8(work, shapes)
-    rows = {n: -(-s[0] // fsdp.shards) * fsdp.shards * math.prod(s[1:]) for n, s in shapes.items()}
-    everything = sum(rows.values())
-    gathered = {n: round(size * gathered_bytes(work, n, in_fp8)) for n, size in rows.items()}
-    blocks = sum(size for name, size in gathered.items() if name.startswith("blocks."))
-    moved = {}
-    if fsdp.shards > 1:
-        again = blocks if work.trains and fsdp.reshard else 0
-        moved["all_gather"] = micro_steps * (sum(gathered.values()) + again)
-        if work.trains:
-            moved["reduce_scatter"] = micro_steps * everything * fsdp.reduce_bytes
-    if fsdp.replicas > 1 and work.trains:
-        moved["all_reduce"] = micro_steps * everything // fsdp.shards * fsdp.reduce_bytes
-    return moved
-
-
-def layout_bytes(shapes: Shapes, work: Work, pp_rank: int) -> dict[str, int]:
-    """Bytes where ranks share a batch, the experts or the layers: FSDP's over three meshes, and tokens'.
-
-    In a pipeline they are of one of its groups of ranks. It gathers and reduces its stages once a step.
+    All of it in every micro step, over up to three meshes, besides what tokens move. A parameter's
+    rows are padded to a multiple of the shards. In a pipeline the bytes are of one of its groups of
+    ranks, which gathers and reduces its stages once a step.
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
     moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
-    partial, layers = 0, work.layers_of(pp_rank)
+    partial, layers, in_fp8 = 0, work.layers_of(pp_rank), gathered_in_fp8(work, shapes)
     for name, part, mesh in rank_parameters(shapes, work, pp_rank):
         block = name.startswith("blocks.")
         rows = -(-part[0] // mesh)
         numbers = rows * mesh * math.prod(part[1:])
         if mesh > 1:
             gathers = 2 if block and work.trains and fsdp.reshard else 1
-            moved["all_gather"] += micro_steps * gathers * numbers * gathered_bytes(work, name)
+            gathered = round(numbers * gathered_bytes(work, name, in_fp8))
+            moved["all_gather"] += micro_steps * gathers * gathered
             if work.trains:
                 moved["reduce_scatter"] += micro_steps * numbers * fsdp.reduce_bytes
         if fsdp.replicas > 1 and work.trains:
