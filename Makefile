@@ -87,16 +87,16 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	$(call each,$(PY),gemm numerics overhead loss recompute precision peers)
 
 bench: $(READY)
-	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute)
+	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute gate)
 
 # The images, built and run for real by buildah: as root; ten minutes. docker/image_test.sh explains.
 image-test:
 	docker/image_test.sh
 
-# The CPU entries of configs/baselines.json: three interleaved runs of each tiny config, judged together.
+# The CPU entries of configs/baselines.json: five interleaved runs of each tiny config, judged together.
 TINY = configs/gpt2-tiny.json configs/llama-tiny.json configs/moe-tiny.json
 cpu-baselines: $(READY)
-	$(BIN)/python sweep.py --models $(TINY) --repeats 3 --output-dir sweeps/cpu-baselines \
+	$(BIN)/python sweep.py --models $(TINY) --repeats 5 --output-dir sweeps/cpu-baselines \
 	    --set bsz=4 seq-len=256 n-steps=100 warmup-steps=10 amp=off device=cpu
 	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
 

@@ -12,7 +12,7 @@ from bench.results.metrics import Metrics
 from bench.settings.flags import GRAPH_MODES
 from bench.strict import Strict, about
 from bench.trace.breakdown_schema import CostlyKernel, HostGaps
-from bench.trace.observed import Observed
+from bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
 # 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.
 SCHEMA_VERSION = 2
