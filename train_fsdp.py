@@ -19,8 +19,7 @@ from bench.parallel.ranks import Ranks, join
 from bench.run.checkpoint.saver import build_saver
 from bench.run.launch import launch_ranks
 from bench.run.life import Run
-from bench.run.loop import build_passes, build_step, measure, validated
-from bench.run.profiling import observe_kernels
+from bench.run.loop import build_passes, build_step, measure, observe_kernels, validated
 from bench.settings.plan import Plan
 from model.hf import check_pretrained, save_pretrained
 from model.transformer import Transformer

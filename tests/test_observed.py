@@ -16,7 +16,7 @@ import compare
 import train
 from bench.apply.attention import _masked
 from bench.apply.compile import key_compiled_code
-from bench.run import profiling
+from bench.run import loop
 from bench.trace.observed import observe
 from bench.trace.read_trace import Span, Trace, read_trace
 from tests.helpers import INDUCTOR_LINKS, ROOT, only_result, plan_of, run_train, write_config
@@ -158,7 +158,7 @@ def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS")
 
-    monkeypatch.setattr(profiling, "_profiler", broken)
+    monkeypatch.setattr(loop, "build_profiler", broken)
     assert run_train(*TINY, "--output-dir", tmp_path) == 0
     r = only_result(tmp_path)
     assert r["status"] == "ok" and r["observed"] is None

@@ -17,13 +17,17 @@ from bench.measure.device import synchronize
 from bench.measure.memory import MemoryReport
 from bench.parallel.ranks import average_over_ranks, gather, meet
 from bench.results.result_files import seconds_alive
+from bench.run.failures import classify
 from bench.run.life import Run
-from bench.run.profiling import OBSERVE, build_capture
+from bench.run.profiling import build_capture, build_profiler, observed_in
 from bench.sharded import reshard, sharded_modules
+from bench.trace.read_trace import read_trace
 from model.experts import fullest_expert, scale_balance_losses, update_corrections
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
+# The phase of a step that is only looked at: it leaves nothing behind.
+OBSERVE = "observe"
 # A step's forward and backward passes: from its number to its loss. They leave the gradients behind.
 Passes = Callable[[int], Tensor]
 
@@ -86,6 +90,35 @@ def measure(
         fullest = gather(run.ranks, fullest_expert(model))
         m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
         m.dropped_tokens = 0
+
+
+def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
+    """Trace one more step, the last thing a run does, for `result.observed`.
+
+    All ranks run it, the first one traces it. It comes after everything that is saved, exported,
+    validated or measured, and changes none of that. A failure is a note.
+    """
+    schedule = run.plan.schedule
+    looked = schedule.profiler == "torch"  # at the captured steps
+    if run.plan.profile.no_observe or looked or schedule.total <= schedule.start:
+        return
+    run.count()
+    path = run.directory / "observed.json.gz"
+    try:
+        looks = contextlib.nullcontext()
+        if run.ranks.main:
+            looks = build_profiler(run.device, record_shapes=True)
+        with looks as seen:
+            step_fn(schedule.total, OBSERVE)
+            synchronize(run.device)
+        if run.ranks.main:
+            seen.export_chrome_trace(str(path))
+            run.result.observed = observed_in(read_trace(path), run)
+    except Exception as error:
+        run.result.notes.append(f"the kernels that ran were not observed: {classify(error)[1]}")
+    finally:
+        run.end_steps()
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

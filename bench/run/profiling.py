@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from bench.apply.compile import compile_counts
 from bench.measure.device import synchronize
-from bench.measure.memory import quiet_profiler
 from bench.parallel.ranks import meet
 from bench.results.figures import matmul_work
 from bench.results.schema import Profile
-from bench.run.failures import classify
 from bench.run.life import Run
 from bench.trace.breakdown import break_down
 from bench.trace.observed import Observed, observe
@@ -32,8 +29,6 @@ from model import layers
 from model.transformer import Transformer
 
 Draw = Callable[[str], contextlib.AbstractContextManager]
-# The phase of a step that is only looked at: it leaves nothing behind.
-OBSERVE = "observe"
 
 
 def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
@@ -64,7 +59,7 @@ class TorchCapture:
             self.ranges = draw_ranges(self.run, self.model, torch.profiler.record_function)
 
     def _start(self) -> None:
-        self.profiler = _profiler(
+        self.profiler = build_profiler(
             self.run.device,
             schedule=self._action,
             # On a CPU a matmul's name says nothing of its format.
@@ -147,38 +142,13 @@ class TorchCapture:
         )
 
 
-def _profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
+def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
     """PyTorch's profiler of host and device."""
     quiet_profiler()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     return torch.profiler.profile(activities=activities, acc_events=True, **options)
-
-
-def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
-    """Trace one more step, the last thing a run does, for `result.observed`.
-
-    All ranks run it, the first one traces it. It comes after everything that is saved, exported,
-    validated or measured, and changes none of that. A failure is a note.
-    """
-    schedule = run.plan.schedule
-    if run.plan.profile.no_observe or run.result.observed or schedule.total <= schedule.start:
-        return
-    run.count()
-    path = run.directory / "observed.json.gz"
-    try:
-        with _profiler(run.device, record_shapes=True) if run.ranks.main else nullcontext() as seen:
-            step_fn(schedule.total, OBSERVE)
-            synchronize(run.device)
-        if run.ranks.main:
-            seen.export_chrome_trace(str(path))
-            run.result.observed = observed_in(read_trace(path), run)
-    except Exception as error:
-        run.result.notes.append(f"the kernels that ran were not observed: {classify(error)[1]}")
-    finally:
-        run.end_steps()
-        path.unlink(missing_ok=True)
 
 
 def observed_in(trace: Trace, run: Run) -> Observed:

@@ -6,6 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from bench.errors import UsageError
 from bench.formulas.hardware import find_hardware
+from bench.formulas.work import Batch
 from bench.settings.command_line import parse_args, to_argv
 from bench.settings.flags import SETTABLE, Args, Script, differing, flag_of
 from bench.settings.plan import Plan, Platform, make_plan
@@ -83,7 +84,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         try:
             world = _world(flags, e, machine)
             plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
-            _check_sizes(plan, e, world, size)
+            _check_sizes(plan.work.batch, e, world, size)
         except (UsageError, ConfigError) as error:
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
@@ -146,9 +147,9 @@ def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -
     return flags
 
 
-def _check_sizes(plan: Plan, e: Experiment, world: int | None, size: int | None) -> None:
+def _check_sizes(batch: Batch, e: Experiment, world: int | None, size: int | None) -> None:
     """UsageError where `parallel`, or a global batch beside --grad-acc-steps, is not the plan's."""
-    batch, p = plan.work.batch, e.parallel
+    p = e.parallel
     ranks = f"{batch.data_parallel_size} ranks with data of their own"
     if p.dp_shard is not None and world and p.dp_replicate * p.dp_shard != batch.data_parallel_size:
         right = batch.data_parallel_size / p.dp_replicate
