@@ -18,6 +18,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity
 
 from bench.apply.compile import compile_counts
 from bench.measure.device import synchronize
+from bench.measure.memory import quiet_profiler
 from bench.parallel.ranks import meet
 from bench.results.figures import matmul_work
 from bench.results.schema import Profile
