@@ -25,6 +25,7 @@ import bench.start  # noqa: F401
 
 from bench.settings.machine import detect_platform, installed_version
 from bench.settings.tool_main import run_tool
+from model.json_keys import parse_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +184,7 @@ def amd() -> list[Finding]:
     text = _output("rocm-smi", "--showproductname", "--showdriverversion", "--showmeminfo", "vram",
                    "--json")  # fmt: skip
     try:
-        cards = json.loads((text or "")[(text or "").index("{") :])  # warnings may come before it
+        cards = parse_json((text or "")[(text or "").index("{") :])  # warnings may come before it
     except ValueError:
         advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
         return [Finding("GPU driver", "bad", "rocm-smi fails", advice)]

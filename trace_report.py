@@ -31,6 +31,7 @@ from bench.trace.breakdown_table import show_breakdown
 from bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
 from bench.trace.rank_traces import read_ranks, waiting
 from bench.trace.read_trace import Trace, read_trace
+from model.json_keys import parse_json
 
 Key = TypeVar("Key")
 
@@ -105,7 +106,7 @@ def profile_of_run(path: str) -> dict:
     """The profile in our run's result if the trace lies in its directory; otherwise empty."""
     file = Path(path).resolve().parent.parent / "result.json"
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8"))["profile"])
+        return dict(parse_json(file.read_text(encoding="utf-8"))["profile"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

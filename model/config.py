@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.families import FAMILIES, from_first_dialect, refuse_by_name
-from model.json_keys import ConfigError, Keys, is_directory, kind_of, plain_file
+from model.json_keys import ConfigError, Keys, is_directory, kind_of, parse_json, plain_file
 from model.shapes import Experts, Latent, RopeScaling
 
 
@@ -187,7 +187,7 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     if is_directory(path):
         path = path / "config.json"
     try:
-        raw = json.loads(plain_file(path).read_text(encoding="utf-8-sig"))
+        raw = parse_json(plain_file(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         shipped = ", ".join(sorted(p.stem for p in Path("configs").glob("*-*.json")))
         hint = f"; configs/ has: {shipped}" if shipped else ""
@@ -196,8 +196,6 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file; expected a Hugging Face config.json") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply for a config.json") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg};"

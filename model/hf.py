@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.config import ConfigError, ModelConfig, load_config
-from model.json_keys import plain_file
+from model.json_keys import parse_json, plain_file
 from model.stored import Part, read_block
 from model.transformer import Transformer
 
@@ -241,7 +241,7 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     """Where each parameter lies in a checkpoint of ours, whose tensors have our names and layouts."""
     found = {}
     try:
-        stored = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
+        stored = parse_json((directory / "manifest.json").read_text())["manifest"]["tensors"]
         for name, parameter in model.weights():
             tensor = stored[f"p/{name}"]
             shape = list(parameter.shape)
@@ -300,7 +300,7 @@ def _index(directory: Path) -> dict[str, Path]:
         if single.exists():
             with safe_open(plain_file(single), framework="pt") as f:
                 return dict.fromkeys(f.keys(), single)
-        weight_map = json.loads(plain_file(index).read_text(encoding="utf-8-sig"))["weight_map"]
+        weight_map = parse_json(plain_file(index).read_text(encoding="utf-8-sig"))["weight_map"]
         for file in weight_map.values():
             if Path(file).name != file:
                 raise ConfigError(f"{index}: {file!r} is no name of a file beside it")

@@ -8,6 +8,9 @@ from typing import Any
 
 from model import config_keys
 
+# No file that a tool reads is nested deeper; its readers may recurse.
+DEEPEST = 64
+
 
 class ConfigError(ValueError):
     """A model config that cannot be used; the message names the file, the key and the reason."""
@@ -20,6 +23,24 @@ def plain_file(path: str | Path) -> Path:
         kind = "is a directory" if is_directory(path) else "is no plain file"
         raise OSError(errno.EINVAL, kind, str(path))
     return path
+
+
+def parse_json(text: str | bytes) -> Any:
+    """JSON from any source; ValueError for anything else, and for JSON that is nested too deeply."""
+    try:
+        return _shallow(json.loads(text), DEEPEST)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _shallow(value: Any, levels: int) -> Any:
+    """The value; RecursionError where it has more levels."""
+    if not levels:
+        raise RecursionError
+    inner = value.values() if isinstance(value, dict) else value
+    for each in inner if isinstance(value, dict | list) else ():
+        _shallow(each, levels - 1)
+    return value
 
 
 def is_directory(path: str | Path) -> bool:

@@ -26,6 +26,7 @@ from bench.compare.records import LogFacts
 from bench.errors import UsageError, printable
 from bench.results.result_files import is_alive, this_process
 from bench.run.provenance import describe_environment
+from bench.sweep.cell_runs import Rows
 from model.config import ConfigError, load_config
 from model.hf import check_pretrained, save_pretrained
 from model.init import materialize
@@ -351,3 +352,49 @@ def test_a_python_without_the_libraries_is_told_what_to_type():
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_any_bytes_as_any_file(kind, tmp_path):
     fuzz.attack(kind, 60, tmp_path)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "read"),
+    [
+        ("result.json", f'{{"schema_version": 2, "metrics": {DEEP}', "compare"),
+        ("result.json", DEEP, "gate"),
+        ("result.json", DEEP, "calibrate"),
+        ("run.yaml", "config: " + DEEP[:5000], "from"),
+        ("run.yaml", "config: x\nbsz: !!bool 7\n", "from"),
+        ("e.yaml", "experiment: !!timestamp x\n", "sweep"),
+        ("index.json", DEEP, "config"),
+    ],
+)
+def test_foreign_json_and_yaml_is_one_line(name, text, read, tmp_path, capsys):
+    path = tmp_path / name
+    path.write_text(text)
+    tiny = str(ROOT / "configs/gpt2-tiny.json")
+    calls = {
+        "compare": lambda: compare.main([str(path)]),
+        "gate": lambda: compare.main(
+            [str(path), "--baseline", str(ROOT / "tests/version1/baselines.json")]
+        ),
+        "calibrate": lambda: estimate.main([tiny, "--gpu", "h100", "--calibrate", str(path)]),
+        "from": lambda: run_train("--from", path),
+        "sweep": lambda: sweep.main([str(path), "--dry-run"]),
+        "config": lambda: estimate.main([str(path), "--gpu", "h100"]),
+    }
+    assert calls[read]() == 2
+    error = capsys.readouterr().err
+    assert str(path) in error and error.count("\n") == 1 and len(error) < 600
+
+
+@pytest.mark.parametrize("deep", [50_000, 90])
+def test_a_deep_row_of_a_sweep_is_no_row(deep, tmp_path):
+    row = '{"key": "a", "x": ' + "[" * deep + "]" * deep + "}"
+    (tmp_path / "rows.jsonl").write_text(f'{row}\n{{"key": "b"}}\n')
+    assert list(Rows(tmp_path / "rows.jsonl").rows) == ["b"]
+
+
+def test_a_value_of_set_that_is_no_yaml_is_refused(capsys):
+    assert sweep.main(["--models", "configs/gpt2-tiny.json", "--set", "bsz=!!bool 7"]) == 2
+    assert "is no value" in capsys.readouterr().err

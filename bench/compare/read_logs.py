@@ -7,7 +7,6 @@ any such line is refused. If a log holds several runs, the last one is taken.
 import csv
 import dataclasses
 import functools
-import json
 import re
 import statistics
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from bench.compare.log_formats import SUITES, UNITS, Log, LoggedStep, hugging_fa
 from bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from bench.errors import UsageError
 from bench.formulas.hardware import device_called
+from model.json_keys import parse_json
 
 KNOWN = (*SUITES, "Hugging Face Trainer")
 
@@ -92,7 +92,7 @@ def read_lines(path: Path, facts: LogFacts) -> list[Record]:
     entries = []
     for line in text.splitlines():
         try:
-            entries.append(json.loads(line))
+            entries.append(parse_json(line))
         except ValueError:
             break  # cut off: the run was killed while writing
     entries = [e for e in entries if isinstance(e, dict) and "step" in e]

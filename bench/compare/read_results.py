@@ -5,7 +5,6 @@ performance_metrics, memory_metrics, step_times, loss_values, learning_rates.
 """
 
 import csv
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from bench.formulas.hardware import device_called
 from bench.results.result_files import first_problem, parse_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
+from model.json_keys import parse_json
 
 GB_TO_GIB = 1e9 / 2**30
 PLATFORM_WORDS = {"benchmark", "bench", "train", "training", "result", "results", "output", "nvidia",
@@ -29,7 +29,7 @@ PLATFORM_WORDS = {"benchmark", "bench", "train", "training", "result", "results"
 
 def read_json(path: Path, facts: LogFacts) -> list[Record]:
     """A JSON file of ours or of another suite; UsageError for any other."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     if isinstance(content, dict) and "schema_version" in content and "metrics" in content:
         return [read_ours(content, path)]
     if isinstance(content, dict) and {"gpu_info", "performance_metrics"} <= set(content):
@@ -70,7 +70,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     if steps.exists():
         for line in steps.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                step = json.loads(line)
+                step = parse_json(line)
                 if step["phase"] != "profile":
                     losses.append((step["step"], step["loss"]))
                     rates.append((step["step"], step["lr"]))
@@ -299,6 +299,6 @@ def read_csv(path: Path, facts: LogFacts) -> list[Record]:
 def _value(text: str) -> Any:
     """The value of a cell of a CSV: a number, a truth value, or text."""
     try:
-        return json.loads(text.lower() if text in ("True", "False") else text)
+        return parse_json(text.lower() if text in ("True", "False") else text)
     except ValueError:
         return text

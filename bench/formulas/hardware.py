@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import typing
@@ -11,7 +10,7 @@ from typing import Any
 
 from bench.errors import UsageError
 from bench.files import ROOT
-from model.json_keys import plain_file
+from model.json_keys import parse_json, plain_file
 
 ROOFS_FILE = ROOT / "configs" / "roofs.json"
 ACCURACY_FILE = ROOT / "configs" / "accuracy.json"
@@ -120,8 +119,8 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
 def _read_json(path: Path) -> dict[str, Any]:
     """A JSON object of configs/; UsageError if the file was spoilt."""
     try:
-        content = json.loads(plain_file(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(plain_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object")

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bench.results.schema import Result, Writer
+from model.json_keys import parse_json
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
@@ -74,7 +75,7 @@ def storable(value: Any) -> Any:
 
 def read_result(path: str | Path) -> Result:
     """A result.json of any version; ValueError (a wrong schema) or OSError if it is none."""
-    return parse_result(json.loads(Path(path).read_text(encoding="utf-8")))
+    return parse_result(parse_json(Path(path).read_text(encoding="utf-8")))
 
 
 def parse_result(content: Any) -> Result:
@@ -224,7 +225,7 @@ class StepsFile:
 
 def read_losses(path: Path) -> list[float]:
     """The loss of every step of a steps.jsonl; NaN where it was not finite."""
-    losses = (json.loads(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines())
+    losses = (parse_json(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines())
     return [float("nan") if loss is None else loss for loss in losses]
 
 

@@ -47,6 +47,15 @@ def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
 UniqueKeys.add_constructor("tag:yaml.org,2002:int", _plain_int)
 
 
+def parse_yaml(text: str) -> Any:
+    """YAML from any source; ValueError with one line for anything else, and for a false !!tag."""
+    wrong = yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    try:
+        return yaml.load(text, UniqueKeys)
+    except wrong as error:
+        raise ValueError(" ".join(str(error).split())[:200]) from None
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFile:
     """A whole run: flags, and where the file tells them config, script and number of ranks."""
@@ -90,12 +99,11 @@ def with_file(argv: Sequence[str], script: Script | None) -> tuple[list[str], Ru
 
 def _run_file(path: Path) -> RunFile:
     try:
-        content = yaml.load(plain_file(path).read_text(encoding="utf-8"), UniqueKeys)
+        content = parse_yaml(plain_file(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--from {path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        text = " ".join(str(error).split())
-        raise UsageError(f"--from {path}: is neither YAML nor JSON: {text[:200]}") from None
+    except ValueError as error:
+        raise UsageError(f"--from {path}: is neither YAML nor JSON: {error}") from None
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"--from {path}: must hold names with values: config, and flags")
     ranks = None

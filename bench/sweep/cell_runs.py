@@ -26,6 +26,7 @@ from bench.settings.flags import Args, defaults
 from bench.settings.machine import cpu_name, installed_version
 from bench.sweep.grid import Cell
 from model.config import ConfigError, load_config, model_name
+from model.json_keys import parse_json
 
 CellRow = dict[str, Any]
 
@@ -223,7 +224,7 @@ class Rows:
             for line in whole:
                 # The last may be cut off: the sweep was killed.
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    row = json.loads(line)
+                    row = parse_json(line)
                     self.rows[row["key"]] = row
             self._rewrite()
 

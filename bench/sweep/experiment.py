@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from bench.errors import UsageError
@@ -20,7 +19,7 @@ from bench.results.result_files import first_problem
 from bench.settings.command_line import RENAMED, REPLACED
 from bench.settings.flags import SETTABLE, Script
 from bench.settings.plan import Platform
-from bench.settings.run_file import UniqueKeys
+from bench.settings.run_file import parse_yaml
 from model.json_keys import plain_file
 
 Value = bool | int | float | str | None
@@ -94,9 +93,9 @@ def read_experiment(path: str | Path) -> Experiment:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"{path}: cannot be read: {reason}") from None
     try:
-        content = yaml.load(substitute(text, os.environ, path), UniqueKeys)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        content = parse_yaml(substitute(text, os.environ, path))
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
     try:
@@ -165,8 +164,8 @@ def from_command_line(
         if flag not in SETTABLE:
             raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
         try:
-            parsed = [yaml.load(v, UniqueKeys) for v in values.split(",")]
-        except yaml.YAMLError:
+            parsed = [parse_yaml(v) for v in values.split(",")]
+        except ValueError:
             raise UsageError(f"--set {setting}: {values!r} is no value") from None
         if "" in values.split(","):
             raise UsageError(f"--set {setting}: a value is empty; `null` leaves a flag out")

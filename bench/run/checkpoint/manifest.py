@@ -20,7 +20,7 @@ from bench.results.result_files import first_problem, storable
 from bench.run.checkpoint.durable import Files, checksum
 from bench.settings.flags import LEARNT, DataFlags, OutputFlags, SaveFlags, flag_of, of_kind
 from bench.strict import Strict
-from model.json_keys import plain_file
+from model.json_keys import parse_json, plain_file
 from model.stored import Part
 
 MANIFEST = "manifest.json"
@@ -78,7 +78,7 @@ class Manifest(Strict):
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint; ValueError or OSError if it is none, or was damaged."""
     text = plain_file(directory / MANIFEST).read_text(encoding="utf-8")
-    content = json.loads(text)
+    content = parse_json(text)
     if not isinstance(content, dict) or content.keys() != {"crc32", "manifest"}:
         raise ValueError("no manifest")
     body = json.dumps(content["manifest"], sort_keys=True)
@@ -166,7 +166,7 @@ def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | N
     for path in candidates(places):
         try:
             verify(path)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             if refused is not None:
                 refused.append(f"{path}: is left out: {getattr(error, 'strerror', None) or error}")
             continue
@@ -196,7 +196,7 @@ def find_checkpoint(
     if (given / MANIFEST).exists():
         try:
             verify(given)
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"--resume {given}: is damaged: {why}; give another") from None
         return given, notes
