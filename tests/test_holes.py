@@ -365,6 +365,7 @@ DEEP = "[" * 100_000
         ("result.json", DEEP, "calibrate"),
         ("run.yaml", "config: " + DEEP[:5000], "from"),
         ("run.yaml", "config: x\nbsz: !!bool 7\n", "from"),
+        ("result.json", '{"schema_version": 2, "args": [1]}', "from"),
         ("e.yaml", "experiment: !!timestamp x\n", "sweep"),
         ("index.json", DEEP, "config"),
     ],

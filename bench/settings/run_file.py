@@ -108,10 +108,10 @@ def _run_file(path: Path) -> RunFile:
         raise UsageError(f"--from {path}: must hold names with values: config, and flags")
     ranks = None
     if "schema_version" in content:  # a result: what its run was told, besides its place
-        default = defaults(Args)
-        given = {
-            k: v for k, v in content.get("args", {}).items() if k in default and v != default[k]
-        }
+        default, args = defaults(Args), content.get("args")
+        if not isinstance(args, dict):
+            raise UsageError(f"--from {path}: args: must hold the run's flags")
+        given = {k: v for k, v in args.items() if k in default and v != default[k]}
         for name in of_kind(OUTPUT) - {"device", "n_workers"}:
             given.pop(name, None)
         if given.get("global_bsz"):
