@@ -109,6 +109,10 @@ def test_recorded_types_go_before_names():
     assert matmul_format("triton_tem_fused_mm_3", ["c10::Half", "c10::Half"]) == "fp16"
 
 
+def test_a_type_that_is_no_text_names_no_format():
+    assert matmul_format("nvjet_tst_x", [["c10::Half"], 7, None]) == "bf16"
+
+
 def test_operators_of_a_cpu():
     assert operator_class("aten::addmm") == "matmul"
     assert operator_class("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
@@ -142,6 +146,9 @@ def test_sweep_by_hand():
         ([[8, 64, 32], [8, 32, 16]], 2 * 8 * 64 * 32 * 16),
         ([[4, 4]], None),
         (None, None),
+        ([["4", 4], [4, 4]], None),
+        ([[[4, 4], [4, 4]], [4, 4]], None),  # a list of tensors
+        ([[10**400, 4], [4, 4]], None),
     ],
 )
 def test_flops_of_recorded_shapes(dims, flops):
@@ -374,6 +381,7 @@ def test_what_is_no_trace_is_one_line(content, message, tmp_path, capsys):
         {"cat": "cuda_runtime", "args": {"correlation": [1]}},
         {"tid": [1]},
         {"args": {"Input type": 3}},
+        {"args": {"Input Dims": 7}},
         {"args": "text"},
     ],
 )

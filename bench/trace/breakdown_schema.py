@@ -75,7 +75,8 @@ def marked(label: str, mark: str | None) -> str:
 
 def matmul_flops_of(dims: list | None) -> float | None:
     """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
-    shapes = [d for d in dims or [] if isinstance(d, list) and len(d) >= 2]
+    shapes = [d for d in dims or [] if isinstance(d, list) and 2 <= len(d) < 8 and
+              all(isinstance(n, int) and 0 <= n < 2**48 for n in d)]  # fmt: skip
     for a, b in itertools.pairwise(shapes):
         if a[-1] == b[-2] and a[:-2] == b[:-2]:
             return 2.0 * math.prod(a) * b[-1]

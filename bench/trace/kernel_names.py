@@ -133,7 +133,7 @@ _FORMAT_PATTERNS = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pa
 
 def matmul_format(name: str, input_types: list[str] | None = None) -> str | None:
     """The number format of a matmul's inputs, from recorded types or the kernel's name; or None."""
-    for text in (*(t for t in input_types or [] if t), name):
+    for text in (*(t for t in input_types or [] if isinstance(t, str)), name):
         for known, pattern in _FORMAT_PATTERNS:
             if pattern.search(text):
                 return known

@@ -176,6 +176,8 @@ def _is_odd(event: dict[str, Any], args: Any) -> bool:
     """Whether an event has fields of a type that no reader could use."""
     if not isinstance(args, dict) or type(args.get("Input type", [])) is not list:
         return True
+    if type(args.get("Input Dims", [])) is not list:
+        return True
     get, has = event.get, args.get
     found = {type(get("pid")), type(get("tid")), type(get("name")), type(has("device")),
              type(has("correlation")), type(has("External id"))}  # fmt: skip
