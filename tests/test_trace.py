@@ -462,6 +462,19 @@ def test_the_straggler_is_named_with_what_others_wait_for_it(tmp_path, capsys):
     assert "rank 0 has 2 traces (r0.json, r9.json)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("damage", ["flipped", "cut", "crc"])
+def test_a_damaged_trace_among_the_ranks_is_named(damage, tmp_path, capsys):
+    """Left out, it would make another rank the straggler."""
+    rank_trace(tmp_path, 0, 0)
+    whole = gzip.compress((tmp_path / "r9.json").read_bytes())
+    spoilt = {"flipped": whole[:40] + b"\xff" * 40 + whole[80:], "cut": whole[:-9],
+              "crc": whole[:-8] + b"xxxx" + whole[-4:]}  # fmt: skip
+    (tmp_path / "r8.json.gz").write_bytes(spoilt[damage])
+    assert trace_report.main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "r8.json.gz: cannot be read" in error and error.count("\n") == 1
+
+
 def test_real_traces_of_two_ranks(tmp_path, capsys):
     """Ranks 0 and 1 of eight H100: ten reduce-scatters match, one all-gather more is on rank 1."""
     for rank, name in enumerate(("cuda_h100_training", "cuda_h100_training_rank1")):

@@ -8,6 +8,7 @@ import dataclasses
 import gzip
 import math
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from bench.trace.breakdown import HOST, break_down, pieces_of_thread, span_label
 from bench.trace.breakdown_schema import Breakdown
 from bench.trace.kernel_names import COMMUNICATION, COPIES, kernel_class, operator_class
 from bench.trace.read_trace import Span, Trace, read_trace
+from model.json_keys import plain_file
 
 Interval = tuple[float, float]
 # What a collective is called in a kernel's or an operator's name.
@@ -79,11 +81,13 @@ def trace_files(directory: Path) -> list[Path]:
 
 def _looks_like_a_trace(path: Path) -> bool:
     try:
-        with path.open("rb") as f:
+        with plain_file(path).open("rb") as f:
             packed = f.read(2) == b"\x1f\x8b"
         with (gzip.open if packed else open)(path, "rb") as f:
             return b'"traceEvents"' in f.read(2**20)
-    except (OSError, EOFError):
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return True  # damaged, as its reader says: without it the waiting of the others is wrong
+    except OSError:
         return False
 
 
