@@ -25,7 +25,7 @@ _ATTENTION = re.compile(
     r"|compute_dot_do_o|convert_dq_to",
     re.IGNORECASE,
 )
-# Before matmuls: FBGEMM's library has embeddings, and convolutions are named after the GEMM in them.
+# Before matmuls: convolutions are named after the GEMM in them.
 _EMBEDDING = re.compile(
     r"fbgemm.*(embedding|tbe|jagged)|split_embedding|embedding_bag", re.IGNORECASE
 )
@@ -40,9 +40,10 @@ _SCAN = re.compile(
     r"|chunk_(fwd|bwd)_kernel_(h|o)|fused_recurrent",
     re.IGNORECASE,
 )
+# FBGEMM's namespace stands before all of its kernels: quantisation and permutations too.
 _MATMUL = re.compile(
-    r"gemm|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_mm|scaled_mm"
-    r"|^_?matmul_(kernel|ogs)|grouped_mm|fused_moe_kernel|moe_mm",
+    r"(?<!fb)gemm(?!_args)|nvjet|cijk_|xmma|cutlass|splitk|gemv|wgrad|dgrad|igemm|^bmm_|^triton_mm|scaled_mm"
+    r"|^_?matmul_(kernel|ogs)|^_kernel_matmul_|grouped_mm|fused_moe_kernel|moe_mm",
     re.IGNORECASE,
 )
 _LOSS = re.compile(r"log_?softmax|nll_loss|cross_entropy|xentropy", re.IGNORECASE)
