@@ -1,5 +1,7 @@
 """The exceptions a run can end with, apart from bugs, and text that may go to a terminal."""
 
+from typing import Any
+
 
 def printable(text: str, kept: str = "") -> str:
     """Text from anybody's file without what a terminal obeys: control characters as escapes.
@@ -10,6 +12,15 @@ def printable(text: str, kept: str = "") -> str:
         c if c.isprintable() or c in kept else c.encode("unicode_escape", "surrogatepass").decode()
         for c in text
     )
+
+
+def printable_data(value: Any) -> Any:
+    """JSON data with all of its texts printable, keys too."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {printable_data(k): printable_data(v) for k, v in value.items()}
+    return type(value)(map(printable_data, value)) if isinstance(value, list | tuple) else value
 
 
 class UsageError(Exception):

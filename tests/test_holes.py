@@ -253,6 +253,35 @@ def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, ca
             assert not any(cell[:1] in ("=", "@") for cell in row), row
 
 
+def test_nested_names_command_nothing(tmp_path, capsys):
+    """Values and keys inside a result's args, its software and a sweep's rows."""
+    content = json.loads((ROOT / "tests/version1/plain/result.json").read_text())
+    paths = []
+    for i in range(2):
+        content["args"] |= {"optimizer": f"{i}{NASTY}", f"key{NASTY}": i}
+        content["environment"]["libraries"] = {f"lib{NASTY}": f"{i}{NASTY}"}
+        paths.append(tmp_path / f"{i}.json")
+        paths[-1].write_text(json.dumps(content))
+    out = tmp_path / "c"
+    flags = ["--methodology", "identical_config", "--output-dir", str(out), "--no-plot"]
+    assert compare.main([*map(str, paths), *flags]) == 0
+    shown = capsys.readouterr().out + "".join(file.read_text() for file in out.iterdir())
+    assert r"\x1b]52" in shown and "\x1b" not in shown and "\x07" not in shown
+    content["args"].pop(f"key{NASTY}")
+    content |= {"run_name": NASTY, "device": content["device"] | {"hardware": "H100 SXM"}}
+    content["args"]["optimizer"] = "adamw"
+    paths[0].write_text(json.dumps(content))
+    flags = ["--seq-len", "32", "--calibrate", str(paths[0])]
+    assert estimate.main(["configs/gpt2-tiny.json", "--gpu", "h100", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert r"calibrated: by \x1b]52" in shown and "\x1b" not in shown
+    row = {"key": NASTY, "status": "failed", "error": [{NASTY: NASTY}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    name = printable(NASTY)
+    row = {"key": name, "status": "failed", "error": [{name: name}]}
+    assert Rows(tmp_path / "rows.jsonl").rows == {name: row}
+
+
 def test_a_device_with_a_line_break_in_its_name_is_one_line(tmp_path):
     content = json.loads((ROOT / "configs/hardware.json").read_text())
     content["devices"].append({"a\nb": None})

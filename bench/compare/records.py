@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.errors import UsageError, printable
+from bench.errors import UsageError, printable_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +138,7 @@ def microseconds_per_token(r: Record) -> list[float]:
 def make_printable(r: Record) -> None:
     """Take from a record's texts what a terminal obeys, in place."""
     for field in dataclasses.fields(r):
-        value = getattr(r, field.name)
-        if isinstance(value, str):
-            setattr(r, field.name, printable(value))
-    r.marks, r.notes = [printable(m) for m in r.marks], [printable(n) for n in r.notes]
+        setattr(r, field.name, printable_data(getattr(r, field.name)))
 
 
 POSITIVE = (

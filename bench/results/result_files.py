@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bench.errors import printable_data
 from bench.results.schema import Result, Writer
 from model.json_keys import parse_json
 
@@ -79,7 +80,11 @@ def read_result(path: str | Path) -> Result:
 
 
 def parse_result(content: Any) -> Result:
-    """The content of a result.json of any version; pydantic's ValidationError if it is none."""
+    """The content of a result.json of any version; pydantic's ValidationError if it is none.
+
+    It may be another machine's: its texts are made printable.
+    """
+    content = printable_data(content)
     if isinstance(content, dict) and content.get("schema_version") == 1:
         content = content | {"schema_version": 2, "profile": _profile_of_1(content.get("profile"))}
     result = Result.model_validate(content)

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from bench.errors import UsageError
+from bench.errors import UsageError, printable, printable_data
 from bench.files import ROOT, write_whole
 from bench.results.metrics import CSV_COLUMNS
 from bench.results.result_files import read_result
@@ -209,7 +209,7 @@ def _remove(run: Path) -> None:
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "ended without a word"
+    return printable(lines[-1][:500]) if lines else "ended without a word"
 
 
 class Rows:
@@ -224,7 +224,7 @@ class Rows:
             for line in whole:
                 # The last may be cut off: the sweep was killed.
                 with contextlib.suppress(ValueError, KeyError, TypeError):
-                    row = parse_json(line)
+                    row = printable_data(parse_json(line))
                     self.rows[row["key"]] = row
             self._rewrite()
 
