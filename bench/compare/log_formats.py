@@ -103,6 +103,10 @@ SUITES = {
         ("step ", "| epoch ", "| loss ", "tps "), r"\bstep\s+(\d+)", never="[val]",
         memory="allocated",
     ),
+    "NeMo Automodel benchmark": Suite(
+        ("| Iteration ", "| num_label_tokens="), r"\| Iteration (\d+) \|", block=True,
+        memory="allocated",
+    ),
     "torchtitan": Suite(
         ("step:", "loss:", "memory:"), r"step:\s*(\d+)", r"\b(?:tps|wps): ", "validate",
         memory="reserved",
@@ -209,6 +213,15 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ("loss", rf"\bloss {LOSS}", "", ALL, STEP),
         ("lr", rf"\blr {N}", "", ALL, STEP),
         ("memory_gib", rf"\bmem:? {N} GiB", "GiB", GPU, STEP),
+    ),
+    "NeMo Automodel benchmark": (
+        ("time_s", rf"Max iter time: {N} seconds", "s", ALL, STEP),
+        ("mfu", rf"(?<!Average )MFU: {N}%", "%", GPU, STEP),
+        ("loss", rf"\bloss={LOSS}", "", ALL, STEP),
+        ("memory_gib", rf"Max Memory Allocated: {N} GB", "GiB", GPU, START),
+        ("n_gpus", r"World size: (\d+)", "", ALL, RUN),
+        ("seq_len", r"(?m)^\s*seq_len: (\d+)", "", ALL, RUN),
+        ("global_batch", r"Global batch size: (\d+)", "", ALL, RUN),
     ),
     "torchtitan": (
         ("tokens_per_sec", rf"\b(?:tps|wps): {N}", "", GPU, WINDOW),
