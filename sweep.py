@@ -13,6 +13,7 @@ torch itself.
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 import time
 import zlib
@@ -25,7 +26,7 @@ import bench.start  # noqa: F401
 from pydantic import ValidationError
 
 from bench.compare.gate import gate
-from bench.errors import UsageError
+from bench.errors import UsageError, printable
 from bench.files import write_whole
 from bench.results.result_files import first_problem
 from bench.settings.command_line import parse_dataclass
@@ -148,7 +149,9 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--baseline {args.baseline}: no such file; --update-baselines makes it")
     if args.dry_run:
         for cell in cells:
-            print(f"{cell.script} {' '.join(cell.argv())}")
+            settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]
+            command = shlex.join(["python", cell.script, *cell.argv()])
+            print(printable(" ".join([*settings, command])))
         return 0
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -61,12 +61,13 @@ def test_flags_of_predecessors_are_understood_or_answered():
     ]  # fmt: skip
     for flag, answer in (
         ("--reduce-freq", "--grad-acc-steps"), ("--ckpt-freq", "--save-every"),
-        ("--no-sync", "docs/METRICS.md"),
+        ("--no-sync", "docs/METRICS.md"), ("--local-batch-size", "use --bsz"),
+        ("--micro_batch_size", "use --bsz"),
         ("--model-size", "small, medium, large"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=answer) as error:
             parse_args(["configs/gpt2-tiny.json", flag, "7"], "train.py")
-        assert str(error.value).startswith(flag) and "\n" not in str(error.value)
+        assert str(error.value).startswith(flag.replace("_", "-")) and "\n" not in str(error.value)
 
 
 def test_a_run_is_one_file(tmp_path, monkeypatch):

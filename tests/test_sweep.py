@@ -422,6 +422,33 @@ def test_some_models_of_a_file(capsys):
     assert out.count("gpt2-350m.json") == out.count("gpt2-125m.json") == 4 and "760m" not in out
 
 
+def test_a_dry_run_prints_lines_for_a_shell(tmp_path, capsys):
+    path = write(tmp_path / "e.yaml", environment={"A": "b c"}, training={"bsz": 2})
+    assert sweep.main([path, "--dry-run", "--platform", "cpu"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("A='b c' python train.py configs/gpt2-tiny.json --bsz 2")
+
+
+def test_flags_of_set_have_predecessors_names_too(capsys):
+    given = ["batch-size=2", "context_length=16", "measure-steps=3,4", "pass-type=forward_backward"]
+    assert sweep.main(["--models", "configs/gpt2-tiny.json", "--dry-run", "--set", *given]) == 0
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[1]
+        .endswith("--bsz 2 --n-steps 4 --pass-type forward-backward --seq-len 16")
+    )
+    twice = ["--set", "batch-size=2", "bsz=4"]
+    assert sweep.main(["--models", "configs/gpt2-tiny.json", "--dry-run", *twice]) == 2
+    assert "bsz was set before" in capsys.readouterr().err
+
+
+def test_another_suites_experiment_file_is_told_ours(tmp_path, capsys):
+    """TensorPrimat's config.yaml has all of `experiment` below it."""
+    (tmp_path / "config.yaml").write_text("experiment:\n  name: x\n  methodology: y\nmodels: {}\n")
+    assert sweep.main([str(tmp_path / "config.yaml"), "--dry-run"]) == 2
+    assert "is another suite's file; docs/MIGRATING.md" in capsys.readouterr().err
+
+
 def test_platforms_that_differ_are_no_identical_config(tmp_path, capsys):
     machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 8}}
     path = write(tmp_path / "e.yaml", methodology="identical_config", script="train_fsdp.py",
@@ -739,8 +766,8 @@ def test_what_tune_needs_is_one_line(argv, message, tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize(
     ("argv", "message"),
     [(["--set", "nosuchflag=3"], "--set nosuchflag=3: no such flag"),
-     (["--set", "batch-size=3"], "did you mean bsz?"),
-     (["--set", "reduce-freq=3"], "a predecessor's; gradients are reduced once a step"),
+     (["--set", "local-batch-size=3"], "another suite's; use --bsz"),
+     (["--set", "reduce-freq=3"], "another suite's; gradients are reduced once a step"),
      (["--set", "seed=010,8"], "is no value"),
      (["--set", "bsz=1", "--baseline", "none.json"], "--baseline none.json: no such file")],
 )  # fmt: skip

@@ -97,6 +97,6 @@ def test_an_experiment_means_what_it_meant(capsys, monkeypatch):
     assert sweep.main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == (
-        "train_fsdp.py configs/gpt2-tiny.json --bsz 2 --dp-replicate 2 --global-bsz 64 --lr 0.001 "
+        "python train_fsdp.py configs/gpt2-tiny.json --bsz 2 --dp-replicate 2 --global-bsz 64 --lr 0.001 "
         "--nproc 8 --seq-len 64 --usd-per-hour 2.5"
     )

@@ -49,7 +49,7 @@ def refuse_foreign(argv: Sequence[str], script: Script) -> None:
             raise UsageError(foreign(name, script))
 
 
-# Flags of predecessors that mean the same as one of ours, and what replaces the others.
+# Flags of other suites that mean the same as one of ours, and what replaces the others.
 RENAMED = {"--context-length": "--seq-len", "--batch-size": "--bsz", "--measure-steps": "--n-steps"}
 REPLACED = {
     "--reduce-freq": "gradients are reduced once a step, after --grad-acc-steps micro batches",
@@ -58,6 +58,8 @@ REPLACED = {
     "--backend": "the script is the backend: train_ddp.py, train_fsdp.py or train_pp.py",
     "--num-steps": "use --n-steps",
     "--warmup": "use --warmup-steps",
+    "--local-batch-size": "use --bsz",
+    "--micro-batch-size": "use --bsz",
     "--output": "use --output-dir; compare.py and sweep.py write the CSV",
 }
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -71,7 +73,7 @@ def translated(argv: Sequence[str]) -> list[str]:
         name, _, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in REPLACED:
-            raise UsageError(f"{name}: is a predecessor's flag; {REPLACED[name]}")
+            raise UsageError(f"{name}: is another suite's flag; {REPLACED[name]}")
         if name in RENAMED or name == "--model-size":
             words += [RENAMED.get(name, name), value] if value else [RENAMED.get(name, name)]
         else:

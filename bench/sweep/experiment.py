@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from bench.errors import UsageError
 from bench.formulas.hardware import find_hardware
 from bench.results.result_files import first_problem
-from bench.settings.command_line import RENAMED, REPLACED
+from bench.settings.command_line import RENAMED, REPLACED, translated
 from bench.settings.flags import SETTABLE, Script
 from bench.settings.plan import Platform
 from bench.settings.run_file import parse_yaml
@@ -98,6 +98,8 @@ def read_experiment(path: str | Path) -> Experiment:
         raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
+    if isinstance(content.get("experiment"), dict):
+        raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
     try:
         return check_size(Experiment.model_validate(content), path)
     except ValidationError as error:
@@ -137,11 +139,11 @@ def substitute(text: str, environ: dict[str, str], path: str | Path = "text") ->
 
 
 def nearest_flag(flag: str) -> str:
-    """What an unknown flag may have meant, in words: a predecessor's name, or a near one."""
+    """What an unknown flag may have meant, in words: another suite's name, or a near one."""
     name = f"--{flag.replace('_', '-')}"
     ours = RENAMED.get(name)
     if ours is None and name in REPLACED:
-        return f": a predecessor's; {REPLACED[name]}"
+        return f": another suite's; {REPLACED[name]}"
     near = [ours] if ours else difflib.get_close_matches(flag, SETTABLE, 1)
     return f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
 
@@ -158,13 +160,14 @@ def from_command_line(
     grid: dict[str, list[Value]] = {}
     for setting in settings:
         flag, equals, values = setting.partition("=")
-        flag = flag.lstrip("-").replace("-", "_")
+        flag = f"--{flag.lstrip('-').replace('_', '-')}"
+        flag = RENAMED.get(flag, flag).removeprefix("--").replace("-", "_")
         if not equals:
             raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
         if flag not in SETTABLE:
             raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
         try:
-            parsed = [parse_yaml(v) for v in values.split(",")]
+            parsed = [parse_yaml(v) for v in translated(values.split(","))]
         except ValueError:
             raise UsageError(f"--set {setting}: {values!r} is no value") from None
         if "" in values.split(","):
