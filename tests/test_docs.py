@@ -174,9 +174,10 @@ def tiny_world(tmp_path, monkeypatch, a_run):
                 assert run_train("configs/gpt2-tiny.json", *flags, *small) == 0
         else:
             # Four layers, so that --sac-freq 1/4 can choose one.
-            tiny = "llama" if "--sac-freq" in flags else "moe" if "--route" in flags else "gpt2"
-            if "--ep" in flags:  # of two ranks
-                flags[flags.index("--ep") + 1] = "2"
+            tiny = "llama" if "--sac-freq" in flags else "gpt2"
+            tiny = "moe" if {"--route", "--ep"} & set(flags) else tiny
+            for name in {"--ep", "--global-bsz"} & set(flags):  # of two ranks
+                flags[flags.index(name) + 1] = "2"
             command = [sys.executable, script, f"configs/{tiny}-tiny.json", *flags, *small]
             environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
             done = subprocess.run(
