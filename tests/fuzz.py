@@ -1,25 +1,43 @@
-"""Any bytes as any of the files that the tools read: each ends in a result or in one clear line.
+"""Spoilt files of every kind that the tools read: each ends in a result or in one clear line.
 
-    make fuzz                 a million cases in all
-    make fuzz CASES=2000      so many of each kind of file
+    make fuzz                                  a million files through readers, 100,000 through tools
+    make fuzz CASES=2000 KINDS="log trace"     so many of each of these kinds
+    make fuzz CASES=1 KINDS=log FIRST=4711     one case again, with its traceback
 
+Each begins as a right file. Its structure is changed (types, keys, nesting, numbers, texts), or its
+bytes. A tool's output may hold no control characters, no traceback, and no nan in a CSV or JSON.
 tests/test_holes.py runs a few of each.
 """
 
 import contextlib
+import csv
+import functools
+import gzip
 import io
 import json
 import math
 import os
+import random
+import re
+import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import yaml
 
+import compare
+import doctor
+import estimate
+import prepare_data
+import sweep
+import trace_report
 from bench.apply.tokens import open_tokens, write_tokens
 from bench.compare.find_results import read_records
 from bench.compare.gate import read_baselines
@@ -27,7 +45,8 @@ from bench.compare.records import LogFacts
 from bench.errors import UsageError
 from bench.formulas import hardware
 from bench.run.checkpoint import manifest
-from bench.sweep.cell_runs import Rows
+from bench.settings.command_line import parse_args
+from bench.sweep.cell_runs import Rows, cell_key
 from bench.sweep.experiment import read_experiment
 from bench.sweep.grid import make_cells
 from bench.trace.breakdown import break_down
@@ -37,37 +56,142 @@ from model.hf import _index
 from tests.helpers import ROOT
 
 EXPECTED = (UsageError, ConfigError)
-# Values that a careless reader stumbles over.
-ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.sampled_from([10**400, -1, 0, 2**31, 2**63, 1e308]),
-    st.floats(), st.text(max_size=20), st.just([]), st.just({}), st.just("../x"), st.just("\x1b[2J"),
-    st.lists(st.integers(), max_size=3), st.dictionaries(st.text(max_size=5), st.none(), max_size=2),
+CODES = (0, 1, 2, 4, 5)
+CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+ESCAPE = "\x1b]52;c;aGk=\x07\x9b2J\u202e"
+# Values that a careless reader stumbles over; @... becomes what no Python value can be.
+ODD = (
+    None, True, False, 0, -1, 1, 3, 7.5, 1e308, 5e-324, math.nan, math.inf, -math.inf, 2**31, 2**63,
+    10**400, "", "x", "0", "../x", ESCAPE, f"=1+1{ESCAPE}", "a\nb\tc", "\ud800", "<script>|`",
+    [], {}, [[]], [None], {"": None}, {ESCAPE: ESCAPE}, "@list", "@object", "@digits",
 )  # fmt: skip
+NUMBERS = (
+    "0", "-1", "nan", "inf", "1e999", "1e-999", "9" * 400, "1,,2", ".", "", ESCAPE, "[", "{'a':",
+)  # fmt: skip
+UNITS = (("GiB", "B"), ("GB", "TB"), ("ms", "s"), ("ms", "us"), ("%", ""), ("/", " "), (":", "="))
 
 
-def places(value, path=()) -> list[tuple]:
-    """The paths of all values inside JSON data."""
-    found = [path]
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, inner in items:
-        found += places(inner, (*path, key))
-    return found
+# --- how a file is spoilt ---------------------------------------------------------------------------
 
 
-def replaced(value, path: tuple, new):
-    """JSON data with another value at a path; None stands for its removal from an object."""
+def edited(whole: Any, rng: random.Random) -> Any:
+    """JSON data with one change at a random place."""
+    path, old = _spot(whole, rng)
+    kind, number = type(old), type(old) in (int, float)
+    other = _spot(whole, rng)[1]
+    changes = [
+        rng.choice(ODD), rng.choice(ODD), rng.choice(ODD), other, [old], {"x": old}, [old] * 3,
+        str(old) if number else len(old) if kind is str else rng.choice(ODD),
+        old * rng.choice((-1, 1000, 1e-12, 1e12, 1e300)) if number and abs(old) < 2**63 else other,
+    ]  # fmt: skip
+    if kind is dict:
+        key = rng.choice([*old, "x"])
+        changes += [{}, list(old.values()), [*old], {k: v for k, v in old.items() if k != key},
+                    old | {key: other}, old | {rng.choice(("", ESCAPE, "x")): other},
+                    {f"{k}{ESCAPE}" if k == key else k: v for k, v in old.items()}]  # fmt: skip
+    if kind is list:
+        i = rng.randrange(len(old) + 1)
+        changes += [[], dict(zip(map(str, old[:9]), old, strict=False)), old[:i], old[:i] + old[i + 1 :],
+                    [*old[:i], other, *old[i:]], old[::-1]]  # fmt: skip
+    return _replaced(whole, path, rng.choice(changes))
+
+
+def _spot(value: Any, rng: random.Random) -> tuple[list, Any]:
+    """A random place inside JSON data: its path, and what stands there."""
+    path = []
+    while isinstance(value, dict | list) and value and rng.random() < 0.9:
+        path.append(rng.choice([*value] if isinstance(value, dict) else range(len(value))))
+        value = value[path[-1]]
+    return path, value
+
+
+def _replaced(value: Any, path: list, new: Any) -> Any:
     if not path:
         return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    key, *rest = path
-    copy[key] = replaced(copy[key], tuple(rest), new)
+    copy = value.copy()
+    copy[path[0]] = _replaced(value[path[0]], path[1:], new)
     return copy
+
+
+def _text(value: Any, rng: random.Random) -> str:
+    """Data as JSON, rarely with a key twice."""
+    text, n = json.dumps(value), rng.choice((5, 70, 400, 5000))
+    text = text.replace('"@list"', "[" * n + "]" * n).replace('"@digits"', "9" * 5000)
+    text = text.replace('"@object"', '{"a":' * n + "1" + "}" * n)
+    if isinstance(value, dict) and value and rng.random() < 0.05:
+        text = f"{{{json.dumps(rng.choice([*value]))}: {json.dumps(rng.choice(ODD))}, {text[1:]}"
+    return text
+
+
+def _table(rows: Any) -> str:
+    out = io.StringIO()
+    rows = rows if isinstance(rows, list) else [rows]
+    with contextlib.suppress(csv.Error):
+        csv.writer(out).writerows(row if isinstance(row, list) else [row] for row in rows)
+    return out.getvalue()
+
+
+def reworded(text: str, rng: random.Random) -> str:
+    """A log with a changed number, unit or line."""
+    lines = text.splitlines(keepends=True) or [""]
+    i = rng.randrange(len(lines))
+    line, numbers = lines[i], [*re.finditer(r"\d[\d.,]*", lines[i])]
+    one = rng.choice(numbers) if numbers else re.search("", line)
+    at = rng.randrange(len(line) + 1)
+    unit = rng.choice(UNITS)
+    lines[i] = rng.choice((
+        "", line * 2, line + rng.choice(lines), line[:at], line[:at] + ESCAPE + line[at:],
+        line.replace(*unit), line.replace(*unit[::-1]) if unit[1] else line,
+        *3 * [line[: one.start()] + rng.choice(NUMBERS) + line[one.end() :]],
+    ))  # fmt: skip
+    return "".join(lines)
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """A file with other bytes, cut off, or with a part twice."""
+    n, many = len(data), bytearray(data)
+    for _ in range(rng.randint(1, 4) if n else 0):
+        many[rng.randrange(n)] = rng.randrange(256)
+    a, b = sorted((rng.randrange(n + 1), rng.randrange(n + 1)))
+    return rng.choice((bytes(many), data[:a], data[:a] + data[b:], data[:b] + data[a:],
+                       rng.randbytes(rng.randrange(64))))  # fmt: skip
+
+
+@functools.cache
+def _parsed(data: bytes, ending: str) -> Any:
+    if ending == ".jsonl":
+        return [json.loads(line) for line in data.decode().splitlines()]
+    if ending == ".csv":
+        return [*csv.reader(io.StringIO(data.decode()))]
+    if ending == ".yaml":
+        return yaml.safe_load(data)
+    return json.loads(gzip.decompress(data) if ending.endswith(".gz") else data)
+
+
+def spoilt(right: bytes, ending: str, rng: random.Random) -> bytes:
+    """The file with one to three changes."""
+    if ending == ".bin" or rng.random() < 0.15:
+        return flipped(right, rng)
+    times = range(rng.choice((1, 1, 2, 3)))
+    if ending in (".log", ".txt"):
+        text = right.decode()
+        for _ in times:
+            text = reworded(text, rng)
+        return text.encode("utf-8", "surrogatepass")
+    value = _parsed(right, ending)
+    for _ in times:
+        value = edited(value, rng)
+    if ending == ".csv":
+        text = _table(value)
+    elif ending == ".jsonl":
+        text = "\n".join(_text(row, rng) for row in (value if isinstance(value, list) else [value]))
+    else:
+        text = _text(value, rng)
+    data = text.encode("utf-8", "surrogatepass")
+    return gzip.compress(data, 1) if ending.endswith(".gz") else data
+
+
+# --- readers ----------------------------------------------------------------------------------------
 
 
 def read_hardware(path: Path) -> None:
@@ -86,155 +210,394 @@ def read_hardware(path: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> None:
-    import prepare_data
-
-    with contextlib.redirect_stderr(io.StringIO()):
-        encode, _ = prepare_data.load_encoder(str(path))
-        encode("a b")
+    encode, _ = prepare_data.load_encoder(str(path))
+    encode("a b")
 
 
 def read_rows(path: Path) -> None:
-    target = path.with_name("rows.jsonl")
-    target.write_bytes(path.read_bytes())
-    Rows(target)
+    Rows(path.rename(path.with_name("rows.jsonl")))
 
 
 def read_weights_index(path: Path) -> None:
-    target = path.with_name("model.safetensors.index.json")
-    target.write_bytes(path.read_bytes())
+    path.rename(path.with_name("model.safetensors.index.json"))
     _index(path.parent)
 
 
 def read_checkpoint(path: Path) -> None:
     (path.parent / "c").mkdir(exist_ok=True)
-    (path.parent / "c" / manifest.MANIFEST).write_bytes(path.read_bytes())
+    path.rename(path.parent / "c" / manifest.MANIFEST)
     with contextlib.suppress(ValueError, OSError):  # what newest() leaves out
         manifest.verify(path.parent / "c")
 
 
 def read_steps(path: Path) -> None:
-    content = (ROOT / "tests/version1/plain/result.json").read_text()
-    (path.parent / "result.json").write_text(content)
-    (path.parent / "steps.jsonl").write_bytes(path.read_bytes())
-    read_records([str(path.parent / "result.json")], print, LogFacts())
+    shutil.copy(PLAIN, path.parent / "result.json")
+    path.rename(path.with_name("steps.jsonl"))
+    read_foreign(path.parent / "result.json")
 
 
 def read_foreign(path: Path) -> None:
     read_records([str(path)], print, LogFacts())
 
 
-def samples(directory: Path) -> dict[str, tuple[str, bytes, Callable[[Path], object]]]:
-    """Kind of file to its name's ending, one that is right, and what reads it."""
-    write_tokens(directory / "x.bin", [list(range(50))], 256)
+def read_run_file(path: Path) -> None:
+    parse_args(["--from", str(path)], "train.py")
+
+
+# --- whole tools ------------------------------------------------------------------------------------
+
+
+def run(main: Callable, *argv: Any, out: Path) -> None:
+    """Run a tool in this process; AssertionError for a wrong exit code or output."""
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        code = main([str(word) for word in argv])
+    assert code in CODES, f"exit code {code}"
+    assert code != 2 or said.getvalue().strip(), "nothing said"
+    check_text(printed.getvalue(), "stdout")
+    check_text(said.getvalue(), "stderr")
+    for file in out.rglob("*"):
+        if file.is_file() and file.suffix in (".csv", ".json", ".md", ".html", ".jsonl"):
+            check_file(file)
+
+
+def check_text(text: str, where: str) -> None:
+    """AssertionError for what a terminal or a reader should not see."""
+    assert not (bad := CONTROL.search(text)), f"{where}: control character {bad[0]!a}"
+    assert "Traceback" not in text, f"{where}: a traceback"
+
+
+def check_file(file: Path) -> None:
+    """The same for a file that a tool wrote."""
+    text = file.read_bytes().decode()
+    check_text(text.replace("\r\n", "\n") if file.suffix == ".csv" else text, file.name)
+    if file.suffix == ".json":
+        json.loads(text, parse_constant=_refuse)
+    if file.suffix == ".csv":
+        head, *rows = csv.reader(io.StringIO(text))
+        for name, cell in ((n, c) for row in rows for n, c in zip(head, row, strict=False)):
+            figure = name not in ("group", "setting", "run", "hardware", "settings")
+            assert not figure or cell.lower() not in ("nan", "inf", "-inf"), f"{file.name}: {cell}"
+            formula = cell[:1] in ("=", "@", "+", "-") and not re.fullmatch(r"[-+][\d.e+-]+", cell)
+            assert not formula, f"{file.name}: a formula, {cell[:20]!a}"
+    assert file.name != "report.html" or text.count("<script") == 2, "report.html: another script"
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"a JSON file: {constant}")
+
+
+def compares(path: Path) -> None:
+    """By itself, and beside a run of ours, in one of some ways."""
+    out, ways = path.parent / "out", ([], ["--one-model"], ["--methodology", "identical_config"])
+    more = [[], [PLAIN]][len(path.read_bytes()) % 2]
+    flags = ["--output-dir", out / "c", "--json-dir", out / "j", "--no-plot", "--tokens", 1e12]
+    run(compare.main, path, *more, *flags, *ways[path.stat().st_size % 3], out=out)
+
+
+def compares_sweep(path: Path) -> None:
+    shutil.copy(PLAIN, path.parent / "result.json")
+    path.rename(path.with_name("sweep.json"))
+    out = path.parent / "out"
+    run(compare.main, path.parent, "--output-dir", out, "--no-plot", out=out)
+
+
+def compares_prices(path: Path) -> None:
+    out = path.parent / "out"
+    run(compare.main, PLAIN, "--experiment", path, "--output-dir", out, "--no-plot", out=out)
+
+
+def gates(path: Path) -> None:
+    _gate(path, ROOT / "tests/version1/baselines.json", path.parent / "out")
+
+
+def gates_by(path: Path) -> None:
+    _gate(PLAIN, path, path.parent / "out")
+
+
+def _gate(result: Path, baselines: Path, out: Path) -> None:
+    out.mkdir()
+    files = ["--markdown", out / "a.md", "--benchmark-json", out / "b.json"]
+    run(compare.main, result, "--baseline", baselines, *files, out=out)
+    shutil.copy(baselines, out / "new.json")
+    if result != PLAIN:
+        run(compare.main, result, "--baseline", out / "new.json", "--update-baselines", out=out)
+
+
+def reports_trace(path: Path) -> None:
+    whole = TRACES / "rocm_mi300x_llama_block.json.gz"
+    for argv in ([path], [path, "--json"], [path, whole], [whole, path]):
+        run(trace_report.main, *argv, out=path)
+
+
+def reports_ranks(path: Path) -> None:
+    out, ranks = path.parent / "out", path.parent / "ranks"
+    ranks.mkdir()
+    out.mkdir()
+    path.rename(ranks / f"rank1{path.name.removeprefix('spoilt')}")
+    (ranks / "rank0.json").write_text(json.dumps(TRACE))
+    run(trace_report.main, ranks, "--html", out / "x.html", out=out)
+    run(trace_report.main, ranks, "--json", out=out)
+
+
+def reports_run(path: Path) -> None:
+    """A trace in the directory of a run, whose result knows its matmuls."""
+    path.rename(path.with_name("result.json"))
+    (path.parent / "trace").mkdir()
+    trace = path.parent / "trace/rank0.json"
+    trace.write_text(json.dumps(TRACE))
+    for flags in ([], ["--json"]):
+        run(trace_report.main, trace, *flags, out=path.parent / "trace")
+
+
+def sweeps_rows(path: Path) -> None:
+    """A sweep that goes on from rows of before; nothing is run."""
+    out = path.parent / "out"
+    out.mkdir()
+    path.rename(out / "rows.jsonl")
+    (path.parent / "e.yaml").write_text(SWEEP)
+    with mock.patch.object(sweep, "_run_here", lambda *_: iter(())):
+        run(sweep.main, path.parent / "e.yaml", "--platform", "cpu", "--output-dir", out, out=out)
+
+
+def plans_sweep(path: Path) -> None:
+    for platform in ("nvidia", "cpu"):
+        run(sweep.main, path, "--platform", platform, "--dry-run", out=path)
+
+
+def estimates(path: Path) -> None:
+    run(estimate.main, path, "--gpu", "h100", "--seq-len", 64, out=path)
+
+
+def calibrates(path: Path) -> None:
+    tiny = ROOT / "configs/gpt2-tiny.json"
+    run(estimate.main, tiny, "--gpu", "h100", "--seq-len", 64, "--calibrate", path, out=path)
+
+
+def examines(path: Path) -> None:
+    """doctor.py with a tool of the driver that prints this."""
+    kind = "amd" if path.suffix == ".json" else "nvidia"
+    text = path.read_bytes().decode("utf-8", "replace").strip()
+    others = dict.fromkeys(("libraries", "compiler", "settings"), lambda *_: [])
+    with mock.patch.multiple(doctor, detect_platform=lambda: kind, torch_sees=lambda _: [], **others,
+                             _output=lambda *_: text), \
+            mock.patch.object(shutil, "which", lambda _: "x"):  # fmt: skip
+        for flags in ([], ["--json"]):
+            run(doctor.main, *flags, out=path)
+
+
+# --- kinds ------------------------------------------------------------------------------------------
+
+PLAIN, TRACES = ROOT / "tests/version1/plain/result.json", ROOT / "tests/traces"
+SWEEP = "experiment: e\nmodels: [configs/gpt2-tiny.json]\ntraining: {seq_len: 32}\ngrid: {bsz: [1, 2]}\n"
+TRACE = {"traceEvents": [
+    {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0.0, "dur": 30.0,
+     "pid": 1, "tid": 1},
+    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 3.0, "pid": 1, "tid": 1,
+     "args": {"External id": 1, "Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}},
+    {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 2.0, "dur": 1.0, "pid": 1,
+     "tid": 1, "args": {"External id": 1, "correlation": 1}},
+    {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7,
+     "args": {"device": 0, "stream": 7, "correlation": 1, "External id": 1}},
+    {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce", "ts": 15.0, "dur": 5.0, "pid": 0,
+     "tid": 9, "args": {"device": 0, "stream": 9, "Collective name": "allreduce",
+                        "Process Group Name": "0"}}],
+    "distributedInfo": {"rank": 0, "world_size": 2},
+    "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]}  # fmt: skip
+HOST_TRACE = {"traceEvents": [e for e in TRACE["traceEvents"] if e["cat"] != "kernel"],
+              "distributedInfo": {"rank": 1}}  # fmt: skip
+AUTOMODEL = {"avg_iter_time_seconds": 2.0, "world_size": 8, "global_batch_size": 16, "seq_len": 4096,
+             "avg_mfu_percent": 40.0, "peak_tflops": 989.0, "tflops_per_gpu": 800.0}  # fmt: skip
+SUITE = {"platform": "cuda", "gpu_info": {"device_name": "NVIDIA H100", "device_count": 8},
+         "training_config": {"model": "llama", "num_gpus": 8, "sequence_length": 2048,
+                             "global_batch_size": 128, "learning_rate": 3e-4, "num_parameters": 8e9},
+         "performance_metrics": {"tokens_per_second": 1e5, "tokens_per_second_per_gpu": 12500.0},
+         "memory_metrics": {"peak_memory_allocated_gb": 60.0}, "step_times": [2.0, 2.1, 2.2, 2.1],
+         "loss_values": [9.0, 8.0, 7.0, 6.5], "learning_rates": [3e-4] * 4}  # fmt: skip
+ROCM = {"card0": {"Card Series": "MI300X", "VRAM Total Memory (B)": "206141652992",
+                  "VRAM Total Used Memory (B)": "300000000000"},
+        "system": {"Driver version": "6.10"}}  # fmt: skip
+RUN_FILE = b"""config: configs/gpt2-tiny.json
+script: train.py
+bsz: 2
+lr: 1e-3
+amp: off
+seq-len: 64
+hparams: [bsz, lr]
+sac_freq: 1/2
+pt_compile: true
+"""
+NVIDIA = "0, GPU-aa, NVIDIA H100 80GB HBM3, 570.1, 5000, 81559"
+Kind = tuple[str, list[bytes], Callable[[Path], object]]
+
+
+def _small(trace: Path) -> bytes:
+    """A recorded trace with the first of its events."""
+    content = json.loads(gzip.decompress(trace.read_bytes()))
+    content["traceEvents"] = content["traceEvents"][:200]
+    return gzip.compress(json.dumps(content).encode())
+
+
+@functools.cache
+def kinds() -> dict[str, Kind]:
+    """Name to its files' ending, some that are right, and what reads them; tools' names have a colon."""
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
                  "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
                  "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}  # fmt: skip
-    trace = {"traceEvents": [
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7,
-         "args": {"device": 0, "stream": 7, "correlation": 1}},
-        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 3.0, "pid": 1, "tid": 1,
-         "args": {"External id": 1}},
-        {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0.0, "dur": 20.0,
-         "pid": 1, "tid": 1}]}  # fmt: skip
     part = {"file": "a", "offsets": [0], "lengths": [1]}
     inner = {"schema_version": 1, "run": "r", "step": 1, "samples": 1, "world": 1, "layout": "x",
              "args": {}, "global_batch": 1, "seq_len": 1, "model_hash": "x", "config": {}, "data": {},
              "loss": None, "scaler": None, "versions": {}, "files": {"a": {"bytes": 1, "crc32": 1}},
              "tensors": {"p/x": {"dtype": "F32", "shape": [1], "parts": [part]}}}  # fmt: skip
     content = manifest.Manifest.model_validate(inner).text()
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokens(Path(directory) / "x.bin", [list(range(50))], 256)
+        tokens = (Path(directory) / "x.bin").read_bytes()
+        (Path(directory) / "e.yaml").write_text(SWEEP)
+        cells = make_cells(read_experiment(Path(directory) / "e.yaml"), "cpu")
 
-    def text(path: str) -> bytes:
-        return (ROOT / path).read_bytes()
+    def texts(*paths: str) -> list[bytes]:
+        return [file.read_bytes() for path in paths for file in sorted(ROOT.glob(path))]
 
-    def experiment(path: Path) -> None:
-        make_cells(read_experiment(path), "cpu")
+    def values(*contents: Any) -> list[bytes]:
+        return [json.dumps(content).encode() for content in contents]
 
-    def as_trace(path: Path) -> None:
-        with contextlib.suppress(UsageError):
-            break_down(read_trace(path))
-
+    logs = [(text[: text.rfind(b"\n", 0, 3000)] if len(text) > 3000 else text)
+            for text in texts("tests/logs/*.log")]  # fmt: skip
+    logs = [log.decode("utf-8", "replace").encode() for log in logs]
+    results = texts("tests/version1/*/result.json")
+    on_h100 = json.loads(results[0])
+    on_h100["device"]["hardware"] = "H100 SXM"
+    rows = [json.loads(line) for line in texts("tests/version1/rows.jsonl")[0].splitlines()]
+    measured = [row | {"key": cell_key(cell, 0)}
+                for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
+    lines = b'{"step": 1, "tps": 8.0, "loss": 2.0}\n{"step": 2, "tps": 9.0, "tps_per_gpu": 3, "mem": 4}\n'
+    torchtune = b'{"step": 1, "tokens_per_second_per_gpu": 8.0, "loss": 2.0, "lr": 1e-3}\n' * 2
+    gz = [gzip.compress(text) for text in values(TRACE, HOST_TRACE)]
+    gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
+    states, tables = texts("tests/logs/trainer_state.json"), texts("tests/logs/lightning.csv")
+    csvs = [*tables, *texts("tests/version1/results.csv")]
+    experiments = texts("tests/version1/experiment.yaml", "configs/sweeps/*.yaml")
+    (steps,) = texts("tests/version1/plain/steps.jsonl")
+    sweep_json = {"experiment": {"methodology": "identical_config"}, "differences": ["lr 1 / 2"],
+                  "platform": "cpu", "settings": [["train.py", "x"]]}  # fmt: skip
+    configs = texts("configs/*-tiny.json", "configs/qwen3-0.6b.json", "configs/deepseek-v3.json")
+    baselines = texts("tests/version1/baselines.json")
     return {
-        "config": (".json", text("configs/llama-tiny.json"), load_config),
-        "tokens": (".bin", (directory / "x.bin").read_bytes(), open_tokens),
-        "result": (".json", text("tests/version1/plain/result.json"), read_foreign),
-        "steps": (".jsonl", text("tests/version1/plain/steps.jsonl")[:900], read_steps),
-        "log": (".log", text("tests/logs/primus.log")[:3000], read_foreign),
-        "trainer": (".json", text("tests/logs/trainer_state.json"), read_foreign),
-        "printed": (".log", text("tests/logs/axolotl.log"), read_foreign),
-        "metrics": (".csv", text("tests/logs/lightning.csv"), read_foreign),
-        "lines": (".jsonl", b'{"step": 1, "tps": 8.0, "loss": 2.0}\n' * 3, read_foreign),
-        "trace": (".json", json.dumps(trace).encode(), as_trace),
-        "experiment": (".yaml", text("tests/version1/experiment.yaml"), experiment),
-        "baselines": (".json", text("tests/version1/baselines.json"),
-                      lambda path: read_baselines(path, True)),
-        "hardware": (".json", text("configs/hardware.json"), read_hardware),
-        "rows": (".jsonl", text("tests/version1/rows.jsonl")[:2000], read_rows),
-        "weights": (".json", json.dumps({"weight_map": {"a": "b.safetensors"}}).encode(),
-                    read_weights_index),
-        "tokenizer": (".json", json.dumps(tokenizer).encode(), read_tokenizer),
-        "manifest": (".json", content.encode(), read_checkpoint),
+        "config": (".json", configs, load_config),
+        "tokens": (".bin", [tokens], open_tokens),
+        "result": (".json", results, read_foreign),
+        "steps": (".jsonl", [b"\n".join(steps.splitlines()[:4])], read_steps),
+        "log": (".log", logs, read_foreign),
+        "trainer": (".json", states, read_foreign),
+        "suite": (".json", values(SUITE, AUTOMODEL), read_foreign),
+        "table": (".csv", csvs, read_foreign),
+        "lines": (".jsonl", [lines, torchtune], read_foreign),
+        "trace": (".json", values(TRACE, HOST_TRACE), lambda path: break_down(read_trace(path))),
+        "trace-gz": (".json.gz", gz, lambda path: break_down(read_trace(path))),
+        "experiment": (".yaml", experiments, lambda path: make_cells(read_experiment(path), "cpu")),
+        "run": (".yaml", [RUN_FILE], read_run_file),
+        "again": (".json", results, read_run_file),
+        "baselines": (".json", baselines, lambda path: read_baselines(path, True)),
+        "hardware": (".json", texts("configs/hardware.json"), read_hardware),
+        "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()], read_rows),
+        "weights": (".json", values({"weight_map": {"a": "b.safetensors"}}), read_weights_index),
+        "tokenizer": (".json", values(tokenizer), read_tokenizer),
+        "manifest": (".json", [content.encode()], read_checkpoint),
+        "compare:result": (".json", results, compares),
+        "compare:suite": (".json", values(SUITE, AUTOMODEL), compares),
+        "compare:log": (".log", logs, compares),
+        "compare:trainer": (".json", states, compares),
+        "compare:table": (".csv", csvs, compares),
+        "compare:lines": (".jsonl", [lines, torchtune], compares),
+        "compare:sweep": (".json", values(sweep_json), compares_sweep),
+        "compare:prices": (".yaml", experiments[:1], compares_prices),
+        "gate:result": (".json", results, gates),
+        "gate:baselines": (".json", baselines, gates_by),
+        "trace:file": (".json", values(TRACE, HOST_TRACE), reports_trace),
+        "trace:gz": (".json.gz", gz[:2], reports_trace),
+        "trace:ranks": (".json.gz", gz[:2], reports_ranks),
+        "trace:run": (".json", texts("tests/version1/profiled/result.json"), reports_run),
+        "sweep:rows": (".jsonl", ["\n".join(map(json.dumps, measured)).encode()], sweeps_rows),
+        "sweep:experiment": (".yaml", experiments, plans_sweep),
+        "estimate:config": (".json", configs, estimates),
+        "estimate:calibrate": (".json", values(on_h100), calibrates),
+        "doctor:amd": (".json", values(ROCM), examines),
+        "doctor:nvidia": (".txt", [f"{NVIDIA}\n{NVIDIA}".encode()], examines),
     }  # fmt: skip
 
 
-def mutated(right: bytes):
-    """Strategy: the file with some bytes changed, cut, or (JSON) values replaced."""
-    flips = st.lists(st.tuples(st.floats(0, 0.9999), st.integers(0, 255)), min_size=1, max_size=4)
-
-    def flip(edits) -> bytes:
-        data = bytearray(right)
-        for where, value in edits:
-            data[int(where * len(data))] = value
-        return bytes(data)
-
-    kinds = [
-        flips.map(flip),
-        st.integers(0, len(right)).map(lambda n: right[:n]),
-        st.binary(max_size=64),
-    ]
-    with contextlib.suppress(ValueError):
-        content = json.loads(right)
-        spots = places(content)
-        one = st.tuples(st.sampled_from(spots), ODD).map(lambda edit: replaced(content, *edit))
-        kinds.insert(0, one.map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass")))
-    return st.one_of(kinds)
+KINDS = ("config", "tokens", "result", "steps", "log", "trainer", "suite", "table", "lines", "trace",
+         "trace-gz", "experiment", "run", "again", "baselines", "hardware", "rows", "weights",
+         "tokenizer", "manifest")  # fmt: skip
+TOOLS = ("compare:result", "compare:suite", "compare:log", "compare:trainer", "compare:table",
+         "compare:lines", "compare:sweep", "compare:prices", "gate:result", "gate:baselines",
+         "trace:file", "trace:gz", "trace:ranks", "trace:run", "sweep:rows", "sweep:experiment",
+         "estimate:config", "estimate:calibrate", "doctor:amd", "doctor:nvidia")  # fmt: skip
+SLOW = ("experiment", "run", "again")  # YAML in plain Python
 
 
-def attack(name: str, cases: int, directory: Path) -> None:
-    """Read so many spoilt files of one kind; AssertionError where one ends in something unexpected."""
-    ending, right, read = samples(directory)[name]
-    path = directory / f"spoilt{ending}"
-
-    @settings(max_examples=cases, deadline=None, database=None, print_blob=False,
-              derandomize=cases < 1000, suppress_health_check=list(HealthCheck))  # fmt: skip
-    @given(mutated(right))
-    def one(content: bytes) -> None:
-        path.write_bytes(content)
-        begin = time.monotonic()
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                read(path)
-        except EXPECTED as error:
-            assert "\n" not in str(error) and len(str(error)) < 2000, str(error)
-        assert time.monotonic() - begin < 20, "too slow"
-
-    one()
+# --- the attack -------------------------------------------------------------------------------------
 
 
-KINDS = ("config", "tokens", "result", "steps", "log", "trainer", "printed", "metrics", "lines", "trace",
-         "experiment", "baselines", "hardware",
-         "rows", "weights", "tokenizer", "manifest")  # fmt: skip
+def attack(name: str, cases: int, directory: Path, first: int = 0) -> None:
+    """Read so many spoilt files of one kind; AssertionError with each way to fail, and how often."""
+    ending, rights, read = kinds()[name]
+    failed, example = Counter(), {}
+    for number in range(first, first + cases):
+        rng = random.Random(f"{name} {number}")
+        here = directory / "case"
+        here.mkdir()
+        path = here / f"spoilt{ending}"
+        path.write_bytes(spoilt(rng.choice(rights), ending, rng))
+        if why := "".join(told(read, path, cases == 1)):
+            failed[why] += 1
+            example.setdefault(why, number)
+        shutil.rmtree(here)
+    assert not failed, "\n".join(
+        f"{times} times: {why} (KINDS={name} FIRST={example[why]})"
+        for why, times in failed.most_common()
+    )
 
 
-def main() -> None:
-    """CASES of each kind, by default a million in all; KINDS chooses some."""
-    cases = int(os.environ.get("CASES") or math.ceil(1e6 / len(KINDS)))
-    for name in (os.environ.get("KINDS") or " ".join(KINDS)).split():
-        begin = time.monotonic()
+def told(read: Callable[[Path], object], path: Path, loud: bool = False) -> Iterator[str]:
+    """Why reading this file is wrong, if it is."""
+    begin = time.monotonic()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            read(path)
+    except EXPECTED as error:
+        if CONTROL.search(str(error)) or "\n" in str(error) or len(str(error)) > 2000:
+            yield f"a message that is no line: {str(error)[:200]!a}"
+    except AssertionError as error:
+        yield str(error)[:200]
+    except (Exception, SystemExit) as error:
+        if loud:
+            traceback.print_exc(file=sys.__stderr__)
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if str(ROOT) in f.filename]
+        where = [f"{Path(f.filename).relative_to(ROOT)}:{f.lineno}" for f in frames]
+        where = [text for text in where if not text.startswith("tests/")][-1:]
+        yield f"{type(error).__name__} at {''.join(where)}: {re.sub(r'[0-9]+', 'N', str(error))[:60]!a}"
+    if time.monotonic() - begin > 20:
+        yield "too slow"
+
+
+def main() -> int:
+    """CASES of each kind, by default a million for readers and 100,000 for tools; KINDS chooses some."""
+    code, first = 0, int(os.environ.get("FIRST") or 0)
+    for name in (os.environ.get("KINDS") or " ".join((*KINDS, *TOOLS))).split():
+        usual = 1e5 / len(TOOLS) if name in TOOLS else 1e4 if name in SLOW else 57_100
+        cases, begin = int(os.environ.get("CASES") or usual), time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
-            attack(name, cases, Path(directory))
+            try:
+                attack(name, cases, Path(directory), first)
+            except AssertionError as error:
+                code = 1
+                print(error)
         print(f"{name}: {cases} cases; {time.monotonic() - begin:.0f} s", flush=True)
+    return code
 
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    main()
+    sys.exit(main())

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import math
 import os
 import re
 import subprocess
@@ -275,10 +276,10 @@ def test_nested_names_command_nothing(tmp_path, capsys):
     assert estimate.main(["configs/gpt2-tiny.json", "--gpu", "h100", *flags]) == 0
     shown = capsys.readouterr().out
     assert r"calibrated: by \x1b]52" in shown and "\x1b" not in shown
-    row = {"key": NASTY, "status": "failed", "error": [{NASTY: NASTY}]}
+    row = {"key": NASTY, "model": "m", "status": "failed", "axes": {NASTY: [{NASTY: NASTY}]}}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     name = printable(NASTY)
-    row = {"key": name, "status": "failed", "error": [{name: name}]}
+    row |= {"key": name, "axes": {name: [{name: name}]}}
     assert Rows(tmp_path / "rows.jsonl").rows == {name: row}
 
 
@@ -378,9 +379,35 @@ def test_a_python_without_the_libraries_is_told_what_to_type():
     assert "has no tyro; activate the environment" in done.stderr
 
 
-@pytest.mark.parametrize("kind", fuzz.KINDS)
-def test_any_bytes_as_any_file(kind, tmp_path):
-    fuzz.attack(kind, 60, tmp_path)
+@pytest.mark.parametrize("kind", (*fuzz.KINDS, *fuzz.TOOLS))
+def test_any_spoilt_file(kind, tmp_path):
+    fuzz.attack(kind, 8 if kind in (*fuzz.TOOLS, *fuzz.SLOW) else 60, tmp_path)
+
+
+FOUND = [
+    ("hardware", {"devices": [{"name": "x" * 5000}]}),
+    ("again", {"schema_version": 1, "args": {"config": "c.json"}, "entrypoint": ["x"] * 999}),
+    ("compare:lines", [{"step": i, "tps": 8.0, "loss": math.nan} for i in range(3)]),
+    ("gate:result", {"environment": {"image": {"name": 7}, "libraries": [1]}}),
+    ("gate:result", {"device": {"count": 0}}),
+    ("trace:run", {"profile": {"matmul_flops": "x", "matmul_tflops": 1}}),
+    ("doctor:amd", {"card0": {"VRAM Total Memory (B)": 7, "Card Series": "\x1b[2J"}, "system": 7}),
+]
+
+
+@pytest.mark.parametrize(
+    "i", range(len(FOUND)), ids=[f"{kind} {i}" for i, (kind, _) in enumerate(FOUND)]
+)
+def test_what_the_fuzzer_found(i, tmp_path, monkeypatch):
+    kind, content = FOUND[i]
+    ending, rights, read = fuzz.kinds()[kind]
+    if kind in ("gate:result", "trace:run"):
+        whole = json.loads(rights[0])
+        content = {k: whole[k] | v if isinstance(whole[k], dict) else v for k, v in content.items()}
+        content = whole | content
+    lines = content if isinstance(content, list) else [content]
+    (tmp_path / f"x{ending}").write_text("\n".join(map(json.dumps, lines)))
+    assert list(fuzz.told(read, tmp_path / f"x{ending}")) == []
 
 
 DEEP = "[" * 100_000
@@ -420,8 +447,14 @@ def test_foreign_json_and_yaml_is_one_line(name, text, read, tmp_path, capsys):
 
 @pytest.mark.parametrize("deep", [50_000, 90])
 def test_a_deep_row_of_a_sweep_is_no_row(deep, tmp_path):
-    row = '{"key": "a", "x": ' + "[" * deep + "]" * deep + "}"
-    (tmp_path / "rows.jsonl").write_text(f'{row}\n{{"key": "b"}}\n')
+    row = (
+        '{"key": "a", "model": "m", "status": "oom", "axes": {}, "x": '
+        + "[" * deep
+        + "]" * deep
+        + "}"
+    )
+    plain = '{"key": "b", "model": "m", "status": "oom", "axes": {}}'
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n{plain}\n")
     assert list(Rows(tmp_path / "rows.jsonl").rows) == ["b"]
 
 
