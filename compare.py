@@ -27,6 +27,7 @@ from bench.compare.records import LogFacts, Record, facts_by_log
 from bench.compare.report import show_comparison, sweep_remarks, write
 from bench.errors import UsageError
 from bench.files import shown_path, write_whole
+from bench.results.result_files import storable
 from bench.settings.command_line import parse_dataclass
 from bench.settings.flags import check_bounds, flag, positional
 from bench.settings.tool_main import run_tool, tool
@@ -222,7 +223,10 @@ def write_suite(records: Sequence[Record], directory: Path) -> None:
         while name in taken:
             name = f"{base}_{sum(base in other for other in taken)}"
         taken.add(name)
-        write_whole(directory / f"{name}.json", json.dumps(content, indent=1) + "\n")
+        write_whole(
+            directory / f"{name}.json",
+            json.dumps(storable(content), indent=1, allow_nan=False) + "\n",
+        )
     say(f"wrote {len(records)} files into {directory}")
 
 

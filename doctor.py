@@ -23,6 +23,7 @@ from pathlib import Path
 
 import bench.start  # noqa: F401
 
+from bench.errors import printable
 from bench.settings.machine import detect_platform, installed_version
 from bench.settings.tool_main import run_tool
 from model.json_keys import parse_json
@@ -93,9 +94,9 @@ def show(findings: list[Finding]) -> None:
     signs = {"ok": "ok", "missing": "--", "bad": "!!"}
     width = max(len(f.what) for f in findings)
     for f in findings:
-        print(f"{signs[f.state]}  {f.what:{width}}  {f.found}")
+        print(printable(f"{signs[f.state]}  {f.what:{width}}  {f.found}"))
         if f.advice:
-            print(f"    {'':{width}}  -> {f.advice}")
+            print(printable(f"    {'':{width}}  -> {f.advice}"))
 
 
 def machine() -> list[Finding]:
@@ -162,7 +163,7 @@ def nvidia() -> list[Finding]:
         index, uuid, name, driver, used, total = parts
         found.append(Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB"))
         mine = [p for p in holders.splitlines() if p.startswith(uuid) and p.count(",") >= 3]
-        if not mine and used.isdigit() and int(used) > 1024:
+        if not mine and used.isdecimal() and len(used) < 20 and int(used) > 1024:
             advice = "a process that is not visible from here, perhaps of another container"
             found.append(
                 Finding(f"GPU {index} is in use", "missing", f"{used} of {total} MiB held", advice)
@@ -185,6 +186,7 @@ def amd() -> list[Finding]:
                    "--json")  # fmt: skip
     try:
         cards = parse_json((text or "")[(text or "").index("{") :])  # warnings may come before it
+        cards = {card: values for card, values in cards.items() if isinstance(values, dict)}
     except ValueError:
         advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
         return [Finding("GPU driver", "bad", "rocm-smi fails", advice)]
@@ -226,9 +228,10 @@ def libraries(kind: str) -> list[Finding]:
     return found
 
 
-def _mib(size: str | None) -> float:
+def _mib(size: object) -> float:
     """Bytes as text in MiB; 0 for what is no number."""
-    return int(size) / 2**20 if size and size.isdigit() else 0.0
+    known = isinstance(size, str) and size.isdecimal() and len(size) < 20
+    return int(size) / 2**20 if known else 0.0
 
 
 def _numbers(version: str) -> tuple[int, ...]:

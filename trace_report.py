@@ -102,13 +102,14 @@ def understand(path: str) -> tuple[Trace, Breakdown]:
     return trace, b.model_copy(update={"matmul_roof_fraction": run.get("matmul_roof_fraction")})
 
 
-def profile_of_run(path: str) -> dict:
-    """The profile in our run's result if the trace lies in its directory; otherwise empty."""
+def profile_of_run(path: str) -> dict[str, float]:
+    """The figures of the profile in our run's result if the trace lies in its directory."""
     file = Path(path).resolve().parent.parent / "result.json"
     try:
-        return dict(parse_json(file.read_text(encoding="utf-8"))["profile"])
+        profile = dict(parse_json(file.read_text(encoding="utf-8"))["profile"])
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    return {k: v for k, v in profile.items() if isinstance(v, int | float) and 0 < v < 1e30}
 
 
 def as_json(trace: Trace, b: Breakdown) -> dict:

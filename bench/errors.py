@@ -23,6 +23,10 @@ def printable_data(value: Any) -> Any:
     return type(value)(map(printable_data, value)) if isinstance(value, list | tuple) else value
 
 
+# A message may quote a value of a file, whatever its size.
+LONGEST = 1000
+
+
 class UsageError(Exception):
     """The user's input cannot be used; the message is one line: what, where, what to do.
 
@@ -30,7 +34,7 @@ class UsageError(Exception):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(printable(str(message)))
+        super().__init__(printable(str(message)[:LONGEST]))
 
 
 class DoesNotFit(UsageError):

@@ -11,6 +11,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def about(meaning: str, default: Any = ...) -> Any:
-    """A field of such a part, with what it means."""
-    return Field(default, description=meaning)
+def about(meaning: str, default: Any = ..., **limits: float) -> Any:
+    """A field of such a part, with what it means and its limits (ge, gt, ...)."""
+    return Field(default, description=meaning, **limits)

@@ -196,11 +196,14 @@ def test_what_failed_is_run_again_on_request(tmp_path, capsys):
 
 def test_rows_survive_a_torn_line(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"key": "a", "x": 1}\n{"key": "b"}\n{"key": "c", "x"')
+    row = {"model": "m", "status": "oom", "axes": {}}
+    a, b, c = (json.dumps({"key": key} | row) for key in "abc")
+    without = '{"key": "e"}\n{"key": "f", "model": "m", "status": "ok", "axes": {}}'
+    path.write_text(f"{a}\n{b}\n{without}\n{c[:-9]}")
     rows = Rows(path)
-    rows.forget("failed")  # nothing is known of a row without a status
+    rows.forget("failed")
     assert list(rows.rows) == ["a", "b"]
-    rows.add({"key": "d"})
+    rows.add({"key": "d"} | row)
     del rows
     assert list(Rows(path).rows) == ["a", "b", "d"]
 

@@ -181,9 +181,10 @@ def _profile_of_1(profile: Any) -> Any:
 def software(r: Result) -> dict[str, str]:
     """Software that a run's speed can depend on, besides our own: name to version, where known."""
     e = r.environment
-    found = dict(e.get("libraries") or {})
+    parts = (e.get("libraries"), e.get("image"))
+    found, image = (dict(part) if isinstance(part, dict) else {} for part in parts)
     found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
-    found["image"] = " ".join(filter(None, (e.get("image") or {}).values()))
+    found["image"] = " ".join(str(part) for part in image.values() if part)
     return {name: str(version) for name, version in found.items() if version}
 
 

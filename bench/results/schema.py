@@ -56,7 +56,7 @@ class Device(Strict):
     type: Literal["cuda", "cpu"] = about("`cuda` (NVIDIA and AMD) or `cpu`.")
     name: str = about("As the driver gives it.")
     memory_gib: float | None = about("Memory of one GPU [GiB]; `null` on a CPU.")
-    count: int = about("Ranks: one per GPU; on a CPU, the processes that share it.")
+    count: int = about("Ranks: one per GPU; on a CPU, the processes that share it.", ge=1)
     hardware: str = about(
         "The entry of `configs/hardware.json` that was used, or the device's own name."
     )

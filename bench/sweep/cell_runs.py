@@ -212,6 +212,25 @@ def _last_line(log: Path) -> str:
     return printable(lines[-1][:500]) if lines else "ended without a word"
 
 
+def _is_whole(row: Any) -> bool:
+    """Whether a stored row can be ranked: someone may have edited the file."""
+
+    def figure(value: Any, above: float = -1e30) -> bool:
+        return isinstance(value, int | float) and above < value < 1e30
+
+    if not isinstance(row, dict) or not isinstance(row.get("axes"), dict):
+        return False
+    texts = [row.get(n) for n in ("key", "model", "status", "error", "result", "memory_kind")]
+    if not all(isinstance(text, str | None) for text in texts) or None in texts[:3]:
+        return False
+    names = (*CSV_COLUMNS, "memory_gib", "seq_len")
+    if not all(row.get(name) is None or figure(row[name]) for name in names):
+        return False
+    times = row.get("step_times_s", [])
+    whole = figure(row.get("tokens_per_sec"), 0) and isinstance(times, list) and times
+    return row["status"] != "ok" or bool(whole and all(figure(t, 0) for t in times))
+
+
 class Rows:
     """rows.jsonl: one line per finished run, on disk before the next starts."""
 
@@ -223,9 +242,11 @@ class Rows:
             whole = [line for line in path.read_bytes().split(b"\n") if line]
             for line in whole:
                 # The last may be cut off: the sweep was killed.
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError):
                     row = printable_data(parse_json(line))
-                    self.rows[row["key"]] = row
+                    json.dumps(row, allow_nan=False)
+                    if _is_whole(row):
+                        self.rows[row["key"]] = row
             self._rewrite()
 
     def _lock(self) -> None:

@@ -83,7 +83,7 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
             fast, slow = bootstrap_mean(times) or (None, None)
             low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
-        mfu = [row["mfu"] for row in ok]
+        mfu = [row.get("mfu") for row in ok]
         memory, kind = max(map(_memory, ok), key=lambda pair: pair[0] or 0.0)
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
         if why := next((row["unfit"] for row in ok if row.get("unfit")), None):
@@ -117,8 +117,8 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
 def _memory(row: CellRow) -> tuple[float | None, str | None]:
     """A row's peak memory [GiB] and its kind; rows of earlier versions do not tell the kind."""
     if "memory_gib" in row:
-        return row["memory_gib"], row["memory_kind"]
-    return row["peak_allocated_gib"] or row["peak_rss_gib"], None
+        return row["memory_gib"], row.get("memory_kind")
+    return row.get("peak_allocated_gib") or row.get("peak_rss_gib"), None
 
 
 def _label(row: CellRow) -> str:
