@@ -381,12 +381,16 @@ def test_a_python_without_the_libraries_is_told_what_to_type():
 
 @pytest.mark.parametrize("kind", (*fuzz.KINDS, *fuzz.TOOLS))
 def test_any_spoilt_file(kind, tmp_path):
-    fuzz.attack(kind, 8 if kind in (*fuzz.TOOLS, *fuzz.SLOW) else 60, tmp_path)
+    fuzz.attack(kind, 4 if kind in (*fuzz.TOOLS, *fuzz.SLOW) else 60, tmp_path)
 
 
 FOUND = [
     ("hardware", {"devices": [{"name": "x" * 5000}]}),
     ("again", {"schema_version": 1, "args": {"config": "c.json"}, "entrypoint": ["x"] * 999}),
+    (
+        "suite",
+        fuzz.AUTOMODEL | {"seq_len": [None], "global_batch_size": 2**31},
+    ),  # 16 GiB of nothing
     ("compare:lines", [{"step": i, "tps": 8.0, "loss": math.nan} for i in range(3)]),
     ("gate:result", {"environment": {"image": {"name": 7}, "libraries": [1]}}),
     ("gate:result", {"device": {"count": 0}}),

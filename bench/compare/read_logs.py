@@ -163,7 +163,7 @@ def read_automodel_benchmark(content: dict[str, Any], path: Path) -> Record:
     seconds, n = content["avg_iter_time_seconds"], content["world_size"]
     batch, length = content["global_batch_size"], content["seq_len"]
     mfu = (content.get("avg_mfu_percent") or 0.0) / 100
-    rate = batch * length / seconds
+    rate = 1.0 * batch * length / seconds  # a float: a list would be repeated
     return Record(
         path=str(path), suite="NeMo Automodel", label=path.stem, n_gpus=n, model=path.stem,
         seq_len=length, global_batch=batch, tokens_per_sec=rate, tokens_per_sec_per_gpu=rate / n,

@@ -141,7 +141,7 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     total = speed.get("tokens_per_second") or None  # 0: not measured
     notes = []
     if times and batch and seq_len:
-        total = batch * seq_len * len(times) / sum(times)
+        total = 1.0 * batch * seq_len * len(times) / sum(times)  # a list would be repeated
         notes.append(f"tokens/s from {len(times)} steady step times")
     per_gpu = total / n if total and n else speed.get("tokens_per_second_per_gpu")
     peak = memory.get("peak_memory_allocated_gb") or max(series("memory_values"), default=None)
@@ -162,7 +162,7 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     flops = 6.0 * parameters if parameters else None
     shape = [config.get(key) for key in ("num_layers", "hidden_size")]
     if flops and seq_len and all(shape):
-        flops += 12 * shape[0] * shape[1] * seq_len
+        flops += 12.0 * shape[0] * shape[1] * seq_len
     tflops = flops * per_gpu / 1e12 if flops and per_gpu else None
     return Record(
         path=str(path),
