@@ -25,7 +25,7 @@ from bench.compare.ratios import Compared, check_prices, compare, prices_of
 from bench.compare.read_results import suite_json
 from bench.compare.records import LogFacts, Record, facts_by_log
 from bench.compare.report import show_comparison, sweep_remarks, write
-from bench.errors import UsageError
+from bench.errors import UsageError, printable
 from bench.files import shown_path, write_whole
 from bench.results.result_files import storable
 from bench.settings.command_line import parse_dataclass
@@ -232,7 +232,7 @@ def write_suite(records: Sequence[Record], directory: Path) -> None:
 
 def say(text: str) -> None:
     """A remark, apart from the table."""
-    print(f"compare.py: {text}", file=sys.stderr)
+    print(f"compare.py: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -296,7 +296,7 @@ def compares(path: Path) -> None:
 
 
 def compares_sweep(path: Path) -> None:
-    shutil.copy(PLAIN, path.parent / "result.json")
+    shutil.copytree(PLAIN.parent, path.parent / "runs/plain")
     path.rename(path.with_name("sweep.json"))
     out = path.parent / "out"
     run(compare.main, path.parent, "--output-dir", out, "--no-plot", out=out)
