@@ -24,7 +24,7 @@ from bench.results.result_files import read_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
 from bench.tables import markdown_cell, number
-from model.json_keys import plain_file
+from model.json_keys import parse_json, plain_file
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
@@ -37,6 +37,7 @@ WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
 # tolerance passes in under 1 % of cases, and no loss is called one in under 1 %.
 SLOWER_BY, WITHIN_BY = 0.93, 0.99
 MOST_RUNS = 30
+LARGEST_FIGURE = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,19 +293,23 @@ def _from_command(key: str, entry: dict[str, Any]) -> str:
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
     """The stored baselines by key."""
     try:
-        content = json.loads(plain_file(path).read_text(encoding="utf-8"))
-        if content.get("schema_version", 1) not in range(1, BASELINES_VERSION + 1):
-            raise ValueError(
-                f"schema_version {content['schema_version']}: newer than {BASELINES_VERSION}"
-            )
+        content = parse_json(plain_file(path).read_text(encoding="utf-8"))
+        if (version := content.get("schema_version", 1)) not in range(1, BASELINES_VERSION + 1):
+            raise ValueError(f"schema_version {version!r}: newer than {BASELINES_VERSION}")
         baselines = dict(content["baselines"])
         for key, entry in baselines.items():
-            rate, memory = entry["tokens_per_sec_per_gpu"], entry.setdefault("memory_gib", None)
-            if not (isinstance(rate, int | float) and 0 < rate < math.inf):
+            rate = entry["tokens_per_sec_per_gpu"]
+            if not _plain(rate) or not rate:
                 raise ValueError(f"{key}: tokens_per_sec_per_gpu is {rate!r}")
             _check_noise(key, entry)
-            if memory is not None and not isinstance(memory, int | float):
-                raise ValueError(f"{key}: memory_gib is {memory!r}")
+            for name in (
+                "memory_gib",
+                "memory_mean_gib",
+                "samples_per_sec_per_gpu",
+                "power_limit_w",
+            ):
+                if entry.get(name) is not None and not _plain(entry[name]):
+                    raise ValueError(f"{key}: {name} is {entry[name]!r}")
             if not isinstance(entry.setdefault("provenance", {}), dict):
                 raise ValueError(f"{key}: provenance is {entry['provenance']!r}")
             allowed = entry.get("tolerance", 0.0)
@@ -325,6 +330,12 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
         ) from None
 
 
+def _plain(value: Any) -> bool:
+    """Whether a value is a number that a run may have, and no text or truth value."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value < LARGEST_FIGURE
+
+
 def _check_noise(key: str, entry: dict[str, Any]) -> None:
     """ValueError for runs, degrees of freedom or an interval that no runs can have."""
     for name, least in (("n_runs", 1), ("noise_degrees", 0)):
@@ -336,7 +347,7 @@ def _check_noise(key: str, entry: dict[str, Any]) -> None:
         known = value is None and (
             name == "noise" or "noise" in entry or entry.get("n_runs", 1) < 3
         )
-        if not known and not (isinstance(value, int | float) and 0 <= value < math.inf):
+        if not known and not _plain(value):
             raise ValueError(f"{key}: {name} is {value!r}")
 
 

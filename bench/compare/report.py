@@ -14,6 +14,7 @@ from bench.compare.records import Record, microseconds_per_token
 from bench.files import shown_path, write_whole
 from bench.formulas.hardware import device_called
 from bench.tables import csv_cell, markdown_cell, markdown_table, memory_text, number, show_whole
+from model.json_keys import parse_json
 
 Item = TypeVar("Item")
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
@@ -278,7 +279,7 @@ def sweep_remarks(paths: Sequence[str]) -> list[str]:
     lines = []
     for path in (Path(p) / "sweep.json" for p in paths):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
             if content["experiment"]["methodology"] == "identical_config":
                 lines += [
                     f"{path.parent.name} is not identical: {d}" for d in content["differences"]

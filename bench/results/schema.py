@@ -3,8 +3,11 @@
 docs/METRICS.md's tables are made of it (make docs).
 """
 
+import dataclasses
 import math
 from typing import Any, Literal
+
+from pydantic import model_validator
 
 from bench.formulas.time_statistics import drift
 from bench.formulas.work import Batch
@@ -331,6 +334,12 @@ class Result(Strict):
     warmup_step_times_s: list[float] = about("Time of each warm-up step [s].", default=[])
     ranks: list[RankInfo] = about("With several ranks one entry each, see below.", default=[])
     devices: list[DeviceUse] = about("Power and clocks, one entry a rank, see below.", default=[])
+
+    @model_validator(mode="after")
+    def _has_a_batch(self) -> "Result":
+        if min(dataclasses.astuple(self.batch)) < 1:
+            raise ValueError("batch: a size is below 1")
+        return self
 
     @property
     def unfit(self) -> list[str]:
