@@ -130,7 +130,7 @@ def run_facts(row: Compared, r: Record) -> dict[str, Any]:
 
 
 def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
-    """Where the runs come from: what differs between them, a line a run, and what all share.
+    """Where the runs come from: what differs, a line for those that are alike, and what all share.
 
     The first line of what differs holds its names.
     """
@@ -138,8 +138,15 @@ def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
     names = list(dict.fromkeys(name for r in runs for name in r.provenance))
     seen = {name: {r.provenance.get(name) for r in runs} for name in names}
     differ = [name for name in names if len(seen[name]) > 1]
-    lines = [["run", *differ]]
-    lines += [[r.label, *(r.provenance.get(n, "unknown") for n in differ)] for r in runs]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for r in runs:
+        key = tuple(r.provenance.get(name, "unknown") for name in differ)
+        alike.setdefault(key, []).append(r.label)
+    lines = [["runs", *differ]]
+    lines += [
+        [f"{labels[0]} and {len(labels) - 1} more" if labels[1:] else labels[0], *values]
+        for values, labels in alike.items()
+    ]
     return lines, [[name, *seen[name]] for name in names if name not in differ]
 
 
