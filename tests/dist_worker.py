@@ -7,6 +7,8 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 - traffic.json: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean);
   of a pipeline those of each group of ranks,
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
+- draws.json: what each rank would draw next,
+- idle.json: how many exchanges of tokens brought each rank nothing,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
 - with --gradients, gradients.safetensors and parameters.safetensors: whole, of the first step (clipped;
@@ -46,6 +48,7 @@ from bench.parallel.ranks import find_ranks, gather, join, leave
 from bench.run.checkpoint import training_state
 from bench.run.checkpoint.manifest import verify
 from bench.run.launch import train_planned
+from bench.run.loop import evaluate
 from bench.settings.command_line import parse_args
 from model import te
 from model.experts import Router, fullest_expert
@@ -113,12 +116,12 @@ class Traffic(TorchDispatchMode):
         return optimizer
 
     def unseen(self, function):
-        """The function, whose collectives are not counted: it runs after the steps."""
+        """The function, whose collectives are not counted: it is no part of a step."""
 
         def called(*args):
-            before = self.bytes.copy()
+            before = self.bytes.copy(), self.calls.copy()
             found = function(*args)
-            self.bytes = before
+            self.bytes, self.calls = before
             return found
 
         return called
@@ -164,6 +167,8 @@ class Traffic(TorchDispatchMode):
         elif namespace == "_c10d_functional" and name in TOKENS:
             size = args[0].numel() * args[0].element_size()
             whole = args[1] if name == "all_gather_into_tensor" else 1
+            if name == "all_to_all_single" and not sum(args[1]):
+                self.calls["exchanges that brought nothing"] += 1
             self.bytes[TOKENS[name]] += size * whole
         elif is_attention(func):
             self.kernels += 1
@@ -353,6 +358,7 @@ def main() -> None:
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
             mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
             mock.patch("bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
+            mock.patch("bench.run.loop.evaluate", traffic.unseen(evaluate)),
             MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)
@@ -370,7 +376,9 @@ def main() -> None:
             for group in groups
         ]
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
+        idle = gather(ranks, traffic.calls["exchanges that brought nothing"])
         if ranks.main:
+            (out / name / "idle.json").write_text(json.dumps(idle))
             (out / name / "draws.json").write_text(json.dumps(draws))
             (out / name / "calls.json").write_text(json.dumps(traffic.calls))
             (out / name / "traffic.json").write_text(

@@ -1,9 +1,10 @@
-"""Every layout against one device: losses, gradient norms, every gradient, and the parameters at the end.
+"""Every layout against one device: losses, norms, every gradient, and the parameters at the end.
 
     make layouts               all cases
 
 tests/test_layouts.py runs a short form. Tolerances are of fp32 on a CPU with gloo, over 16 AdamW steps
-with clipping active. Under bf16 only the first gradients are held to one device's.
+with clipping active, and in some models inactive at the end. Under bf16 only the first gradients are
+held to one device's.
 """
 
 import dataclasses
@@ -14,11 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from bench.apply.tokens import write_tokens
 from bench.formulas.collectives import traffic as traffic_of
 from tests.dist_worker import Traffic
 from tests.faults import whole_state
@@ -26,7 +29,7 @@ from tests.helpers import FAMILIES, ROOT, plan_of, run_train
 
 STEPS = 16
 COMMON = ["--device", "cpu", "--amp", "off", "--warmup-steps", "1", "--n-steps", str(STEPS - 1),
-          "--lr", "2e-3", "--lr-warmup-steps", "0", "--grad-clip", "0.3", "--seq-len", "32",
+          "--lr", "2e-3", "--lr-warmup-steps", "0", "--seq-len", "32",
           "--no-tensorboard"]  # fmt: skip
 SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, intermediate_size=96)
 # What differs from tests.helpers.FAMILIES: sizes that divide, and several layers.
@@ -36,6 +39,8 @@ MODELS = {
     "qwen3": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=2),
     "deep": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=4),
     "mistral": FAMILIES["mistral"] | SIZES | dict(num_hidden_layers=2),
+    # A layer with a window and one without; too few key/value heads for four ranks.
+    "qwen2": FAMILIES["qwen2"] | SIZES | dict(num_key_value_heads=2, num_hidden_layers=2),
     "moe": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
                                                 mlp_only_layers=[]),
     # No clamp is reached: rounding at its edge turns a gradient on or off, and Adam magnifies that.
@@ -45,7 +50,14 @@ MODELS = {
                                                        router_bias_update_rate=0.01,
                                                        output_router_logits=True,
                                                        router_aux_loss_coef=0.01),
+    # Five words and one expert for each: some ranks get no row.
+    "lopsided": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
+                                                     mlp_only_layers=[], vocab_size=5,
+                                                     pad_token_id=None, num_experts_per_tok=1,
+                                                     norm_topk_prob=False),
 }  # fmt: skip
+# --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
+CLIPS = {"gpt2": 0.7, "deep": 0.9, "gpt_oss": 0.75, "lopsided": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +93,14 @@ CASES = {
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
     "tp4": Case(4, "qwen3", "--tp 4 --sac-freq 1/2 --sac-policy op"),
     "cp2": Case(2, "llama", "--cp 2 --sac-freq 1/1"),
-    "cp4-gather": Case(4, "mistral", "--cp 4 --tp 1"),
+    "cp4": Case(4, "mistral", "--cp 4 --tp 1"),
+    "cp4-gather": Case(4, "qwen2", "--cp 4"),
     "cp8-gather": Case(8, "llama", "--cp 8"),
     "tp2-moe": Case(2, "moe", "--tp 2 --sac-freq 1/1"),
     "ep2": Case(2, "moe", "--ep 2"),
     "ep2-deepseek": Case(2, "deepseek", "--ep 2 --sac-freq 1/1"),
     "ep4": Case(4, "moe", "--ep 4 --sac-freq 1/1"),
+    "ep2-idle": Case(2, "lopsided", "--ep 2"),
     "ep4-gpt-oss": Case(4, "gpt_oss", "--ep 4"),
     "dp2-tp2": Case(4, "qwen3", "--tp 2 --sac-freq 1/1"),
     "dp2-cp2-window": Case(4, "mistral", "--cp 2"),
@@ -105,6 +119,7 @@ CASES = {
     "pp4": Case(4, "deep", "--pp 4"),
     "pp2-interleaved": Case(2, "deep", "--pp 2 --pp-virtual 2"),
     "pp2-dp2": Case(4, "gpt2", "--pp 2"),
+    "pp2-hsdp2": Case(4, "gpt2", "--pp 2 --dp-replicate 2 --grad-acc-steps 2"),
     "pp2-cp2-deepseek": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4"),
     "pp2-tp2-dp2-ep4": Case(8, "moe", "--pp 2 --tp 2 --ep 4 --grad-acc-steps 2"),
     "pp2-hsdp2x2": Case(8, "deep", "--pp 2 --pp-virtual 2 --dp-replicate 2 --grad-acc-steps 2"),
@@ -115,6 +130,9 @@ CASES |= {
     for name, case in CASES.items()
     if "--sac-freq" not in case.flags
 }
+CASES["pp2-cp2-half"] = dataclasses.replace(
+    CASES["pp2-cp2-deepseek"], flags=CASES["pp2-cp2-deepseek"].flags + " --sac-freq 1/2"
+)
 SAVE = "--save-every 2 --save-keep 99"
 CHECKPOINTS = {
     # Each saves, and goes on from what another layout saved.
@@ -158,16 +176,20 @@ MUTANTS = {
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = ("tp2-biases", "cp2", "dp2-deepseek", "ep2-deepseek", "ep2-deepseek-bf16",
-         "tp2-cp2-gpt-oss", "dp2-ep2-accumulate", "cp4-gather", "pp2-interleaved",
-         "pp2-cp2-deepseek", "mutant-divided", "mutant-tied", "mutant-tie", "tp2-save", "cp2-resume-tp2",
-         "ep2-resume-cp2")  # fmt: skip
+         "tp2-cp2-gpt-oss", "dp2-ep2-accumulate", "cp4-gather", "ep2-idle", "pp2-interleaved",
+         "pp2-hsdp2", "pp2-cp2-half", "mutant-divided", "mutant-tied", "mutant-tie", "tp2-save",
+         "cp2-resume-tp2", "ep2-resume-cp2")  # fmt: skip
 
 
 def flags_of(case: Case, out: Path) -> list[str]:
     """The command line of a case; its batch makes the same global batch as one device's."""
-    path = out / f"{case.model}.json"
+    path, words = out / f"{case.model}.json", case.flags.split()
     path.write_text(json.dumps(MODELS[case.model]))
-    words = case.flags.split()
+    words += ["--grad-clip", str(CLIPS.get(case.model, 0.3))]
+    if not (case.mutant or case.resumes or "--save-every" in words):
+        val, size = out / f"{case.model}.bin", MODELS[case.model]["vocab_size"]
+        write_tokens(val, [np.random.default_rng(0).integers(0, size, GLOBAL * 32 + 1)], size)
+        words += ["--val-data", str(val)]
     if "--bsz" not in words:
         pp = case.size("--pp")
         micro = case.size("--grad-acc-steps", 2 * pp if pp > 1 else 1)
@@ -247,6 +269,8 @@ class Difference:
     """The largest differences of a case from one device."""
 
     loss: float
+    validation: float
+    """Of the validation loss before the first step and after the last."""
     first_norms: float
     """Relative, of the gradient norm in steps 1 to 3."""
     later_norms: float
@@ -267,6 +291,7 @@ class Difference:
             return self.gradient < 1e-2 and not self.traffic
         return (
             self.loss < 1e-5
+            and self.validation < 1e-5
             and self.first_norms < 1e-6
             and self.later_norms < 1e-5
             and self.gradient < 1e-5
@@ -287,11 +312,12 @@ def compare(name: str, out: Path) -> Difference:
         for where in (alone, here)
     ]
     first = CASES[name].first
+    clipped = [step["grad_norm"] > CLIPS.get(case.model, 0.3) for step in steps[0]]
+    assert clipped[0] and all(clipped) == (case.model not in CLIPS), "clipping is not as meant"
     steps[0] = steps[0][first:]
     assert len(steps[0]) == len(steps[1]) == STEPS - first
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(*steps, strict=True))
     norms = [abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)]
-    assert min(step["grad_norm"] for step in steps[0]) > 0.3, "clipping is not active"
     gradients, parameters = (
         [load_file(where / f"{kind}.safetensors") for where in (alone, here)]
         for kind in ("gradients", "parameters")
@@ -309,14 +335,21 @@ def compare(name: str, out: Path) -> Difference:
     }
     most = max(worst, key=worst.get)
     last = max((parameters[1][k] - v).abs().max().item() for k, v in parameters[0].items())
-    metrics = json.loads((here / "result.json").read_text())["metrics"]
+    expected, metrics = (
+        json.loads((where / "result.json").read_text())["metrics"] for where in (alone, here)
+    )
+    both = ["val_loss_before", "val_loss"] if "--val-data" in flags_of(case, out) else []
+    validation = max((abs(metrics[key] - expected[key]) for key in both), default=0.0)
     moved = json.loads((here / "traffic.json").read_text()) if CASES[name].ranks > 1 else {}
     if "moe" in CASES[name].model:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8 and metrics["dropped_tokens"] == 0
+    if case.model == "lopsided":
+        assert any(json.loads((here / "idle.json").read_text())), "every rank got rows"
     traffic = {}
     kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     if moved and "--pt-compile" not in case.flags:  # nothing is seen of compiled steps
         plan = plan_of(flags_of(case, out), case.script, case.ranks, "cpu")
+        assert plan.work.fsdp.ulysses == ("gather" not in name)
         groups = [moved] if case.script == "train_fsdp.py" else moved
         for group, bytes_moved in enumerate(groups):
             formula = traffic_of(plan.work, group)
@@ -330,6 +363,7 @@ def compare(name: str, out: Path) -> Difference:
                 traffic |= {f"{kind} of {group}": both} if both[0] != both[1] else {}
     return Difference(
         loss,
+        validation,
         max(norms[:3]),
         max(norms[3:], default=0.0),
         worst[most],
@@ -340,12 +374,14 @@ def compare(name: str, out: Path) -> Difference:
     )
 
 
-HEAD = f"{'layout':20} {'loss':>8} {'norm 1-3':>8} {'later':>8} {'gradient':>8} {'at end':>8}"
+COLUMNS = ("loss", "valid", "norm 1-3", "later", "gradient", "at end")
+HEAD = f"{'layout':20} " + " ".join(f"{name:>8}" for name in COLUMNS)
 
 
 def row(name: str, found: Difference) -> str:
     """A line of the table."""
-    numbers = (found.loss, found.first_norms, found.later_norms, found.gradient, found.parameter)
+    numbers = (found.loss, found.validation, found.first_norms, found.later_norms, found.gradient,
+               found.parameter)  # fmt: skip
     more = f"  traffic {found.traffic}" if found.traffic else ""
     return f"{name:20} " + " ".join(f"{n:8.1e}" for n in numbers) + f"  {found.worst}{more}"
 

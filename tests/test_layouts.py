@@ -1,5 +1,7 @@
 """Layouts of several ranks in short: equal to one device, refused where they do not fit."""
 
+import json
+
 import pytest
 import torch
 
@@ -38,6 +40,13 @@ def test_a_broken_layout_is_seen_in_its_gradients(name, finished, monkeypatch):
     monkeypatch.chdir(layouts.ROOT)
     found = layouts.compare(name, finished)
     assert not found.ok and found.gradient > 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n in layouts.SHORT if n not in layouts.MUTANTS])
+def test_dropout_draws_other_numbers_on_every_rank(name, finished):
+    """The ranks of one layout hold other tokens, heads or layers."""
+    draws = json.loads((finished / name / "draws.json").read_text())
+    assert len(set(draws)) == len(draws) == layouts.CASES[name].ranks
 
 
 class Part(layout.Layout):
