@@ -8,6 +8,7 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
   of a pipeline those of each group of ranks,
 - attention.json: the calls of attention, by format, and how often a kernel of it ran,
 - draws.json: what each rank would draw next,
+- dropout.json: the states of each rank's random numbers before its calls of dropout,
 - idle.json: how many exchanges of tokens brought each rank nothing,
 - calls.json: how often collectives were called, by kind; how many gathers before the first attention,
 - built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
@@ -17,6 +18,7 @@ CASES.json lists [name, script, flags, traced only]. Next to each result it leav
 
 import contextlib
 import gc
+import hashlib
 import importlib
 import itertools
 import json
@@ -31,6 +33,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -178,6 +181,19 @@ class Traffic(TorchDispatchMode):
             for leaf in tree_leaves(made):
                 self._look_at(leaf)
         return made
+
+
+@contextlib.contextmanager
+def dropout_states():
+    """Lists the state of the random numbers, as a digest, before each eager call of dropout."""
+    drop, states = F.dropout, []
+
+    def listed(*args, **kwargs):
+        states.append(hashlib.sha256(torch.get_rng_state().numpy()).hexdigest())
+        return drop(*args, **kwargs)
+
+    with mock.patch.object(F, "dropout", listed):
+        yield states
 
 
 def wholes(model, named) -> dict[str, torch.Tensor]:
@@ -356,6 +372,7 @@ def main() -> None:
             looking,
             without_inductor() if traced_only else contextlib.nullcontext(),
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
+            contextlib.nullcontext() if args.pt_compile else dropout_states() as states,
             mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
             mock.patch("bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
             mock.patch("bench.run.loop.evaluate", traffic.unseen(evaluate)),
@@ -376,8 +393,10 @@ def main() -> None:
             for group in groups
         ]
         draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
+        dropout = gather(ranks, states or [])
         idle = gather(ranks, traffic.calls["exchanges that brought nothing"])
         if ranks.main:
+            (out / name / "dropout.json").write_text(json.dumps(dropout))
             (out / name / "idle.json").write_text(json.dumps(idle))
             (out / name / "draws.json").write_text(json.dumps(draws))
             (out / name / "calls.json").write_text(json.dumps(traffic.calls))

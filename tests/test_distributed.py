@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from model.config import load_config
 from model.hf import save_pretrained
 from model.init import materialize
 from model.transformer import Transformer
-from tests.helpers import ROOT, plan_of, run_train, without_inductor
+from tests.helpers import FAMILIES, ROOT, plan_of, run_train, without_inductor
 
 STEPS, WARMUP = 6, 3
 BASE = [
@@ -51,6 +52,7 @@ BASE = [
 RANKS = ["--dist-timeout", "300"]  # fmt: skip
 SGD = ["--optimizer", "sgd", "--lr", "0.02"]
 FP8 = ["--amp", "bf16", "--use-fp8", "--fp8-emulate"]
+DROPOUT = FAMILIES["gpt2"] | dict(n_layer=2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 DDP, FSDP = "train_ddp.py", "train_fsdp.py"
 # name: (ranks, script, flags); 16 samples a step in all of them.
 CASES = {
@@ -129,6 +131,11 @@ def runs(tmp_path_factory):
             going_on = [*BASE, *RANKS, "--bsz", "4", "--dp-replicate", "2", "--save-every", "4",
                         "--resume", str(out / "save-fsdp2/checkpoints/step-00000004")]  # fmt: skip
             cases.append(("resume-hsdp2x2", FSDP, going_on, False))
+            (out / "dropout.json").write_text(json.dumps(DROPOUT))
+            few = [str(out / "dropout.json"), *BASE[1:], *RANKS, "--n-steps", "1",
+                   "--warmup-steps", "1", "--pp", "2", "--tp", "2", "--bsz", "2",
+                   "--grad-acc-steps", "4", "--sac-freq", "1/2"]  # fmt: skip
+            cases.append(("dropout", "train_pp.py", few, False))
         path = out / f"cases{world}.json"
         path.write_text(json.dumps(cases))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
@@ -188,6 +195,16 @@ def test_every_script_starts_from_given_weights(name, runs, tmp_path):
 def test_dropout_draws_other_numbers_on_every_rank(name, runs):
     draws = json.loads((runs / name / "draws.json").read_text())
     assert len(set(draws)) == len(draws) == int(name[-1])
+
+
+def test_dropout_draws_anew_for_every_stage_and_micro_batch(runs):
+    """No two draws are the same, apart from those of the block that recomputes."""
+    ranks = [Counter(r) for r in json.loads((runs / "dropout/dropout.json").read_text())]
+    assert len(set().union(*ranks)) == sum(map(len, ranks))
+    # Two steps of four micro batches. The first stage has the embedding's dropout and a block's two,
+    # the last stage a block's two, which --sac-freq 1/2 draws again.
+    found = [(len(states), set(states.values())) for states in ranks]
+    assert found == 2 * [(2 * 4 * 3, {1})] + 2 * [(2 * 4 * 2, {2})]
 
 
 def test_buckets_and_prefetch_are_those_asked_for(runs):
