@@ -344,10 +344,18 @@ def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
 
 
 def hsdp_timeouts(ranks, device) -> list[float]:
-    """Seconds that the groups of a 2 x n mesh wait for a collective, with --dist-timeout 7."""
+    """Seconds that the groups of a 2 x n mesh wait for a collective, with --dist-timeout 7.
+
+    Also those of a layout's groups, with --tp 2.
+    """
     _, model = sharded_llama(ranks, device, "--dp-replicate", "2", "--dist-timeout", "7")
     mesh = next(model.parameters()).device_mesh
-    backends = [mesh.get_group(i)._get_backend(device) for i in range(mesh.ndim)]
+    groups = [mesh.get_group(i) for i in range(mesh.ndim)]
+    argv = ["configs/llama-tiny.json", "--tp", "2"]
+    layout = RankLayout(plan_of(argv, "train_fsdp.py", ranks.world, "cpu").work.fsdp, ranks.rank)
+    layout.connect(device, 7.0)
+    groups += layout.groups.values()
+    backends = [group._get_backend(device) for group in groups]
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 

@@ -1,15 +1,18 @@
 """Layouts of several ranks in short: equal to one device, refused where they do not fit."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 
+from bench.apply.optimizer import build_optimizer, optimizer_step
 from bench.errors import UsageError
 from bench.formulas.work import Fsdp
-from bench.parallel.layout import RankLayout
+from bench.parallel.layout import Gradients, RankLayout
+from bench.settings.flags import OptimizerFlags
 from model import layout
-from model.experts import _in_turn, fullest_expert, update_corrections
+from model.experts import MixtureOfExperts, _in_turn, fullest_expert, update_corrections
 from model.init import fill, materialize
 from model.layout import ALONE
 from model.shares import divided, whole_shape
@@ -162,7 +165,13 @@ def test_balanced_routing_gives_every_expert_as_many_rows():
 
 def test_balanced_routing_is_the_same_on_every_layout():
     """The tokens of a rank have the experts that they have on one device, whatever its share."""
-    e = config("qwen3_moe").experts
+    shape = config("qwen3_moe")
+    e, mlp = shape.experts, MixtureOfExperts(shape, balanced=True)
+    torch.manual_seed(0)
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(3, 12, shape.hidden_size)
+    y = mlp(x)
     whole = _in_turn(3, 12, e, ALONE, torch.device("cpu")).view(3, 12, -1)
     assert len({tuple(row) for row in whole.flatten(0, 1).tolist()}) > 1
     for tp, cp in ((2, 1), (1, 2), (2, 3)):
@@ -170,6 +179,34 @@ def test_balanced_routing_is_the_same_on_every_layout():
             part = RankLayout(Fsdp(shards=tp * cp, tp=tp, cp=cp, ulysses=cp == 2), rank)
             own = part.own_positions(12, torch.device("cpu"))
             assert torch.equal(_in_turn(3, 12, e, part, own.device), whole[:, own].flatten(0, 1))
+            mlp.layout = part
+            torch.testing.assert_close(mlp(x[:, own]), y[:, own])
+
+
+def test_a_correction_follows_the_loads_of_its_step_alone():
+    mlp = MixtureOfExperts(config("deepseek_v3", router_bias_update_rate=0.01))
+    for first in (9, 0):  # after both steps the first expert still has had the most rows
+        mlp.count(torch.tensor([first] + 7 * [1]))
+        update_corrections(mlp)
+        expected = torch.tensor([-0.01] + 7 * [0.01]) if first else torch.zeros(8)
+        assert torch.equal(mlp.router.correction, expected)
+
+
+def test_biases_of_stacked_experts_do_not_decay():
+    """They are the only matrices that are biases."""
+    model = Transformer(config("gpt_oss"), 16)
+    plain = build_optimizer(model, OptimizerFlags(weight_decay=0.5)).param_groups[-1]
+    assert plain["weight_decay"] == 0.0
+    left = {id(p) for p in plain["params"]}
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    assert max(p.ndim for p in biases) == 2 and all(id(p) in left for p in biases)
+
+
+def test_a_clip_of_zero_leaves_the_gradients_of_a_layout():
+    parameter, gradients = torch.nn.Parameter(torch.ones(2)), mock.Mock(spec=Gradients)
+    for limit, calls in ((0.0, 0), (1.0, 1)):
+        optimizer_step([parameter], torch.optim.SGD([parameter]), 0.1, limit, None, gradients)
+        assert gradients.clip.call_count == calls
 
 
 def test_validation_moves_no_correction():
