@@ -217,6 +217,11 @@ def write_suite(records: Sequence[Record], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     taken: set[str] = set()
     for record in records:
+        if record.marks:
+            say(
+                f"{record.label}: not written, the form has no place for: {'; '.join(record.marks)}"
+            )
+            continue
         content = suite_json(record)
         model = re.sub(r"[^A-Za-z0-9.]+", "-", record.model or "model")
         name = base = f"benchmark_{content['platform']}_{model}"
@@ -227,7 +232,7 @@ def write_suite(records: Sequence[Record], directory: Path) -> None:
             directory / f"{name}.json",
             json.dumps(storable(content), indent=1, allow_nan=False) + "\n",
         )
-    say(f"wrote {len(records)} files into {directory}")
+    say(f"wrote {len(taken)} files into {directory}")
 
 
 def say(text: str) -> None:

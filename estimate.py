@@ -34,6 +34,7 @@ from bench.formulas.hardware import (
     find_hardware,
     limited,
     scaled,
+    threads_of,
 )  # fmt: skip
 from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from bench.formulas.parameters import count_parameters
@@ -262,11 +263,7 @@ def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
 
     words, file = with_file(argv, None)
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
-    ranks = file.ranks
-    if "nproc" in file.flags:
-        at = words.index("--nproc")
-        ranks = words[at + 1]
-        del words[at : at + 2]
+    ranks = file.flags.get("nproc") or file.ranks
     if ranks and "--gpus" not in given:
         words += ["--gpus", str(ranks)]
     kinds = {Script.DDP: "ddp", Script.FSDP: "fsdp", Script.PP: "pp"}
@@ -320,6 +317,17 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)
     if not measured:
         raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")
+    wrong = [
+        mark for mark in result.unfit if mark != "faster than its peak"
+    ]  # the list may be wrong
+    if wrong:
+        raise UsageError(f"--calibrate {path}: is unfit for comparison: {'; '.join(wrong)}")
+    threads = result.environment.get("torch_threads")
+    if gpu.platform == "cpu" and gpu.name != threads_of(result.device.hardware, threads):
+        raise UsageError(
+            f"--calibrate {path}: was measured on {result.device.hardware} with {threads} threads, and "
+            f"--gpu is {gpu.name}"
+        )
     if result.device.hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(
         f"{result.device.hardware}, "
     ):

@@ -19,19 +19,29 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as it may leave the machine: below the working directory, or its last two parts."""
+    """A path as it may leave the machine: below the working directory, or its name.
+
+    A result's is shown with its run's directory.
+    """
     path = Path(path)
-    if not path.is_absolute():
+    if not path.is_absolute() and ".." not in path.parts and not str(path).startswith("~"):
         return str(path)
     here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else Path(*path.parts[-2:]))
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    deep = path.name == "result.json" and len(path.parts) > 4
+    return str(Path(*path.parts[-2:])) if deep else path.name
+
+
+def shown_word(text: str) -> str:
+    """A value of a flag or variable; a path in it as it may leave the machine."""
+    return shown_path(text) if text.startswith(("/", "~", "../")) else text
 
 
 def shown_command(words: Iterable[str]) -> list[str]:
     """A command line with its paths as they may leave the machine."""
     parts = (word.rpartition("=") for word in words)
-    return [f"{flag}{equals}{shown_path(value)}" if value.startswith("/") else f"{flag}{equals}{value}"
-            for flag, equals, value in parts]  # fmt: skip
+    return [f"{flag}{equals}{shown_word(value)}" for flag, equals, value in parts]
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:

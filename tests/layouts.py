@@ -185,7 +185,7 @@ def flags_of(case: Case, out: Path) -> list[str]:
     """The command line of a case; its batch makes the same global batch as one device's."""
     path, words = out / f"{case.model}.json", case.flags.split()
     path.write_text(json.dumps(MODELS[case.model]))
-    words += ["--grad-clip", str(CLIPS.get(case.model, 0.3))]
+    words += ["--grad-clip", str(CLIPS.get(case.model, 0.3)), "--no-observe"]  # it would be counted
     if not (case.mutant or case.resumes or "--save-every" in words):
         val, size = out / f"{case.model}.bin", MODELS[case.model]["vocab_size"]
         write_tokens(val, [np.random.default_rng(0).integers(0, size, GLOBAL * 32 + 1)], size)

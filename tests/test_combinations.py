@@ -70,7 +70,7 @@ def flags(c: Combination) -> list[str]:
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--device", "cpu", "--n-steps", "2",
         "--warmup-steps", "3", "--lr", "1e-3", "--lr-warmup-steps", "0",
-        "--no-tensorboard"]  # fmt: skip
+        "--no-tensorboard", "--no-observe"]  # fmt: skip
 
 
 # Capturing a compiled cell takes seconds; Inductor's code for it ten or more in a C++ compiler.

@@ -866,7 +866,12 @@ def test_gate(baselines, result, tmp_path, options, word, code, capsys):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"args__bsz": 3}, {"device__count": 2}, {"model__hash": "y" * 16}]
+    "changes",
+    [
+        {"args__bsz": 3},
+        {"device__count": 2, "metrics__tokens_per_sec_per_gpu": 320.0},
+        {"model__hash": "y" * 16},
+    ],
 )
 def test_what_has_no_baseline_is_named_and_alone_no_pass(
     baselines, result, tmp_path, changes, capsys
@@ -1069,7 +1074,9 @@ def test_broken_baselines_are_one_line(entry, result, tmp_path, capsys):
         ({"metrics__window_compile_s": 0.5}, "compiled in the window"),
         ({"metrics__window_graphs_recorded": 1}, "CUDA graphs recorded in the window"),
         ({"metrics__final_loss": None}, "loss not finite"),
-        ({"metrics__tokens_per_sec_per_gpu": -5.0}, "an impossible rate or interval"),
+        ({"metrics__tokens_per_sec_per_gpu": -5.0}, "a rate that its step times do not give"),
+        ({"metrics__tokens_per_sec_per_gpu": 2500.0}, "a rate that its step times do not give"),
+        ({"step_times_s": [0.0] * 40}, "step times that no run has"),
         ({"metrics__step_time_ci95_low_s": 9.0}, "an impossible rate or interval"),
         ({"step_times_s": [0.1] * 13 + [0.02] * 27}, "step time changed by"),
         (
@@ -1104,6 +1111,114 @@ def test_unfit_runs_become_no_baseline(change, why, baselines, result, tmp_path,
     assert json.loads(baselines.read_text()) == json.loads(before)
     assert compare.main(argv) == 5
     assert re.search(f"UNFIT, left out .*: new: {why}", capsys.readouterr().out)
+
+
+def test_repeats_that_are_unfit_are_no_pass(baselines, result, tmp_path, capsys):
+    """Four of five runs failed: who knows how fast they would have been?"""
+    for i in range(5):
+        variant(result, tmp_path / "now", f"n{i}", status="failed" if i else "ok")
+    assert compare.main([str(tmp_path / "now"), "--baseline", str(baselines)]) == 5
+    out = capsys.readouterr().out
+    assert out.startswith("UNCERTAIN ") and "left out n1 (status failed)" in out
+
+
+def test_a_busy_machine_is_told_beside_a_verdict(baselines, result, tmp_path, capsys):
+    run = variant(result, tmp_path / "n", "n", speed=0.7, metrics__other_cpu_fraction=0.64)
+    assert compare.main([str(run), "--baseline", str(baselines)]) == 1
+    assert "; busy CPU 64% in the window" in capsys.readouterr().out
+
+
+def test_renamed_results_are_judged_too(baselines, result, tmp_path, capsys):
+    slow = variant(result, tmp_path / "slow", "slow", speed=0.7)
+    (tmp_path / "kept").mkdir()
+    shutil.copy(slow / "result.json", tmp_path / "kept/slow-0.json")
+    (tmp_path / "kept/notes.json").write_text("{}")
+    assert compare.main([str(tmp_path / "kept"), "--baseline", str(baselines)]) == 1
+
+
+def test_what_was_not_measured_is_named_in_words(baselines, result, tmp_path, capsys):
+    other = variant(result, tmp_path / "o", "o", args__bsz=3)
+    argv = ["--baseline", str(baselines), "--allow-new", "--allow-missing"]
+    assert compare.main([str(other), *argv]) == 5
+    out = capsys.readouterr().out
+    assert re.search(
+        r"NOT MEASURED Invented CPU 9000 .* x 1: gpt2-tiny, train.py, T 32, bsz 2", out
+    )
+
+
+def test_baselines_are_written_though_nobody_reads_the_lines(result, tmp_path):
+    for i in range(40):
+        variant(result, tmp_path / "runs", f"n{i}", args__bucket_cap_mb=float(i + 1))
+    command = f"{sys.executable} compare.py {tmp_path}/runs --baseline {tmp_path}/b.json"
+    shell = f"{command} --update-baselines | head -1"
+    done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.count("\n") == 1
+    assert len(json.loads((tmp_path / "b.json").read_text())["baselines"]) == 40
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"git_dirty": True, "git_diff": "0123456789"},
+        {"torch_threads": 77},
+        {"python": "3.99"},
+        {"settings": {"NCCL_ALGO": "Ring"}},
+    ],
+)
+def test_another_edit_or_environment_is_another_setting(changes, result, tmp_path):
+    """Else an edited copy, or more threads, would be averaged with what it should be held against."""
+    environment = json.loads((result / "result.json").read_text())["environment"]
+    variant(result, tmp_path, "a", environment=environment | {"git_dirty": False})
+    variant(result, tmp_path, "b", environment=environment | {"git_dirty": False} | changes)
+    records = read_records([str(tmp_path)], print, LogFacts())
+    assert len(compare_records(records, NONE, None)) == 2
+    a, b = (read_result(tmp_path / name / "result.json") for name in "ab")
+    same = (
+        "git_dirty" in changes or "python" in changes
+    )  # the gate holds versions against each other
+    assert (baseline_key(a) == baseline_key(b)) == same
+
+
+def test_the_report_says_where_runs_come_from_and_names_no_place(result, tmp_path, capsys):
+    environment = json.loads((result / "result.json").read_text())["environment"]
+    environment |= {"settings": {"NCCL_TOPO_FILE": "/home/alice/topo.xml"}, "driver": "580.1"}
+    command = ["train.py", "/home/alice/c.json", "--data", "/home/alice/x.bin"]
+    for name, torch_version in (("a", "2.11.0"), ("b", "2.13.0")):
+        libraries = environment["libraries"] | {"torch": torch_version}
+        here = environment | {"libraries": libraries, "hostname": "secret-host"}
+        variant(result, tmp_path / "r", name, environment=here, command=command,
+                args__data=f"/home/alice/{name}.bin")  # fmt: skip
+    out = tmp_path / "out"
+    assert compare.main([str(tmp_path / "r"), "--output-dir", str(out), "--no-plot"]) == 0
+    printed = capsys.readouterr().out
+    for file in out.iterdir():
+        text = file.read_text()
+        assert "alice" not in text and "secret-host" not in text, file
+        if file.name != "compare.csv":
+            assert "2.11.0" in text and "580.1" in text and "train.py c.json --data x.bin" in text
+    assert "alice" not in printed
+    page = report_data(out)["provenance"]
+    assert page["differ"][0][:3] == ["runs", "torch"][:2] + page["differ"][0][2:3]
+    assert dict(map(tuple, page["shared"]))["driver"] == "580.1"
+    lines = (out / "compare.md").read_text().split("## Provenance: what differs")[1]
+    assert lines.index("torch") < lines.index("the same for all runs")
+
+
+def test_logs_that_do_not_tell_their_model_say_why_they_are_not_compared(tmp_path, capsys):
+    for name in "ab":
+        shutil.copy(LOGS / "nemo.log", tmp_path / f"{name}.log")
+    argv = [str(tmp_path / "a.log"), str(tmp_path / "b.log"), "--log-seq-len", "4096"]
+    assert compare.main(argv) == 0
+    assert "does not tell its model: a.log, b.log; use --log-model" in capsys.readouterr().err
+    assert compare.main([*argv, "--log-model", "m"]) == 0
+    assert "does not tell its model" not in capsys.readouterr().err
+
+
+def test_runs_that_are_unfit_do_not_lose_their_marks_in_another_form(result, tmp_path, capsys):
+    variant(result, tmp_path / "r", "bad", status="failed")
+    assert compare.main([str(tmp_path / "r"), "--json-dir", str(tmp_path / "j")]) == 0
+    assert not list((tmp_path / "j").iterdir())
+    assert "bad: not written" in capsys.readouterr().err
 
 
 def test_a_broken_file_is_named_for_what_it_is(result, tmp_path, capsys):

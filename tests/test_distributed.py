@@ -48,6 +48,7 @@ BASE = [
     "1",
     "--usd-per-hour",
     "3.6",
+    "--no-observe",  # its step would be counted
 ]
 RANKS = ["--dist-timeout", "300"]  # fmt: skip
 SGD = ["--optimizer", "sgd", "--lr", "0.02"]

@@ -26,6 +26,7 @@ from bench.formulas.parameters import count_parameters
 from bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
 from bench.formulas.step_events import simulate_step
 from bench.parallel.memory_trace import traced_memory
+from bench.settings.flags import Args, defaults
 from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import (
     DIVIDED,
@@ -840,3 +841,76 @@ def test_a_calibration_by_no_result_is_one_line(content, message, tmp_path, caps
     assert estimate.main(argv) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def table(capsys):
+    return re.sub(r" +", " ", capsys.readouterr().out)
+
+
+def test_a_run_s_file_is_estimated_in_every_form(tmp_path, capsys):
+    """YAML and JSON with a script and ranks, and a result.json: as the flags themselves."""
+    flags = ["--bsz", "2", "--sac-freq", "1/1"]
+    argv = [
+        "configs/llama-3.1-8b.json",
+        *flags,
+        "--gpu",
+        "h100",
+        "--gpus",
+        "16",
+        "--parallel",
+        "ddp",
+    ]
+    estimate.main(argv)
+    typed = table(capsys)
+    given = {"config": argv[0], "bsz": 2, "sac-freq": "1/1", "script": "train_ddp.py", "nproc": 16}
+    (tmp_path / "r.json").write_text(json.dumps(given))
+    (tmp_path / "r.yaml").write_text("".join(f"{k}: {v}\n" for k, v in given.items()))
+    args = defaults(Args) | {"config": argv[0], "bsz": 2, "sac_freq": "1/1"}
+    result = {
+        "schema_version": 2,
+        "args": args,
+        "entrypoint": "train_ddp.py",
+        "device": {"count": 16},
+    }
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    for name in ("r.json", "r.yaml", "result.json"):
+        estimate.main(["--from", str(tmp_path / name), "--gpu", "h100"])
+        assert table(capsys) == typed, name
+    # Flags beside it override the file's.
+    estimate.main(
+        ["--from", str(tmp_path / "r.yaml"), "--gpu", "h100", "--gpus", "8", "--bsz", "1"]
+    )
+    assert "| on | 8 x H100 SXM, train_ddp.py, 8 samples a step |" in table(capsys)
+    (tmp_path / "r.yaml").write_text("config: configs/gpt2-tiny.json\nnproc: null\n")
+    assert estimate.main(["--from", str(tmp_path / "r.yaml"), "--gpu", "h100"]) == 0
+
+
+def test_no_part_of_a_step_is_a_rounding_error(capsys):
+    for flags in (["--bsz", "4"], ["--bsz", "32", "--pt-compile"], ["--bsz", "1"]):
+        estimate.main(["configs/gpt2-125m.json", "--gpu", "h100", *flags])
+        out = capsys.readouterr().out
+        assert not re.search(r"\d e?-|\| +-\d|e-\d\d s", out), out
+
+
+def test_each_change_that_would_fit_stands_once(capsys):
+    for flags in (["--bsz", "1"], ["--bsz", "1", "--sac-freq", "1/1"], ["--bsz", "2"]):
+        argv = ["configs/llama-3.1-70b.json", "--gpu", "h100", "--gpus", "8", *flags]
+        assert estimate.main(argv) == 4
+        fits = [
+            x.split(": ", 2)[2] for x in capsys.readouterr().out.splitlines() if "would fit" in x
+        ]
+        assert len(fits) == len(set(fits))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--plan", "--tokens", "1e9", "--days", "1", "--per-node", "2000000"], "--per-node 2000000: m"),
+        (["--gpus", "8", "--pp", "2", "--reshard-after-forward", "always"],
+         "--reshard-after-forward has no meaning for train_pp.py"),
+        (["--gpus", "8", "--parallel", "ddp", "--prefetch", "1"], "--prefetch has no meaning for"),
+    ],
+)  # fmt: skip
+def test_what_would_be_ignored_or_never_tried_is_refused(flags, message, capsys):
+    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "h100", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -20,9 +20,12 @@ from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
 from bench.errors import UsageError
 from bench.formulas.hardware import devices, find_hardware
+from bench.settings.command_line import parse_args
+from bench.settings.machine import cpu_name
+from bench.settings.plan import make_plan
 from bench.sweep import auto_batch, tune
 from bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
-from bench.sweep.cell_runs import Rows, cell_key, run_cell
+from bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
 from bench.sweep.experiment import Experiment, from_command_line, read_experiment, substitute
 from bench.sweep.grid import differences, make_cells
 from bench.sweep.ranking import Ranked, rank, show_ranking, write_csv
@@ -792,3 +795,49 @@ def test_what_yaml_or_a_cell_would_change_silently_is_refused(text, message, tmp
     path.write_text(f"experiment: x\nmodels: [configs/gpt2-tiny.json]\n{text}\n")
     assert sweep.main([str(path), "--dry-run"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus", "global_bsz", "right"),
+    [({"tp": 2}, 4, 8, 8), ({"cp": 2}, 4, 8, 8), ({"tp": 2}, 4, 16, 8), ({}, 4, 16, 16)],
+)
+def test_a_global_batch_is_of_ranks_with_data_of_their_own(layout, gpus, global_bsz, right):
+    """bsz 2 x grad_acc_steps 2 x the plan's data parallel ranks, whatever shares their samples."""
+    training = {"bsz": 2, "grad_acc_steps": 2, "global_bsz": global_bsz} | layout
+    e = experiment(script="train_fsdp.py", models=["configs/llama-tiny.json"], training=training,
+                   hardware={"nvidia": {"gpus": gpus}})  # fmt: skip
+    if global_bsz != right:
+        with pytest.raises(UsageError, match=f"make it {right}"):
+            make_cells(e, "nvidia")
+        return
+    (cell,) = make_cells(e, "nvidia")
+    plan = make_plan(parse_args(cell.argv(), cell.script), cell.script, gpus)
+    assert plan.work.batch.global_batch == right
+
+
+@pytest.mark.parametrize(("shard", "fits"), [(2, True), (4, False)])
+def test_dp_shard_is_of_ranks_with_data_of_their_own(shard, fits):
+    e = experiment(script="train_fsdp.py", models=["configs/llama-tiny.json"], training={"tp": 2},
+                   parallel={"dp_shard": shard}, hardware={"nvidia": {"gpus": 4}})  # fmt: skip
+    if fits:
+        assert make_cells(e, "nvidia")
+        return
+    with pytest.raises(UsageError, match="dp_shard must be 2"):
+        make_cells(e, "nvidia")
+
+
+def test_rows_of_another_cpu_are_not_mixed_in_and_unfit_ones_are_marked(tmp_path):
+    row = {"hardware": "AMD EPYC (avx2, 2 cores)"}
+    with pytest.raises(UsageError, match=r"has rows of AMD EPYC \(avx2, 2 cores\)"):
+        refuse_foreign_row(row, tmp_path)
+    refuse_foreign_row({"hardware": cpu_name()}, tmp_path)
+    refuse_foreign_row({"hardware": "H100 SXM"}, tmp_path)
+    rows = [
+        {"key": f"m-{i}-0", "status": "ok", "model": "m", "axes": {"i": i}, "seq_len": 8, "mfu": None,
+         "tokens_per_sec": 10.0 * i, "step_times_s": [0.1, 0.1], "memory_gib": 1.0, "memory_kind": None,
+         "unfit": "asked for math attention, flash ran" if i == 2 else ""}
+        for i in (1, 2)
+    ]  # fmt: skip
+    first, last = rank(rows)
+    assert (first.label, first.status) == ("m i=1", "ok")  # the faster one ran another kernel
+    assert last.status == "unfit: asked for math attention, flash ran"

@@ -18,9 +18,9 @@ from typing import Any
 from bench.compare.find_results import discover, not_taken
 from bench.compare.ratios import unlike_limits
 from bench.errors import UsageError, printable
-from bench.files import shown_command, write_whole
+from bench.files import shown_command, shown_word, write_whole
 from bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
-from bench.results.result_files import read_result, software
+from bench.results.result_files import read_result, settings_of, software
 from bench.results.schema import Result
 from bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
 from bench.tables import markdown_cell, number
@@ -29,7 +29,8 @@ from model.json_keys import parse_json, plain_file
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
 # 2: keys without validation and --global-bsz. 3: with --bsz always, whose default was 8 before.
-BASELINES_VERSION = 3
+# 4: with the environment.
+BASELINES_VERSION = 4
 
 
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
@@ -85,7 +86,13 @@ def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
         for k, v in r.args.items()
         if k not in passed_over and (k not in default or v != default[k])
     }
-    text = json.dumps([r.model.hash, r.entrypoint, settings], sort_keys=True)
+    what = [r.model.hash, r.entrypoint, settings]
+    around = settings_of(r)
+    if r.device.type == "cpu":
+        around["threads"] = str(r.environment.get("torch_threads"))
+    if version > 3 and around:
+        what.append(around)
+    text = json.dumps(what, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{r.device.hardware} / {r.model.name} / {r.device.count} / {digest}"
 
@@ -104,6 +111,11 @@ def unfit(r: Result) -> str | None:
         return "too few or too unlike steps for a rate with an interval"
     if r.drifts:
         return f"step time changed by {m.step_time_drift:+.1%} over the window: no steady state"
+    if not r.step_times_s or min(r.step_times_s) <= 0:
+        return "step times that no run has: was the file edited?"
+    tokens = r.batch.tokens_per_step * len(r.step_times_s) / r.device.count
+    if not 0.99 < m.tokens_per_sec_per_gpu * sum(r.step_times_s) / tokens < 1.01:
+        return "a rate that its step times do not give: was the file edited?"
     times = 0, m.step_time_ci95_low_s, m.step_time_ci95_high_s, math.inf
     if not 0 < m.tokens_per_sec_per_gpu < math.inf or list(times) != sorted(set(times)):
         return "an impossible rate or interval: was the file edited?"
@@ -156,7 +168,7 @@ def setting_of(r: Result) -> str:
     for name, value in r.args.items():
         known = name not in passed_over and name in default and name not in ("seq_len", "config")
         if known and value != default[name]:
-            words.append(name if value is True else f"{name} {value}")
+            words.append(name if value is True else f"{name} {shown_word(str(value))}")
     return f"{r.device.hardware} x {r.device.count}: {', '.join(words)}"
 
 
@@ -223,6 +235,9 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
     change = f"{printable_names(fit)}: {rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, "
     change += f"{now['high']:,.0f}], was {was:,.0f} ({rate / was - 1:+.1%})"
+    change += f"; tolerance {tolerance:.3g}" if "tolerance" in baseline else ""
+    seen = {remark for each in fit for remark in each.disturbances}
+    change += f"; {', '.join(sorted(seen))} in the window" if seen else ""
     left_out = [other for other in results if other not in fit]
     if left_out:
         change += f"; left out {', '.join(f'{o.run_name} ({unfit(o)})' for o in left_out)}"
@@ -252,6 +267,8 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
         return Verdict("IMPLAUSIBLE GAIN", name, f"{change}; {why}", key, now, baseline)
     if told == "UNCERTAIN":
         change += f"; {what_settles(*means, tolerance)}"
+    elif left_out:  # who knows what they would have shown
+        told = "UNCERTAIN"
     return Verdict(told, name, change, key, now, baseline)
 
 
@@ -310,10 +327,13 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
             ):
                 if entry.get(name) is not None and not _plain(entry[name]):
                     raise ValueError(f"{key}: {name} is {entry[name]!r}")
-            if not isinstance(entry.setdefault("provenance", {}), dict):
-                raise ValueError(f"{key}: provenance is {entry['provenance']!r}")
+            origin = entry.setdefault("provenance", {})
+            if not isinstance(origin, dict) or not isinstance(origin.get("software", {}), dict):
+                raise ValueError(f"{key}: provenance is {origin!r}")
+            if not isinstance(entry.get("setting", ""), str):
+                raise ValueError(f"{key}: setting is {entry['setting']!r}")
             allowed = entry.get("tolerance", 0.0)
-            if not (isinstance(allowed, int | float) and 0 <= allowed < 1):
+            if not (_plain(allowed) and allowed < 1):
                 raise ValueError(f"{key}: tolerance is {allowed!r}; must be from 0 to below 1")
         return baselines
     except FileNotFoundError:
@@ -421,6 +441,10 @@ def gate(
     """
     tolerance = tolerance_of(text)
     if update:
+        if markdown or benchmark_json:
+            raise UsageError(
+                "--update-baselines judges nothing; leave out --markdown, --benchmark-json"
+            )
         return update_baselines(paths, path)
     verdicts = judge_all(paths, path, tolerance)
     code = gate_code(verdicts, allowed)
@@ -443,7 +467,7 @@ def update_baselines(paths: Sequence[str], path: Path) -> int:
         fit = [r for r in runs if not unfit(r)]
         for r in runs:
             if why := unfit(r):
-                lines.append(f"UNFIT {r.run_name}: {why}; its baseline stays as it was")
+                lines.append(f"UNFIT {r.run_name}: {why}; left out of the baselines")
                 code = 5
         if fit:
             before, entry = stored.get(key, {}), entry_of(fit)
@@ -516,7 +540,7 @@ def own_results(paths: Sequence[str]) -> list[Result]:
     for name in paths:
         path = Path(name)
         found = not_taken(discover(path) if path.is_dir() else [path], taken)
-        files += [p for p in found if p.name == "result.json" or p == path]
+        files += [p for p in found if p.suffix == ".json" or p == path]
     results = []
     for file in files:
         try:
@@ -524,6 +548,8 @@ def own_results(paths: Sequence[str]) -> list[Result]:
         except OSError as error:
             raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
         except ValueError:
+            if file.name != "result.json" and str(file) not in paths:
+                continue  # found in a directory: something else
             raise UsageError(f"{file}: cannot be read as a result.json") from None
     if not results:
         raise UsageError(f"{', '.join(paths)}: no result.json in there")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from bench.compare.records import Record
+from bench.files import shown_word
 from bench.settings.flags import Args, defaults
 
 # What may differ between repeats of one setting.
@@ -107,7 +108,7 @@ def _word(key: str, value: Any) -> str:
     )
     if isinstance(value, bool) or value is None:
         return name if value else f"no {name}"
-    text = str(value).removesuffix(".py")
+    text = shown_word(str(value)).removesuffix(".py")
     return f"{name} {text}".strip()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from bench.compare.pool import name_settings, plainest, pool
 from bench.compare.records import Record
 from bench.errors import UsageError
+from bench.files import shown_word
 from bench.formulas.hardware import device_called, find_hardware
 from bench.formulas.time_statistics import surely, welch_ratio
 from bench.settings.flags import differing
@@ -153,7 +154,7 @@ def unlike_limits(a: float | None, b: float | None) -> bool:
 
 
 def _short(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shown_word(str(value))
 
 
 def _fill_ratio(row: Compared, reference: Record) -> None:

@@ -16,7 +16,7 @@ from bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from bench.errors import UsageError
 from bench.files import shown_command
 from bench.formulas.hardware import device_called
-from bench.results.result_files import first_problem, parse_result, software
+from bench.results.result_files import commit_of, first_problem, parse_result, software
 from bench.results.schema import Result
 from bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 from model.json_keys import parse_json
@@ -106,7 +106,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         notes=list(r.notes),
         remarks=list(r.disturbances),
         provenance=provenance_of(r),
-        software=software(r) | {"commit": (r.environment.get("git_sha") or "unknown")[:10]},
+        software=software(r) | {"commit": commit_of(r)},
         resumed_from=r.resumed_from and (r.resumed_from.run, r.resumed_from.step),
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
@@ -115,11 +115,9 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
 
 def provenance_of(r: Result) -> dict[str, str]:
     """Where a result comes from: date, commit, versions and command; no host or user, no whole path."""
-    e, found = r.environment, {"date": r.started_at[:16].replace("T", " ")}
-    found["commit"] = (e.get("git_sha") or "unknown")[:10] + "+changes" * bool(e.get("git_dirty"))
-    found |= software(r)
-    found |= {name: str(e[name]) for name in ("python", "os") if e.get(name)}
-    found |= {name: str(value) for name, value in (e.get("settings") or {}).items()}
+    found = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(r)} | software(r)
+    if os := r.environment.get("os"):
+        found["os"] = str(os)
     return found | {"command": " ".join(shown_command(r.command))}
 
 
@@ -217,7 +215,9 @@ def suite_json(r: Record) -> dict[str, Any]:
             "mfu": r.mfu, "tflops_per_gpu": r.tflops_per_gpu,
         },
         "memory_metrics": {
-            "peak_memory_allocated_gb": r.memory_gib and r.memory_gib / GB_TO_GIB,
+            "peak_memory_allocated_gb": r.memory_gib / GB_TO_GIB
+            if r.memory_gib and r.memory_kind in (None, "allocated")
+            else None,
         },
         "step_times": times,
         "loss_values": [loss for _, loss in r.losses],

@@ -49,7 +49,7 @@ def drift(times: Sequence[float]) -> tuple[float | None, bool]:
     None below nine values. Beyond chance is 2 % and four standard errors of the difference.
     """
     n = len(times) // 3
-    if n < 3:
+    if n < 3 or not 0 < min(times) <= max(times) < 1e9:  # seconds; or somebody edited them
         return None, False
     first, last = times[:n], times[-n:]
     change = statistics.fmean(last) / statistics.fmean(first) - 1

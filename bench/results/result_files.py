@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from bench.errors import printable_data
+from bench.files import shown_word
 from bench.results.schema import Result, Writer
 from model.json_keys import parse_json
 
@@ -178,12 +179,32 @@ def _profile_of_1(profile: Any) -> Any:
     return rest | {"host_gaps": None if gaps["count"] is None else gaps}
 
 
+def settings_of(r: Result) -> dict[str, str]:
+    """Variables of the environment that change speed or numerics; paths as they may be shown."""
+    given = r.environment.get("settings")
+    items = given.items() if isinstance(given, dict) else ()
+    # Threads are told apart, and a cache's place changes nothing.
+    passed_over = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+    return {str(k): shown_word(str(v)) for k, v in items if k not in passed_over}
+
+
+def commit_of(r: Result) -> str:
+    """The revision of this project that ran, with a digest of its uncommitted changes."""
+    e = r.environment
+    changed = f"+{e.get('git_diff') or 'changes'}" if e.get("git_dirty") else ""
+    return str(e.get("git_sha") or "unknown")[:10] + changed
+
+
 def software(r: Result) -> dict[str, str]:
     """Software that a run's speed can depend on, besides our own: name to version, where known."""
     e = r.environment
     parts = (e.get("libraries"), e.get("image"))
     found, image = (dict(part) if isinstance(part, dict) else {} for part in parts)
     found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
+    if r.device.type == "cpu":
+        found["threads"] = e.get("torch_threads")
+    found |= {name: e.get(name) for name in ("python",)}
+    found |= settings_of(r)
     found["image"] = " ".join(str(part) for part in image.values() if part)
     return {name: str(version) for name, version in found.items() if version}
 

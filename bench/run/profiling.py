@@ -160,7 +160,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     if work.compiled or compiled.graphs:
         seen.graphs_from_cache, seen.graphs_generated = compiled.from_cache, compiled.generated
     on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
-    if run.plan.profile.profile_attention and result.profile is not None:
+    if run.plan.profile.profile_attention and run.plan.schedule.profiler == "torch":
         seen.attention = {side: [] for side in seen.attention}  # its parts ran instead
     elif (on_gpu and not trace.gpu) or (run.plan.flex and not on_gpu):
         seen.attention = {side: [] for side in seen.attention}  # no kernel has a name there

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import functools
+import hashlib
 import os
 import platform
 import subprocess
@@ -191,7 +192,11 @@ def source_revision() -> dict[str, str | bool | None]:
     changes = _output(
         *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
     )
-    return {"git_sha": sha, "git_dirty": bool(changes)}
+    found = {"git_sha": sha, "git_dirty": bool(changes)}
+    if changes:  # two edits of one commit are two programs
+        edit = _output(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
+        found["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
+    return found
 
 
 def _nccl() -> str | None:

@@ -94,6 +94,8 @@ def with_file(argv: Sequence[str], script: Script | None) -> tuple[list[str], Ru
         raise UsageError(f"--from {name}: config: missing; name the model's config")
     later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
     given = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
+    if script is None:  # how many ranks, says whoever asks
+        given.pop("nproc", None)
     return [own, *to_argv(given), *words], file
 
 

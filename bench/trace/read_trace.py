@@ -116,7 +116,7 @@ def read_trace(path: str | Path) -> Trace:
         except (KeyError, TypeError, ValueError, OverflowError):
             length = 0.0
             start = math.nan
-        if not math.isfinite(start + length):
+        if not math.isfinite(start + length) or length < 0:
             raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
         if not kind:
             continue
