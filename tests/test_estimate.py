@@ -896,10 +896,9 @@ def test_each_change_that_would_fit_stands_once(capsys):
     for flags in (["--bsz", "1"], ["--bsz", "1", "--sac-freq", "1/1"], ["--bsz", "2"]):
         argv = ["configs/llama-3.1-70b.json", "--gpu", "h100", "--gpus", "8", *flags]
         assert estimate.main(argv) == 4
-        fits = [
-            x.split(": ", 2)[2] for x in capsys.readouterr().out.splitlines() if "would fit" in x
-        ]
-        assert len(fits) == len(set(fits))
+        lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("would fit: ")]
+        fits = [x.rpartition(": ")[2] for x in lines]
+        assert fits and len(fits) == len(set(fits))
 
 
 @pytest.mark.parametrize(
