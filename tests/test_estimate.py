@@ -886,19 +886,19 @@ def test_a_run_s_file_is_estimated_in_every_form(tmp_path, capsys):
 
 
 def test_no_part_of_a_step_is_a_rounding_error(capsys):
-    for flags in (["--bsz", "4"], ["--bsz", "32", "--pt-compile"], ["--bsz", "1"]):
-        estimate.main(["configs/gpt2-125m.json", "--gpu", "h100", *flags])
-        out = capsys.readouterr().out
-        assert not re.search(r"\d e?-|\| +-\d|e-\d\d s", out), out
+    """Waiting for the host was -1.7e-17 s here."""
+    argv = ["configs/llama-3.1-8b.json", "--gpu", "h100", "--gpus", "8", "--tp", "2", "--bsz", "2"]
+    estimate.main([*argv, "--json"])
+    assert min(json.loads(capsys.readouterr().out)["parts_s"].values()) >= 0
 
 
 def test_each_change_that_would_fit_stands_once(capsys):
-    for flags in (["--bsz", "1"], ["--bsz", "1", "--sac-freq", "1/1"], ["--bsz", "2"]):
-        argv = ["configs/llama-3.1-70b.json", "--gpu", "h100", "--gpus", "8", *flags]
-        assert estimate.main(argv) == 4
-        lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("would fit: ")]
-        fits = [x.rpartition(": ")[2] for x in lines]
-        assert fits and len(fits) == len(set(fits))
+    """With all blocks recomputed already, --bsz 1 and --bsz 1 --sac-freq 1/1 are one change."""
+    argv = ["configs/llama-3.2-1b.json", "--gpu", "h100", "--bsz", "4", "--sac-freq", "1/1"]
+    assert estimate.main([*argv, "--gpu-memory-gib", "23"]) == 4
+    lines = [x for x in capsys.readouterr().out.splitlines() if x.startswith("would fit: ")]
+    fits = [x.rpartition(": ")[2] for x in lines]
+    assert len(fits) == len(set(fits)) == 2
 
 
 @pytest.mark.parametrize(
