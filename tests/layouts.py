@@ -343,7 +343,8 @@ def compare(name: str, out: Path) -> Difference:
     moved = json.loads((here / "traffic.json").read_text()) if CASES[name].ranks > 1 else {}
     if "moe" in CASES[name].model:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8 and metrics["dropped_tokens"] == 0
-    if expected["expert_rows_max_over_mean"] and not first and not case.mutant:
+    exact = not (first or case.mutant or bf16)  # or a rounding may choose another expert
+    if expected["expert_rows_max_over_mean"] and exact:
         fullest = expected["expert_rows_max_over_mean"]
         assert metrics["expert_rows_max_over_mean"] == pytest.approx(fullest)
     if case.model == "lopsided":
