@@ -1248,7 +1248,7 @@ def test_shipped_baselines_are_readable():
     shipped = read_baselines(ROOT / "configs/baselines.json", must_exist=True)
     models = {key.split(" / ")[1] for key in shipped}
     assert models >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
-    assert all(entry["n_runs"] >= 3 and entry["low"] < entry["high"] for entry in shipped.values())
+    assert all(entry["n_runs"] >= 2 and entry["noise"] > 0 for entry in shipped.values())
 
 
 def test_no_number_is_cut_and_no_column_is_unknown_throughout(
