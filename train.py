@@ -44,7 +44,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         materialize(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
         build_saver(run, model, optimizer)
-        samples = sample_plan(n_steps, work.batch, start=run.plan.schedule.start)
+        samples = sample_plan(run.plan.schedule, work.batch)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, model, optimizer, build_passes(run, model, micro_batches))
 

@@ -45,7 +45,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         ddp = apply_ddp(model, device, work.batch.grad_acc_steps, work.ddp)
         optimizer = replica_optimizer(model, plan.optimizer, fp8, work.ddp, device)
         build_saver(run, model, optimizer)
-        samples = sample_plan(n_steps, work.batch, ranks.rank, run.plan.schedule.start)
+        samples = sample_plan(run.plan.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, ddp, optimizer, build_passes(run, ddp, micro_batches, ddp.no_sync))
 

@@ -47,7 +47,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         optimizer = build_optimizer(model, plan.optimizer, fp8)
         set_exact_values(optimizer, model, device, files.seed, weights, fp8)
         build_saver(run, model, optimizer)
-        samples = sample_plan(n_steps, work.batch, layout.data_rank, run.plan.schedule.start)
+        samples = sample_plan(run.plan.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, model, optimizer, build_passes(run, model, micro_batches))
         with validated(run, model, val_data):

@@ -47,7 +47,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         materialize_shards(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer)
         build_saver(run, model, optimizer)
-        samples = sample_plan(n_steps, work.batch, layout.data_rank, run.plan.schedule.start)
+        samples = sample_plan(run.plan.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device, files.n_workers)
         step = build_step(run, model, optimizer, build_pipelined_passes(run, model, micro_batches))
         with validated(run, model, val_data):

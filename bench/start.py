@@ -17,6 +17,8 @@ from pathlib import Path
 # files, and the parent prints the first one.
 PARENT = "LLM_TRAIN_BENCH_PARENT"
 _TOP = Path(__file__).resolve().parents[1]
+_agent: int | None = None
+_wish: int | None = None
 
 
 def _begin() -> None:
@@ -29,6 +31,8 @@ def _begin() -> None:
     # Looking for garbage among a million objects of imported modules takes a fifth of the start.
     gc.disable()
     atexit.register(gc.freeze)
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, _wished)
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -43,13 +47,41 @@ def imported() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def _wished(number: int, frame) -> None:
+    global _wish
+    _wish = number
+
+
+def early_wish() -> int | None:
+    """SIGUSR1, if it came before the training did: it asks to save and to end."""
+    return _wish
+
+
+def refuse_wishes() -> None:
+    """This run saves nothing: SIGUSR1 ends it, as it ends every process."""
+    if signal.getsignal(signal.SIGUSR1) is _wished:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if _wish:
+            signal.raise_signal(_wish)
+
+
+def orphaned() -> bool:
+    """Whether this is a rank whose agent is gone."""
+    if _agent is None or os.getppid() != _agent:
+        return _agent is not None
+    with contextlib.suppress(OSError):  # its threads may outlive the one that started this
+        return Path(f"/proc/{_agent}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return False
+
+
 def end_with_parent() -> None:
     """Let the kernel send SIGTERM to this rank when its agent is gone, even by SIGKILL (on Linux).
 
     Ranks of an agent that was killed would otherwise go on training and hold their GPUs. If the agent
     is gone already, this ends the process.
     """
-    agent = int(os.environ.get(PARENT, os.getppid()))
+    global _agent
+    agent = _agent = int(os.environ.get(PARENT, os.getppid()))
     pr_set_pdeathsig = 1  # prctl(2)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))

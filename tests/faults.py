@@ -32,10 +32,11 @@ import train_ddp
 import train_fsdp
 from bench.apply import precision
 from bench.parallel.ranks import ALONE, MEETING, Ranks
-from bench.results.schema import Metrics
+from bench.results.schema import Lineage, Metrics
 from bench.run.checkpoint import durable, manifest, saver
 from bench.run.checkpoint.durable import Files
-from bench.run.checkpoint.manifest import committed, newest, verify
+from bench.run.checkpoint.lineage import Attempt, Lease, open_place, places
+from bench.run.checkpoint.manifest import committed, newest, read_manifest, verify
 from bench.run.launch import train_planned
 from model.layout import ALONE as ALONE_HERE
 from model.stored import DTYPES, read_block
@@ -117,7 +118,7 @@ class CrashingFiles(Files):
             os.ftruncate(descriptor, int(self.torn * size))
             self._fail()
         super().synchronize(descriptor)
-        self.written.pop()
+        self.written = [p for p in self.written if not _is_open_at(p, descriptor)]
 
     def synchronize_names(self, directory: Path) -> None:
         if self._call("synchronize names"):
@@ -149,6 +150,10 @@ class CrashingFiles(Files):
             undo()
 
 
+def _is_open_at(path: Path, descriptor: int) -> bool:
+    return path.exists() and os.path.samestat(path.stat(), os.fstat(descriptor))
+
+
 class OneRun:
     """A saver of one rank without a run around it: `save(step)` saves a state that tells the step."""
 
@@ -166,12 +171,20 @@ class OneRun:
         result = types.SimpleNamespace(
             run_name="r", args=dataclasses.asdict(plan.args), notes=[], metrics=Metrics()
         )
-        log = types.SimpleNamespace(steps=[], pause=lambda step: None)
+        log = types.SimpleNamespace(steps=[], pause=lambda: None, start=lambda: None)
+        (directory / "steps.jsonl").touch()
+        place = (directory / "checkpoints").resolve()
+        line = Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0)
+        attempt, self.leases = Attempt(line, directory, place), [Lease(place)]
+        attempt.found = newest([place])
+        attempt.manifest = attempt.found and read_manifest(attempt.found)
+        open_place(attempt, self.leases)
         run = types.SimpleNamespace(
             plan=plan, ranks=ALONE, device=torch.device("cpu"), result=result, log=log, scaler=None,
-            directory=directory, resume=None, hang=None, end_steps=lambda: None, fp8=None,
+            directory=directory, attempt=attempt, hang=None, end_steps=lambda: None, fp8=None,
+            leases=self.leases, steps=(directory / "steps.jsonl").open("a"),
         )  # fmt: skip
-        self.notes = result.notes
+        self.run, self.notes = run, result.notes
         with mock.patch.object(saver, "say", lambda text: None):
             self.saver = saver.Saver(run, model, optimizer, files)
 
@@ -183,12 +196,19 @@ class OneRun:
             mock.patch.object(saver.threading, "Thread", Inline),  # a crash must end the caller
         ):
             self.saver._save(step)
+            self.saver.finish()
+
+    def end(self) -> None:
+        """As the kernel does when a process ends."""
+        self.run.steps.close()
+        for lease in self.leases:
+            lease.release()
 
 
 class Inline:
     """A thread that runs when it is started."""
 
-    def __init__(self, target, args, daemon):
+    def __init__(self, target, args=(), daemon=True):
         self.work = lambda: target(*args)
 
     def start(self) -> None:
@@ -222,7 +242,7 @@ def crash_states() -> Iterator[tuple[CrashingFiles, Path, int | None]]:
             run = OneRun(here, files)
             with contextlib.suppress(Crash):
                 run.save(20)
-            run.saver.release()
+            run.end()
             if lost:
                 files.lose()
             yield files, here
@@ -241,9 +261,11 @@ def states(count: int = 0) -> str:
         # The next run cleans up, saves, and has at most the two that are kept.
         again = OneRun(here, Files())
         again.save(25)
+        again.end()
         left = sorted(p.name for p in (here / "checkpoints").iterdir())
-        assert len(left) <= 2 and all(name.startswith("step-") for name in left), left
-        assert left[-1] == "step-00000025", left
+        left = [name for name in left if not name.startswith("damaged-step-00000020-")]
+        assert left.pop(0) == "lineage.json" and len(left) <= 2, left
+        assert all(name.startswith("step-") for name in left) and left[-1] == "step-00000025", left
         n += 1
     return f"{n} crash states"
 
@@ -354,13 +376,12 @@ def losses_of(out: Path, name: str) -> Iterator[tuple[int, float]]:
 
 def check_like(reference: Path, out: Path, name: str) -> None:
     """A run in pieces has ended as the undisturbed one: state, losses, and nothing left behind."""
-    places = manifest.attempts(out, None, name)
-    assert_equal(whole_state(newest(places)), whole_state(newest([reference / "checkpoints"])))
+    found = places(out, name)
+    assert_equal(whole_state(newest(found)), whole_state(newest([reference / "checkpoints"])))
     expected = dict(losses_of(reference.parent, reference.name))
     for step, loss in losses_of(out, name):
         assert loss == expected[step], (step, loss, expected[step])
-    for place in places[-1:]:
-        assert len(committed(place)) <= 2 and not list(place.glob(".step*"))
+    assert len(found) == 1 and len(committed(found[0])) <= 2 and not list(found[0].glob(".*"))
 
 
 class KillingFiles(CrashingFiles):
@@ -473,7 +494,7 @@ def ranks(count: int = 300) -> str:
                 n += wait is not None
                 if done := fork_ranks(script, world, argv, wait, draw):
                     break
-            found = newest(manifest.attempts(out, None, name))
+            found = newest(places(out, name))
             assert done and verify(found).step == STEPS + 2, (name, script, world)
             for key, tensor in whole_state(found).items():
                 far = (tensor.double() - reference[key].double()).abs().max()
@@ -531,7 +552,7 @@ def commands(count: int = 50) -> str:
                     break
             else:
                 tail = start_command("train.py", 1, argv, []).communicate(timeout=180)[0]
-            found = newest(manifest.attempts(out, None, name))
+            found = newest(places(out, name))
             assert found and verify(found).step == STEPS + 2, tail[-2000:]
             for key, tensor in whole_state(found).items():
                 far = (tensor.double() - reference[key].double()).abs().max()

@@ -12,6 +12,9 @@ import torch
 
 from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
+from bench.errors import UsageError
+from bench.results.schema import Lineage, Writer
+from bench.run.checkpoint import lineage
 from bench.run.checkpoint.manifest import committed, newest, verify
 from tests import faults
 from tests.helpers import ROOT, only_result, run_train
@@ -148,23 +151,90 @@ def test_a_save_that_hangs_is_given_up(saved, tmp_path, monkeypatch):
     _, config = saved
     monkeypatch.setattr(saver, "Files", Stuck)
     assert train(config, tmp_path, "--save-every", 5, "--save-timeout", 0.2) == 0
-    assert any("not done after 0.2 s" in note for note in only_result(tmp_path)["notes"])
+    assert any("given up after 0.2 s" in note for note in only_result(tmp_path)["notes"])
+
+
+def fork_of(work) -> int:
+    """A forked process that does some work and then waits to be killed; its id, once that is done."""
+    ready, done = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os.write(done, b"x")
+            time.sleep(600)
+        finally:
+            os._exit(1)
+    os.close(done)
+    assert os.read(ready, 1) == b"x"
+    os.close(ready)
+    return child
+
+
+def end(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def hold(place, host=None):
+    """Take a directory as another run does, on this host or as if on another."""
+    line = Lineage(id="other", name="r", attempt=3, began=0.0, started=0.0)
+    if host:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lineage, "this_process", lambda: Writer(host=host, boot="x", pid=1))
+            lease = lineage.Lease(place)
+            lease.take(line)
+            lease.ended.set()
+            os.close(lease.file)
+    else:
+        lineage.Lease(place).take(line)
 
 
 def test_two_runs_do_not_save_in_one_place(saved, tmp_path, capsys):
-    import fcntl
-
+    """The second is refused while the first lives, before anything is written, and not after."""
     _, config = saved
     place = tmp_path / "ck/r"
-    place.mkdir(parents=True)
-    holder = os.open(place, os.O_RDONLY)
-    fcntl.flock(holder, fcntl.LOCK_EX)
+    holder = fork_of(lambda: hold(place))
+    flags = ["--save-every", 5, "--save-dir", tmp_path / "ck", "--run-name", "r"]
+    for more in ([], ["--resume", "auto"]):
+        assert train(config, tmp_path / "x", *flags, *more) == 2
+        assert f"another run saves there: process {holder} on" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    end(holder)
+    assert train(config, tmp_path / "y", *flags, "--resume", "auto") == 0
+    assert newest([place]).name == "step-00000020"
+    assert lineage.lineage_of(place).id == "other" and lineage.lineage_of(place).attempt == 4
+
+
+def test_a_run_of_another_host_is_gone_after_a_while(saved, tmp_path, capsys, monkeypatch):
+    _, config = saved
+    place = tmp_path / "ck/r"
+    hold(place, "elsewhere")
     flags = ["--save-every", 5, "--save-dir", tmp_path / "ck", "--run-name", "r"]
     assert train(config, tmp_path / "x", *flags) == 2
-    assert "another run saves there" in capsys.readouterr().err
-    os.close(holder)
-    assert train(config, tmp_path / "y", *flags) == 0
-    assert newest([place]).name == "step-00000020"
+    assert "process 1 on elsewhere is alive; 60 s after its last sign" in capsys.readouterr().err
+    past = time.time() - 61
+    os.utime(place / "lineage.json", (past, past))
+    assert train(config, tmp_path / "x", *flags) == 0
+
+
+def test_without_locks_time_tells(tmp_path, monkeypatch):
+    """Also on this host; and who took a directory away from another commits there, the other not."""
+
+    def no_locks(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(lineage.fcntl, "lockf", no_locks)
+    first = lineage.Lease(tmp_path / "p")
+    first.take(Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0))
+    with pytest.raises(UsageError, match="is alive"):
+        lineage.Lease(tmp_path / "p")
+    past = time.time() - 61
+    os.utime(tmp_path / "p/lineage.json", (past, past))
+    hold(tmp_path / "p", "elsewhere")
+    assert not first.held()
+    first.release()
+    assert lineage.lineage_of(tmp_path / "p").id == "other"
 
 
 def test_evaluation_on_the_way_is_marked(saved, tmp_path):

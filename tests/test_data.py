@@ -11,14 +11,14 @@ from bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids, ope
 from bench.apply.tokens import open_tokens, write_tokens
 from bench.errors import UsageError
 from bench.settings.flags import BatchFlags, DataFlags
-from bench.settings.plan import resolve_batch
+from bench.settings.plan import Schedule, resolve_batch
 
 CPU = torch.device("cpu")
 
 
 def plan_of(n_steps, accumulation, bsz, rank=0, world=1):
     flags = BatchFlags(bsz=bsz, grad_acc_steps=accumulation)
-    return sample_plan(n_steps, resolve_batch(flags, 1, world), rank)
+    return sample_plan(Schedule(0, n_steps), resolve_batch(flags, 1, world), rank)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from bench.apply.tokens import open_tokens
 from bench.errors import UsageError
 from bench.formulas.work import Batch
 from bench.settings.flags import DataFlags
+from bench.settings.plan import Schedule
 
 
 class SyntheticTokens:
@@ -146,16 +147,16 @@ def open_data(
     return source, (val_source, range(0, n_samples, bsz))
 
 
-def sample_plan(n_steps: int, batch: Batch, data_rank: int = 0, start: int = 0) -> Sequence[int]:
-    """First sample of every micro batch of a rank, in order, from step `start` on.
+def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> Sequence[int]:
+    """First sample of every micro batch of a rank, in order, over all steps of a schedule.
 
-    `data_rank` counts the ranks that get different data. Step k takes samples k x G ... (k + 1) x G - 1,
-    G the global batch. Each micro step deals its micro batches out to the ranks in turn.
+    `data_rank` counts the ranks that get different data. A step takes as many samples as the global
+    batch has, after those of the step before. Each micro step deals its micro batches out in turn.
     """
     micro = batch.micro_batch * batch.data_parallel_size
     first = data_rank * batch.micro_batch
-    begin, end = start * batch.global_batch, n_steps * batch.global_batch
-    return range(begin + first, end + first, micro)
+    end = schedule.samples_before(schedule.total, batch.global_batch)
+    return range(schedule.start_sample + first, end + first, micro)
 
 
 def _loaded(loader: DataLoader) -> Iterator[Tensor]:

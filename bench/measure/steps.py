@@ -127,7 +127,7 @@ class StepLog:
         self.pending.append(_Pending(step, phase, lr, tokens, self.marks, values))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
-            self.drain()
+            self.drain(kept=1)
 
     def wish_of(self, step: int) -> float:
         """The wish of an earlier step, once the device has finished it."""
@@ -136,22 +136,22 @@ class StepLog:
                 pending.marks[-1][1].synchronize()
         return self.values[step, 2].item()
 
-    def pause(self, step: int) -> None:
-        """A save follows this step, the last one: its time belongs to no step."""
-        if self.pending:
-            self.pending[-1].paused = True
-        elif self.steps:
-            self.steps[-1] = dataclasses.replace(self.steps[-1], saved=True)
-        self.start()
+    def pause(self) -> None:
+        """A save follows the last step, which the device has finished: hand on all steps.
 
-    def drain(self) -> None:
-        """Hand on the steps that the device has finished."""
+        The time until `start` belongs to no step.
+        """
+        self.pending[-1].paused = True
+        self.drain()
+
+    def drain(self, kept: int = 0) -> None:
+        """Hand on the steps that the device has finished; not the last one if that is `kept`."""
         self.last_drain = time.perf_counter()
         # A step goes to all sinks or none. Python's signal handlers run in the main thread alone.
         main = threading.current_thread() is threading.main_thread()
         with self.guard() if main else contextlib.nullcontext():
             finished = []
-            while self.pending and self.clock.passed(self.pending[0].marks[-1][1]):
+            while len(self.pending) > kept and self.clock.passed(self.pending[0].marks[-1][1]):
                 finished.append(self._read(self.pending.popleft()))
             if finished:
                 self.steps += finished

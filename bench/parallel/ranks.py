@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 
 from bench.errors import NotJoined, UsageError
 from bench.measure.device import cpu_count, is_out_of_memory
+from bench.results.result_files import RUN_POINTER
 
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
 # (it may have started Open MPI's daemons), MPICH.
@@ -29,7 +30,7 @@ LAUNCHERS = (
 )
 
 
-# The private directory of ranks that a script of ours started on one machine: they meet there.
+# The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
 MEETING = "LLM_TRAIN_BENCH_MEETING"
 CHECK_MEETING = (
     "check that all were started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of "
@@ -87,7 +88,8 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         return
     os.environ.setdefault("RANK", str(ranks.rank))
     os.environ.setdefault("WORLD_SIZE", str(ranks.world))
-    private = os.environ.get(MEETING)
+    one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    private = os.environ.get(MEETING) if one_machine else None
     if "MASTER_ADDR" not in os.environ and not private:
         os.environ["MASTER_ADDR"] = _first_host(os.environ)
     if "MASTER_PORT" not in os.environ and not private:
@@ -184,7 +186,32 @@ def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     main = ranks.main and not theirs
     store = dist.TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
+    if theirs:
+        _LASTING.append(store)
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+
+# The store of torchrun's agent, which outlives its ranks.
+_LASTING: list[dist.Store] = []
+
+
+def tell_next(ranks: Ranks, directory: Path) -> None:
+    """Leave word of this run's directory for the launcher, and for the attempt after this one."""
+    if ranks.main and _LASTING:
+        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", str(directory))
+    if ranks.local_rank == 0 and (private := os.environ.get(MEETING)):
+        with contextlib.suppress(OSError):
+            (Path(private) / RUN_POINTER).write_text(str(directory), encoding="utf-8")
+
+
+def run_before() -> Path | None:
+    """The directory of the run that the launcher of this one started last, where it left word."""
+    key = f"llm-train-bench/{RUN_POINTER}"
+    if _LASTING and _LASTING[-1].check([key]):
+        return Path(_LASTING[-1].get(key).decode())
+    with contextlib.suppress(OSError, KeyError):
+        return Path((Path(os.environ[MEETING]) / RUN_POINTER).read_text(encoding="utf-8"))
+    return None
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

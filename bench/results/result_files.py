@@ -99,12 +99,21 @@ def this_process(pid: int | None = None) -> Writer:
     return Writer(host=platform.node(), boot=_boot(), pid=pid or os.getpid(), started=_started(pid))
 
 
-def seconds_alive() -> float | None:
-    """Seconds since this process was started; None where the system does not tell."""
-    started = _started(None)
+def seconds_alive(pid: int | None = None) -> float | None:
+    """Seconds since this process, or another, was started; None where the system does not tell."""
+    started = _started(pid)
     if started is None:
         return None
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def command_began() -> float:
+    """Start of the command that this process runs for, in seconds since 1970.
+
+    That is a launcher's start, except for a rank that it started again.
+    """
+    launcher = os.getppid() if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
+    return time.time() - (seconds_alive(launcher) or 0.0)
 
 
 def is_alive(writer: Writer | None) -> bool | None:
@@ -243,6 +252,10 @@ class StepsFile:
                     del fields[name]
             self.file.write(json.dumps(fields) + "\n")
         self.file.flush()
+
+    def fileno(self) -> int:
+        """The file's descriptor, to synchronise it by."""
+        return self.file.fileno()
 
     def close(self) -> None:
         # A failed write was reported when it happened; the buffer may still hold its data.

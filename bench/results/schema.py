@@ -255,6 +255,16 @@ class ResumedFrom(Strict):
     path: str = about("Its directory.")
 
 
+class Lineage(Strict):
+    """A training with all of its attempts: an attempt goes on where the one before it was saved."""
+
+    id: str = about("The same in the results and checkpoints of all attempts, and in no others.")
+    name: str = about("Name of the first attempt.")
+    attempt: int = about("Number of this attempt, from 0.")
+    began: float = about("Start of the first attempt's command, in seconds since 1970.")
+    started: float = about("Start of this attempt, likewise.")
+
+
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
@@ -278,6 +288,10 @@ class Result(Strict):
     )
     resumed_from: ResumedFrom | None = about(
         "The checkpoint that the run went on from, see below; `null` if it began at step 0.",
+        default=None,
+    )
+    lineage: Lineage | None = about(
+        "The attempts that this run is one of, see below; `null` in results of before.",
         default=None,
     )
     run_name: str = about("Name of the run's directory.")

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.start import PARENT
+from bench.start import PARENT, orphaned
 
 from bench.errors import (
     CompileError,
@@ -25,13 +25,14 @@ from bench.errors import (
 )
 from bench.files import write_whole
 from bench.measure.device import is_out_of_memory
-from bench.parallel.ranks import MEETING, Ranks
+from bench.parallel.ranks import Ranks
 from bench.results.console import say
-from bench.results.result_files import RUN_POINTER
 from model.config import ConfigError
 
 LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+# The file in its launcher's directory by which a rank says that it was saved and stopped on request.
+STOPPED_FILE = "stopped"
 # Signals that ask a run to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Their messages say all there is to say.
@@ -66,6 +67,39 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     if lost_a_rank(error):
         return "failed", f"{LOST}, whose own error says why: {text}"
     return "failed", f"{type(error).__name__}: {text}"
+
+
+def signal_said(number: int) -> str:
+    """What a signal means to this process: its name, or why its launcher sent it."""
+    if number == signal.SIGTERM and orphaned():
+        return "the end of its launcher"
+    if number == signal.SIGQUIT and has_parent():  # how bench/run/agent.py passes it on
+        return "a second signal"
+    return signal.Signals(number).name
+
+
+class Heard:
+    """The signals of a process: the first, and whether another one is a second wish.
+
+    A launcher that is signalled together with its ranks sends them the same once more.
+    """
+
+    COPY_S, AT_ONCE_S = 3.0, 0.2
+
+    def __init__(self, early: int | None = None):
+        self.first: float | None = None
+        self.copied = "TORCHELASTIC_RUN_ID" not in os.environ
+        if early:
+            self.again(early)
+
+    def again(self, number: int) -> bool:
+        """Count a signal; whether it is neither the first nor its copy."""
+        now = time.monotonic()
+        if self.first is None or now < self.first + self.AT_ONCE_S:  # timeout(1) sends it twice
+            self.first = now if self.first is None else self.first
+            return False
+        copied, self.copied = self.copied, True
+        return copied or number == signal.SIGQUIT or now > self.first + self.COPY_S
 
 
 def lost_a_rank(error: BaseException) -> bool:
@@ -153,20 +187,6 @@ def first_error(
 def has_parent() -> bool:
     """Whether this is a rank that a script started itself."""
     return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
-
-
-def tell_parent(directory: Path) -> None:
-    """Let the process that started this rank know which run is its own."""
-    if has_parent() and (private := os.environ.get(MEETING)):
-        with contextlib.suppress(OSError):
-            (Path(private) / RUN_POINTER).write_text(str(directory.resolve()), encoding="utf-8")
-
-
-def run_before() -> Path | None:
-    """The run that the attempt before this one wrote, where a process of ours started both."""
-    with contextlib.suppress(OSError, KeyError):
-        return Path((Path(os.environ[MEETING]) / RUN_POINTER).read_text(encoding="utf-8"))
-    return None
 
 
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from bench.errors import Interrupted, NoStep
-from bench.run.failures import ENDING, LOST
+from bench.run.failures import ENDING, LOST, Heard, signal_said
 
 
 def patience(device: torch.device, timeout_s: float) -> float | None:
@@ -50,29 +50,33 @@ class HangWatch:
         self.last_step: float | None = None
         self.armed = -1.0  # when the last resort was last put off
         self.reacted = threading.Event()
-        self.spared: float | None = None
+        self.spared: float | None = None  # seconds that the first signal leaves the main thread
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
+        heard, first, until = Heard(), None, None  # until when the main thread may save and end
         while True:
-            last, left = self.last_step, 1.0 if self.timeout_s else None
+            last, left = self.last_step, 1.0 if self.timeout_s or until else None
             if last is not None:
                 left = max(0.0, last + self.timeout_s - time.monotonic())
-            if select.select([self.receiver], [], [], left and min(left, 1.0))[0]:
-                received = self.receiver.recv(1)
+            ready = select.select([self.receiver], [], [], left and min(left, 1.0))[0]
+            late = until is not None and time.monotonic() > until
+            if ready or late:
+                received = self.receiver.recv(1) if ready else [first]
                 number = received[0] if received else None
-                if number in ENDING and self.spared is not None:
-                    patience, self.spared = self.spared, None
-                    # The main thread saves and ends; or, if it hangs, it does not in that time.
-                    if self.reacted.wait(patience):
-                        break
+                if number in ENDING and self.spared is not None and not late:
+                    again = heard.again(number)
+                    if first is None:
+                        first, until = number, time.monotonic() + self.spared
+                    if not again:
+                        continue
                 if number in ENDING:
                     when = time.time()
                     if not self.reacted.wait(self.PATIENCE_S):
-                        self.end(Interrupted(signal.Signals(number).name), when)
+                        self.end(Interrupted(signal_said(number)), when)
                 if number is None or number in ENDING:
                     break
             elif last is not None and last == self.last_step and left == 0.0:

@@ -20,19 +20,15 @@ from bench.errors import CompileError, UsageError
 from bench.formulas.flops import flops_per_token
 from bench.measure.device import peak_memory
 from bench.measure.steps import StepLog
-from bench.parallel.ranks import Ranks, broadcast, broken_group
+from bench.parallel.ranks import Ranks, broadcast, broken_group, run_before, tell_next
 from bench.results.console import ProgressDisplay, print_header, print_result, say
 from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.results.result_files import ResultFile, StepsFile, now
 from bench.results.schema import ResumedFrom
 from bench.results.tensorboard import TensorBoardFile
 from bench.results.trackers import check_trackers, track
-from bench.run.checkpoint.manifest import (
-    Manifest,
-    check_same_training,
-    find_checkpoint,
-    read_manifest,
-)
+from bench.run.checkpoint.lineage import Attempt, Lease, begin_attempt, open_place
+from bench.run.checkpoint.manifest import Manifest, check_same_training
 from bench.run.failures import (
     NO_CAUSE,
     classify,
@@ -41,13 +37,19 @@ from bench.run.failures import (
     held,
     keep_error,
     report,
-    run_before,
-    tell_parent,
 )
 from bench.run.hang import HangWatch, patience
-from bench.run.provenance import open_result
+from bench.run.provenance import default_name, open_result
 from bench.run.window import Window
 from bench.settings.plan import Plan
+
+
+def _told(error: Exception) -> str:
+    return (
+        f"{error.filename}: cannot be written: {error.strerror}"
+        if isinstance(error, OSError)
+        else str(error)
+    )
 
 
 class Run:
@@ -61,49 +63,50 @@ class Run:
         self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
     ):
         self.plan, self.device, self.ranks = plan, device, ranks
-        self.resume, notes = self._find_resume()
-        if self.resume:
-            schedule = dataclasses.replace(plan.schedule, start=self.resume[1].step)
+        self.leases: list[Lease] = []
+        self.attempt = self._begin()
+        if before := self.attempt.manifest:
+            schedule = dataclasses.replace(
+                plan.schedule, start=before.step, start_sample=before.samples
+            )
             self.plan = plan = dataclasses.replace(plan, schedule=schedule)
         self.saver, self.evaluate, self.sample = None, None, None
         self.counted = False
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
-        self.result = open_result(plan, device, fp8.info, attention_kernel)
-        self.result.notes += notes
-        if self.resume:
-            directory, manifest = self.resume
+        self.directory = self.attempt.directory
+        self.result = open_result(
+            plan, device, fp8.info, attention_kernel, self.directory.name, self.attempt.lineage
+        )
+        self.result.notes += self.attempt.notes
+        if before:
             self.result.resumed_from = ResumedFrom(
-                run=manifest.run, step=manifest.step, path=str(directory)
+                run=before.run, step=before.step, path=str(self.attempt.found)
             )
-        self.result.run_name = broadcast(ranks, self.result.run_name)
-        self.directory = Path(plan.output.output_dir) / self.result.run_name
 
-    def _find_resume(self) -> tuple[tuple[Path, Manifest] | None, list[str]]:
-        """The checkpoint to go on from, with its manifest, and notes; the same on every rank.
-
-        UsageError where it does not fit the run.
-        """
-        plan, saving = self.plan, self.plan.saving
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and saving.save_every
-        found, notes, problem = None, [], None
-        if not (again or saving.resume):
-            return None, notes
+    def _begin(self) -> Attempt:
+        """This run's attempt, the same on every rank; UsageError where it cannot go on."""
+        attempt, problem, plan, output = None, None, self.plan, self.plan.output
         if self.ranks.main:
             try:
-                before = run_before() if again else None
-                found, notes = find_checkpoint(saving, plan.output, before)
-                given = {} if saving.resume_anyway else dataclasses.asdict(plan.args)
-                if found:
-                    total = plan.schedule.total
-                    manifest = read_manifest(found)
-                    check_same_training(manifest, found, plan.work, total, given, plan.data)
-            except UsageError as error:
-                problem = str(error)
-        found, notes, problem = broadcast(self.ranks, (found, notes, problem))
+                restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+                before = run_before() if restarts else None
+                name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
+                attempt, self.leases = begin_attempt(
+                    plan.saving, Path(output.output_dir), name, restarts, before, self._check
+                )
+            except (OSError, UsageError) as error:
+                problem = _told(error)
+        attempt, problem = broadcast(self.ranks, (attempt, problem))
         if problem:
             raise UsageError(problem)
-        return (found, read_manifest(found)) if found else None, notes
+        return attempt
+
+    def _check(self, manifest: Manifest, where: Path) -> None:
+        """UsageError for a checkpoint of another training."""
+        plan = self.plan
+        given = {} if plan.saving.resume_anyway else dataclasses.asdict(plan.args)
+        check_same_training(manifest, where, plan.work, plan.schedule.total, given, plan.data)
 
     def __enter__(self) -> Self:
         self.file = None
@@ -113,6 +116,7 @@ class Run:
             if self.file is not None:
                 self.result.status, self.result.error = classify(error)
                 self.file.write(self.result, last=True)
+            self._release()
             raise
         return self
 
@@ -137,9 +141,9 @@ class Run:
         if self.ranks.world > 1:
             limit = patience(self.device, self.plan.ranks.dist_timeout)
             self.hang = HangWatch(self._end_hanging, limit, broken_group)
+        tell_next(self.ranks, self.directory.resolve())
         if self.ranks.main:
             self.file.write(self.result)
-            tell_parent(self.directory)
             print_header(self.result, self.plan.work)
 
     def _open_files(self) -> list:
@@ -149,7 +153,9 @@ class Run:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
             self.directory.mkdir()
             self.file = ResultFile(self.directory, plan.schedule.total)
-            sinks = [StepsFile(self.directory / "steps.jsonl")]
+            self.steps = StepsFile(self.directory / "steps.jsonl")
+            sinks = [self.steps]
+            self._open_place()
         except FileExistsError as error:
             raise UsageError(
                 f"{error.filename}: exists already; nothing was touched, choose another --run-name "
@@ -174,6 +180,16 @@ class Run:
             )  # fmt: skip
             sinks[-1].describe(r)
         return sinks
+
+    def _open_place(self) -> None:
+        try:
+            open_place(self.attempt, self.leases)
+        except OSError as error:
+            raise UsageError(_told(error)) from None
+
+    def _release(self) -> None:
+        for lease in self.leases:
+            lease.release()
 
     def evaluated(self, step: int) -> None:
         """Evaluate after a step; its time belongs to no step."""
@@ -231,6 +247,7 @@ class Run:
             if self.ranks.main:
                 with self.ending:
                     self._finish(error, when)
+            self._release()
 
     def _end_hanging(self, error: BaseException, when: float) -> None:
         """In another thread: the main one waits for a rank that will not come."""

@@ -71,7 +71,7 @@ def measure(
                 run.end_steps()  # writing a trace may take long
             for watcher in watchers:
                 watcher.after(step)
-            if step == schedule.start and run.resume:
+            if step == schedule.start and run.attempt.found:
                 synchronize(run.device)
                 run.result.metrics.restart_s = seconds_alive()
             if eval_every and (step + 1) % eval_every == 0:

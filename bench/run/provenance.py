@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from bench.formulas.parameters import count_parameters, linear_parameters
 from bench.formulas.work import Work
 from bench.measure.device import cpu_count, device_memory_gib, device_name
 from bench.results.result_files import this_process
-from bench.results.schema import Device, Fp8Info, ModelInfo, Result
+from bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result
 from bench.settings.flags import GRAPH_MODES, Args, PeakFlags, declared, defaults
 from bench.settings.machine import installed_version
 from bench.settings.plan import Plan, Schedule
@@ -38,19 +37,23 @@ def _setting(given: dict[str, Any]) -> str:
     return "".join(words)[:100]
 
 
-def open_result(
-    plan: Plan, device: torch.device, fp8: Fp8Info | None, attention_kernel: str | None
-) -> Result:
-    """The result of a run that begins now: it has a name, and nothing measured yet."""
+def default_name(model: str, given: dict[str, Any]) -> str:
+    """A run's name where none is given: time, model, chosen flags, process."""
     now = datetime.datetime.now(datetime.UTC)
-    work, config, given = plan.work, plan.work.config, plan.output.run_name
-    name = given or f"{now:%Y%m%d-%H%M%S}-{config.name}{_setting(vars(plan.args))}-{os.getpid()}"
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if given else 0
-    if plan.saving.resume == "auto":  # only rank 0's name counts
-        out, save = plan.output.output_dir, plan.saving.save_dir
-        while any((Path(top) / _restarted(name, attempt)).exists() for top in (out, save) if top):
-            attempt += 1
-    name = _restarted(name, attempt)  # the attempt before has a result, too
+    return f"{now:%Y%m%d-%H%M%S}-{model}{_setting(given)}-{os.getpid()}"
+
+
+def open_result(
+    plan: Plan,
+    device: torch.device,
+    fp8: Fp8Info | None,
+    attention_kernel: str | None,
+    name: str,
+    lineage: Lineage,
+) -> Result:
+    """The result of a run that begins now: nothing is measured yet."""
+    now = datetime.datetime.now(datetime.UTC)
+    work, config = plan.work, plan.work.config
     resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
     part = _device(device, work.world, plan.peaks)
     result = Result(
@@ -75,6 +78,7 @@ def open_result(
         fp8=fp8,
         attention_kernel=attention_kernel,
         writer=this_process(),
+        lineage=lineage,
         environment=describe_environment(device),
         notes=[*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)],
     )
@@ -86,10 +90,6 @@ def open_result(
         result.metrics.send_bytes = plan.traffic.get("send", 0)
         result.metrics.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * micro)
     return result
-
-
-def _restarted(name: str, attempt: int) -> str:
-    return f"{name}-restart{attempt}" if attempt else name
 
 
 def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:

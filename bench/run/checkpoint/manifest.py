@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from bench.errors import UsageError
 from bench.formulas.work import Work
 from bench.results.result_files import first_problem, storable
+from bench.results.schema import Lineage
 from bench.run.checkpoint.durable import Files, checksum
-from bench.settings.flags import LEARNT, DataFlags, OutputFlags, SaveFlags, flag_of, of_kind
+from bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind
 from bench.strict import Strict
 from model.json_keys import parse_json, plain_file
 from model.stored import Part
@@ -46,11 +47,18 @@ class StoredFile(Strict):
     crc32: int
 
 
+class StoredData(StoredFile):
+    """A token file's size, CRC-32 and time of change; where size and time agree nothing is read."""
+
+    mtime_ns: int
+
+
 class Manifest(Strict):
     """A committed checkpoint; tensors are named p/NAME, and KEY/NAME for the optimizer's KEY."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     run: str
+    lineage: Lineage
     step: int
     samples: int
     world: int
@@ -61,7 +69,7 @@ class Manifest(Strict):
     seq_len: int
     model_hash: str
     config: dict[str, Any]
-    data: dict[str, str]
+    data: dict[str, StoredData]
     loss: float | None
     scaler: dict[str, float] | None
     versions: dict[str, str]
@@ -115,19 +123,24 @@ def committed(directory: Path) -> list[Path]:
     """The committed checkpoints below a directory of checkpoints, oldest first."""
     with contextlib.suppress(OSError):
         found = [p for p in directory.iterdir() if COMMITTED.fullmatch(p.name)]
-        return sorted(found, key=lambda p: (int(COMMITTED.fullmatch(p.name)[1]), p.name))
+        return sorted(found, key=step_of)
     return []
 
 
-def retain(directory: Path, keep: int, files: Files) -> None:
-    """Remove all committed checkpoints except the newest `keep`.
+def step_of(checkpoint: Path) -> int:
+    """The step that a committed checkpoint's name tells."""
+    return int(COMMITTED.fullmatch(checkpoint.name)[1])
+
+
+def retain(places: Sequence[Path], keep: int, files: Files) -> None:
+    """Remove all committed checkpoints of some directories except the newest `keep`.
 
     Of those, only once the newest reads back as it was written: then the others are not needed.
     """
-    old = committed(directory)[:-keep]
-    if old:
-        verify(committed(directory)[-1])
-    for path in old:  # half of one is no checkpoint: it does not verify
+    newest_first = list(candidates(places))
+    if newest_first[keep:]:
+        verify(newest_first[0])
+    for path in newest_first[keep:]:  # half of one is no checkpoint: it does not verify
         files.remove(path)
 
 
@@ -143,22 +156,10 @@ def directories(given: Path) -> list[Path]:
     return [path for path in (given, given / "checkpoints") if path.is_dir()]
 
 
-def attempts(output_dir: Path, save_dir: str | None, name: str) -> list[Path]:
-    """The directories of checkpoints of a run and of all its restarts, in their order."""
-    top = Path(save_dir) if save_dir else output_dir
-    pattern = re.compile(re.escape(name) + r"(-restart\d+)?")
-    with contextlib.suppress(OSError):
-        runs = [p for p in top.iterdir() if pattern.fullmatch(p.name)]
-        runs.sort(key=lambda p: (len(p.name), p.name))
-        return [p if save_dir else p / "checkpoints" for p in runs]
-    return []
-
-
-def candidates(places: Sequence[Path]) -> Iterator[Path]:
-    """All committed checkpoints of some directories, the newest step first, later attempts first."""
-    found = [(path, i) for i, place in enumerate(places) for path in committed(place)]
-    found.sort(key=lambda item: (int(COMMITTED.fullmatch(item[0].name)[1]), item[1]), reverse=True)
-    return iter([path for path, _ in found])
+def candidates(places: Sequence[Path]) -> list[Path]:
+    """All committed checkpoints of some directories, the newest step first."""
+    found = [path for place in places for path in committed(place)]
+    return sorted(found, key=step_of, reverse=True)
 
 
 def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | None:
@@ -174,37 +175,23 @@ def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | N
     return None
 
 
-def find_checkpoint(
-    saving: SaveFlags, output: OutputFlags, again: Path | None = None
-) -> tuple[Path | None, list[str]]:
-    """The checkpoint that --resume means, and notes; UsageError where a given path has none.
+def find_given(given: Path, notes: list[str]) -> Path:
+    """The checkpoint that a path means: itself, or a run's newest; UsageError where it has none.
 
-    `again` is the run that this one restarts, if it does.
+    Why others were left out is added to `notes`.
     """
-    notes: list[str] = []
-    if again is not None and not saving.resume:
-        return newest(directories(again / "checkpoints"), notes), notes
-    if not saving.resume:
-        return None, notes
-    if saving.resume == "auto":
-        places = attempts(Path(output.output_dir), saving.save_dir, output.run_name)
-        found = newest(places, notes)
-        if found is None:
-            notes.append(f"--resume auto: no checkpoint of {output.run_name}; starts from 0")
-        return found, notes
-    given = Path(saving.resume)
     if (given / MANIFEST).exists():
         try:
             verify(given)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"--resume {given}: is damaged: {why}; give another") from None
-        return given, notes
+        return given
     found = newest(directories(given), notes)
     if found is None:
         why = f" ({notes[0]})" if notes else ""
         raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
-    return found, notes
+    return found
 
 
 def check_same_training(
@@ -236,24 +223,26 @@ def check_same_training(
                 f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
                 "the same, or --resume-anyway"
             )
-    for name, about in describe_data(files).items():
-        if manifest.data.get(name, about) != about:
+    for name, found in describe_data(files, manifest.data).items():
+        stored = manifest.data.get(name, found)
+        if (stored.bytes, stored.crc32) != (found.bytes, found.crc32):
             raise UsageError(
                 f"{flag_of(name)}: the file is not the one that {where} was trained on; give the same, "
                 "or --resume-anyway"
             )
 
 
-def describe_data(files: DataFlags) -> dict[str, str]:
-    """Size and a checksum of the ends of each token file, by flag."""
+def describe_data(files: DataFlags, known: dict[str, StoredData]) -> dict[str, StoredData]:
+    """Each token file by its flag; one that has not changed since it was `known` is not read."""
     found = {}
     for name in ("data", "val_data"):
         path = getattr(files, name)
         if path and path != "synthetic":
-            with Path(path).open("rb") as f:
-                start = f.read(2**20)
-                size = f.seek(0, 2)
-                f.seek(max(0, size - 2**20))
-                crc = zlib.crc32(f.read(), zlib.crc32(start))
-            found[name] = f"{size} bytes, ends {crc:08x}"
+            stat = Path(path).stat()
+            size, crc, seen = stat.st_size, None, known.get(name)
+            if seen and (seen.bytes, seen.mtime_ns) == (size, stat.st_mtime_ns):
+                crc = seen.crc32
+            elif not seen or seen.bytes == size:
+                size, crc = checksum(Path(path))
+            found[name] = StoredData(bytes=size, crc32=crc or 0, mtime_ns=stat.st_mtime_ns)
     return found

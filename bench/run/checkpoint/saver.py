@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import fcntl
-import os
 import signal
 import threading
 import time
@@ -12,14 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.start import early_wish
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench import __version__
-from bench.errors import NotFinite, Preempted, UsageError
+from bench.errors import Interrupted, NotFinite, Preempted
 from bench.measure.device import synchronize
-from bench.parallel.ranks import broadcast, gather
+from bench.parallel.ranks import gather
 from bench.results.console import say
 from bench.run.checkpoint.durable import Files, commit
 from bench.run.checkpoint.manifest import (
@@ -27,7 +27,6 @@ from bench.run.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredTensor,
-    clean,
     describe_data,
     retain,
 )
@@ -41,22 +40,25 @@ from bench.run.checkpoint.training_state import (
     set_random_state,
     state_tensors,
 )
+from bench.run.failures import ENDING, Heard, signal_said
 from bench.run.life import Run
 from model.stored import encoded
 from model.transformer import Transformer
 
-# What a rank may ask all to do, as numbers that can be averaged over ranks.
-STOP, NOT_FINITE = 1.0, 2.0**20
-# Signals that follow the first this soon [s] ask for the same.
-SAME_WISH_S = 3.0
+# What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
+STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
+# Signals that ask for a save, and then the end.
+WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Time [s] from such a signal to the save, two steps later.
+STOPPING_S = 60.0
 
 
 def build_saver(
     run: Run, model: Transformer, optimizer: torch.optim.Optimizer | None
 ) -> "Saver | None":
     """Set the state that the run goes on from, if any; the saver, if the run saves."""
-    if run.resume:
-        directory, manifest = run.resume
+    directory, manifest = run.attempt.found, run.attempt.manifest
+    if manifest:
         load(directory, manifest, model, optimizer, run.ranks)
         run.fp8.after_step(model)
         if run.scaler is not None and manifest.scaler:
@@ -108,6 +110,22 @@ class _Share:
     error: str | None = None
 
 
+class _Save:
+    """One save in its thread. The copies are its own until it has ended, however late that is."""
+
+    def __init__(self, step: int, staging: Staging):
+        self.step, self.staging = step, staging
+        self.deadline = float("inf")
+        self.thread: threading.Thread | None = None
+        # Who takes it first decides: the thread, to commit, or the loop, to give up.
+        self.fate = threading.Lock()
+
+    def lasts(self, until: float) -> bool:
+        """Whether it goes on when that time (`time.monotonic()`) has come."""
+        self.thread.join(max(0.0, until - time.monotonic()))
+        return self.thread.is_alive()
+
+
 class Saver:
     """Saves every N steps and at the end, in a thread beside the training; one save at a time.
 
@@ -123,73 +141,52 @@ class Saver:
     ):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.flags, self.files = run.plan.saving, files or Files()
-        saving = self.flags.save_dir
-        self.directory = run.directory / "checkpoints"
-        if saving:
-            self.directory = Path(saving) / run.result.run_name
+        self.directory = run.attempt.place
         self.staging = Staging(run.device)
-        self.asked, self.thread = 0.0, None
+        self.saving: _Save | None = None
+        self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
+        self.asked = STOP if early_wish() else 0.0
+        self.number = early_wish() or signal.SIGTERM
         self.failed: str | None = None
-        self.group, self.lock = None, None
+        self.group = None
         self.stalls: list[float] = []
         self.writes: list[tuple[int, float]] = []
-        self.last_good = run.resume[1].step if run.resume else None
+        before = run.attempt.manifest
+        self.last_good = before.step if before else None
+        self.data = before.data if before else {}
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=self.flags.save_timeout)
             self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self._open()
-
-    def _open(self) -> None:
-        problem = None
-        if self.run.ranks.main:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self.lock = os.open(self.directory, os.O_RDONLY)
-                with contextlib.suppress(OSError):  # a file system without locks
-                    try:
-                        fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        problem = (
-                            f"{self.directory}: another run saves there; choose another --save-dir"
-                        )
-                if problem is None:
-                    clean(self.directory, self.files)
-            except OSError as error:
-                problem = f"{self.directory}: cannot be written: {error.strerror}"
-        if problem := broadcast(self.run.ranks, problem):
-            raise UsageError(problem)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first signal is a wish: all ranks save and stop at the same step."""
-        before, heard = {}, []
+        before, heard = {}, Heard(early_wish())
 
         def wish(number: int, frame) -> None:
-            heard.append(time.monotonic())
-            self.asked, self.number = max(self.asked, STOP), number
-            # A terminal interrupts a rank, and so does its agent, a moment later: that is one wish.
-            if heard[-1] > heard[0] + SAME_WISH_S and callable(before[number]):
-                before[number](number, frame)
+            if heard.again(number):
+                if callable(before[number]):
+                    before[number](number, frame)
+            elif not self.asked:
+                self.asked, self.number = STOP, number
 
         if not self.flags.no_save_on_signal:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in WISHES:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, wish)
             if self.run.hang:
-                self.run.hang.spare_first(self.flags.save_timeout)
+                self.run.hang.spare_first(self.flags.save_timeout + STOPPING_S)
         try:
             yield
+        except (Interrupted, KeyboardInterrupt) as error:
+            if not isinstance(error, Preempted):
+                self._give_up()  # at once
+            raise
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            if self.asked != STOPPED:  # then nothing may cut the ending off
+                for number, handler in before.items():
+                    signal.signal(number, handler)
             self.finish()
-            self.release()
-
-    def release(self) -> None:
-        """Let another run save here."""
-        if self.lock is not None:
-            os.close(self.lock)
-            self.lock = None
 
     def wishes(self, device: torch.device) -> Tensor:
         """What this rank asks of all, to be averaged over them with the loss of a step."""
@@ -208,12 +205,19 @@ class Saver:
                 f"the state is not finite at step {step}; last good checkpoint: {good}; --on-nan "
                 "continue goes on without saving"
             )
-        why = signal.Signals(getattr(self, "number", signal.SIGTERM)).name
-        self.finish()
-        self._save(step)
-        self.finish()
+        until = time.monotonic() + self.flags.save_timeout
+        self.finish(until)
+        if self.last_good != step:
+            self._save(step, until)
+            self.finish(until)
+        why = signal_said(self.number)
         if self.last_good != step:
             raise Preempted(f"{why}, and could not be saved: {self.failed}")
+        for number in (*ENDING, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        self.asked = STOPPED
+        with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
+            gather(self.run.ranks, None, self.group)
         raise Preempted(why, step)
 
     def after(self, step: int) -> None:
@@ -221,17 +225,23 @@ class Saver:
         if (step + 1) % self.flags.save_every == 0 or step + 1 == self.run.plan.schedule.total:
             self._save(step + 1)
 
-    def _save(self, step: int) -> None:
-        """Copy the state before step number `step`, and write it; the loop waits for the copy alone."""
+    def _save(self, step: int, until: float | None = None) -> None:
+        """Copy the state before step number `step`, and write it; the loop waits for the copy alone.
+
+        It is given up at `until` (`time.monotonic()`), or after --save-timeout.
+        """
         start = time.perf_counter()
         self.finish()
+        if self.given_up:
+            return
         shares, shapes = {}, {}
         for name, tensor in state_tensors(self.model, self.optimizer):
             shapes[name] = tensor
             shares[name] = own_shares(self.model, name, tensor, self.run.ranks)
         tensors = {key: t for share in shares.values() for key, (t, _) in share.items()}
         parts = {name: [part for _, part in share.values()] for name, share in shares.items()}
-        copies, event = self.staging.copy(tensors | random_state(self.run.device))
+        self.saving = save = _Save(step, self.staging)
+        copies, event = save.staging.copy(tensors | random_state(self.run.device))
         scaler = self.run.scaler
         content = {
             "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
@@ -240,33 +250,47 @@ class Saver:
         share = _Share(
             file_of(self.run.ranks.rank), parts=parts, described=described(self.model, shapes)
         )
-        arguments = step, copies, event, share, content
-        self.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
-        self.thread.start()
-        if self.flags.no_save_async:
-            self.finish()
+        # A committed step's losses are on disk before it is.
         self.run.end_steps()
         synchronize(self.run.device)
-        self.run.log.pause(step - 1)
+        self.run.log.pause()
+        save.deadline = until or time.monotonic() + self.flags.save_timeout
+        arguments = save, copies, event, share, content
+        save.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        save.thread.start()
+        if self.flags.no_save_async:
+            self.finish()
         self.stalls.append(time.perf_counter() - start)
+        self.run.log.start()
         schedule, m = self.run.plan.schedule, self.run.result.metrics
         if schedule.window_begin <= step - 1 < schedule.window_end - 1:
             m.window_saves = (m.window_saves or 0) + 1
 
-    def finish(self) -> None:
-        """Wait until nothing is being written."""
-        if self.thread is None:
+    def finish(self, until: float = float("inf")) -> None:
+        """Wait until nothing is being written, or a save's time is over, or `until`."""
+        save = self.saving
+        if save is None:
             return
-        self.thread.join(self.flags.save_timeout)
-        if self.thread.is_alive():
-            self._tell(f"a save is not done after {self.flags.save_timeout:g} s; no more are made")
-            self.flags = dataclasses.replace(self.flags, save_every=2**31)
-        self.thread = None
+        if save.lasts(min(save.deadline, until)):
+            self._give_up(f"after {self.flags.save_timeout:g} s")
+        self.saving = None
 
-    def _write(self, step: int, copies: dict, event, share: _Share, content: dict) -> None:
+    def _give_up(self, when: str = "at once") -> None:
+        """Nothing is saved any more. The thread keeps its copies, and cannot commit them."""
+        save, self.saving = self.saving, None
+        if save and save.thread and save.lasts(0.0):
+            self.given_up, self.staging = True, None
+            if save.fate.acquire(blocking=False):
+                self._tell(
+                    f"step {save.step} was not saved: given up {when}; no more saves are made"
+                )
+            else:  # it is getting its name just now
+                self._tell(f"the save of step {save.step} did not end; no more saves are made")
+
+    def _write(self, save: _Save, copies: dict, event, share: _Share, content: dict) -> None:
         """In a thread: write this rank's share; rank 0 commits what all have written."""
         start, ranks = time.perf_counter(), self.run.ranks
-        part = self.directory / f".step-{step:08}.part"
+        part = self.directory / f".step-{save.step:08}.part"
         try:
             if event is not None:
                 event.synchronize()
@@ -287,11 +311,12 @@ class Saver:
             shares = gather(ranks, share, self.group)
             done = None
             if ranks.main:
-                done = self._commit(step, part, shares, content)
+                done = self._commit(save, part, shares, content)
             (done, *_) = gather(ranks, done, self.group)
-            self._conclude(step, shares, done, time.perf_counter() - start)
+            self._conclude(save.step, shares, done, time.perf_counter() - start)
         except Exception as error:  # a save that fails is told, and fails no run
-            self._tell(f"step {step} was not saved: {' '.join(str(error).split())[:200]}")
+            self.given_up |= ranks.world > 1  # who waits for whom is no longer known
+            self._tell(f"step {save.step} was not saved: {' '.join(str(error).split())[:200]}")
 
     def _begin(self, part: Path) -> str | None:
         try:
@@ -303,9 +328,9 @@ class Saver:
             return f"{error.strerror}"
         return None
 
-    def _commit(self, step: int, part: Path, shares: list[_Share], content: dict) -> str | None:
+    def _commit(self, save: _Save, part: Path, shares: list[_Share], content: dict) -> str | None:
         """On rank 0: the manifest, then the final name, then older checkpoints go; why not, if not."""
-        final = self.directory / f"step-{step:08}"
+        final = self.directory / f"step-{save.step:08}"
         try:
             for rank, share in enumerate(shares):
                 if share.error:
@@ -313,24 +338,31 @@ class Saver:
             if not all(share.finite for share in shares):
                 self.files.remove(part)
                 return "a number in it is not finite"
-            if final.exists():  # this run has been here: after --on-nan continue, say
-                self.files.remove(part)
-                return None
-            manifest = self._manifest(step, shares, content)
+            if final.exists():
+                raise OSError(None, f"{final} exists already")
+            manifest = self._manifest(save.step, shares, content)
             self.files.write(part / MANIFEST, [manifest.text().encode()])
+            self.files.synchronize(self.run.steps.fileno())
+            if not all(lease.held() for lease in self.run.leases):
+                raise OSError(None, f"another run saves in {self.directory}")
+            if not save.fate.acquire(blocking=False):
+                raise OSError(None, "given up")
             commit(part, final, self.files)
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.files.remove(part)
             return error.strerror or str(error)
         try:
-            retain(self.directory, self.flags.save_keep, self.files)
+            own = {*self.run.attempt.own, self.directory}
+            retain(sorted(own), self.flags.save_keep, self.files)
         except (OSError, ValueError) as error:
             self._tell(f"older checkpoints stay: {getattr(error, 'strerror', None) or error}")
         return None
 
     def _manifest(self, step: int, shares: list[_Share], content: dict) -> Manifest:
-        run, work = self.run, self.run.plan.work
+        run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
+        with contextlib.suppress(OSError):  # moved away since
+            self.data = describe_data(run.plan.data, self.data)
         kinds = {name: kind for s in shares for name, kind in s.described.items()}
         tensors = {
             name: StoredTensor(
@@ -340,8 +372,9 @@ class Saver:
         }
         return Manifest(
             run=run.result.run_name,
+            lineage=run.attempt.lineage,
             step=step,
-            samples=step * work.batch.global_batch,
+            samples=schedule.samples_before(step, work.batch.global_batch),
             world=work.world,
             layout=layout(run),
             args=run.result.args,
@@ -349,7 +382,7 @@ class Saver:
             seq_len=work.batch.seq_len,
             model_hash=work.config.hash,
             config=work.config.raw,
-            data=describe_data(run.plan.data),
+            data=self.data,
             loss=content["loss"],
             scaler=content["scaler"],
             versions={"llm-train-bench": __version__, "torch": torch.__version__},

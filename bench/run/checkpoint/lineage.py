@@ -1,0 +1,281 @@
+"""The attempts of one training: who may save, where the next goes on, and what is kept. Needs no torch.
+
+All attempts of a run are one lineage, and save in one directory. Its record there says which training
+it is, the number of the last attempt, and the process that holds it. An attempt starts from the newest
+good checkpoint of its lineage, wherever that was saved.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench.errors import UsageError
+from bench.results.result_files import command_began, read_result, this_process
+from bench.results.schema import Lineage, Writer
+from bench.run.checkpoint.durable import Files
+from bench.run.checkpoint.manifest import (
+    Manifest,
+    clean,
+    committed,
+    find_given,
+    newest,
+    read_manifest,
+    step_of,
+)
+from bench.settings.flags import SaveFlags
+from bench.strict import Strict
+
+RECORD = "lineage.json"
+# A holder touches its record so often [s]; from another host it counts as gone after STALE_S.
+RENEWED_S, STALE_S = 10.0, 60.0
+
+
+class PlaceRecord(Strict):
+    """A directory's lineage, and the process that saves there now, if one does."""
+
+    lineage: Lineage
+    holder: Writer | None
+
+
+class Lease:
+    """The right of one process to save in a directory.
+
+    On one machine the kernel's lock on the record tells whether its holder lives: it ends with the
+    process. From another machine, or without locks, only time tells.
+    """
+
+    def __init__(self, place: Path):
+        """UsageError while another process holds it; OSError where it cannot be written."""
+        place.mkdir(parents=True, exist_ok=True)
+        self.place, self.path, self.ended = place, place / RECORD, threading.Event()
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self._refuse_living(self._lock())
+        except BaseException:
+            os.close(self.file)
+            raise
+
+    def _lock(self) -> bool | None:
+        """Whether the lock is ours; None where there are none."""
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:
+            return None
+        return True
+
+    def _refuse_living(self, locked: bool | None) -> None:
+        record, here = self.read(), this_process()
+        holder = record.holder if record else None
+        if locked is not False and holder is None:
+            return
+        same = holder and (holder.host, holder.boot) == (here.host, here.boot)
+        if locked is False or not (same and locked):
+            probe = self.place / f".now-{here.host}-{here.pid}"
+            probe.touch()  # the file system's own time, which may not be this machine's
+            idle_s = probe.stat().st_mtime - os.fstat(self.file).st_mtime
+            probe.unlink()
+            if locked is False or idle_s < STALE_S:
+                who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+                more = "" if same else f"; {STALE_S:g} s after its last sign it counts as gone"
+                raise UsageError(
+                    f"{self.place}: another run saves there: {who} is alive{more}; end it first, or "
+                    "choose another --run-name"
+                )
+
+    def read(self) -> PlaceRecord | None:
+        """The record; None where there is none, or half of one."""
+        with contextlib.suppress(OSError, ValueError):
+            return PlaceRecord.model_validate_json(os.pread(self.file, 2**16, 0))
+        return None
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """The lineage that saved here."""
+        record = self.read()
+        return record.lineage if record else lineage_of(self.place)
+
+    def take(self, lineage: Lineage) -> None:
+        """Write down that this process saves here, as an attempt of a lineage, from now on."""
+        self._write(PlaceRecord(lineage=lineage, holder=this_process()))
+        threading.Thread(target=self._renew, daemon=True).start()
+
+    def _write(self, record: PlaceRecord) -> None:
+        self.mine = record
+        text = record.model_dump_json().encode()
+        os.pwrite(self.file, text, 0)
+        os.ftruncate(self.file, len(text))
+        os.fsync(self.file)
+
+    def _renew(self) -> None:
+        while not self.ended.wait(RENEWED_S):
+            with contextlib.suppress(OSError):
+                os.utime(self.file)
+
+    def held(self) -> bool:
+        """Whether no other process has taken it since, as after a long sleep of this machine."""
+        return self.read() == self.mine
+
+    def release(self) -> None:
+        """Let another process save here at once."""
+        if not self.ended.is_set():
+            self.ended.set()
+            with contextlib.suppress(OSError, AttributeError):  # gone, full; or never taken
+                if self.held():
+                    self._write(PlaceRecord(lineage=self.mine.lineage, holder=None))
+            os.close(self.file)
+
+
+def lineage_of(place: Path) -> Lineage | None:
+    """The lineage that saved in a directory, by its record, or by the newest manifest."""
+    with contextlib.suppress(OSError, ValueError):
+        return PlaceRecord.model_validate_json((place / RECORD).read_bytes()).lineage
+    for path in reversed(committed(place)):
+        with contextlib.suppress(OSError, ValueError):
+            return read_manifest(path).lineage
+    return None
+
+
+def attempts(output_dir: Path, name: str) -> list[Path]:
+    """The directories of a run and of all its restarts, in their order."""
+    pattern = re.compile(re.escape(name) + r"(-restart\d+)?")
+    with contextlib.suppress(OSError):
+        found = [p for p in output_dir.iterdir() if pattern.fullmatch(p.name)]
+        return sorted(found, key=lambda p: (len(p.name), p.name))
+    return []
+
+
+def places(output_dir: Path, name: str, save_dir: str | None = None) -> list[Path]:
+    """The directories in which attempts of a run saved."""
+    given = [Path(save_dir) / name] if save_dir else []
+    found = [run / "checkpoints" for run in attempts(output_dir, name)] + given
+    return [p for p in dict.fromkeys(p.resolve() for p in found) if lineage_of(p)]
+
+
+@dataclasses.dataclass
+class Attempt:
+    """One attempt of a lineage: its run's directory, where it saves, and what it starts from."""
+
+    lineage: Lineage
+    directory: Path
+    place: Path | None = None
+    found: Path | None = None
+    manifest: Manifest | None = None
+    own: tuple[Path, ...] = ()
+    """All directories in which its lineage saved."""
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+
+def begin_attempt(
+    saving: SaveFlags,
+    top: Path,
+    name: str,
+    restarts: int,
+    before: Path | None,
+    check: Callable[[Manifest, Path], None],
+) -> tuple[Attempt, list[Lease]]:
+    """The attempt that this run is, and what it holds. Nothing else decides where a run starts.
+
+    `top` is where runs of that `name` lie. `restarts` counts a launcher's, and `before` is the run that
+    it started last. `check` refuses a checkpoint of another training. UsageError for one that is
+    missing or a living run's.
+    """
+    lineage, notes = None, []
+    if before:
+        with contextlib.suppress(OSError, ValueError):
+            lineage, top = read_result(before / "result.json").lineage, before.parent
+    if restarts and not lineage:
+        notes.append(f"restart {restarts}: the attempts before it left no word of what they saved")
+    name = lineage.name if lineage else name
+    goes_on = lineage is not None or saving.resume == "auto"
+    own = places(top, name, saving.save_dir) if goes_on else []
+    if lineage:
+        own = [place for place in own if lineage_of(place).id == lineage.id]
+    with contextlib.ExitStack() as held:
+        leases: list[Lease] = []
+
+        def lease(place: Path) -> None:
+            leases.append(Lease(place))
+            held.callback(leases[-1].release)
+
+        for place in own:
+            lease(place)
+        known = [lineage] if lineage else [lease.lineage for lease in leases]
+        if len({one.id for one in known}) > 1:
+            raise UsageError(
+                f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, own))}; "
+                "give --resume PATH and another --run-name"
+            )
+        attempt = _next(known, name, top, goes_on or restarts > 0)
+        attempt.notes, attempt.own = notes, tuple(own)
+        attempt.found = newest(own, notes)
+        if attempt.found is None and saving.resume not in (None, "auto"):
+            attempt.found = find_given(Path(saving.resume), notes)
+        elif attempt.found is None and goes_on:
+            notes.append(f"no checkpoint of {name}; starts from 0")
+        if found := attempt.found:
+            attempt.manifest = read_manifest(found)
+            check(attempt.manifest, found)
+        if saving.save_every and saving.save_dir:
+            attempt.place = (Path(saving.save_dir) / name).resolve()
+            if attempt.place not in own:
+                lease(attempt.place)
+                if committed(attempt.place):
+                    raise UsageError(
+                        f"{attempt.place}: holds checkpoints of another run; choose another --save-dir "
+                        "or --run-name, or go on from them with --resume auto"
+                    )
+        elif saving.save_every:
+            last = own[-1] if own else (attempt.directory / "checkpoints").absolute()
+            attempt.place = attempt.found.parent if found and found.parent in own else last
+        held.pop_all()
+    return attempt, leases
+
+
+def _next(known: Sequence[Lineage], name: str, top: Path, again: bool) -> Attempt:
+    """The attempt after the last of those that are known, with a directory that is free if it goes on."""
+    now = command_began()
+    last = max(known, key=lambda one: one.attempt, default=None)
+    number = last.attempt + 1 if last else 0
+
+    def directory() -> Path:
+        return top / (f"{name}-restart{number}" if number else name)
+
+    while again and directory().exists():  # of an attempt that did not come so far as to save
+        number += 1
+    if last:
+        lineage = last.model_copy(update={"attempt": number, "started": now})
+    else:
+        lineage = Lineage(id=uuid.uuid4().hex, name=name, attempt=number, began=now, started=now)
+    return Attempt(lineage, directory())
+
+
+def open_place(attempt: Attempt, leases: list[Lease]) -> None:
+    """Take what the attempt holds, now that its run's directory is there, and clear up in it.
+
+    Unfinished saves go. What is newer than the checkpoint it starts from did not verify: it is set
+    aside, so that its step can be saved again.
+    """
+    link = attempt.directory / "checkpoints"
+    if attempt.place and attempt.place not in {lease.place for lease in leases}:
+        leases.append(Lease(attempt.place))
+    if attempt.place and attempt.place != link.resolve():
+        with contextlib.suppress(OSError):  # a file system without links
+            near = attempt.place.is_relative_to(attempt.directory.parent.resolve())
+            to = os.path.relpath(attempt.place, attempt.directory.resolve())
+            link.symlink_to(to if near else attempt.place)
+    start = attempt.manifest.step if attempt.manifest else -1
+    for lease in leases:
+        lease.take(attempt.lineage)
+        clean(lease.place, Files())
+        for path in committed(lease.place):
+            if step_of(path) > start:
+                path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))
