@@ -50,6 +50,8 @@ class _Pending:
     tokens: int
     marks: list[tuple[str, Stamp]]
     values: Tensor  # loss, gradient norm and wish, on the CPU once the last mark has passed
+    at: float
+    compile_s: float
     paused: bool = False
 
 
@@ -65,8 +67,13 @@ class StepLog:
         n_steps: int,
         sinks: list[Callable[[list[Step]], None]],
         guard: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        compile_s: Callable[[], float] = lambda: 0.0,
     ):
-        """`guard` is the context in which the main thread hands steps on: all sinks or none get them."""
+        """`guard` is the context in which the main thread hands steps on: all sinks or none get them.
+
+        `compile_s` tells the seconds of compilation so far; it is asked outside of the window.
+        """
+        self.compile_s, self.compiled_s = compile_s, compile_s()
         self.guard = guard
         self.clock = Clock(device)
         self.device = device
@@ -124,7 +131,12 @@ class StepLog:
         values = self.values[step, : len(on_device)]
         values.copy_(on_device, non_blocking=True)
         self.mark("optimizer")
-        self.pending.append(_Pending(step, phase, lr, tokens, self.marks, values))
+        compiled_s, before = self.compiled_s, self.compiled_s
+        if phase != "measure":
+            self.compiled_s = compiled_s = self.compile_s()
+        self.pending.append(
+            _Pending(step, phase, lr, tokens, self.marks, values, time.time(), compiled_s - before)
+        )
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
             self.drain(kept=1)
@@ -177,6 +189,8 @@ class StepLog:
             step_time_s=self.clock.seconds(pending.marks[0][1], pending.marks[-1][1]),
             tokens=pending.tokens,
             saved=pending.paused,
+            at=round(pending.at, 6),
+            compile_s=pending.compile_s,
             micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},
         )

@@ -390,6 +390,19 @@ class Metrics(Strict):
         "From the start of the process to the end of its first step; `null` unless resumed.",
         unit="s",
     )
+    goodput: float | None = metric(
+        "`time_parts_s` of the steps over the sum of all parts; `null` without saving or resuming.",
+        row=("goodput since the first start", "{goodput:.1%}"),
+        csv=True,
+        final=True,
+    )
+    time_parts_s: dict[str, float] | None = metric(
+        "Where the time went since the first attempt was started: `steps` that count, `start` to the "
+        "first step, `restart` likewise in later attempts, `compile`, `save` (the loop waited), "
+        "`lost steps` (done again later), `waiting` between attempts, `other`. An attempt that was "
+        "killed has up to a second of its last steps in `waiting`.",
+        unit="s",
+    )
     val_losses: list[tuple[int, float]] = metric(
         "Step and validation loss of each `--eval-every`.", default=[]
     )

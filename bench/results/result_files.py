@@ -235,6 +235,8 @@ class Step:
     optimizer_time_s: float
     idle_time_s: float = 0.0
     saved: bool = False
+    at: float = 0.0
+    compile_s: float = 0.0
     micro_batch_times_s: tuple[float, ...] = ()
 
 
@@ -247,7 +249,7 @@ class StepsFile:
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
             fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
-            for name in ("saved", "idle_time_s", "micro_batch_times_s"):
+            for name in ("saved", "idle_time_s", "compile_s", "micro_batch_times_s"):
                 if not fields[name]:
                     del fields[name]
             self.file.write(json.dumps(fields) + "\n")

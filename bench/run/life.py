@@ -23,11 +23,12 @@ from bench.measure.steps import StepLog
 from bench.parallel.ranks import Ranks, broadcast, broken_group, run_before, tell_next
 from bench.results.console import ProgressDisplay, print_header, print_result, say
 from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
+from bench.results.goodput import lineage_before, time_parts
 from bench.results.result_files import ResultFile, StepsFile, now
 from bench.results.schema import ResumedFrom
 from bench.results.tensorboard import TensorBoardFile
 from bench.results.trackers import check_trackers, track
-from bench.run.checkpoint.lineage import Attempt, Lease, begin_attempt, open_place
+from bench.run.checkpoint.lineage import Attempt, Lease, attempts, begin_attempt, open_place
 from bench.run.checkpoint.manifest import Manifest, check_same_training
 from bench.run.failures import (
     NO_CAUSE,
@@ -131,7 +132,8 @@ class Run:
             raise UsageError(problem)
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
-        self.log = StepLog(self.device, self.plan.schedule.total, sinks, guard=held)
+        seconds = (lambda: compile_counts().seconds) if self.plan.work.compiled else lambda: 0.0
+        self.log = StepLog(self.device, self.plan.schedule.total, sinks, held, seconds)
         name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
         self.window = Window(
             self.device, self.ranks, self.plan.work.cuda_graphs, self.directory / name,
@@ -299,6 +301,9 @@ class Run:
         if r.observed:
             r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
         r.ended_at = now()
+        if self.saver or self.attempt.found:
+            with contextlib.suppress(OSError, ValueError, LookupError):  # somebody's else files
+                self._fill_goodput()
         for sink in self.log.sinks:
             with contextlib.suppress(Exception):
                 if isinstance(sink, TensorBoardFile):
@@ -315,6 +320,13 @@ class Run:
         say(f"{r.status}: {self.file.path}")
         for line in track(self.plan.output.track, r, self.directory):
             say(line)
+
+    def _fill_goodput(self) -> None:
+        line, m = self.attempt.lineage, self.result.metrics
+        runs = attempts(self.directory.parent, line.name)
+        own = [*lineage_before(runs, self.result), self.directory]
+        m.time_parts_s = time_parts(own, time.time(), self.saver and self.saver.saved_at)
+        m.goodput = m.time_parts_s["steps"] / sum(m.time_parts_s.values())
 
     def count(self, error: BaseException | None = None) -> None:
         """Fill in the skipped steps and compilations so far, once: later ones are not the run's."""

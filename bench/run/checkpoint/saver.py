@@ -151,6 +151,7 @@ class Saver:
         self.group = None
         self.stalls: list[float] = []
         self.writes: list[tuple[int, float]] = []
+        self.saved_at: float | None = None  # when the loop had waited for the last save
         before = run.attempt.manifest
         self.last_good = before.step if before else None
         self.data = before.data if before else {}
@@ -187,6 +188,7 @@ class Saver:
                 for number, handler in before.items():
                     signal.signal(number, handler)
             self.finish()
+            self.saved_at = time.time()
 
     def wishes(self, device: torch.device) -> Tensor:
         """What this rank asks of all, to be averaged over them with the loss of a step."""
