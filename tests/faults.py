@@ -708,9 +708,16 @@ def mutants(count: int = 0) -> str:
     return f"{len(caught)} mutants, all caught"
 
 
+def chains(count: int = 100) -> str:
+    """tests/chains.py: killed more than once, under every launcher."""
+    from tests.chains import chains
+
+    return chains(count)
+
+
 PARTS = {
     f.__name__: f
-    for f in (states, errors, damage, pieces, calls, kills, ranks, commands, disk, mutants)
+    for f in (states, errors, damage, pieces, calls, kills, ranks, commands, chains, disk, mutants)
 }
 
 

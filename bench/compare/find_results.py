@@ -63,26 +63,26 @@ def not_taken(files: Iterable[Path], taken: set[Path | bytes]) -> Iterator[Path]
 
 
 def join_attempts(records: list[Record]) -> list[Record]:
-    """Each run once: the last attempt of a resumed run, with the losses of those before it.
+    """Each run once: the last attempt of a lineage, with the losses of those before it.
 
-    Speed is the last attempt's; the others end in the middle, or have other neighbours.
+    An attempt's steps replace what was done of them, and after them, before it. Speed is the last
+    attempt's; the others end in the middle, or have other neighbours.
     """
-    by_place = {(Path(r.path).parent.parent, r.label): r for r in records}
+    lineages: dict[str, dict[int, Record]] = {}
+    for r in records:
+        if r.lineage:
+            lineages.setdefault(r.lineage[0], {}).setdefault(r.lineage[1], r)
     gone = set()
-    for record in records:
-        last, seen = record, 0
-        while last.resumed_from:
-            name, first = last.resumed_from
-            before = by_place.get((Path(last.path).parent.parent, name))
-            if before is None or before is record:
-                break
-            record.losses = [x for x in before.losses if x[0] < first] + record.losses
-            rates = [x for x in before.learning_rates if x[0] < first]
-            record.learning_rates = rates + record.learning_rates
-            gone.add(id(before))
-            last, seen = before, seen + 1
-        if seen:
-            record.notes.append(f"{seen + 1} attempts of one run; figures are the last one's")
+    for attempts in lineages.values():
+        *before, last = [attempts[number] for number in sorted(attempts)]
+        for name in ("losses", "learning_rates"):
+            joined: list[tuple[int, float]] = []
+            for r in (*before, last):
+                joined = [x for x in joined if x[0] < r.first_step] + getattr(r, name)
+            setattr(last, name, joined)
+        if before:
+            last.notes.append(f"{len(attempts)} attempts of one run; figures are the last one's")
+        gone |= {id(r) for r in before}
     return [r for r in records if id(r) not in gone]
 
 
@@ -106,6 +106,9 @@ def discover(directory: Path) -> list[Path]:
             directories.clear()
             continue
         seen.add(here.resolve())
+        if "lineage.json" in files:  # checkpoints
+            directories.clear()
+            continue
         if {"result.json", "steps.jsonl"} <= set(files):
             found.append(here / "result.json")
             directories.clear()

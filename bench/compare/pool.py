@@ -54,6 +54,7 @@ def _pooled(runs: list[Record]) -> Record:
         "mfu",
         "tflops_per_gpu",
         "tokens_per_joule",
+        "goodput",
     )
     return dataclasses.replace(
         chosen[0],

@@ -107,7 +107,9 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         remarks=list(r.disturbances),
         provenance=provenance_of(r),
         software=software(r) | {"commit": commit_of(r)},
-        resumed_from=r.resumed_from and (r.resumed_from.run, r.resumed_from.step),
+        lineage=r.lineage and (r.lineage.id, r.lineage.attempt),
+        first_step=r.resumed_from.step if r.resumed_from else 0,
+        goodput=m.goodput,
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )

@@ -112,7 +112,9 @@ class Record:
     notes: list[str] = dataclasses.field(default_factory=list)
     arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
-    resumed_from: tuple[str, int] | None = None  # name of the run before it, and first step of this
+    lineage: tuple[str, int] | None = None  # of its attempts, and the number of this one
+    first_step: int = 0
+    goodput: float | None = None
     remarks: list[str] = dataclasses.field(
         default_factory=list
     )  # what may have changed the figures
@@ -143,7 +145,7 @@ def make_printable(r: Record) -> None:
 
 POSITIVE = (
     "tokens_per_sec", "tokens_per_sec_per_gpu", "n_gpus", "seq_len", "global_batch", "mfu",
-    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour",
+    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour", "goodput",
 )  # fmt: skip
 
 

@@ -22,7 +22,8 @@ DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"
 MOST_SHOWN, MOST_VERDICTS, MOST_DRAWN, MOST_RUNS = 40, 6, 8, 4000
 COLUMNS = (
     "setting", "runs", "hardware", "GPUs", "tokens/s per GPU", "ratio [95 %]", "verdict", "TFLOP/s",
-    "MFU", "memory GiB", "US$/T tokens", "tokens/J", "remarks",
+    "MFU", "memory GiB", "US$/T tokens", "tokens/J", "goodput",
+    "remarks",
 )  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def cells(row: Compared, tokens: float | None) -> list[str]:
         number(r.tokens_per_sec_per_gpu, ",.0f"), ratio, verdict,
         number(r.tflops_per_gpu, ",.4g") + (star if r.tflops_per_gpu else ""),
         number(r.mfu, ".1%") + (star if r.mfu else ""), memory(r), number(row.usd_per_trillion, ",.0f"),
-        number(row.tokens_per_joule, ".2f") + estimated, "; ".join(r.remarks),
+        number(row.tokens_per_joule, ".2f") + estimated, number(r.goodput, ".1%"), "; ".join(r.remarks),
     ]  # fmt: skip
     return [*texts, number(row.days, ",.1f")] if tokens else texts
 
@@ -112,7 +113,7 @@ def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
         "remarks": "; ".join(r.remarks), "tflops_per_gpu": r.tflops_per_gpu, "mfu": r.mfu,
         "flop_convention": r.flop_convention, "memory_gib": r.memory_gib, "memory_kind": r.memory_kind,
         "usd_per_trillion_tokens": row.usd_per_trillion, "tokens_per_joule": row.tokens_per_joule,
-        "energy": energy, "days": row.days if tokens else None,
+        "energy": energy, "goodput": r.goodput, "days": row.days if tokens else None,
     }  # fmt: skip
 
 
@@ -123,7 +124,8 @@ def run_facts(row: Compared, r: Record) -> dict[str, Any]:
         "group": row.group, "setting": row.record.setting, "run": r.label, "hardware": r.hardware,
         "n_gpus": r.n_gpus, "settings": r.settings, "tokens_per_sec_per_gpu": r.tokens_per_sec_per_gpu,
         "mfu": r.mfu, "tflops_per_gpu": r.tflops_per_gpu, "memory_gib": r.memory_gib,
-        "not_compared": "; ".join(r.marks), "remarks": "; ".join(r.remarks), "suite": r.suite,
+        "goodput": r.goodput, "not_compared": "; ".join(r.marks), "remarks": "; ".join(r.remarks),
+        "suite": r.suite,
         **{name: p.get(name) for name in ("date", "commit", "torch", "driver", "command")},
         "path": shown_path(r.path),
     }  # fmt: skip
@@ -246,7 +248,7 @@ def _group(name: str, members: list[Compared], tokens: float | None, whole: bool
             if m.marks else m.verdict, "marks": m.marks, "tflops": r.tflops_per_gpu, "mfu": r.mfu,
             "counted": r.flop_convention, "memory": r.memory_gib, "kind": r.memory_kind,
             "card": card and card.memory_gib, "usd": m.usd_per_trillion,
-            "per_joule": m.tokens_per_joule, "measured": m.energy_measured,
+            "per_joule": m.tokens_per_joule, "measured": m.energy_measured, "goodput": r.goodput,
             "days": m.days if tokens else None, "remarks": "; ".join(r.remarks),
             "losses": [[i, _figures(x)] for i, x in spread(r.losses, 200)] if shown else [],
             "runs": [

@@ -1,0 +1,317 @@
+"""Runs that are killed more than once, under every launcher: `make faults PART=chains COUNT=100`.
+
+A chain is one training of up to four attempts. A launcher starts it again, or the user types its
+command again. After each kill, at a random moment, it must go on from the newest checkpoint.
+"""
+
+import contextlib
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.compare.find_results import read_records
+from bench.compare.records import LogFacts
+from bench.results.result_files import read_result
+from bench.run.checkpoint.lineage import attempts, places
+from bench.run.checkpoint.manifest import newest, step_of, verify
+from tests import faults
+from tests.helpers import ROOT
+
+STEPS, EVERY = 300, 20
+MARK = "LLM_TRAIN_BENCH_CHAIN"
+FLAGS = [*faults.FLAGS, "--n-steps", str(STEPS), "--save-every", str(EVERY), "--bsz", "2", "--no-observe",
+         "--dist-timeout", "30"]  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def by_script(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+    """The script starts its ranks itself."""
+    more = ["--nproc", "2", "--max-restarts", str(restarts)]
+    return [([sys.executable, "train_ddp.py", *argv, *more], {})]
+
+
+def by_torchrun(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+    """torchrun itself, on one node."""
+    agent = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+             "--nproc-per-node", "2", "--max-restarts", str(restarts)]  # fmt: skip
+    return [([sys.executable, *agent, "train_ddp.py", *argv], {})]
+
+
+def by_nodes(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+    """docker/torchrun_node.sh on two nodes, as in Kubernetes and in SLURM's branch with docker."""
+    shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": str(free_port()), "GPUS": "1",
+              "JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts),
+              "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+    command = ["bash", "docker/torchrun_node.sh", "train_ddp.py", *argv]
+    return [(command, shared | {"NODE": str(node)}) for node in (0, 1)]
+
+
+def by_srun(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+    """One task a rank; nothing starts them again but a new job."""
+    shared = {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    command = [sys.executable, "train_ddp.py", *argv]
+    return [(command, shared | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in (0, 1)]
+
+
+STARTS = {f.__name__.removeprefix("by_"): f for f in (by_script, by_torchrun, by_nodes, by_srun)}
+
+
+@dataclasses.dataclass
+class Job:
+    """The processes of one command, or of one a node or task."""
+
+    kind: str
+    launchers: list[subprocess.Popen]
+    mark: str
+
+    def members(self) -> dict[int, dict[str, str]]:
+        """Living processes of this job, with their environments."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                items = os.fsdecode((path / "environ").read_bytes()).split("\0")
+                state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                if f"{MARK}={self.mark}" in items and state != "Z":
+                    found[int(path.name)] = dict(i.split("=", 1) for i in items if "=" in i)
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Rank to process."""
+        name = "SLURM_PROCID" if self.kind == "srun" else "RANK"
+        return {int(env[name]): pid for pid, env in self.members().items() if name in env}
+
+    def finish(self, timeout: float = 240.0) -> list[int]:
+        """Exit codes, when all have ended; as srun does, all are told to end when one ends badly."""
+        deadline, told = time.monotonic() + timeout, False
+        while any(p.poll() is None for p in self.launchers):
+            if len(self.launchers) > 1 and not told and any(p.poll() for p in self.launchers):
+                told, deadline = True, time.monotonic() + 30
+                signal_all([p.pid for p in self.launchers if p.poll() is None], signal.SIGTERM)
+            if time.monotonic() > deadline:
+                signal_all(list(self.members()), signal.SIGKILL)
+            time.sleep(0.02)
+        while self.members() and time.monotonic() < deadline:  # ranks of a killed launcher
+            time.sleep(0.05)
+        signal_all(list(self.members()), signal.SIGKILL)
+        for p in self.launchers:
+            p.communicate()
+        return [p.returncode for p in self.launchers]
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def start(kind: str, argv: list[str], restarts: int = 0, log: Path | None = None) -> Job:
+    """Start a job; what it prints goes to a file."""
+    mark = f"{random.random()}"
+    launchers = []
+    for command, env in STARTS[kind](argv, restarts):
+        with (log or Path(os.devnull)).open("a") as out:
+            launchers.append(
+                subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out,
+                                 env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark} | env)
+            )  # fmt: skip
+    return Job(kind, launchers, mark)
+
+
+class Watch(threading.Thread):
+    """Looks at a run's directories all the time: each attempt must start from the newest checkpoint."""
+
+    def __init__(self, out: Path, name: str, save_dir: str | None, given: Path | None):
+        super().__init__(daemon=True)
+        self.out, self.name_of_run, self.save_dir = out, name, save_dir
+        self.given, self.wrong, self.over = given, [], threading.Event()
+        self.seen: dict[str, int] = {}
+
+    def committed(self) -> int:
+        """The newest committed step, or where the run was told to start; 0 for none."""
+        found = [int(p.name[5:]) for place in places(self.out, self.name_of_run, self.save_dir)
+                 for p in place.glob("step-*")]  # fmt: skip
+        return max(found, default=step_of(self.given) if self.given else 0)
+
+    def run(self) -> None:
+        while not self.over.wait(0.005):
+            for run in attempts(self.out, self.name_of_run):
+                if run.name in self.seen or not (run / "result.json").exists():
+                    continue
+                newest_step = self.committed()  # it takes longer to save its own first
+                with contextlib.suppress(ValueError, OSError):
+                    r = read_result(run / "result.json")
+                    first = r.resumed_from.step if r.resumed_from else 0
+                    self.seen[run.name] = first
+                    if first != newest_step:
+                        self.wrong.append(f"{run.name} starts at {first}, not {newest_step}")
+
+
+MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
+    "at a time": lambda run, place, draw: draw.random() < 0.004,
+    "in set-up": lambda run, place, draw: (run / "result.json").exists(),
+    "before the first save": lambda run, place, draw: (run / "steps.jsonl").exists(),
+    "while training": lambda run, place, draw: (
+        len(list(place.glob("step-*"))) >= 2 and draw.random() < 0.02
+    ),
+    "during a save": lambda run, place, draw: any(place.glob(".step-*")),
+}
+WHO = ("one rank", "all ranks", "launcher", "everything")
+
+
+def kill_once(job: Job, out: Path, name: str, save_dir: str | None, draw: random.Random,
+              running: int, who: str, moment: str) -> bool:  # fmt: skip
+    """Kill some of a job's processes at some moment of its next attempt; whether it came to that."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and all(p.poll() is None for p in job.launchers):
+        runs = attempts(out, name)
+        run = runs[-1] if len(runs) > running else out / "none"
+        own = Path(save_dir) / name if save_dir else out / name / "checkpoints"
+        if MOMENTS[moment](run, own if len(runs) > running else out / "none", draw):
+            ranks = list(job.ranks().values())
+            if not ranks and who in ("one rank", "all ranks"):
+                continue
+            victims = {
+                "one rank": [draw.choice(ranks)] if ranks else [], "all ranks": ranks,
+                "launcher": [draw.choice(job.launchers).pid], "everything": list(job.members()),
+            }[who]  # fmt: skip
+            signal_all(victims, signal.SIGKILL)
+            return True
+        time.sleep(0.003)
+    return False
+
+
+def check_causes(out: Path, name: str, kind: str, last: str) -> None:
+    """Every attempt's result says what ended it: nobody is said to live, nobody is blamed wrongly."""
+    *before, end = [read_result(run / "result.json") for run in attempts(out, name)
+                    if (run / "result.json").exists()]  # fmt: skip
+    assert end.status == "ok", (end.status, end.error)
+    ours = kind in ("script", "nodes")
+    for r in before:
+        assert r.status != "running", r.run_name
+        told = r.error or ""
+        if r.status == "failed" and ours:
+            assert "killed by SIGKILL" in told, (kind, r.run_name, told)
+        elif r.status == "interrupted" and ours:
+            assert "the end of its launcher" in told or "rank" in told, (kind, r.run_name, told)
+        assert r.status in ("failed", "killed", "interrupted", "preempted"), (r.status, told)
+
+
+def chain(number: int, reference: Path, kind: str, draw: random.Random, top: Path) -> int:
+    """One chain under one kind of start; how often it was killed."""
+    name, out = f"c{number}", top / f"out{number}"
+    config = reference.parent / "micro.json"
+    save_dir = str(top / f"saves{number}") if draw.random() < 0.4 else None
+    log, kills = top / f"{name}.log", 0
+    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", name]
+    argv += ["--save-dir", save_dir] if save_dir else []
+    given = None
+    # A launcher's restarts, with and without --resume PATH, or the same command again, or both.
+    inner = kind != "srun" and draw.random() < 0.5
+    if inner and draw.random() < 0.5:
+        given = draw.choice(sorted((reference / "checkpoints").glob("step-*"))[:3])
+        argv += ["--resume", str(given)]
+    elif not inner or draw.random() < 0.5:
+        argv += ["--resume", "auto"]
+    watch = Watch(out, name, save_dir, given)
+    watch.start()
+    planned = draw.randint(1, 3)
+    try:
+        job = start(kind, argv, planned if inner else 0, log)
+        for _ in range(planned):
+            who = draw.choice(("one rank", "all ranks")) if inner else draw.choice(WHO)
+            if kind == "srun" and who == "launcher":
+                who = "one rank"
+            moment = draw.choice(list(MOMENTS))
+            running = len(attempts(out, name))
+            hit = kill_once(job, out, name, save_dir, draw, running if kills else 0, who, moment)
+            kills += hit
+            if not inner:
+                job.finish()
+                job = start(kind, argv, 0, log)
+            elif hit:
+                time.sleep(0.5)
+            if not hit:
+                break
+        codes = job.finish()
+        assert codes == [0] * len(codes), (kind, argv, codes, log.read_text()[-3000:])
+        time.sleep(0.05)
+        said = (kind, argv, watch.seen)
+        assert not watch.wrong, (watch.wrong, *said)
+        (place,) = places(out, name, save_dir)
+        found = newest([place])
+        assert verify(found).step == STEPS + 2, (found, *said)
+        faults.assert_equal(
+            faults.whole_state(found), faults.whole_state(newest([reference / "checkpoints"]))
+        )
+        assert len(list(place.glob("step-*"))) <= 2 and not list(place.glob(".*")), list(
+            place.iterdir()
+        )
+        assert not list(place.glob("damaged*")), list(place.iterdir())
+        records = read_records([str(out)], print, LogFacts())
+        assert len(records) == 1, ([(r.label, r.lineage, r.first_step) for r in records], *said)
+        (record,) = records
+        expected = [x for x in losses_of(reference) if x[0] >= (step_of(given) if given else 0)]
+        assert record.losses == expected, (*said, missing(record.losses, expected))
+        check_causes(out, name, kind, "")
+    finally:
+        watch.over.set()
+        signal_all(list(job.members()), signal.SIGKILL)
+        job.finish()
+    shutil.rmtree(out)
+    return kills
+
+
+def losses_of(run: Path) -> list[tuple[int, float]]:
+    return sorted(faults.losses_of(run.parent, run.name))
+
+
+def missing(found: list, expected: list) -> str:
+    steps = [s for s, _ in found]
+    lost = sorted({s for s, _ in expected} - set(steps))
+    wrong = [x for x in found if x not in expected]
+    return f"{len(lost)} lost: {lost[:5]}; {len(steps) - len(set(steps))} twice; {wrong[:3]} differ"
+
+
+def make_reference(top: Path) -> Path:
+    """The run that nobody disturbs, with all of its checkpoints."""
+    config = faults.make_config(top)
+    argv = [str(config), *FLAGS, "--output-dir", str(top), "--run-name", "reference"]
+    job = start("script", [*argv, "--save-keep", "1000"], log=top / "reference.log")
+    assert job.finish() == [0], (top / "reference.log").read_text()
+    return top / "reference"
+
+
+def chains(count: int = 100, seed: int = 5) -> str:
+    """Chains of up to four attempts under every start, in turn."""
+    draw, kills = random.Random(seed), 0
+    with tempfile.TemporaryDirectory(prefix="chains-") as top:
+        reference = make_reference(Path(top))
+        for number in range(count):
+            kind = list(STARTS)[number % len(STARTS)]
+            begin = time.monotonic()
+            done = chain(number, reference, kind, draw, Path(top))
+            kills += done
+            print(
+                f"  chain {number}: {kind}, {done} kills, {time.monotonic() - begin:.0f} s",
+                flush=True,
+            )
+    return f"{kills} kills in {count} chains, 0 of them wrong"
