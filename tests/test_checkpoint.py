@@ -1,20 +1,25 @@
 """Saving and going on: promises, refusals, and the campaign of tests/faults.py in small."""
 
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
+from bench.apply.optimizer import learning_rate
 from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
 from bench.errors import UsageError
+from bench.parallel.ranks import MEETING
 from bench.results.schema import Lineage, Writer
-from bench.run.checkpoint import lineage
+from bench.run.checkpoint import durable, lineage, saver
 from bench.run.checkpoint.manifest import committed, newest, verify
 from tests import faults
 from tests.helpers import ROOT, only_result, run_train
@@ -141,8 +146,6 @@ def test_a_state_that_is_not_finite_is_never_committed(on_nan, code, saved, tmp_
 
 
 def test_a_save_that_hangs_is_given_up(saved, tmp_path, monkeypatch):
-    from bench.run.checkpoint import saver
-
     class Stuck(saver.Files):
         def make(self, directory):
             time.sleep(3)
@@ -237,9 +240,250 @@ def test_without_locks_time_tells(tmp_path, monkeypatch):
     assert lineage.lineage_of(tmp_path / "p").id == "other"
 
 
-def test_evaluation_on_the_way_is_marked(saved, tmp_path):
-    import numpy as np
+def run_again(config, tmp_path, number, *flags):
+    """A restart, as the launcher of the run before starts it; its result."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        patch.setenv(MEETING, str(tmp_path))
+        code = train(config, tmp_path / "runs", "--run-name", "r", *flags)
+    assert code == 0
+    name = f"r-restart{number}" if number else "r"
+    return json.loads((tmp_path / "runs" / name / "result.json").read_text())
 
+
+class Dies(Exception):
+    pass
+
+
+def die_at(monkeypatch, step):
+    """The run fails there; with None it does not."""
+    from bench.run import loop
+
+    def rate(number, *args, real=learning_rate):
+        if number == step:
+            raise Dies
+        return real(number, *args)
+
+    monkeypatch.setattr(loop, "learning_rate", rate)
+
+
+@pytest.mark.parametrize("where", ["own", "save_dir", "path"])
+def test_a_restart_goes_on_from_its_whole_chain(where, saved, tmp_path, monkeypatch):
+    """Also if the attempt before died before its first save, and wherever that is."""
+    out, config = saved
+    flags, first = ["--save-every", "3"], 0
+    if where == "save_dir":
+        flags += ["--save-dir", str(tmp_path / "ck")]
+    if where == "path":
+        flags += ["--resume", str(out / "whole/checkpoints/step-00000005")]
+        first = 5
+    for number, (dies, starts) in enumerate([(8, first), (7, 6), (None, 6)]):
+        die_at(monkeypatch, dies)
+        if dies:
+            with pytest.raises(AssertionError):  # it failed, as it should
+                run_again(config, tmp_path, number, *flags)
+            path = tmp_path / "runs" / (f"r-restart{number}" if number else "r") / "result.json"
+            r = json.loads(path.read_text())
+        else:
+            r = run_again(config, tmp_path, number, *flags)
+        assert (r["resumed_from"] or {"step": 0})["step"] == starts, number
+        assert r["lineage"]["attempt"] == number and r["lineage"]["name"] == "r"
+    place = tmp_path / ("ck/r" if where == "save_dir" else "runs/r/checkpoints")
+    assert [p.name[-2:] for p in committed(place)] == ["18", "20"]  # two are kept of all attempts
+    assert (tmp_path / "runs/r-restart2/checkpoints").resolve() == place.resolve()
+    faults.assert_equal(
+        faults.whole_state(newest([place])), faults.whole_state(newest([out / "whole/checkpoints"]))
+    )
+    (record,) = read_records([str(tmp_path / "runs")], print, LogFacts())
+    expected = [x for x in sorted(faults.losses_of(out, "whole")) if x[0] >= first]
+    assert record.losses == expected
+    assert 0 < r["metrics"]["goodput"] < 1 and r["metrics"]["time_parts_s"]["lost steps"] > 0
+
+
+def test_a_restart_without_word_says_so(saved, tmp_path, monkeypatch):
+    _, config = saved
+    r = run_again(config, tmp_path, 0, "--save-every", "5")
+    (tmp_path / "run").unlink()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert train(config, tmp_path / "runs", "--run-name", "r", "--save-every", "5") == 0
+    path = tmp_path / "runs/r-restart1/result.json"
+    r = json.loads(path.read_text())
+    assert any("restart 2: the attempts before it left no word" in note for note in r["notes"])
+    assert r["resumed_from"] is None
+
+
+def test_checkpoints_of_another_run_are_not_touched(saved, tmp_path, capsys):
+    """--save-dir with an older run of the same name: refused, whatever the steps of the two."""
+    _, config = saved
+    flags = ["--save-every", 5, "--save-dir", tmp_path / "ck", "--run-name", "r"]
+    assert train(config, tmp_path / "a", *flags) == 0
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "ck/r").iterdir() if p.is_dir()}
+    for steps in ("18", "8"):
+        assert train(config, tmp_path / "b", *flags, "--n-steps", steps) == 2
+        err = capsys.readouterr().err
+        assert f"{tmp_path / 'ck/r'}: holds checkpoints of another run; choose another" in err
+    now = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "ck/r").iterdir() if p.is_dir()}
+    assert now == before and not (tmp_path / "b").exists()
+
+
+def test_one_name_of_two_runs_is_refused(saved, tmp_path, capsys):
+    _, config = saved
+    flags = ["--save-every", 5, "--run-name", "r"]
+    assert train(config, tmp_path / "a", *flags) == 0
+    assert train(config, tmp_path / "b", *flags, "--save-dir", tmp_path / "ck") == 0
+    both = [*flags, "--save-dir", tmp_path / "ck", "--resume", "auto"]
+    assert train(config, tmp_path / "a", *both) == 2
+    assert "--resume auto: r is the name of several runs" in capsys.readouterr().err
+
+
+def test_another_place_for_the_next_attempt(saved, tmp_path):
+    """Checkpoints are found wherever the attempts before saved, and two are kept of all."""
+    _, config = saved
+    flags = ["--save-every", 5, "--run-name", "r", "--resume", "auto", "--n-steps", "18"]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 12)
+        assert train(config, tmp_path / "a", *flags) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 17)
+        assert train(config, tmp_path / "a", *flags, "--save-dir", tmp_path / "ck") == 1
+    old, new = tmp_path / "a/r/checkpoints", tmp_path / "ck/r"
+    assert [p.name[-2:] for p in (*committed(old), *committed(new))] == ["10", "15"]
+    assert train(config, tmp_path / "a", *flags) == 0
+    r = json.loads((tmp_path / "a/r-restart2/result.json").read_text())
+    assert r["resumed_from"]["step"] == 15
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(saved, tmp_path):
+    _, config = saved
+    flags = ["--save-every", 5, "--run-name", "r", "--resume", "auto"]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 12)
+        assert train(config, tmp_path, *flags) == 1
+    place = tmp_path / "r/checkpoints"
+    (damaged,) = committed(place)[-1].glob("*.safetensors")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert train(config, tmp_path, *flags) == 0
+    r = json.loads((tmp_path / "r-restart1/result.json").read_text())
+    assert r["resumed_from"]["step"] == 5 and r["metrics"]["n_checkpoints"] == 3
+    assert any(
+        "is left out: rank00000.safetensors is not what was written" in n for n in r["notes"]
+    )
+    assert len(list(place.glob("damaged-step-00000010-*"))) == 1
+    assert [p.name[-2:] for p in committed(place)] == ["15", "20"]
+
+
+class Slow(saver.Files):
+    """A disk that stands still until it is told to go on; the first file alone."""
+
+    def __init__(self):
+        self.goes_on, self.waits = threading.Event(), threading.Event()
+
+    def write(self, path, parts):
+        if not self.waits.is_set():
+            self.waits.set()
+            self.goes_on.wait(60)
+        return super().write(path, parts)
+
+
+def test_a_save_that_was_given_up_is_never_committed(tmp_path):
+    """Its thread wakes up when the loop is far ahead. No later save touches what it writes."""
+    files = Slow()
+    run = faults.OneRun(tmp_path, files)
+    run.saver.flags = dataclasses.replace(run.saver.flags, save_timeout=0.1, no_save_async=False)
+    threads = []
+    for step in (10, 20, 30):
+        with torch.no_grad():
+            run.parameter.fill_(step)
+        run.saver._save(step)
+        threads += [run.saver.saving.thread] if run.saver.saving else []
+        assert files.waits.wait(10)
+        run.saver.finish()
+    files.goes_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(threads) == 1 and committed(tmp_path / "checkpoints") == []
+    assert run.notes[0] == "step 10 was not saved: given up after 0.1 s; no more saves are made"
+    run.end()
+    assert not list((tmp_path / "checkpoints").glob(".step*"))
+
+
+def test_a_save_waits_for_the_one_before(tmp_path):
+    """Otherwise it would overwrite what that still writes."""
+    files = Slow()
+    run = faults.OneRun(tmp_path, files)
+    run.saver.flags = dataclasses.replace(run.saver.flags, no_save_async=False)
+    for step in (10, 20):
+        with torch.no_grad():
+            run.parameter.fill_(step)
+        if step == 20:
+            threading.Timer(0.3, files.goes_on.set).start()
+        run.saver._save(step)
+    run.saver.finish()
+    for path, step in zip(committed(tmp_path / "checkpoints"), (10, 20), strict=True):
+        assert (faults.whole_state(path)["p/w"] == step).all()
+    run.end()
+
+
+def test_losses_are_on_disk_before_their_checkpoint(saved, tmp_path, monkeypatch):
+    """Steps are handed on once a second; those of a committed state must not be lost with the rest."""
+    _, config = saved
+    seen = []
+
+    def commit(part, final, files, real=durable.commit):
+        lines = (tmp_path / "r/steps.jsonl").read_text().splitlines()
+        seen.append((final.name, len(lines)))
+        real(part, final, files)
+
+    monkeypatch.setattr(saver, "commit", commit)
+    assert train(config, tmp_path, "--save-every", 5, "--run-name", "r") == 0
+    assert seen == [(f"step-{n:08}", n) for n in (5, 10, 15, 20)]
+
+
+def test_samples_go_on_with_another_batch(saved, tmp_path, monkeypatch):
+    """--resume-anyway with another global batch skips none and repeats none, also once more."""
+    from bench.apply import data
+
+    _, config = saved
+    rows = []
+
+    def micro_batches(self, plan, real=data.SyntheticTokens.micro_batches):
+        rows.append(plan)
+        return real(self, plan)
+
+    monkeypatch.setattr(data.SyntheticTokens, "micro_batches", micro_batches)
+    flags = ["--save-every", 5, "--run-name", "r", "--resume", "auto", "--resume-anyway"]
+    for bsz, dies in (("4", 7), ("8", 13), ("2", None)):
+        with pytest.MonkeyPatch.context() as patch:
+            die_at(patch, dies)
+            assert train(config, tmp_path, *flags, "--bsz", bsz) == (1 if dies else 0)
+    assert [(plan.start, plan.step) for plan in rows] == [(0, 4), (20, 8), (60, 2)]
+    assert rows[2].stop == 60 + 10 * 2
+    last = newest([tmp_path / "r/checkpoints"])
+    assert verify(last).samples == 80
+
+
+def test_a_token_file_is_told_from_another_by_all_of_its_bytes(saved, tmp_path, capsys):
+    """A copy is the same file, whatever its time; one byte in the middle makes it another."""
+    from bench.apply.tokens import write_tokens
+
+    _, config = saved
+    path = tmp_path / "x.bin"
+    write_tokens(path, [np.arange(2**21) % 32], 32)
+    flags = ["--data", path, "--run-name", "r", "--resume", "auto", "--save-every", 5]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 7)
+        assert train(config, tmp_path / "a", *flags) == 1
+        os.utime(path, (1, 1))
+        assert train(config, tmp_path / "a", *flags) == 1
+    assert "is not the one" not in capsys.readouterr().err
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert train(config, tmp_path / "a", *flags) == 2
+    assert "--data: the file is not the one that" in capsys.readouterr().err
+
+
+def test_evaluation_on_the_way_is_marked(saved, tmp_path):
     from bench.apply.tokens import write_tokens
 
     _, config = saved

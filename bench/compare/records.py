@@ -145,7 +145,7 @@ def make_printable(r: Record) -> None:
 
 POSITIVE = (
     "tokens_per_sec", "tokens_per_sec_per_gpu", "n_gpus", "seq_len", "global_batch", "mfu",
-    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour", "goodput",
+    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour",
 )  # fmt: skip
 
 
