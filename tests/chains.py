@@ -23,14 +23,14 @@ from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
 from bench.results.result_files import read_result
 from bench.run.checkpoint.lineage import attempts, places
-from bench.run.checkpoint.manifest import newest, step_of, verify
+from bench.run.checkpoint.manifest import committed, newest, step_of, verify
 from tests import faults
 from tests.helpers import ROOT
 
-STEPS, EVERY = 300, 20
+STEPS, EVERY = 160, 20
 MARK = "LLM_TRAIN_BENCH_CHAIN"
-FLAGS = [*faults.FLAGS, "--n-steps", str(STEPS), "--save-every", str(EVERY), "--bsz", "2", "--no-observe",
-         "--dist-timeout", "30"]  # fmt: skip
+FLAGS = [*faults.FLAGS, "--n-steps", str(STEPS), "--save-every", str(EVERY), "--bsz", "2",
+         "--no-observe"]  # fmt: skip
 
 
 def free_port() -> int:
@@ -39,40 +39,54 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def by_script(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+def by_script(
+    script: str, argv: list[str], restarts: int
+) -> list[tuple[list[str], dict[str, str]]]:
     """The script starts its ranks itself."""
     more = ["--nproc", "2", "--max-restarts", str(restarts)]
-    return [([sys.executable, "train_ddp.py", *argv, *more], {})]
+    return [([sys.executable, script, *argv, *more], {})]
 
 
-def by_torchrun(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+def by_torchrun(
+    script: str, argv: list[str], restarts: int
+) -> list[tuple[list[str], dict[str, str]]]:
     """torchrun itself, on one node."""
     agent = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
              "--nproc-per-node", "2", "--max-restarts", str(restarts)]  # fmt: skip
-    return [([sys.executable, *agent, "train_ddp.py", *argv], {})]
+    return [([sys.executable, *agent, script, *argv], {})]
 
 
-def by_nodes(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+def by_nodes(script: str, argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
     """docker/torchrun_node.sh on two nodes, as in Kubernetes and in SLURM's branch with docker."""
     shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": str(free_port()), "GPUS": "1",
               "JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts),
               "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
-    command = ["bash", "docker/torchrun_node.sh", "train_ddp.py", *argv]
+    command = ["bash", "docker/torchrun_node.sh", script, *argv]
     return [(command, shared | {"NODE": str(node)}) for node in (0, 1)]
 
 
-def by_srun(argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
+def by_srun(script: str, argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
     """One task a rank; nothing starts them again but a new job."""
     shared = {
         "SLURM_STEP_NUM_TASKS": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    command = [sys.executable, "train_ddp.py", *argv]
+    command = [sys.executable, script, *argv]
     return [(command, shared | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in (0, 1)]
 
 
-STARTS = {f.__name__.removeprefix("by_"): f for f in (by_script, by_torchrun, by_nodes, by_srun)}
+def by_itself(
+    script: str, argv: list[str], restarts: int
+) -> list[tuple[list[str], dict[str, str]]]:
+    """One process: train.py."""
+    return [([sys.executable, script, *argv], {})]
+
+
+STARTS = {
+    f.__name__.removeprefix("by_"): f
+    for f in (by_script, by_torchrun, by_nodes, by_srun, by_itself)
+}
 
 
 @dataclasses.dataclass
@@ -123,15 +137,22 @@ def signal_all(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def start(kind: str, argv: list[str], restarts: int = 0, log: Path | None = None) -> Job:
-    """Start a job; what it prints goes to a file."""
+def start(
+    kind: str,
+    argv: list[str],
+    restarts: int = 0,
+    log: Path | None = None,
+    script: str = "train_ddp.py",
+    more: dict[str, str] | None = None,
+) -> Job:
+    """Start a job, with more variables; what it prints goes to a file."""
     mark = f"{random.random()}"
-    launchers = []
-    for command, env in STARTS[kind](argv, restarts):
+    own, launchers = os.environ | {"OMP_NUM_THREADS": "1", MARK: mark}, []
+    for command, env in STARTS[kind](script, argv, restarts):
         with (log or Path(os.devnull)).open("a") as out:
             launchers.append(
                 subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out,
-                                 env=os.environ | {"OMP_NUM_THREADS": "1", MARK: mark} | env)
+                                 env=own | env | (more or {}))
             )  # fmt: skip
     return Job(kind, launchers, mark)
 
@@ -199,7 +220,7 @@ def kill_once(job: Job, out: Path, name: str, save_dir: str | None, draw: random
     return False
 
 
-def check_causes(out: Path, name: str, kind: str, last: str) -> None:
+def check_causes(out: Path, name: str, kind: str) -> None:
     """Every attempt's result says what ended it: nobody is said to live, nobody is blamed wrongly."""
     *before, end = [read_result(run / "result.json") for run in attempts(out, name)
                     if (run / "result.json").exists()]  # fmt: skip
@@ -212,39 +233,57 @@ def check_causes(out: Path, name: str, kind: str, last: str) -> None:
             assert "killed by SIGKILL" in told, (kind, r.run_name, told)
         elif r.status == "interrupted" and ours:
             assert "the end of its launcher" in told or "rank" in told, (kind, r.run_name, told)
-        assert r.status in ("failed", "killed", "interrupted", "preempted"), (r.status, told)
+        done = r.status == "ok"  # and killed after that
+        assert done or r.status in ("failed", "killed", "interrupted", "preempted"), (
+            r.status,
+            told,
+        )
 
 
-def chain(number: int, reference: Path, kind: str, draw: random.Random, top: Path) -> int:
+@dataclasses.dataclass
+class Script:
+    """What happens in a chain: a launcher's restarts, or its command typed again after each kill."""
+
+    inner: bool
+    auto: bool
+    given: bool
+    save_dir: bool
+    kills: list[tuple[str, str]]  # who is killed, and at which of the MOMENTS
+
+
+def draw_script(kind: str, draw: random.Random) -> Script:
+    """Any that the kind of start can do."""
+    inner = kind != "srun" and draw.random() < 0.5
+    given = inner and draw.random() < 0.5
+    auto = not given and (not inner or draw.random() < 0.5)
+    who = ("one rank", "all ranks") if inner or kind == "srun" else WHO
+    kills = [(draw.choice(who), draw.choice(list(MOMENTS))) for _ in range(draw.randint(1, 3))]
+    return Script(inner, auto, given, draw.random() < 0.4, kills)
+
+
+def chain(
+    number: int, reference: Path, kind: str, draw: random.Random, top: Path, script: Script
+) -> int:
     """One chain under one kind of start; how often it was killed."""
     name, out = f"c{number}", top / f"out{number}"
     config = reference.parent / "micro.json"
-    save_dir = str(top / f"saves{number}") if draw.random() < 0.4 else None
-    log, kills = top / f"{name}.log", 0
+    save_dir = str(top / f"saves{number}") if script.save_dir else None
+    log, kills, given = top / f"{name}.log", 0, None
     argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", name]
     argv += ["--save-dir", save_dir] if save_dir else []
-    given = None
-    # A launcher's restarts, with and without --resume PATH, or the same command again, or both.
-    inner = kind != "srun" and draw.random() < 0.5
-    if inner and draw.random() < 0.5:
+    if script.given:
         given = draw.choice(sorted((reference / "checkpoints").glob("step-*"))[:3])
-        argv += ["--resume", str(given)]
-    elif not inner or draw.random() < 0.5:
-        argv += ["--resume", "auto"]
+    argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.auto else []
     watch = Watch(out, name, save_dir, given)
     watch.start()
-    planned = draw.randint(1, 3)
+    restarts = len(script.kills) if script.inner else 0
     try:
-        job = start(kind, argv, planned if inner else 0, log)
-        for _ in range(planned):
-            who = draw.choice(("one rank", "all ranks")) if inner else draw.choice(WHO)
-            if kind == "srun" and who == "launcher":
-                who = "one rank"
-            moment = draw.choice(list(MOMENTS))
+        job = start(kind, argv, restarts, log)
+        for who, moment in script.kills:
             running = len(attempts(out, name))
             hit = kill_once(job, out, name, save_dir, draw, running if kills else 0, who, moment)
             kills += hit
-            if not inner:
+            if not script.inner:
                 job.finish()
                 job = start(kind, argv, 0, log)
             elif hit:
@@ -271,7 +310,7 @@ def chain(number: int, reference: Path, kind: str, draw: random.Random, top: Pat
         (record,) = records
         expected = [x for x in losses_of(reference) if x[0] >= (step_of(given) if given else 0)]
         assert record.losses == expected, (*said, missing(record.losses, expected))
-        check_causes(out, name, kind, "")
+        check_causes(out, name, kind)
     finally:
         watch.over.set()
         signal_all(list(job.members()), signal.SIGKILL)
@@ -306,12 +345,142 @@ def chains(count: int = 100, seed: int = 5) -> str:
     with tempfile.TemporaryDirectory(prefix="chains-") as top:
         reference = make_reference(Path(top))
         for number in range(count):
-            kind = list(STARTS)[number % len(STARTS)]
+            kind = list(STARTS)[number % 4]
             begin = time.monotonic()
-            done = chain(number, reference, kind, draw, Path(top))
+            script = draw_script(kind, draw)
+            done = chain(number, reference, kind, draw, Path(top), script)
             kills += done
             print(
                 f"  chain {number}: {kind}, {done} kills, {time.monotonic() - begin:.0f} s",
                 flush=True,
             )
     return f"{kills} kills in {count} chains, 0 of them wrong"
+
+
+SLOW = """import os, sys, time
+sys.path.insert(0, {root!r})
+import bench.start
+bench.start._TOP = __import__("pathlib").Path(__file__).resolve().parent
+bench.start._begin()
+from bench.run.checkpoint import durable
+real = durable.Files.write
+def write(self, path, parts):
+    if path.name != "manifest.json":
+        time.sleep(float(os.environ.get("SLOW_S", "0")))
+    return real(self, path, parts)
+durable.Files.write = write
+import {name}
+from bench.run.launch import launch, launch_ranks
+if __name__ == "__main__":
+    start = launch if {name!r} == "train" else launch_ranks
+    sys.exit(start({name}.train, sys.argv[1:], __file__))
+"""
+
+
+def slow_script(top: Path, name: str = "train_ddp") -> str:
+    """A script of ours on a disk that takes SLOW_S seconds for a file."""
+    (top / "slow").mkdir(exist_ok=True)
+    (top / "slow" / f"{name}.py").write_text(SLOW.format(root=str(ROOT), name=name))
+    return str(top / "slow" / f"{name}.py")
+
+
+def wait_for(condition: Callable[[], object], job: Job, log: Path, timeout: float = 120.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()[-2000:]
+        assert any(p.poll() is None for p in job.launchers), log.read_text()[-2000:]
+        time.sleep(0.005)
+
+
+def check_saved_on_request(kind: str, top: Path, who: str, number: int) -> None:
+    """A signal saves all ranks at one step, on a disk slower than the agent would wait; 75 says so."""
+    out, log = top / f"{kind}-{who}-{number}", top / f"{kind}-{who}-{number}.log"
+    name = "train" if kind == "itself" else "train_ddp"
+    argv = [str(faults.make_config(top)), *FLAGS, "--output-dir", str(out), "--run-name", "r",
+            "--save-every", "100000", "--n-steps", "100000"]  # fmt: skip
+    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "SLOW_S": "4"}
+    job = start(kind, argv, 0, log, slow_script(top, name), env)
+    try:
+        wait_for((out / "r/steps.jsonl").exists, job, log)
+        if number != signal.SIGUSR1:  # that may come before the first step
+            wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
+        ranks = job.ranks()
+        victims = {"launchers": [p.pid for p in job.launchers], "one": [job.launchers[0].pid],
+                   "rank": [ranks.get(1)]}[who]  # fmt: skip
+        signal_all(victims, number)
+        codes = job.finish(90)
+    finally:
+        signal_all(list(job.members()), signal.SIGKILL)
+    assert set(codes) == {75}, (kind, who, codes, log.read_text()[-2000:])
+    r, found = read_result(out / "r/result.json"), newest([out / "r/checkpoints"])
+    name = signal.Signals(number).name
+    said = f"saved at step {step_of(found)} and stopped by {name}"
+    # A rank that did not get the signal itself does not know its number.
+    assert r.status == "preempted" and r.error in (said, said.replace(name, "SIGTERM")), r.error
+    assert "Traceback" not in log.read_text() and len(committed(out / "r/checkpoints")) == 1
+
+
+def check_second_signal(kind: str, top: Path) -> None:
+    """It ends the run at once, a second after the first, while a disk stands still."""
+    out, log = top / f"twice-{kind}", top / f"twice-{kind}.log"
+    name = "train" if kind == "itself" else "train_ddp"
+    argv = [str(faults.make_config(top)), *FLAGS, "--output-dir", str(out), "--run-name", "r",
+            "--save-every", "100000", "--n-steps", "100000"]  # fmt: skip
+    job = start(kind, argv, 0, log, slow_script(top, name), {"SLOW_S": "50"})
+    try:
+        wait_for((out / "r/steps.jsonl").exists, job, log)
+        wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
+        signal_all([p.pid for p in job.launchers], signal.SIGTERM)
+        wait_for(lambda: list((out / "r/checkpoints").glob(".step*")), job, log)
+        time.sleep(0.5)
+        signal_all([p.pid for p in job.launchers], signal.SIGTERM)
+        begin = time.monotonic()
+        codes = job.finish(60)
+        took = time.monotonic() - begin
+    finally:
+        signal_all(list(job.members()), signal.SIGKILL)
+    r = read_result(out / "r/result.json")
+    assert took < 25 and set(codes) == {1}, (took, codes, log.read_text()[-2000:])
+    assert r.status == "interrupted", (r.status, r.error)
+    assert "Traceback" not in log.read_text() and not committed(out / "r/checkpoints")
+
+
+def check_second_run(top: Path, config: Path) -> None:
+    """The same command while the first still runs is refused, and disturbs nothing."""
+    out, log = top / "second", top / "second.log"
+    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", "r", "--n-steps", "2000",
+            "--resume", "auto"]  # fmt: skip
+    job = start("script", argv, 0, log)
+    try:
+        wait_for(lambda: list((out / "r/checkpoints").glob("step-*")), job, log)
+        for kind in ("script", "srun"):
+            other = start(kind, argv, 0, top / "other.log")
+            assert 2 in other.finish(90)
+        assert "another run saves there: process" in (top / "other.log").read_text()
+        assert [p.name for p in out.iterdir()] == ["r"]
+        signal_all([job.launchers[0].pid], signal.SIGTERM)
+        assert job.finish() == [75], log.read_text()
+    finally:
+        signal_all(list(job.members()), signal.SIGKILL)
+
+
+def requests(count: int = 0) -> str:
+    """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
+    n = 0
+    with tempfile.TemporaryDirectory(prefix="requests-") as top:
+        for kind, who, number in (
+            ("script", "launchers", signal.SIGTERM), ("nodes", "launchers", signal.SIGTERM),
+            ("nodes", "one", signal.SIGTERM), ("srun", "launchers", signal.SIGTERM),
+            ("script", "rank", signal.SIGUSR1), ("nodes", "rank", signal.SIGINT),
+            ("script", "launchers", signal.SIGUSR1), ("srun", "launchers", signal.SIGUSR1),
+            ("itself", "launchers", signal.SIGUSR1),
+        ):  # fmt: skip
+            check_saved_on_request(kind, Path(top), who, number)
+            print(f"  {kind}, {who}, {number.name}", flush=True)
+            n += 1
+        for kind in ("script", "nodes", "srun", "itself"):
+            check_second_signal(kind, Path(top))
+            print(f"  {kind}, twice", flush=True)
+            n += 1
+        check_second_run(Path(top), faults.make_config(Path(top)))
+    return f"{n + 1} requests"

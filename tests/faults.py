@@ -715,9 +715,29 @@ def chains(count: int = 100) -> str:
     return chains(count)
 
 
+def requests(count: int = 0) -> str:
+    """tests/chains.py: signals that ask for a save, and a second run of the same name."""
+    from tests.chains import requests
+
+    return requests()
+
+
 PARTS = {
     f.__name__: f
-    for f in (states, errors, damage, pieces, calls, kills, ranks, commands, chains, disk, mutants)
+    for f in (
+        states,
+        errors,
+        damage,
+        pieces,
+        calls,
+        kills,
+        ranks,
+        commands,
+        chains,
+        requests,
+        disk,
+        mutants,
+    )
 }
 
 

@@ -153,7 +153,10 @@ class StepLog:
 
         The time until `start` belongs to no step.
         """
-        self.pending[-1].paused = True
+        if self.pending:
+            self.pending[-1].paused = True
+        elif self.steps:  # before the window's first step
+            self.steps[-1] = dataclasses.replace(self.steps[-1], saved=True)
         self.drain()
 
     def drain(self, kept: int = 0) -> None:

@@ -32,6 +32,8 @@ LAUNCHERS = (
 
 # The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
 MEETING = "LLM_TRAIN_BENCH_MEETING"
+# A name for the ranks that an agent of ours started together, the same on all nodes.
+ROUND = "LLM_TRAIN_BENCH_ROUND"
 CHECK_MEETING = (
     "check that all were started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of "
     "it, and what the other ranks say"
@@ -170,8 +172,7 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
 
 def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     """The store for the ranks' addresses in a private directory, a new one for each attempt."""
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.FileStore(str(Path(directory) / f"ranks{attempt}"), ranks.world)
+    store = dist.FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
     store.set_timeout(timeout)
     return store
 
@@ -188,7 +189,11 @@ def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     store = dist.TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
     if theirs:
         _LASTING.append(store)
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return dist.PrefixStore(_attempt(), store)
+
+
+def _attempt() -> str:
+    return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 # The store of torchrun's agent, which outlives its ranks.

@@ -107,13 +107,13 @@ def seconds_alive(pid: int | None = None) -> float | None:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
-def command_began() -> float:
+def command_began(started_again: bool) -> float:
     """Start of the command that this process runs for, in seconds since 1970.
 
-    That is a launcher's start, except for a rank that it started again.
+    That is its launcher's start, unless this is a rank that it `started_again`.
     """
-    launcher = os.getppid() if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" else None
-    return time.time() - (seconds_alive(launcher) or 0.0)
+    launched = "TORCHELASTIC_RUN_ID" in os.environ and not started_again
+    return time.time() - (seconds_alive(os.getppid() if launched else None) or 0.0)
 
 
 def is_alive(writer: Writer | None) -> bool | None:

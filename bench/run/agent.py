@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from bench.errors import Interrupted, UsageError
 from bench.files import write_whole
-from bench.parallel.ranks import MEETING
+from bench.parallel.ranks import MEETING, ROUND
 from bench.results.result_files import RUN_POINTER, complete_result
 from bench.run.failures import ENDING, LOST, NO_CAUSE, PREEMPTED, STOPPED_FILE, Heard, first_error
 from bench.run.launch import check_started_by_launcher
@@ -72,6 +73,13 @@ def run_agent(
                 main = any(worker.global_rank == 0 for worker in worker_group.workers)
                 codes.append(_told(result.failures, prog, private, main, again))
             return result
+
+        def _start_workers(self, worker_group):
+            # Nodes count restarts differently: one whose ranks did not fail does not count any.
+            if worker_group.group_rank == 0:
+                worker_group.store.set(ROUND, uuid.uuid4().hex)
+            os.environ[ROUND] = worker_group.store.get(ROUND).decode()
+            return super()._start_workers(worker_group)
 
         def _exit_barrier(self):
             if not (private / STOPPED_FILE).exists():  # other nodes' agents may be gone already
@@ -117,15 +125,15 @@ def run_agent(
 @contextlib.contextmanager
 def handled(stop, saves: bool) -> Iterator[None]:
     """Give `stop` the signals that ask for an end, and with `saves` the one that asks to save first."""
-    before = {n: signal.getsignal(n) for n in (*ENDING, *[signal.SIGUSR1] * saves)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
+    numbers = (*ENDING, *[signal.SIGUSR1] * saves)
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: that is wanted so
             signal.signal(number, stop)
     try:
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    finally:  # this process ends; SLURM tells it to when another node's has ended
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

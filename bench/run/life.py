@@ -91,7 +91,7 @@ class Run:
         if self.ranks.main:
             try:
                 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-                before = run_before() if restarts else None
+                before = run_before()
                 name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
                 attempt, self.leases = begin_attempt(
                     plan.saving, Path(output.output_dir), name, restarts, before, self._check

@@ -214,7 +214,8 @@ def begin_attempt(
                 f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, own))}; "
                 "give --resume PATH and another --run-name"
             )
-        attempt = _next(known, name, top, goes_on or restarts > 0)
+        began = command_began(started_again=bool(before or restarts))
+        attempt = _next(known, name, top, goes_on or restarts > 0, began)
         attempt.notes, attempt.own = notes, tuple(own)
         attempt.found = newest(own, notes)
         if attempt.found is None and saving.resume not in (None, "auto"):
@@ -240,9 +241,8 @@ def begin_attempt(
     return attempt, leases
 
 
-def _next(known: Sequence[Lineage], name: str, top: Path, again: bool) -> Attempt:
-    """The attempt after the last of those that are known, with a directory that is free if it goes on."""
-    now = command_began()
+def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: float) -> Attempt:
+    """The attempt after the last of those that are known; its directory is free if it comes `again`."""
     last = max(known, key=lambda one: one.attempt, default=None)
     number = last.attempt + 1 if last else 0
 

@@ -242,7 +242,7 @@ class Saver:
             shares[name] = own_shares(self.model, name, tensor, self.run.ranks)
         tensors = {key: t for share in shares.values() for key, (t, _) in share.items()}
         parts = {name: [part for _, part in share.values()] for name, share in shares.items()}
-        self.saving = save = _Save(step, self.staging)
+        save = _Save(step, self.staging)
         copies, event = save.staging.copy(tensors | random_state(self.run.device))
         scaler = self.run.scaler
         content = {
@@ -260,6 +260,7 @@ class Saver:
         arguments = save, copies, event, share, content
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         save.thread.start()
+        self.saving = save
         if self.flags.no_save_async:
             self.finish()
         self.stalls.append(time.perf_counter() - start)
