@@ -295,7 +295,9 @@ def chain(
         time.sleep(0.05)
         said = (kind, argv, watch.seen)
         assert not watch.wrong, (watch.wrong, *said)
-        (place,) = places(out, name, save_dir)
+        found = places(out, name, save_dir)
+        assert len(found) == 1, (found, *said, log.read_text()[-3000:])
+        (place,) = found
         found = newest([place])
         assert verify(found).step == STEPS + 2, (found, *said)
         faults.assert_equal(

@@ -708,6 +708,81 @@ def mutants(count: int = 0) -> str:
     return f"{len(caught)} mutants, all caught"
 
 
+# Parts of the product, each without one thing: file, what stands there, what instead, and the tests
+# one of which must then fail.
+CHECKPOINT = "bench/run/checkpoint"
+SOURCE_MUTANTS = [
+    ("durable.py", "            self.synchronize(f.fileno())\n", "", "synchronised_first"),
+    ("durable.py", "        os.fsync(descriptor)\n\n    def syn", "        ...\n\n    def syn",
+     "synchronised_first"),
+    ("durable.py", "    files.synchronize_names(part)\n", "", "synchronised_first"),
+    ("durable.py", "    files.synchronize_names(final.parent)\n", "", "synchronised_first"),
+    ("durable.py", "            os.fsync(descriptor)\n        fin", "            ...\n        fin",
+     "synchronised_first"),
+    ("manifest.py", "        verify(newest_first[0])\n", "        pass\n", "other_bytes"),
+    ("manifest.py", "key=step_of, reverse=True", "key=step_of", "other_bytes or damaged_checkpoint"),
+    ("manifest.py", "if (stored.bytes, stored.crc32) != (found.bytes, found.crc32):", "if False:",
+     "token_file"),
+    ("manifest.py", "(seen.bytes, seen.mtime_ns) == (size, stat.st_mtime_ns)", "seen.bytes == size",
+     "token_file"),
+    ("lineage.py", "key=lambda one: one.attempt, default=None)", "key=lambda one: -one.attempt, "
+     "default=None)", "another_place or two_runs"),
+    ("lineage.py", "if locked is False or idle_s < STALE_S:", "if False:", "two_runs or another_host"),
+    ("lineage.py", "                if committed(attempt.place):", "                if False:",
+     "another_run_are_not_touched"),
+    ("lineage.py", "if step_of(path) > start:", "if False:", "damaged_checkpoint"),
+    ("lineage.py", "        clean(lease.place, Files())\n", "", "campaign and states"),
+    ("lineage.py", "        own = [place for place in own if lineage_of(place).id == lineage.id]\n",
+     "        own = []\n", "whole_chain"),
+    ("saver.py", "signal.SIGTERM, signal.SIGUSR1)\n#", "signal.SIGTERM)\n#", "on_request"),
+    ("saver.py", "            if heard.again(number):", "            if False:", "second_signal"),
+    ("saver.py", "                self._give_up()  # at once", "                pass", "second_signal"),
+    ("saver.py", "    torch.manual_seed(seed)\n", "", "numbers_of_its_own"),
+    ("saver.py", "        start = time.perf_counter()\n        self.finish()\n",
+     "        start = time.perf_counter()\n", "waits_for_the_one_before"),
+    ("saver.py", "if not save.fate.acquire(blocking=False):\n                raise", "if False:\n"
+     "                raise", "never_committed"),
+    ("saver.py", "        if self.given_up:\n", "        if False:\n", "never_committed"),
+    ("saver.py", "if not all(lease.held() for lease in self.run.leases):", "if False:", "lost_its_place"),
+    ("saver.py", "            self.files.synchronize(self.run.steps.fileno())\n", "",
+     "synchronised_first"),
+    ("saver.py", "own = {*self.run.attempt.own, self.directory}", "own = {self.directory}",
+     "another_place"),
+    ("../../measure/steps.py", "# before the window's first step\n            self.steps[-1] = "
+     "dataclasses.replace(self.steps[-1], saved=True)\n        self.drain()\n", "\n            pass\n",
+     "losses_are_on_disk"),
+    ("../life.py", ", start_sample=before.samples", ", start_sample=before.step * plan.work.batch."
+     "global_batch", "another_batch"),
+    ("../agent.py", "                config.shutdown_timeout = patience\n", "                pass\n",
+     "on_request"),
+    ("../agent.py", "                codes.append(_told(", "                codes.append(1 or _told(",
+     "test_a_chain_ends"),
+    ("../../parallel/ranks.py", '        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)\n',
+     "        pass\n", "test_a_chain_ends"),
+    ("../../parallel/ranks.py", "    return os.environ.get(ROUND) or os", "    return os",
+     "test_a_chain_ends"),
+]  # fmt: skip
+
+
+def source_mutants(count: int = 100) -> str:
+    """The product with one thing taken out: one of the tests that are named for it must fail."""
+    for number, (name, old, new, tests) in enumerate(SOURCE_MUTANTS[:count]):
+        with tempfile.TemporaryDirectory(prefix="mutant-") as top:
+            files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+            for path in files.strip("\0").split("\0"):
+                (Path(top) / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, Path(top) / path)
+            path = Path(top) / CHECKPOINT / name
+            assert path.read_text().count(old) == 1, (name, old)
+            path.write_text(path.read_text().replace(old, new))
+            argv = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", tests]
+            argv += ["tests/test_checkpoint.py", "tests/test_chains.py"]
+            done = subprocess.run([sys.executable, *argv], cwd=top, capture_output=True, text=True)
+            assert done.returncode == 1, f"the mutant lives: {name}: {old} ({done.stdout[-300:]})"
+            print(f"  {number}: {path.name}: {tests}", flush=True)
+    return f"{len(SOURCE_MUTANTS[:count])} mutants of the source, all caught"
+
+
 def chains(count: int = 100) -> str:
     """tests/chains.py: killed more than once, under every launcher."""
     from tests.chains import chains

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import train as train_module
 from bench.apply.optimizer import learning_rate
 from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
@@ -422,6 +424,93 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     for path, step in zip(committed(tmp_path / "checkpoints"), (10, 20), strict=True):
         assert (faults.whole_state(path)["p/w"] == step).all()
     run.end()
+
+
+def test_what_is_committed_is_synchronised_first(saved, tmp_path, monkeypatch):
+    """Content and losses, then the names beside them, then the final name; old ones go after that."""
+    _, config = saved
+    calls = []
+
+    def fsync(descriptor, real=os.fsync):
+        calls.append(("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        real(descriptor)
+
+    def rename(old, new, real=Path.rename):
+        calls.append(("rename", Path(new)))
+        return real(old, new)
+
+    def remove(self, directory, real=durable.Files.remove):
+        calls.append(("remove", directory))
+        real(self, directory)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(durable.Files, "remove", remove)
+    assert train(config, tmp_path, "--save-every", 10, "--run-name", "r") == 0
+    place = tmp_path / "r/checkpoints"
+    for step in (10, 20):
+        part, final = place / f".step-{step:08}.part", place / f"step-{step:08}"
+        at = calls.index(("rename", final))
+        since = calls.index(("fsync", place), calls.index(("rename", place / "step-00000010")) + 1)
+        before = calls[since if step == 20 else 0 : at]
+        for path in (
+            part / "rank00000.safetensors",
+            part / "manifest.json",
+            tmp_path / "r/steps.jsonl",
+        ):
+            assert ("fsync", path) in before, path
+        assert before[-1] == ("fsync", part) and calls[at + 1] == ("fsync", place)
+
+
+def test_a_disk_that_returns_other_bytes_costs_no_good_checkpoint(tmp_path):
+    """The older ones go only once the newest reads back as it was written."""
+
+    class Rotten(saver.Files):
+        def write(self, path, parts):
+            found = super().write(path, parts)
+            if run.parameter[0, 0] > 10 and path.name != "manifest.json":
+                path.write_bytes(path.read_bytes()[:-1] + b"?")
+            return found
+
+    run = faults.OneRun(tmp_path, Rotten())
+    for step in (5, 10, 15, 20, 25):
+        run.save(step)
+    run.end()
+    assert newest([tmp_path / "checkpoints"]).name == "step-00000010"
+    assert sum("older checkpoints stay" in note for note in run.notes) == 3
+
+
+def test_a_run_that_lost_its_place_commits_nothing(tmp_path):
+    """As after a long sleep of its machine, when another host has taken the place over."""
+    run = faults.OneRun(tmp_path, saver.Files())
+    run.save(5)
+    (tmp_path / "checkpoints/lineage.json").write_text("{}")
+    run.save(10)
+    assert [p.name[-2:] for p in committed(tmp_path / "checkpoints")] == ["05"]
+    assert "step 10 was not saved: another run saves in" in run.notes[0]
+    run.end()
+
+
+def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, monkeypatch):
+    """Not those of the first steps again, nor the same after each resumption."""
+    from bench.run import loop
+
+    out, config = saved
+    seeds = []
+
+    def measure(*args, real=loop.measure):
+        seeds.append(torch.initial_seed())
+        real(*args)
+
+    monkeypatch.setattr(train_module, "measure", measure)
+    for step in ("05", "10"):
+        where = out / f"whole/checkpoints/step-000000{step}"
+        other = ["--bsz", "2", "--grad-acc-steps", "2", "--run-name", step]
+        assert train(config, tmp_path, "--resume", where, *other) == 0
+        notes = json.loads((tmp_path / step / "result.json").read_text())["notes"]
+        assert any("dropout draws other numbers" in note for note in notes)
+    assert train(config, tmp_path, "--run-name", "0") == 0
+    assert len(set(seeds)) == 3
 
 
 def test_losses_are_on_disk_before_their_checkpoint(saved, tmp_path, monkeypatch):

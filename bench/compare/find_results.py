@@ -5,6 +5,7 @@ import csv
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def discover(directory: Path) -> list[Path]:
         for name in sorted(files):
             if own_sweep and name != "results.csv":
                 continue
-            if name in ("steps.jsonl", "sweep.json"):
+            if name in ("steps.jsonl", "sweep.json") or re.fullmatch(r"rank\d+\.txt", name):
                 continue
             if Path(name).suffix in (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err"):
                 found.append(here / name)

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
 from bench.errors import NotJoined, UsageError
+from bench.files import write_whole
 from bench.measure.device import cpu_count, is_out_of_memory
 from bench.results.result_files import RUN_POINTER
 
@@ -200,22 +201,22 @@ def _attempt() -> str:
 _LASTING: list[dist.Store] = []
 
 
-def tell_next(ranks: Ranks, directory: Path) -> None:
-    """Leave word of this run's directory for the launcher, and for the attempt after this one."""
+def tell_next(ranks: Ranks, word: str) -> None:
+    """Leave word of this run for the launcher, and for the attempt after this one."""
     if ranks.main and _LASTING:
-        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", str(directory))
+        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)
     if ranks.local_rank == 0 and (private := os.environ.get(MEETING)):
         with contextlib.suppress(OSError):
-            (Path(private) / RUN_POINTER).write_text(str(directory), encoding="utf-8")
+            write_whole(Path(private) / RUN_POINTER, word)
 
 
-def run_before() -> Path | None:
-    """The directory of the run that the launcher of this one started last, where it left word."""
+def word_before() -> str | None:
+    """The word that the run left which the launcher of this one started last, if any."""
     key = f"llm-train-bench/{RUN_POINTER}"
     if _LASTING and _LASTING[-1].check([key]):
-        return Path(_LASTING[-1].get(key).decode())
+        return _LASTING[-1].get(key).decode()
     with contextlib.suppress(OSError, KeyError):
-        return Path((Path(os.environ[MEETING]) / RUN_POINTER).read_text(encoding="utf-8"))
+        return (Path(os.environ[MEETING]) / RUN_POINTER).read_text(encoding="utf-8")
     return None
 
 

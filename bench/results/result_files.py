@@ -150,8 +150,16 @@ def _started(pid: int | None) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-# Rank 0 leaves the path of its run in a file of this name, for the process that started it.
+# The first rank of a machine leaves its run's directory and lineage, a line each, in a file of this name
+# for the process that started it.
 RUN_POINTER = "run"
+
+
+def run_told(pointer: Path) -> Path | None:
+    """The directory of the run that a RUN_POINTER names."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(pointer.read_text(encoding="utf-8").rpartition("\n")[0])
+    return None
 
 
 def complete_result(pointer: Path, status: str, error: str, consequences: tuple[str, ...]) -> None:
@@ -160,7 +168,7 @@ def complete_result(pointer: Path, status: str, error: str, consequences: tuple[
     An error that begins with one of `consequences` is not the cause.
     """
     with contextlib.suppress(OSError, ValueError):
-        path = Path(pointer.read_text(encoding="utf-8")) / "result.json"
+        path = (run_told(pointer) or pointer) / "result.json"
         file = ResultFile(path.parent, None)
         result = Result.model_validate_json(path.read_text(encoding="utf-8"))
         of_others = re.sub(r"^rank \d+: ", "", result.error or "").startswith(consequences)

@@ -37,7 +37,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from bench.errors import Interrupted, UsageError
 from bench.files import write_whole
 from bench.parallel.ranks import MEETING, ROUND
-from bench.results.result_files import RUN_POINTER, complete_result
+from bench.results.result_files import RUN_POINTER, complete_result, run_told
 from bench.run.failures import ENDING, LOST, NO_CAUSE, PREEMPTED, STOPPED_FILE, Heard, first_error
 from bench.run.launch import check_started_by_launcher
 from bench.settings.command_line import parse_args
@@ -200,9 +200,7 @@ def _told(failures: dict[int, Any], prog: str, private: Path, main: bool, again:
     status, who = "oom" if code == 3 else "failed", f"rank {rank}: {text}"
     if text.startswith("interrupted by"):
         status = "interrupted"
-    run = None
-    with contextlib.suppress(OSError):
-        run = Path((private / RUN_POINTER).read_text(encoding="utf-8"))
+    run = run_told(private / RUN_POINTER)
     if run and not isinstance(data, dict):  # other nodes read it there
         with contextlib.suppress(OSError):
             (run / "errors").mkdir(exist_ok=True)

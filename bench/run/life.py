@@ -20,7 +20,7 @@ from bench.errors import CompileError, UsageError
 from bench.formulas.flops import flops_per_token
 from bench.measure.device import peak_memory
 from bench.measure.steps import StepLog
-from bench.parallel.ranks import Ranks, broadcast, broken_group, run_before, tell_next
+from bench.parallel.ranks import Ranks, broadcast, broken_group, tell_next, word_before
 from bench.results.console import ProgressDisplay, print_header, print_result, say
 from bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from bench.results.goodput import lineage_before, time_parts
@@ -91,16 +91,17 @@ class Run:
         if self.ranks.main:
             try:
                 restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-                before = run_before()
                 name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
                 attempt, self.leases = begin_attempt(
-                    plan.saving, Path(output.output_dir), name, restarts, before, self._check
+                    plan.saving, Path(output.output_dir), name, restarts, word_before(), self._check
                 )
             except (OSError, UsageError) as error:
                 problem = _told(error)
         attempt, problem = broadcast(self.ranks, (attempt, problem))
         if problem:
             raise UsageError(problem)
+        line = attempt.lineage.model_dump_json()
+        tell_next(self.ranks, f"{attempt.directory.resolve()}\n{line}")
         return attempt
 
     def _check(self, manifest: Manifest, where: Path) -> None:
@@ -143,7 +144,6 @@ class Run:
         if self.ranks.world > 1:
             limit = patience(self.device, self.plan.ranks.dist_timeout)
             self.hang = HangWatch(self._end_hanging, limit, broken_group)
-        tell_next(self.ranks, self.directory.resolve())
         if self.ranks.main:
             self.file.write(self.result)
             print_header(self.result, self.plan.work)

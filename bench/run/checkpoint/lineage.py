@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.errors import UsageError
-from bench.results.result_files import command_began, read_result, this_process
+from bench.results.result_files import command_began, this_process
 from bench.results.schema import Lineage, Writer
 from bench.run.checkpoint.durable import Files
 from bench.run.checkpoint.manifest import (
@@ -179,19 +179,19 @@ def begin_attempt(
     top: Path,
     name: str,
     restarts: int,
-    before: Path | None,
+    before: str | None,
     check: Callable[[Manifest, Path], None],
 ) -> tuple[Attempt, list[Lease]]:
     """The attempt that this run is, and what it holds. Nothing else decides where a run starts.
 
-    `top` is where runs of that `name` lie. `restarts` counts a launcher's, and `before` is the run that
-    it started last. `check` refuses a checkpoint of another training. UsageError for one that is
-    missing or a living run's.
+    `top` is where runs of that `name` lie. `restarts` counts a launcher's, and `before` is the word that
+    the run left which it started last. `check` refuses a checkpoint of another training. UsageError
+    for one that is missing or a living run's.
     """
     lineage, notes = None, []
     if before:
-        with contextlib.suppress(OSError, ValueError):
-            lineage, top = read_result(before / "result.json").lineage, before.parent
+        directory, _, line = before.rpartition("\n")
+        lineage, top = Lineage.model_validate_json(line), Path(directory).parent
     if restarts and not lineage:
         notes.append(f"restart {restarts}: the attempts before it left no word of what they saved")
     name = lineage.name if lineage else name
@@ -208,7 +208,8 @@ def begin_attempt(
 
         for place in own:
             lease(place)
-        known = [lineage] if lineage else [lease.lineage for lease in leases]
+        saved = [lease for lease in leases if committed(lease.place)]
+        known = [lineage] if lineage else [lease.lineage for lease in saved or leases[-1:]]
         if len({one.id for one in known}) > 1:
             raise UsageError(
                 f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, own))}; "
