@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 what=${1:-}
 out=${OUT:-gpu-results}
 py=${PY:-python3}
-export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/llm-train-bench-inductor}
+export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-$PWD}/.cache}/llm-train-bench/inductor}
 case $what in
   facts | compare | test) ;;
   *)

@@ -20,6 +20,7 @@ from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
 from bench.errors import UsageError
 from bench.parallel.ranks import MEETING
+from bench.results.result_files import command_began
 from bench.results.schema import Lineage, Writer
 from bench.run.checkpoint import durable, lineage, saver
 from bench.run.checkpoint.manifest import committed, newest, verify
@@ -549,6 +550,32 @@ def test_samples_go_on_with_another_batch(saved, tmp_path, monkeypatch):
     assert rows[2].stop == 60 + 10 * 2
     last = newest([tmp_path / "r/checkpoints"])
     assert verify(last).samples == 80
+
+
+def test_goodput_counts_every_step_once(saved, tmp_path):
+    """Its parts are the steps' own times, by what became of them, and the time between attempts."""
+    _, config = saved
+    flags = ["--save-every", 5, "--run-name", "r", "--resume", "auto"]
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, 8)
+        assert train(config, tmp_path, *flags) == 1
+    time.sleep(0.3)
+    before, process_began = time.time(), command_began(started_again=False)
+    assert train(config, tmp_path, *flags) == 0
+    first, last = (
+        [json.loads(x) for x in (tmp_path / name / "steps.jsonl").read_text().splitlines()]
+        for name in ("r", "r-restart1")
+    )
+    m = json.loads((tmp_path / "r-restart1/result.json").read_text())["metrics"]
+    parts = m["time_parts_s"]
+    assert [s["step"] for s in first[5:]] == [5, 6, 7]
+    assert parts["lost steps"] == pytest.approx(sum(s["step_time_s"] for s in first[5:]))
+    assert parts["steps"] == pytest.approx(sum(s["step_time_s"] for s in first[:5] + last))
+    assert parts["save"] >= first[5]["at"] - first[5]["step_time_s"] - first[4]["at"] > 0
+    # In this process all attempts began when it did; the rest ends when the last is written.
+    whole = sum(parts.values())
+    assert before - process_began < whole < time.time() - process_began
+    assert m["goodput"] == pytest.approx(parts["steps"] / whole)
 
 
 def test_a_token_file_is_told_from_another_by_all_of_its_bytes(saved, tmp_path, capsys):
