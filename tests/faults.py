@@ -264,7 +264,8 @@ def states(count: int = 0) -> str:
         again.end()
         left = sorted(p.name for p in (here / "checkpoints").iterdir())
         left = [name for name in left if not name.startswith("damaged-step-00000020-")]
-        assert left.pop(0) == "lineage.json" and len(left) <= 2, left
+        assert left[:2] == ["lineage.json", "lineage.lock"] and len(left) <= 4, left
+        left = left[2:]
         assert all(name.startswith("step-") for name in left) and left[-1] == "step-00000025", left
         n += 1
     return f"{n} crash states"
@@ -727,7 +728,8 @@ SOURCE_MUTANTS = [
      "token_file"),
     ("lineage.py", "key=lambda one: one.attempt, default=None)", "key=lambda one: -one.attempt, "
      "default=None)", "another_place or two_runs"),
-    ("lineage.py", "if locked is False or idle_s < STALE_S:", "if False:", "two_runs or another_host"),
+    ("lineage.py", "        if locked is not False and (", "        if True or (", "two_runs"),
+    ("lineage.py", "or not self._renewed():", "or True:", "another_host"),
     ("lineage.py", "                if committed(attempt.place):", "                if False:",
      "another_run_are_not_touched"),
     ("lineage.py", "if step_of(path) > start:", "if False:", "damaged_checkpoint"),

@@ -185,15 +185,13 @@ def end(child: int) -> None:
 def hold(place, host=None):
     """Take a directory as another run does, on this host or as if on another."""
     line = Lineage(id="other", name="r", attempt=3, began=0.0, started=0.0)
-    if host:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lineage, "this_process", lambda: Writer(host=host, boot="x", pid=1))
-            lease = lineage.Lease(place)
-            lease.take(line)
-            lease.ended.set()
-            os.close(lease.file)
-    else:
-        lineage.Lease(place).take(line)
+    with pytest.MonkeyPatch.context() as patch:
+        if host:
+            there = Writer(host=host, boot="x", pid=1)
+            patch.setattr(lineage, "this_process", lambda: there)
+        lease = lineage.Lease(place)
+        lease.take(line)
+    return lease
 
 
 def test_two_runs_do_not_save_in_one_place(saved, tmp_path, capsys):
@@ -213,15 +211,21 @@ def test_two_runs_do_not_save_in_one_place(saved, tmp_path, capsys):
 
 
 def test_a_run_of_another_host_is_gone_after_a_while(saved, tmp_path, capsys, monkeypatch):
+    """One that touches its record is refused; one that does not is waited for, and replaced."""
     _, config = saved
     place = tmp_path / "ck/r"
-    hold(place, "elsewhere")
+    monkeypatch.setattr(lineage, "RENEWED_S", 0.5)
+    monkeypatch.setattr(lineage, "STALE_S", 3.0)
+    lease = hold(place, "elsewhere")
     flags = ["--save-every", 5, "--save-dir", tmp_path / "ck", "--run-name", "r"]
+    os.close(lease.file)  # its lock is not seen from here
     assert train(config, tmp_path / "x", *flags) == 2
-    assert "process 1 on elsewhere is alive; 60 s after its last sign" in capsys.readouterr().err
-    past = time.time() - 61
-    os.utime(place / "lineage.json", (past, past))
+    assert "process 1 on elsewhere is alive; end it first" in capsys.readouterr().err
+    lease.ended.set()
+    time.sleep(0.6)
+    start = time.monotonic()
     assert train(config, tmp_path / "x", *flags) == 0
+    assert time.monotonic() - start > 2.0
 
 
 def test_without_locks_time_tells(tmp_path, monkeypatch):
@@ -231,15 +235,16 @@ def test_without_locks_time_tells(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(lineage.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(lineage, "RENEWED_S", 0.5)
     first = lineage.Lease(tmp_path / "p")
     first.take(Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0))
     with pytest.raises(UsageError, match="is alive"):
         lineage.Lease(tmp_path / "p")
-    past = time.time() - 61
-    os.utime(tmp_path / "p/lineage.json", (past, past))
+    first.ended.set()
+    monkeypatch.setattr(lineage, "STALE_S", 0.0)
+    time.sleep(0.6)
     hold(tmp_path / "p", "elsewhere")
     assert not first.held()
-    first.release()
     assert lineage.lineage_of(tmp_path / "p").id == "other"
 
 

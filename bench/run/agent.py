@@ -192,30 +192,27 @@ def _told(failures: dict[int, Any], prog: str, private: Path, main: bool, again:
     rank = first_failure(failures)
     first = failures[rank]
     code = first.exitcode if first.exitcode in (2, 3, 4) else 1
-    data = first.error_file_data.get("message", {})
-    text = data.get("message") if isinstance(data, dict) else None
-    text = text or (
+    data = first.error_file_data.get("message")
+    data = data if isinstance(data, dict) else {}
+    text = data.get("message") or (
         f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     )
-    status, who = "oom" if code == 3 else "failed", f"rank {rank}: {text}"
-    if text.startswith("interrupted by"):
-        status = "interrupted"
-    run = run_told(private / RUN_POINTER)
-    if run and not isinstance(data, dict):  # other nodes read it there
+    interrupted = text.startswith("interrupted by")
+    status = "interrupted" if interrupted else "oom" if code == 3 else "failed"
+    who, run = f"rank {rank}: {text}", run_told(private / RUN_POINTER)
+    if run and not data:  # other nodes read it there
         with contextlib.suppress(OSError):
             (run / "errors").mkdir(exist_ok=True)
             write_whole(run / f"errors/rank{rank}.txt", f"{status}: {text}\n")
     end = time.monotonic() + 5.0
-    while run and text.startswith(NO_CAUSE) and (cause := first_error(run, time.time())) is None:
-        if time.monotonic() > end:
+    while run and text.startswith(NO_CAUSE) and time.monotonic() < end:
+        if cause := first_error(run, time.time()):
+            status, who = cause
             break
         time.sleep(0.1)
-    if run and text.startswith(NO_CAUSE) and cause:
-        status, who = cause
-    if isinstance(data, dict) and data.get("extraInfo", {}).get("shown"):
+    if data.get("extraInfo", {}).get("shown"):
         print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
-    shown = text if code in (2, 4) else who
-    print(f"{prog}: {shown}{again}", file=sys.stderr, flush=True)
+    print(f"{prog}: {text if code in (2, 4) else who}{again}", file=sys.stderr, flush=True)
     if main:
         complete_result(private / RUN_POINTER, status, who, (LOST,))
     return code

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.errors import UsageError
+from bench.files import write_whole
+from bench.results.console import say
 from bench.results.result_files import command_began, this_process
 from bench.results.schema import Lineage, Writer
 from bench.run.checkpoint.durable import Files
@@ -32,7 +34,7 @@ from bench.run.checkpoint.manifest import (
 from bench.settings.flags import SaveFlags
 from bench.strict import Strict
 
-RECORD = "lineage.json"
+RECORD, LOCK = "lineage.json", "lineage.lock"
 # A holder touches its record so often [s]; from another host it counts as gone after STALE_S.
 RENEWED_S, STALE_S = 10.0, 60.0
 
@@ -47,61 +49,55 @@ class PlaceRecord(Strict):
 class Lease:
     """The right of one process to save in a directory.
 
-    On one machine the kernel's lock on the record tells whether its holder lives: it ends with the
-    process. From another machine, or without locks, only time tells.
+    On one machine the kernel's lock tells whether its holder lives: it ends with the process, and no
+    child inherits it. From another machine, or without locks, only time tells.
     """
 
     def __init__(self, place: Path):
-        """UsageError while another process holds it; OSError where it cannot be written."""
+        """UsageError while another process holds it; OSError where it cannot be written.
+
+        Waits up to STALE_S to see whether a holder on another machine still lives.
+        """
         place.mkdir(parents=True, exist_ok=True)
-        self.place, self.path, self.ended = place, place / RECORD, threading.Event()
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.place, self.ended, self.mine = place, threading.Event(), None
+        # A file that nothing else opens: who closes it anywhere in this process loses the lock.
+        self.file = os.open(place / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self._refuse_living(self._lock())
+            self._refuse_living()
         except BaseException:
             os.close(self.file)
             raise
 
-    def _lock(self) -> bool | None:
-        """Whether the lock is ours; None where there are none."""
+    def _refuse_living(self) -> None:
+        locked = True
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        except OSError:
-            return None
-        return True
-
-    def _refuse_living(self, locked: bool | None) -> None:
-        record, here = self.read(), this_process()
+        except OSError as error:
+            locked = None  # this file system has no locks
+            if isinstance(error, BlockingIOError | PermissionError):
+                locked = False
+        record, here = record_of(self.place), this_process()
         holder = record.holder if record else None
-        if locked is not False and holder is None:
-            return
         same = holder and (holder.host, holder.boot) == (here.host, here.boot)
-        if locked is False or not (same and locked):
-            probe = self.place / f".now-{here.host}-{here.pid}"
-            probe.touch()  # the file system's own time, which may not be this machine's
-            idle_s = probe.stat().st_mtime - os.fstat(self.file).st_mtime
-            probe.unlink()
-            if locked is False or idle_s < STALE_S:
-                who = f"process {holder.pid} on {holder.host}" if holder else "another process"
-                more = "" if same else f"; {STALE_S:g} s after its last sign it counts as gone"
-                raise UsageError(
-                    f"{self.place}: another run saves there: {who} is alive{more}; end it first, or "
-                    "choose another --run-name"
-                )
+        if locked is not False and (holder is None or (same and locked) or not self._renewed()):
+            return
+        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+        raise UsageError(
+            f"{self.place}: another run saves there: {who} is alive; end it first, or choose another "
+            "--run-name"
+        )
 
-    def read(self) -> PlaceRecord | None:
-        """The record; None where there is none, or half of one."""
-        with contextlib.suppress(OSError, ValueError):
-            return PlaceRecord.model_validate_json(os.pread(self.file, 2**16, 0))
-        return None
-
-    @property
-    def lineage(self) -> Lineage | None:
-        """The lineage that saved here."""
-        record = self.read()
-        return record.lineage if record else lineage_of(self.place)
+    def _renewed(self) -> bool:
+        """Whether the record is touched before it counts as given up, by the file system's clock."""
+        touched = (self.place / RECORD).stat().st_mtime
+        say(f"{self.place}: waits up to {STALE_S:g} s for a sign of the run that saved there")
+        while True:
+            os.utime(self.file)
+            if os.fstat(self.file).st_mtime - touched > STALE_S:
+                return False
+            time.sleep(0.2)
+            if (self.place / RECORD).stat().st_mtime != touched:
+                return True
 
     def take(self, lineage: Lineage) -> None:
         """Write down that this process saves here, as an attempt of a lineage, from now on."""
@@ -110,34 +106,38 @@ class Lease:
 
     def _write(self, record: PlaceRecord) -> None:
         self.mine = record
-        text = record.model_dump_json().encode()
-        os.pwrite(self.file, text, 0)
-        os.ftruncate(self.file, len(text))
-        os.fsync(self.file)
+        write_whole(self.place / RECORD, record.model_dump_json())
 
     def _renew(self) -> None:
         while not self.ended.wait(RENEWED_S):
             with contextlib.suppress(OSError):
-                os.utime(self.file)
+                os.utime(self.place / RECORD)
 
     def held(self) -> bool:
         """Whether no other process has taken it since, as after a long sleep of this machine."""
-        return self.read() == self.mine
+        return record_of(self.place) == self.mine
 
     def release(self) -> None:
         """Let another process save here at once."""
         if not self.ended.is_set():
             self.ended.set()
-            with contextlib.suppress(OSError, AttributeError):  # gone, full; or never taken
-                if self.held():
+            with contextlib.suppress(OSError):  # gone, or full
+                if self.mine and self.held():
                     self._write(PlaceRecord(lineage=self.mine.lineage, holder=None))
             os.close(self.file)
 
 
+def record_of(place: Path) -> PlaceRecord | None:
+    """The record of a directory; None where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return PlaceRecord.model_validate_json((place / RECORD).read_bytes())
+    return None
+
+
 def lineage_of(place: Path) -> Lineage | None:
     """The lineage that saved in a directory, by its record, or by the newest manifest."""
-    with contextlib.suppress(OSError, ValueError):
-        return PlaceRecord.model_validate_json((place / RECORD).read_bytes()).lineage
+    if record := record_of(place):
+        return record.lineage
     for path in reversed(committed(place)):
         with contextlib.suppress(OSError, ValueError):
             return read_manifest(path).lineage
@@ -203,13 +203,19 @@ def begin_attempt(
         leases: list[Lease] = []
 
         def lease(place: Path) -> None:
-            leases.append(Lease(place))
-            held.callback(leases[-1].release)
+            try:
+                leases.append(Lease(place))
+                held.callback(leases[-1].release)
+            except OSError:
+                if saving.save_every:  # otherwise it is only read
+                    raise
 
         for place in own:
             lease(place)
         saved = [lease for lease in leases if committed(lease.place)]
-        known = [lineage] if lineage else [lease.lineage for lease in saved or leases[-1:]]
+        known = (
+            [lineage] if lineage else [lineage_of(lease.place) for lease in saved or leases[-1:]]
+        )
         if len({one.id for one in known}) > 1:
             raise UsageError(
                 f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, own))}; "
