@@ -232,7 +232,8 @@ def check_causes(out: Path, name: str, kind: str) -> None:
         if r.status == "failed" and ours:
             assert "killed by SIGKILL" in told, (kind, r.run_name, told)
         elif r.status == "interrupted" and ours:
-            assert "the end of its launcher" in told or "rank" in told, (kind, r.run_name, told)
+            ended = kind == "nodes" and "SIGTERM" in told  # as the other node's launcher was killed
+            assert ended or "the end of its launcher" in told, (kind, r.run_name, told)
         done = r.status == "ok"  # and killed after that
         assert done or r.status in ("failed", "killed", "interrupted", "preempted"), (
             r.status,
@@ -341,9 +342,9 @@ def make_reference(top: Path) -> Path:
     return top / "reference"
 
 
-def chains(count: int = 100, seed: int = 5) -> str:
+def chains(count: int = 100) -> str:
     """Chains of up to four attempts under every start, in turn."""
-    draw, kills = random.Random(seed), 0
+    draw, kills = random.Random(os.environ.get("SEED", "5")), 0
     with tempfile.TemporaryDirectory(prefix="chains-") as top:
         reference = make_reference(Path(top))
         for number in range(count):

@@ -726,8 +726,8 @@ SOURCE_MUTANTS = [
      "token_file"),
     ("manifest.py", "(seen.bytes, seen.mtime_ns) == (size, stat.st_mtime_ns)", "seen.bytes == size",
      "token_file"),
-    ("lineage.py", "key=lambda one: one.attempt, default=None)", "key=lambda one: -one.attempt, "
-     "default=None)", "another_place or two_runs"),
+    ("../../compare/find_results.py", "for number in sorted(attempts)]",
+     "for number in sorted(attempts, reverse=True)]", "whole_chain"),
     ("lineage.py", "        if locked is not False and (", "        if True or (", "two_runs"),
     ("lineage.py", "or not self._renewed():", "or True:", "another_host"),
     ("lineage.py", "                if committed(attempt.place):", "                if False:",
@@ -768,7 +768,10 @@ SOURCE_MUTANTS = [
 
 def source_mutants(count: int = 100) -> str:
     """The product with one thing taken out: one of the tests that are named for it must fail."""
+    first = int(os.environ.get("FIRST", 0))
     for number, (name, old, new, tests) in enumerate(SOURCE_MUTANTS[:count]):
+        if number < first:
+            continue
         with tempfile.TemporaryDirectory(prefix="mutant-") as top:
             files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
             for path in files.strip("\0").split("\0"):
@@ -814,6 +817,7 @@ PARTS = {
         requests,
         disk,
         mutants,
+        source_mutants,
     )
 }
 

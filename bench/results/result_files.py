@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from bench.errors import printable_data
 from bench.files import shown_word
-from bench.results.schema import Result, Writer
+from bench.results.schema import Lineage, Result, Writer
 from model.json_keys import parse_json
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
@@ -156,9 +156,11 @@ RUN_POINTER = "run"
 
 
 def run_told(pointer: Path) -> Path | None:
-    """The directory of the run that a RUN_POINTER names."""
+    """The directory of the run that a RUN_POINTER names, if it has a result and that is this run's."""
     with contextlib.suppress(OSError, ValueError):
-        return Path(pointer.read_text(encoding="utf-8").rpartition("\n")[0])
+        directory, _, line = pointer.read_text(encoding="utf-8").rpartition("\n")
+        lineage = read_result(Path(directory) / "result.json").lineage
+        return Path(directory) if lineage == Lineage.model_validate_json(line) else None
     return None
 
 
@@ -168,7 +170,7 @@ def complete_result(pointer: Path, status: str, error: str, consequences: tuple[
     An error that begins with one of `consequences` is not the cause.
     """
     with contextlib.suppress(OSError, ValueError):
-        path = (run_told(pointer) or pointer) / "result.json"
+        path = (run_told(pointer) or pointer) / "result.json"  # below a file there is none
         file = ResultFile(path.parent, None)
         result = Result.model_validate_json(path.read_text(encoding="utf-8"))
         of_others = re.sub(r"^rank \d+: ", "", result.error or "").startswith(consequences)

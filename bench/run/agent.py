@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.start import PARENT
+from bench.start import PARENT, early_wish
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -69,9 +69,12 @@ def run_agent(
         def _monitor_workers(self, worker_group):
             result = super()._monitor_workers(worker_group)
             if result.state == WorkerState.FAILED:
-                again = "; all ranks start again" if self._remaining_restarts else ""
                 main = any(worker.global_rank == 0 for worker in worker_group.workers)
-                codes.append(_told(result.failures, prog, private, main, again))
+                codes.append(_told(result.failures, prog, private, main))
+                if codes[-1] in (2, 4):  # it would end the same again
+                    self._remaining_restarts = 0
+                if self._remaining_restarts:
+                    print(f"{prog}: all ranks start again", file=sys.stderr, flush=True)
             return result
 
         def _start_workers(self, worker_group):
@@ -109,6 +112,8 @@ def run_agent(
                 PContext.close.__defaults__ = (None, patience)
         api.LocalElasticAgent = Agent
         try:
+            if number := early_wish():
+                raise SignalException("while this started", signal.Signals(number))
             api.elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError:
             return codes[-1]
@@ -187,7 +192,7 @@ def first_failure(failures: dict[int, Any]) -> int:
     return first
 
 
-def _told(failures: dict[int, Any], prog: str, private: Path, main: bool, again: str) -> int:
+def _told(failures: dict[int, Any], prog: str, private: Path, main: bool) -> int:
     """Print the error of the rank that failed first, and see that the result says it; its exit code."""
     rank = first_failure(failures)
     first = failures[rank]
@@ -212,7 +217,7 @@ def _told(failures: dict[int, Any], prog: str, private: Path, main: bool, again:
         time.sleep(0.1)
     if data.get("extraInfo", {}).get("shown"):
         print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
-    print(f"{prog}: {text if code in (2, 4) else who}{again}", file=sys.stderr, flush=True)
+    print(f"{prog}: {text if code in (2, 4) else who}", file=sys.stderr, flush=True)
     if main:
         complete_result(private / RUN_POINTER, status, who, (LOST,))
     return code

@@ -46,11 +46,9 @@ from bench.settings.plan import Plan
 
 
 def _told(error: Exception) -> str:
-    return (
-        f"{error.filename}: cannot be written: {error.strerror}"
-        if isinstance(error, OSError)
-        else str(error)
-    )
+    if isinstance(error, OSError):
+        return f"{error.filename}: cannot be written: {error.strerror}"
+    return str(error)
 
 
 class Run:

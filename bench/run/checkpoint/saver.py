@@ -116,7 +116,6 @@ class _Save:
     def __init__(self, step: int, staging: Staging):
         self.step, self.staging = step, staging
         self.deadline = float("inf")
-        self.thread: threading.Thread | None = None
         # Who takes it first decides: the thread, to commit, or the loop, to give up.
         self.fate = threading.Lock()
 
@@ -244,11 +243,6 @@ class Saver:
         parts = {name: [part for _, part in share.values()] for name, share in shares.items()}
         save = _Save(step, self.staging)
         copies, event = save.staging.copy(tensors | random_state(self.run.device))
-        scaler = self.run.scaler
-        content = {
-            "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
-            "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
-        }
         share = _Share(
             file_of(self.run.ranks.rank), parts=parts, described=described(self.model, shapes)
         )
@@ -256,6 +250,11 @@ class Saver:
         self.run.end_steps()
         synchronize(self.run.device)
         self.run.log.pause()
+        scaler = self.run.scaler
+        content = {
+            "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
+            "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
+        }
         save.deadline = until or time.monotonic() + self.flags.save_timeout
         arguments = save, copies, event, share, content
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
@@ -281,7 +280,7 @@ class Saver:
     def _give_up(self, when: str = "at once") -> None:
         """Nothing is saved any more. The thread keeps its copies, and cannot commit them."""
         save, self.saving = self.saving, None
-        if save and save.thread and save.lasts(0.0):
+        if save and save.lasts(0.0):
             self.given_up, self.staging = True, None
             if save.fate.acquire(blocking=False):
                 self._tell(
