@@ -467,6 +467,42 @@ def check_second_run(top: Path, config: Path) -> None:
         signal_all(list(job.members()), signal.SIGKILL)
 
 
+def check_slow_save(top: Path, config: Path) -> None:
+    """A save slower than its timeout is given up, and the run ends well; the next attempt saves."""
+    out, log = top / "slow-save", top / "slow-save.log"
+    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", "r", "--resume", "auto"]
+    for slow, steps in (("4", None), ("0", STEPS + 2)):
+        flags = ["--save-timeout", "1"]
+        job = start("script", [*argv, *flags], 0, log, slow_script(top), {"SLOW_S": slow})
+        assert job.finish() == [0], log.read_text()[-2000:]
+        found = newest([out / "r/checkpoints"])
+        assert (found and step_of(found)) == steps, (slow, found)
+    r = read_result(out / "r/result.json")
+    assert any("given up after 1 s; no more saves are made" in note for note in r.notes), r.notes
+
+
+def check_stopwatch(top: Path, config: Path) -> str:
+    """The parts of a killed and resumed run's time, against a stopwatch of the test's own."""
+    out, log, begin = top / "watch", top / "watch.log", time.time()
+    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", "r", "--resume", "auto",
+            "--n-steps", "500"]  # fmt: skip
+    job = start("script", argv, 0, log)
+    wait_for(lambda: len(list((out / "r/checkpoints").glob("step-*"))) == 2, job, log)
+    signal_all(list(job.members()), signal.SIGKILL)
+    job.finish()
+    killed = time.time()
+    time.sleep(3.0)
+    waited = time.time() - killed
+    assert start("script", argv, 0, log).finish() == [0], log.read_text()[-2000:]
+    took = time.time() - begin
+    m = read_result(out / "r-restart1/result.json").metrics
+    whole = sum(m.time_parts_s.values())
+    # The launcher ends after the result is written.
+    assert 0 <= took - whole < 5 and waited <= m.time_parts_s["waiting"] < waited + 3, (took, m)
+    parts = ", ".join(f"{name} {s:.1f}" for name, s in m.time_parts_s.items())
+    return f"{whole:.1f} s of {took:.1f} by a stopwatch, goodput {m.goodput:.1%}: {parts}"
+
+
 def requests(count: int = 0) -> str:
     """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
     n = 0
@@ -485,5 +521,8 @@ def requests(count: int = 0) -> str:
             check_second_signal(kind, Path(top))
             print(f"  {kind}, twice", flush=True)
             n += 1
-        check_second_run(Path(top), faults.make_config(Path(top)))
-    return f"{n + 1} requests"
+        config = faults.make_config(Path(top))
+        check_second_run(Path(top), config)
+        check_slow_save(Path(top), config)
+        print(f"  {check_stopwatch(Path(top), config)}", flush=True)
+    return f"{n} requests, a second run, a slow save, a stopwatch"

@@ -200,11 +200,13 @@ def test_two_runs_do_not_save_in_one_place(saved, tmp_path, capsys):
     place = tmp_path / "ck/r"
     holder = fork_of(lambda: hold(place))
     flags = ["--save-every", 5, "--save-dir", tmp_path / "ck", "--run-name", "r"]
-    for more in ([], ["--resume", "auto"]):
-        assert train(config, tmp_path / "x", *flags, *more) == 2
-        assert f"another run saves there: process {holder} on" in capsys.readouterr().err
-    assert not (tmp_path / "x").exists()
-    end(holder)
+    try:
+        for more in ([], ["--resume", "auto"]):
+            assert train(config, tmp_path / "x", *flags, *more) == 2
+            assert f"another run saves there: process {holder} on" in capsys.readouterr().err
+        assert not (tmp_path / "x").exists()
+    finally:
+        end(holder)
     assert train(config, tmp_path / "y", *flags, "--resume", "auto") == 0
     assert newest([place]).name == "step-00000020"
     assert lineage.lineage_of(place).id == "other" and lineage.lineage_of(place).attempt == 4
