@@ -729,7 +729,7 @@ SOURCE_MUTANTS = [
     ("../../compare/find_results.py", "for number in sorted(attempts)]",
      "for number in sorted(attempts, reverse=True)]", "whole_chain"),
     ("lineage.py", "        if locked is not False and (", "        if True or (", "two_runs"),
-    ("lineage.py", "or not self._renewed():", "or True:", "another_host"),
+    ("lineage.py", "or not self._renewed())", "or True)", "another_host"),
     ("lineage.py", "                if committed(attempt.place):", "                if False:",
      "another_run_are_not_touched"),
     ("lineage.py", "if step_of(path) > start:", "if False:", "damaged_checkpoint"),
