@@ -21,9 +21,14 @@ _agent: int | None = None
 _wish: int | None = None
 
 
-def _begin() -> None:
+def is_script() -> bool:
+    """Whether one of our scripts is what this process runs."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    if main is None or Path(main).resolve().parent != _TOP:
+    return main is not None and Path(main).resolve().parent == _TOP
+
+
+def _begin() -> None:
+    if not is_script():
         return
     if os.environ.get("TORCHELASTIC_RUN_ID"):
         end_with_parent()

@@ -208,7 +208,7 @@ class OneRun:
 class Inline:
     """A thread that runs when it is started."""
 
-    def __init__(self, target, args=(), daemon=True):
+    def __init__(self, target, args=(), daemon=True, name=""):
         self.work = lambda: target(*args)
 
     def start(self) -> None:

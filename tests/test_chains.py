@@ -33,7 +33,7 @@ def test_a_chain_ends_as_the_run_that_nobody_disturbed(kind, script, reference, 
     [("itself", "launchers", signal.SIGUSR1), ("nodes", "one", signal.SIGTERM)],
 )
 def test_a_run_is_saved_on_request_however_slow_the_disk(kind, who, number, tmp_path):
-    """SIGUSR1 comes before the first step. One of two nodes is told to end."""
+    """One of two nodes is told to end, and both do."""
     chains.check_saved_on_request(kind, tmp_path, who, number)
 
 

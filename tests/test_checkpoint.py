@@ -255,6 +255,7 @@ def run_again(config, tmp_path, number, *flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
         patch.setenv(MEETING, str(tmp_path))
+        patch.setenv("LLM_TRAIN_BENCH_PARENT", str(os.getppid()))
         code = train(config, tmp_path / "runs", "--run-name", "r", *flags)
     assert code == 0
     name = f"r-restart{number}" if number else "r"
@@ -318,7 +319,9 @@ def test_a_restart_without_word_says_so(saved, tmp_path, monkeypatch):
     assert train(config, tmp_path / "runs", "--run-name", "r", "--save-every", "5") == 0
     path = tmp_path / "runs/r-restart1/result.json"
     r = json.loads(path.read_text())
-    assert any("restart 2: the attempts before it left no word" in note for note in r["notes"])
+    assert any(
+        "restart 2: no attempt before it got so far as to save" in note for note in r["notes"]
+    )
     assert r["resumed_from"] is None
 
 
@@ -361,6 +364,63 @@ def test_another_place_for_the_next_attempt(saved, tmp_path):
     assert train(config, tmp_path / "a", *flags) == 0
     r = json.loads((tmp_path / "a/r-restart2/result.json").read_text())
     assert r["resumed_from"]["step"] == 15
+
+
+def test_a_copy_under_another_name_goes_its_own_way(saved, tmp_path, monkeypatch):
+    """Also when a launcher starts it again: from its own newest checkpoint, and not in the first's."""
+    import shutil
+
+    _, config = saved
+    die_at(monkeypatch, 7)
+    with pytest.raises(AssertionError):
+        run_again(config, tmp_path, 0, "--save-every", "5")
+    (tmp_path / "run").unlink()
+    first = sorted(p.name for p in (tmp_path / "runs/r/checkpoints").iterdir())
+    shutil.copytree(tmp_path / "runs/r", tmp_path / "runs/s")
+    for number, (dies, starts) in enumerate([(12, 5), (None, 10)]):
+        die_at(monkeypatch, dies)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        monkeypatch.setenv(MEETING, str(tmp_path))
+        monkeypatch.setenv("LLM_TRAIN_BENCH_PARENT", str(os.getppid()))
+        flags = ["--save-every", "5", "--run-name", "s", "--resume", "auto"]
+        assert train(config, tmp_path / "runs", *flags) == (1 if dies else 0)
+        path = tmp_path / f"runs/s-restart{number + 1}/result.json"
+        assert json.loads(path.read_text())["resumed_from"]["step"] == starts
+    assert sorted(p.name for p in (tmp_path / "runs/r/checkpoints").iterdir()) == first
+    records = read_records([str(tmp_path / "runs")], print, LogFacts())
+    assert {r.label for r in records} == {"r", "s-restart2"}
+
+
+@pytest.mark.parametrize("what", ["away", "old", "torn"])
+def test_checkpoints_that_cannot_be_read_are_not_passed_over(what, saved, tmp_path, capsys):
+    """The disk is not mounted, or no manifest can be read: no new training under the same name."""
+    _, config = saved
+    flags = ["--save-every", 5, "--run-name", "r", "--resume", "auto"]
+    flags += ["--save-dir", tmp_path / "disk"] if what == "away" else []
+    assert train(config, tmp_path / "a", *flags) == 0
+    place = tmp_path / "a/r/checkpoints"
+    if what == "away":
+        (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    for path in place.glob("step-*/manifest.json"):
+        text = path.read_text()
+        path.write_text(text[:-5] if what == "torn" else text.replace('"lineage": {', '"x": {'))
+    if what != "away":
+        (place / "lineage.json").unlink()
+    assert train(config, tmp_path / "a", *flags) == 2
+    err = capsys.readouterr().err
+    assert (
+        "is its disk mounted?" if what == "away" else "none of its checkpoints can be read"
+    ) in err
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["r"]
+
+
+def test_a_finished_run_that_is_typed_again_keeps_its_speed(saved, tmp_path):
+    _, config = saved
+    for _ in range(2):
+        flags = ["--save-every", 100, "--run-name", "r", "--resume", "auto"]
+        assert train(config, tmp_path, *flags) == 0
+    (record,) = read_records([str(tmp_path)], print, LogFacts())
+    assert record.label == "r" and record.tokens_per_sec and len(record.losses) == 20
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_its_step_saved_again(saved, tmp_path):

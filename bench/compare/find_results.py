@@ -1,5 +1,6 @@
 """Finding the files of runs, and reading each by its kind. Needs no torch."""
 
+import collections
 import contextlib
 import csv
 import hashlib
@@ -69,21 +70,28 @@ def join_attempts(records: list[Record]) -> list[Record]:
     An attempt's steps replace what was done of them, and after them, before it. Speed is the last
     attempt's; the others end in the middle, or have other neighbours.
     """
-    lineages: dict[str, dict[int, Record]] = {}
-    for r in records:
-        if r.lineage:
-            lineages.setdefault(r.lineage[0], {}).setdefault(r.lineage[1], r)
+    lineages: dict[tuple, dict[int, Record]] = {}
+    known = [r for r in records if r.lineage]
+    counts = collections.Counter(r.lineage for r in known)
+    copied = {
+        r.lineage[0] for r in known if counts[r.lineage] > 1
+    }  # and went on in two directories
+    for r in known:
+        where = Path(r.path).parent.parent if r.lineage[0] in copied else None
+        lineages.setdefault((r.lineage[0], where), {})[r.lineage[1]] = r
     gone = set()
     for attempts in lineages.values():
-        *before, last = [attempts[number] for number in sorted(attempts)]
+        runs = [attempts[number] for number in sorted(attempts)]
+        # One that resumed a finished run measured nothing.
+        last = next((r for r in reversed(runs) if r.tokens_per_sec_per_gpu), runs[-1])
         for name in ("losses", "learning_rates"):
             joined: list[tuple[int, float]] = []
-            for r in (*before, last):
+            for r in runs:
                 joined = [x for x in joined if x[0] < r.first_step] + getattr(r, name)
             setattr(last, name, joined)
-        if before:
+        if len(runs) > 1:
             last.notes.append(f"{len(attempts)} attempts of one run; figures are the last one's")
-        gone |= {id(r) for r in before}
+        gone |= {id(r) for r in runs if r is not last}
     return [r for r in records if id(r) not in gone]
 
 

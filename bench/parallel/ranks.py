@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.start import PARENT
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
@@ -18,7 +20,7 @@ from torch.distributed import distributed_c10d
 from bench.errors import NotJoined, UsageError
 from bench.files import write_whole
 from bench.measure.device import cpu_count, is_out_of_memory
-from bench.results.result_files import RUN_POINTER
+from bench.results.result_files import RUN_POINTER, RUN_POINTER_BEFORE
 
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
 # (it may have started Open MPI's daemons), MPICH.
@@ -205,9 +207,9 @@ def tell_next(ranks: Ranks, word: str) -> None:
     """Leave word of this run for the launcher, and for the attempt after this one."""
     if ranks.main and _LASTING:
         _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)
-    if ranks.local_rank == 0 and (private := os.environ.get(MEETING)):
+    if ranks.local_rank == 0 and (private := _launchers_directory()):
         with contextlib.suppress(OSError):
-            write_whole(Path(private) / RUN_POINTER, word)
+            write_whole(private / RUN_POINTER, word)
 
 
 def word_before() -> str | None:
@@ -215,9 +217,17 @@ def word_before() -> str | None:
     key = f"llm-train-bench/{RUN_POINTER}"
     if _LASTING and _LASTING[-1].check([key]):
         return _LASTING[-1].get(key).decode()
-    with contextlib.suppress(OSError, KeyError):
-        return (Path(os.environ[MEETING]) / RUN_POINTER).read_text(encoding="utf-8")
+    if private := _launchers_directory():
+        for name in (RUN_POINTER, RUN_POINTER_BEFORE):
+            with contextlib.suppress(OSError):
+                return (private / name).read_text(encoding="utf-8")
     return None
+
+
+def _launchers_directory() -> Path | None:
+    """The private directory of the launcher of ours that started this rank, if one did."""
+    ours = os.environ.get(PARENT) == str(os.getppid())
+    return Path(os.environ[MEETING]) if ours and MEETING in os.environ else None
 
 
 def _first_host(environ: Mapping[str, str]) -> str:

@@ -150,17 +150,18 @@ def _started(pid: int | None) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-# The first rank of a machine leaves its run's directory and lineage, a line each, in a file of this name
-# for the process that started it.
-RUN_POINTER = "run"
+# The first rank of a machine leaves word of its run in a file of this name for the process that started
+# it, as JSON; that of an attempt before has the other name.
+RUN_POINTER, RUN_POINTER_BEFORE = "run", "run-before"
 
 
 def run_told(pointer: Path) -> Path | None:
     """The directory of the run that a RUN_POINTER names, if it has a result and that is this run's."""
     with contextlib.suppress(OSError, ValueError):
-        directory, _, line = pointer.read_text(encoding="utf-8").rpartition("\n")
-        lineage = read_result(Path(directory) / "result.json").lineage
-        return Path(directory) if lineage == Lineage.model_validate_json(line) else None
+        word = json.loads(pointer.read_text(encoding="utf-8"))
+        directory = Path(word["directory"])
+        lineage = read_result(directory / "result.json").lineage
+        return directory if lineage == Lineage.model_validate(word["lineage"]) else None
     return None
 
 

@@ -37,8 +37,17 @@ from torch.distributed.launcher.api import LaunchConfig
 from bench.errors import Interrupted, UsageError
 from bench.files import write_whole
 from bench.parallel.ranks import MEETING, ROUND
-from bench.results.result_files import RUN_POINTER, complete_result, run_told
-from bench.run.failures import ENDING, LOST, NO_CAUSE, PREEMPTED, STOPPED_FILE, Heard, first_error
+from bench.results.result_files import RUN_POINTER, RUN_POINTER_BEFORE, complete_result, run_told
+from bench.run.failures import (
+    ENDING,
+    LOST,
+    NO_CAUSE,
+    PREEMPTED,
+    SECOND_FILE,
+    STOPPED_FILE,
+    Heard,
+    first_error,
+)
 from bench.run.launch import check_started_by_launcher
 from bench.settings.command_line import parse_args
 from bench.settings.flags import RankFlags, SaveFlags
@@ -82,6 +91,8 @@ def run_agent(
             if worker_group.group_rank == 0:
                 worker_group.store.set(ROUND, uuid.uuid4().hex)
             os.environ[ROUND] = worker_group.store.get(ROUND).decode()
+            with contextlib.suppress(OSError):  # what is said from now on is the new attempt's
+                (private / RUN_POINTER).replace(private / RUN_POINTER_BEFORE)
             return super()._start_workers(worker_group)
 
         def _exit_barrier(self):
@@ -96,6 +107,7 @@ def run_agent(
             heard.again(number)
             raise SignalException(f"got signal {number}", signal.Signals(number))
         if heard.again(number) and agents and agents[-1]._pcontext:
+            (private / SECOND_FILE).touch()
             for pid in agents[-1]._pcontext.pids().values():
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGQUIT)
@@ -146,6 +158,8 @@ def private_directory() -> Iterator[Path]:
     """A directory for a launcher and its ranks, until it ends; those of killed launchers go, too."""
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (old / "launcher").open("r+") as f:
+            if time.time() - old.stat().st_mtime < 60:  # its launcher may be about to lock it
+                continue
             fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its launcher's lock ended with it
             shutil.rmtree(old, ignore_errors=True)
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ from bench.errors import (
 )
 from bench.files import write_whole
 from bench.measure.device import is_out_of_memory
-from bench.parallel.ranks import Ranks
+from bench.parallel.ranks import MEETING, Ranks
 from bench.results.console import say
 from model.config import ConfigError
 
@@ -33,6 +33,8 @@ LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # The file in its launcher's directory by which a rank says that it was saved and stopped on request.
 STOPPED_FILE = "stopped"
+# The file by which a launcher says that its SIGQUIT stands for a second signal.
+SECOND_FILE = "second"
 # Signals that ask a run to end.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Their messages say all there is to say.
@@ -73,7 +75,8 @@ def signal_said(number: int) -> str:
     """What a signal means to this process: its name, or why its launcher sent it."""
     if number == signal.SIGTERM and orphaned():
         return "the end of its launcher"
-    if number == signal.SIGQUIT and has_parent():  # how bench/run/agent.py passes it on
+    private = Path(os.environ.get(MEETING, "/nowhere"))
+    if number == signal.SIGQUIT and has_parent() and (private / SECOND_FILE).exists():
         return "a second signal"
     return signal.Signals(number).name
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -136,7 +137,11 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
     start.imported()
     with _first_signal_counts(), _heard_while_joining(prog, ranks):
         try:
-            return body() or 0
+            code = body() or 0
+            if any(t.name == "saves" for t in threading.enumerate()) and start.is_script():
+                sys.stdout.flush()
+                os._exit(code)  # a save that was given up; it must not outlive the interpreter
+            return code
         except (Exception, KeyboardInterrupt, Interrupted) as error:
             report(error, prog, ranks)
             if start.orphaned():

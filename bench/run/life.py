@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import faulthandler
+import json
 import os
 import shutil
 import signal
@@ -47,7 +48,7 @@ from bench.settings.plan import Plan
 
 def _told(error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"{error.filename}: cannot be written: {error.strerror}"
+        return f"{error.filename}: cannot be used: {error.strerror}"
     return str(error)
 
 
@@ -88,7 +89,8 @@ class Run:
         attempt, problem, plan, output = None, None, self.plan, self.plan.output
         if self.ranks.main:
             try:
-                restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+                count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                restarts = int(count) if count.isdecimal() else 0
                 name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
                 attempt, self.leases = begin_attempt(
                     plan.saving, Path(output.output_dir), name, restarts, word_before(), self._check
@@ -98,8 +100,12 @@ class Run:
         attempt, problem = broadcast(self.ranks, (attempt, problem))
         if problem:
             raise UsageError(problem)
-        line = attempt.lineage.model_dump_json()
-        tell_next(self.ranks, f"{attempt.directory.resolve()}\n{line}")
+        word = {
+            "directory": str(attempt.directory.resolve()),
+            "lineage": attempt.lineage.model_dump(),
+            "places": list(map(str, {*attempt.own, attempt.place} - {None})),
+        }
+        tell_next(self.ranks, json.dumps(word))
         return attempt
 
     def _check(self, manifest: Manifest, where: Path) -> None:
@@ -145,6 +151,10 @@ class Run:
         if self.ranks.main:
             self.file.write(self.result)
             print_header(self.result, self.plan.work)
+            if before := self.result.resumed_from:
+                say(f"goes on from step {before.step} of {before.run}")
+            for note in self.attempt.notes:
+                say(note)
 
     def _open_files(self) -> list:
         plan, r = self.plan, self.result

@@ -5,6 +5,7 @@ What depends on the model, the world or the device, bench/settings/plan.py refus
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import TypeVar
 
 from bench.errors import UsageError
@@ -100,7 +101,7 @@ def contradictions(args: Args, script: Script):
         if name.replace("-", "_") not in declared(args):
             yield f"--hparams {name}: no such flag; --help lists them"
     if args.run_name is not None and (
-        args.run_name in ("", ".", "..") or re.search(r"[/\\\0]", args.run_name)
+        args.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", args.run_name)
     ):
         yield f"--run-name {args.run_name!r}: must be a plain directory name"
     if args.cpu_offload and args.tp * args.cp * args.ep > 1:
@@ -115,6 +116,8 @@ def contradictions(args: Args, script: Script):
             yield f"{flag} does not work with {what}, whose state is Transformer Engine's; leave one out"
     if args.resume == "auto" and args.run_name is None:
         yield "--resume auto needs --run-name, by which it finds the run's earlier attempts"
+    if args.save_dir and Path(args.save_dir).resolve() == Path(args.output_dir).resolve():
+        yield f"--save-dir {args.save_dir}: is the --output-dir, where runs go; choose another"
     if args.save_dir and not (args.save_every or args.resume):
         yield "--save-dir needs --save-every or --resume"
     if args.memory_snapshot and args.warmup_steps < 2:

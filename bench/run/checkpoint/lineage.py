@@ -8,6 +8,7 @@ good checkpoint of its lineage, wherever that was saved.
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import re
 import threading
@@ -30,9 +31,11 @@ from bench.run.checkpoint.manifest import (
     newest,
     read_manifest,
     step_of,
+    verify,
 )
 from bench.settings.flags import SaveFlags
 from bench.strict import Strict
+from model.json_keys import plain_file
 
 RECORD, LOCK = "lineage.json", "lineage.lock"
 # A holder touches its record so often [s]; from another host it counts as gone after STALE_S.
@@ -40,10 +43,11 @@ RENEWED_S, STALE_S = 10.0, 60.0
 
 
 class PlaceRecord(Strict):
-    """A directory's lineage, and the process that saves there now, if one does."""
+    """A directory's lineage, the process that saves there now, if one does, and its launcher."""
 
     lineage: Lineage
     holder: Writer | None
+    launcher: Writer | None = None
 
 
 class Lease:
@@ -58,6 +62,7 @@ class Lease:
 
         Waits up to STALE_S to see whether a holder on another machine still lives.
         """
+        self.made = not place.exists()
         place.mkdir(parents=True, exist_ok=True)
         self.place, self.ended, self.mine = place, threading.Event(), None
         # A file that nothing else opens: who closes it anywhere in this process loses the lock.
@@ -76,9 +81,10 @@ class Lease:
             locked = None  # this file system has no locks
             if isinstance(error, BlockingIOError | PermissionError):
                 locked = False
-        record, here = record_of(self.place), this_process()
+        record, here = place_record(self.place), this_process()
         holder = record.holder if record else None
-        same = holder and (holder.host, holder.boot) == (here.host, here.boot)
+        # One kernel has one table of locks, whatever its containers are called.
+        same = holder and (holder.boot or holder.host) == (here.boot or here.host)
         if locked is not False and (holder is None or (same and locked) or not self._renewed()):
             return
         who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -101,7 +107,9 @@ class Lease:
 
     def take(self, lineage: Lineage) -> None:
         """Write down that this process saves here, as an attempt of a lineage, from now on."""
-        self._write(PlaceRecord(lineage=lineage, holder=this_process()))
+        self._write(
+            PlaceRecord(lineage=lineage, holder=this_process(), launcher=launcher_of_this())
+        )
         threading.Thread(target=self._renew, daemon=True).start()
 
     def _write(self, record: PlaceRecord) -> None:
@@ -115,7 +123,7 @@ class Lease:
 
     def held(self) -> bool:
         """Whether no other process has taken it since, as after a long sleep of this machine."""
-        return record_of(self.place) == self.mine
+        return place_record(self.place) == self.mine
 
     def release(self) -> None:
         """Let another process save here at once."""
@@ -124,19 +132,28 @@ class Lease:
             with contextlib.suppress(OSError):  # gone, or full
                 if self.mine and self.held():
                     self._write(PlaceRecord(lineage=self.mine.lineage, holder=None))
+            if self.made and self.mine is None:  # nothing came of it
+                with contextlib.suppress(OSError):
+                    (self.place / LOCK).unlink()
+                    self.place.rmdir()
             os.close(self.file)
 
 
-def record_of(place: Path) -> PlaceRecord | None:
+def launcher_of_this() -> Writer | None:
+    """The agent that started this rank, if one did."""
+    return this_process(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def place_record(place: Path) -> PlaceRecord | None:
     """The record of a directory; None where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        return PlaceRecord.model_validate_json((place / RECORD).read_bytes())
+        return PlaceRecord.model_validate_json(plain_file(place / RECORD).read_bytes())
     return None
 
 
 def lineage_of(place: Path) -> Lineage | None:
     """The lineage that saved in a directory, by its record, or by the newest manifest."""
-    if record := record_of(place):
+    if record := place_record(place):
         return record.lineage
     for path in reversed(committed(place)):
         with contextlib.suppress(OSError, ValueError):
@@ -147,17 +164,33 @@ def lineage_of(place: Path) -> Lineage | None:
 def attempts(output_dir: Path, name: str) -> list[Path]:
     """The directories of a run and of all its restarts, in their order."""
     pattern = re.compile(re.escape(name) + r"(-restart\d+)?")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):
         found = [p for p in output_dir.iterdir() if pattern.fullmatch(p.name)]
         return sorted(found, key=lambda p: (len(p.name), p.name))
     return []
 
 
 def places(output_dir: Path, name: str, save_dir: str | None = None) -> list[Path]:
-    """The directories in which attempts of a run saved."""
+    """The directories in which attempts of a run saved; UsageError where one cannot be read."""
     given = [Path(save_dir) / name] if save_dir else []
     found = [run / "checkpoints" for run in attempts(output_dir, name)] + given
-    return [p for p in dict.fromkeys(p.resolve() for p in found) if lineage_of(p)]
+    for link in found:
+        if link.is_symlink() and not link.exists():
+            raise UsageError(
+                f"{link}: leads to {link.resolve()}, which is not there; is its disk mounted?"
+            )
+    kept = []
+    for place in dict.fromkeys(p.resolve() for p in found):
+        if lineage_of(place):
+            kept.append(place)
+        elif some := committed(place):
+            try:
+                verify(some[-1])
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"{place}: none of its checkpoints can be read ({error}); move it away to start anew"
+                ) from None
+    return kept
 
 
 @dataclasses.dataclass
@@ -188,34 +221,36 @@ def begin_attempt(
     the run left which it started last. `check` refuses a checkpoint of another training. UsageError
     for one that is missing or a living run's.
     """
-    lineage, notes = None, []
+    lineage, own, notes = None, [], []
     if before:
-        directory, _, line = before.rpartition("\n")
-        lineage, top = Lineage.model_validate_json(line), Path(directory).parent
-    if restarts and not lineage:
-        notes.append(f"restart {restarts}: the attempts before it left no word of what they saved")
-    name = lineage.name if lineage else name
+        word = json.loads(before)
+        lineage = Lineage.model_validate(word["lineage"])
+        top, name = Path(word["directory"]).parent, lineage.name
+        own = [p for p in map(Path, word["places"]) if p.is_dir()]
+    elif restarts:
+        if record := _record_of_launcher(top, saving.save_dir):
+            own, lineage = [record[0]], record[1].lineage
+            name = lineage.name
+        else:
+            notes.append(f"restart {restarts}: no attempt before it got so far as to save")
+    elif saving.resume == "auto":
+        own = places(top, name, saving.save_dir)
     goes_on = lineage is not None or saving.resume == "auto"
-    own = places(top, name, saving.save_dir) if goes_on else []
-    if lineage:
-        own = [place for place in own if lineage_of(place).id == lineage.id]
     with contextlib.ExitStack() as held:
         leases: list[Lease] = []
+        unwritable: dict[Path, OSError] = {}
 
         def lease(place: Path) -> None:
             try:
                 leases.append(Lease(place))
                 held.callback(leases[-1].release)
-            except OSError:
-                if saving.save_every:  # otherwise it is only read
-                    raise
+            except OSError as error:  # it can only be read
+                unwritable[place] = error
 
         for place in own:
             lease(place)
-        saved = [lease for lease in leases if committed(lease.place)]
-        known = (
-            [lineage] if lineage else [lineage_of(lease.place) for lease in saved or leases[-1:]]
-        )
+        saved = [place for place in own if committed(place)]
+        known = [lineage] if lineage else [lineage_of(p) for p in saved or own[-1:]]
         if len({one.id for one in known}) > 1:
             raise UsageError(
                 f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, own))}; "
@@ -223,7 +258,8 @@ def begin_attempt(
             )
         began = command_began(started_again=bool(before or restarts))
         attempt = _next(known, name, top, goes_on or restarts > 0, began)
-        attempt.notes, attempt.own = notes, tuple(own)
+        attempt.notes = notes
+        attempt.own = tuple(place for place in own if place not in unwritable)
         attempt.found = newest(own, notes)
         if attempt.found is None and saving.resume not in (None, "auto"):
             attempt.found = find_given(Path(saving.resume), notes)
@@ -244,8 +280,21 @@ def begin_attempt(
         elif saving.save_every:
             last = own[-1] if own else (attempt.directory / "checkpoints").absolute()
             attempt.place = attempt.found.parent if found and found.parent in own else last
+        if attempt.place in unwritable:
+            raise unwritable[attempt.place]
         held.pop_all()
     return attempt, leases
+
+
+def _record_of_launcher(top: Path, save_dir: str | None) -> tuple[Path, PlaceRecord] | None:
+    """The directory in which an earlier attempt of this rank's launcher saved, and its record."""
+    found = [*top.glob(f"*/checkpoints/{RECORD}")]
+    found += Path(save_dir).glob(f"*/{RECORD}") if save_dir else []
+    for place in dict.fromkeys(path.parent.resolve() for path in found):
+        record = place_record(place)
+        if record and record.launcher and record.launcher == launcher_of_this():
+            return place, record
+    return None
 
 
 def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: float) -> Attempt:
@@ -258,9 +307,9 @@ def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: floa
 
     while again and directory().exists():  # of an attempt that did not come so far as to save
         number += 1
-    if last:
+    if last and last.name == name:
         lineage = last.model_copy(update={"attempt": number, "started": now})
-    else:
+    else:  # the first; or a copy under another name goes its own way
         lineage = Lineage(id=uuid.uuid4().hex, name=name, attempt=number, began=now, started=now)
     return Attempt(lineage, directory())
 

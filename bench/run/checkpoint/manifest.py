@@ -121,7 +121,7 @@ def verify(directory: Path, names: Sequence[str] | None = None) -> Manifest:
 
 def committed(directory: Path) -> list[Path]:
     """The committed checkpoints below a directory of checkpoints, oldest first."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = [p for p in directory.iterdir() if COMMITTED.fullmatch(p.name)]
         return sorted(found, key=step_of)
     return []
@@ -239,10 +239,10 @@ def describe_data(files: DataFlags, known: dict[str, StoredData]) -> dict[str, S
         path = getattr(files, name)
         if path and path != "synthetic":
             stat = Path(path).stat()
-            size, crc, seen = stat.st_size, None, known.get(name)
+            size, seen = stat.st_size, known.get(name)
             if seen and (seen.bytes, seen.mtime_ns) == (size, stat.st_mtime_ns):
                 crc = seen.crc32
-            elif not seen or seen.bytes == size:
+            else:
                 size, crc = checksum(Path(path))
-            found[name] = StoredData(bytes=size, crc32=crc or 0, mtime_ns=stat.st_mtime_ns)
+            found[name] = StoredData(bytes=size, crc32=crc, mtime_ns=stat.st_mtime_ns)
     return found

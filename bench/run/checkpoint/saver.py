@@ -47,6 +47,8 @@ from model.transformer import Transformer
 
 # What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
 STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
+# The name of a thread that writes.
+SAVES = "saves"
 # Signals that ask for a save, and then the end.
 WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Time [s] from such a signal to the save, two steps later.
@@ -145,7 +147,7 @@ class Saver:
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
         self.asked = STOP if early_wish() else 0.0
-        self.number = early_wish() or signal.SIGTERM
+        self.number = early_wish()
         self.failed: str | None = None
         self.group = None
         self.stalls: list[float] = []
@@ -211,15 +213,15 @@ class Saver:
         if self.last_good != step:
             self._save(step, until)
             self.finish(until)
-        why = signal_said(self.number)
+        why = signal_said(self.number) if self.number else None
         if self.last_good != step:
-            raise Preempted(f"{why}, and could not be saved: {self.failed}")
+            raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
         for number in (*ENDING, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         self.asked = STOPPED
         with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
-            gather(self.run.ranks, None, self.group)
-        raise Preempted(why, step)
+            why = next(filter(None, gather(self.run.ranks, why, self.group)), why)
+        raise Preempted(why or "a signal", step)
 
     def after(self, step: int) -> None:
         """Save if it is time."""
@@ -257,7 +259,7 @@ class Saver:
         }
         save.deadline = until or time.monotonic() + self.flags.save_timeout
         arguments = save, copies, event, share, content
-        save.thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
         save.thread.start()
         self.saving = save
         if self.flags.no_save_async:
@@ -318,7 +320,10 @@ class Saver:
             self._conclude(save.step, shares, done, time.perf_counter() - start)
         except Exception as error:  # a save that fails is told, and fails no run
             self.given_up |= ranks.world > 1  # who waits for whom is no longer known
-            self._tell(f"step {save.step} was not saved: {' '.join(str(error).split())[:200]}")
+            more = "; no more saves are made" * self.given_up
+            self._tell(
+                f"step {save.step} was not saved: {' '.join(str(error).split())[:200]}{more}"
+            )
 
     def _begin(self, part: Path) -> str | None:
         try:
