@@ -20,6 +20,7 @@ import jsonschema
 import pytest
 import yaml
 
+from bench.run.failures import PREEMPTED
 from bench.run.provenance import container_image, source_revision
 from tests.helpers import ROOT
 
@@ -728,6 +729,13 @@ def test_manifests_agree_with_themselves():
     assert nodes == job["spec"]["parallelism"] == int(environment["NNODES"])
     assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert container["image"].endswith(environment["BENCH_IMAGE_DIGEST"])
+    # A pod that saved and stopped on request is no failure.
+    ignored = [
+        r["onExitCodes"] for r in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in r
+    ]
+    assert ignored == [
+        {"containerName": container["name"], "operator": "In", "values": [PREEMPTED]}
+    ]
     (torch_job,) = manifests("kubernetes-pytorchjob.yaml")
     replicas = torch_job["spec"]["pytorchReplicaSpecs"]
     assert replicas["Master"]["replicas"] == 1 and isinstance(
@@ -777,14 +785,16 @@ def test_slurm_variants(kind, tmp_path):
         assert calls[-1][0][-3:] == ["rm", "-f", "llm-train-bench-1234"]  # no container is left
 
 
+@pytest.mark.parametrize("kind", ["none", "docker"])
 @pytest.mark.parametrize("code", [75, 1])
-def test_slurm_queues_a_job_again_that_saved_and_stopped(code, tmp_path):
+def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho node7\n')
     (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
     for name in ("scontrol", "srun"):
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{plain_tools()}", "SLURM_SUBMIT_DIR": str(ROOT),
-                   "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "7"}  # fmt: skip
+                   "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
+                   "CONTAINER": kind}  # fmt: skip
     script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train_ddp.py", "x.json"]
     assert subprocess.run(script, env=environment, capture_output=True).returncode == code
     assert ("requeue 7" in (tmp_path / "calls").read_text()) == (code == 75)
