@@ -391,6 +391,33 @@ def test_a_copy_under_another_name_goes_its_own_way(saved, tmp_path, monkeypatch
     assert {r.label for r in records} == {"r", "s-restart2"}
 
 
+def test_the_name_of_a_later_attempt_means_the_same_run(saved, tmp_path):
+    _, config = saved
+    ids = set()
+    for number, name in enumerate(("r", "r", "r-restart1")):
+        with pytest.MonkeyPatch.context() as patch:
+            die_at(patch, 7 + 5 * number)
+            flags = ["--save-every", 5, "--run-name", name, "--resume", "auto"]
+            assert train(config, tmp_path, *flags) == 1
+        path = tmp_path / (f"r-restart{number}" if number else "r") / "result.json"
+        r = json.loads(path.read_text())
+        assert r["lineage"]["attempt"] == number and r["lineage"]["name"] == "r"
+        ids.add(r["lineage"]["id"])
+    assert len(ids) == 1 and r["resumed_from"]["step"] == 10
+
+
+def test_plain_torchrun_without_a_shared_store_goes_on_too(saved, tmp_path, monkeypatch):
+    """By its process, which is in the record of where the attempt before saved."""
+    _, config = saved
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for number, dies in enumerate((7, None)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        die_at(monkeypatch, dies)
+        assert train(config, tmp_path, "--save-every", 5, "--run-name", "r") == (1 if dies else 0)
+    r = json.loads((tmp_path / "r-restart1/result.json").read_text())
+    assert r["resumed_from"]["step"] == 5 and r["lineage"]["attempt"] == 1
+
+
 @pytest.mark.parametrize("what", ["away", "old", "torn"])
 def test_checkpoints_that_cannot_be_read_are_not_passed_over(what, saved, tmp_path, capsys):
     """The disk is not mounted, or no manifest can be read: no new training under the same name."""

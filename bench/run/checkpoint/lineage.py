@@ -131,7 +131,7 @@ class Lease:
             self.ended.set()
             with contextlib.suppress(OSError):  # gone, or full
                 if self.mine and self.held():
-                    self._write(PlaceRecord(lineage=self.mine.lineage, holder=None))
+                    self._write(self.mine.model_copy(update={"holder": None}))
             if self.made and self.mine is None:  # nothing came of it
                 with contextlib.suppress(OSError):
                     (self.place / LOCK).unlink()
@@ -269,7 +269,7 @@ def begin_attempt(
             attempt.manifest = read_manifest(found)
             check(attempt.manifest, found)
         if saving.save_every and saving.save_dir:
-            attempt.place = (Path(saving.save_dir) / name).resolve()
+            attempt.place = (Path(saving.save_dir) / attempt.lineage.name).resolve()
             if attempt.place not in own:
                 lease(attempt.place)
                 if committed(attempt.place):
@@ -300,6 +300,8 @@ def _record_of_launcher(top: Path, save_dir: str | None) -> tuple[Path, PlaceRec
 def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: float) -> Attempt:
     """The attempt after the last of those that are known; its directory is free if it comes `again`."""
     last = max(known, key=lambda one: one.attempt, default=None)
+    if last and (top / name / "checkpoints").is_symlink():  # the name is a later attempt's
+        name = last.name
     number = last.attempt + 1 if last else 0
 
     def directory() -> Path:
