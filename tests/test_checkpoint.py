@@ -19,6 +19,7 @@ from bench.apply.optimizer import learning_rate
 from bench.compare.find_results import read_records
 from bench.compare.records import LogFacts
 from bench.errors import UsageError
+from bench.parallel import ranks
 from bench.parallel.ranks import MEETING
 from bench.results.result_files import command_began
 from bench.results.schema import Lineage, Writer
@@ -254,6 +255,7 @@ def run_again(config, tmp_path, number, *flags):
     """A restart, as the launcher of the run before starts it; its result."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        patch.setattr(ranks, "_WORDS", [])
         patch.setenv(MEETING, str(tmp_path))
         patch.setenv("LLM_TRAIN_BENCH_PARENT", str(os.getppid()))
         code = train(config, tmp_path / "runs", "--run-name", "r", *flags)
@@ -380,6 +382,7 @@ def test_a_copy_under_another_name_goes_its_own_way(saved, tmp_path, monkeypatch
     for number, (dies, starts) in enumerate([(12, 5), (None, 10)]):
         die_at(monkeypatch, dies)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+        monkeypatch.setattr(ranks, "_WORDS", [])
         monkeypatch.setenv(MEETING, str(tmp_path))
         monkeypatch.setenv("LLM_TRAIN_BENCH_PARENT", str(os.getppid()))
         flags = ["--save-every", "5", "--run-name", "s", "--resume", "auto"]

@@ -193,8 +193,10 @@ def test_time_between_steps_belongs_to_the_step_that_follows():
     for step in range(5):
         log.finish(step, "measure", 0.0, 1, torch.zeros(()), None)
         end = time.perf_counter()
+    log.drain()
     times = [s.step_time_s for s in log.of_phase("measure")]
-    assert min(times[1:]) >= 0.02 and 0.08 <= sum(times) <= end - start
+    # The first is handed on when the second has ended.
+    assert min(times[2:]) >= 0.02 and 0.06 <= sum(times) <= end - start
 
 
 def rank_times(rank, own, probe, **window):

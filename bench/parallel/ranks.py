@@ -199,12 +199,14 @@ def _attempt() -> str:
     return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-# The store of torchrun's agent, which outlives its ranks.
+# The store of torchrun's agent, which outlives its ranks; and the words that this process left.
 _LASTING: list[dist.Store] = []
+_WORDS: list[str] = []
 
 
 def tell_next(ranks: Ranks, word: str) -> None:
     """Leave word of this run for the launcher, and for the attempt after this one."""
+    _WORDS.append(word)
     if ranks.main and _LASTING:
         _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)
     if ranks.local_rank == 0 and (private := _launchers_directory()):
@@ -214,6 +216,8 @@ def tell_next(ranks: Ranks, word: str) -> None:
 
 def word_before() -> str | None:
     """The word that the run left which the launcher of this one started last, if any."""
+    if _WORDS:  # this process is no restart: it runs several
+        return None
     key = f"llm-train-bench/{RUN_POINTER}"
     if _LASTING and _LASTING[-1].check([key]):
         return _LASTING[-1].get(key).decode()
