@@ -447,7 +447,8 @@ def kinds() -> dict[str, Kind]:
     part = {"file": "a", "offsets": [0], "lengths": [1]}
     line = {"id": "x", "name": "r", "attempt": 0, "began": 1.0, "started": 1.0}
     inner = {"schema_version": 2, "run": "r", "lineage": line, "step": 1, "samples": 1, "world": 1,
-             "layout": "x", "args": {}, "global_batch": 1, "seq_len": 1, "model_hash": "x", "config": {}, "data": {},
+             "layout": "x", "args": {}, "global_batch": 1, "seq_len": 1, "model_hash": "x",
+             "config": {}, "data": {},
              "loss": None, "scaler": None, "versions": {}, "files": {"a": {"bytes": 1, "crc32": 1}},
              "tensors": {"p/x": {"dtype": "F32", "shape": [1], "parts": [part]}}}  # fmt: skip
     content = manifest.Manifest.model_validate(inner).text()
