@@ -741,7 +741,6 @@ SOURCE_MUTANTS = [
      "cannot_be_read"),
     ("saver.py", "signal.SIGTERM, signal.SIGUSR1)\n#", "signal.SIGTERM)\n#", "on_request"),
     ("saver.py", "            if heard.again(number):", "            if False:", "second_signal"),
-    ("saver.py", "                self._give_up()  # at once", "                pass", "second_signal"),
     ("saver.py", "    torch.manual_seed(seed)\n", "", "numbers_of_its_own"),
     ("saver.py", "        start = time.perf_counter()\n        self.finish()\n",
      "        start = time.perf_counter()\n", "waits_for_the_one_before"),
