@@ -761,8 +761,6 @@ SOURCE_MUTANTS = [
      "on_request"),
     ("../agent.py", "                codes.append(_told(", "                codes.append(1 or _told(",
      "test_a_chain_ends"),
-    ("../../parallel/ranks.py", '        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)\n',
-     "        pass\n", "test_a_chain_ends"),
     ("../../parallel/ranks.py", "    return os.environ.get(ROUND) or os", "    return os",
      "test_a_chain_ends"),
 ]  # fmt: skip
