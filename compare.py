@@ -17,21 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import bench.start  # noqa: F401
+import llm_train_bench.start  # noqa: F401
 
-from bench.compare.find_results import read_records
-from bench.compare.gate import gate
-from bench.compare.ratios import Compared, check_prices, compare, prices_of
-from bench.compare.read_results import suite_json
-from bench.compare.records import LogFacts, Record, facts_by_log
-from bench.compare.report import show_comparison, sweep_remarks, write
-from bench.errors import UsageError, printable
-from bench.files import shown_path, write_whole
-from bench.results.result_files import storable
-from bench.settings.command_line import parse_dataclass
-from bench.settings.flags import check_bounds, flag, positional
-from bench.settings.tool_main import run_tool, tool
-from bench.sweep.experiment import machines_of
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import gate
+from llm_train_bench.compare.ratios import Compared, check_prices, compare, prices_of
+from llm_train_bench.compare.read_results import suite_json
+from llm_train_bench.compare.records import LogFacts, Record, facts_by_log
+from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
+from llm_train_bench.errors import UsageError, printable
+from llm_train_bench.files import shown_path, write_whole
+from llm_train_bench.results.result_files import storable
+from llm_train_bench.settings.command_line import parse_dataclass
+from llm_train_bench.settings.flags import check_bounds, flag, positional
+from llm_train_bench.settings.tool_main import run_tool, tool
+from llm_train_bench.sweep.experiment import machines_of
 
 
 @dataclasses.dataclass(frozen=True)

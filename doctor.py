@@ -21,12 +21,12 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-import bench.start  # noqa: F401
+import llm_train_bench.start  # noqa: F401
 
-from bench.errors import printable
-from bench.settings.machine import detect_platform, installed_version
-from bench.settings.tool_main import run_tool
-from model.json_keys import parse_json
+from llm_train_bench.errors import printable
+from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.settings.machine import detect_platform, installed_version
+from llm_train_bench.settings.tool_main import run_tool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import bench.start  # noqa: F401
+import llm_train_bench.start  # noqa: F401
 
 from rich.console import Console
 
-from bench.errors import UsageError
-from bench.formulas.flops import flops_per_token
-from bench.formulas.hardware import (
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.formulas.hardware import (
     Hardware,
     accuracy_of,
     device_called,
@@ -36,14 +36,15 @@ from bench.formulas.hardware import (
     scaled,
     threads_of,
 )  # fmt: skip
-from bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
-from bench.formulas.parameters import count_parameters
-from bench.formulas.speed_model import estimate_speed
-from bench.formulas.step_events import simulate_step, write_trace
-from bench.formulas.work import Theirs, Work
-from bench.settings.checks import check
-from bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
-from bench.settings.flags import (
+from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
+from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.formulas.step_events import simulate_step, write_trace
+from llm_train_bench.formulas.work import Theirs, Work
+from llm_train_bench.model.config import ModelConfig, load_config
+from llm_train_bench.settings.checks import check
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
+from llm_train_bench.settings.flags import (
     Args,
     BatchFlags,
     PeakFlags,
@@ -54,12 +55,11 @@ from bench.settings.flags import (
     flag,
     flag_of,
 )  # fmt: skip
-from bench.settings.machine import cpu_name, detect_platform
-from bench.settings.plan import Plan, make_plan, resolve_seq_len
-from bench.settings.tool_main import run_tool, tool
-from bench.sweep.layout_search import TOKENS_PER_STEP, Found, powers, search
-from bench.tables import markdown_table, number
-from model.config import ModelConfig, load_config
+from llm_train_bench.settings.machine import cpu_name, detect_platform
+from llm_train_bench.settings.plan import Plan, make_plan, resolve_seq_len
+from llm_train_bench.settings.tool_main import run_tool, tool
+from llm_train_bench.sweep.layout_search import TOKENS_PER_STEP, Found, powers, search
+from llm_train_bench.tables import markdown_table, number
 
 GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -259,7 +259,7 @@ def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
     """The command line with what --from FILE holds, its script and ranks too; and the file's facts."""
     if not any(word == "--from" or word.startswith("--from=") for word in argv):
         return list(argv), None
-    from bench.settings.run_file import with_file  # needs YAML
+    from llm_train_bench.settings.run_file import with_file  # needs YAML
 
     words, file = with_file(argv, None)
     given = {word.partition("=")[0].replace("_", "-") for word in argv}
@@ -303,7 +303,9 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
 
     All rates of the device are multiplied by the one factor that makes the run's own estimate right.
     """
-    from bench.results.result_files import read_result  # needs pydantic, which takes a while
+    from llm_train_bench.results.result_files import (
+        read_result,  # needs pydantic, which takes a while
+    )
 
     if path.is_dir():
         path = path / "result.json"
@@ -510,7 +512,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     seconds = wanted.tokens / per_second if wanted.tokens else None
     traced = None
     if wanted.trace:
-        from bench.parallel.memory_trace import traced_memory
+        from llm_train_bench.parallel.memory_trace import traced_memory
 
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
@@ -648,7 +650,7 @@ def accuracy_text(e: Estimate) -> str:
 
 def fit(work: Work, argv: list[str]) -> int:
     """Run the same flags here for a moment, and print measured against estimated memory by kind."""
-    from bench.results.result_files import read_result
+    from llm_train_bench.results.result_files import read_result
 
     if work.world != 1:
         raise UsageError("--fit runs train.py on one device; leave out --gpus")

@@ -21,26 +21,33 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import bench.start  # noqa: F401
+import llm_train_bench.start  # noqa: F401
 
 from pydantic import ValidationError
 
-from bench.compare.gate import gate
-from bench.errors import UsageError, printable
-from bench.files import write_whole
-from bench.results.result_files import first_problem
-from bench.settings.command_line import parse_dataclass
-from bench.settings.flags import Script, changed, check_bounds, flag, flag_of, positional
-from bench.settings.machine import detect_platform
-from bench.settings.plan import Platform
-from bench.settings.tool_main import run_tool, tool
-from bench.sweep.auto_batch import check_auto_batch, with_largest_batch
-from bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, refuse_foreign_row, run_cell
-from bench.sweep.experiment import Experiment, from_command_line, read_experiment
-from bench.sweep.grid import Cell, differences, make_cells
-from bench.sweep.jobs import options_of, run_as_jobs
-from bench.sweep.ranking import rank, show_ranking, write_csv
-from bench.sweep.tune import tune
+from llm_train_bench.compare.gate import gate
+from llm_train_bench.errors import UsageError, printable
+from llm_train_bench.files import write_whole
+from llm_train_bench.results.result_files import first_problem
+from llm_train_bench.settings.command_line import parse_dataclass
+from llm_train_bench.settings.flags import Script, changed, check_bounds, flag, flag_of, positional
+from llm_train_bench.settings.machine import detect_platform
+from llm_train_bench.settings.plan import Platform
+from llm_train_bench.settings.tool_main import run_tool, tool
+from llm_train_bench.sweep.auto_batch import check_auto_batch, with_largest_batch
+from llm_train_bench.sweep.cell_runs import (
+    CellRow,
+    Rows,
+    cell_key,
+    outcome,
+    refuse_foreign_row,
+    run_cell,
+)
+from llm_train_bench.sweep.experiment import Experiment, from_command_line, read_experiment
+from llm_train_bench.sweep.grid import Cell, differences, make_cells
+from llm_train_bench.sweep.jobs import options_of, run_as_jobs
+from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
+from llm_train_bench.sweep.tune import tune
 
 
 @dataclasses.dataclass(frozen=True)

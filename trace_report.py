@@ -15,23 +15,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import bench.start  # noqa: F401
+import llm_train_bench.start  # noqa: F401
 
 from rich.console import Console
 
-from bench.errors import UsageError
-from bench.files import write_whole
-from bench.settings.command_line import parse_dataclass
-from bench.settings.flags import flag, positional
-from bench.settings.tool_main import run_tool, tool
-from bench.tables import markdown_table, milliseconds, short
-from bench.trace.breakdown import break_down
-from bench.trace.breakdown_schema import Breakdown
-from bench.trace.breakdown_table import show_breakdown
-from bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
-from bench.trace.rank_traces import read_ranks, waiting
-from bench.trace.read_trace import Trace, read_trace
-from model.json_keys import parse_json
+from llm_train_bench.errors import UsageError
+from llm_train_bench.files import write_whole
+from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.settings.command_line import parse_dataclass
+from llm_train_bench.settings.flags import flag, positional
+from llm_train_bench.settings.tool_main import run_tool, tool
+from llm_train_bench.tables import markdown_table, milliseconds, short
+from llm_train_bench.trace.breakdown import break_down
+from llm_train_bench.trace.breakdown_schema import Breakdown
+from llm_train_bench.trace.breakdown_table import show_breakdown
+from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
+from llm_train_bench.trace.rank_traces import read_ranks, waiting
+from llm_train_bench.trace.read_trace import Trace, read_trace
 
 Key = TypeVar("Key")
 

@@ -2,27 +2,27 @@
 
 import sys
 
-import bench.settings.early_help  # noqa: F401
+import llm_train_bench.settings.early_help  # noqa: F401
 
 import torch
 
-from bench.apply.attention import select_attention
-from bench.apply.compile import apply_compile
-from bench.apply.data import batches, open_data, sample_plan
-from bench.apply.fp8.choose import apply_fp8
-from bench.apply.optimizer import build_optimizer
-from bench.apply.precision import set_precision
-from bench.apply.recompute import apply_recompute
-from bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values
-from bench.parallel.layout import RankLayout
-from bench.parallel.ranks import Ranks, join
-from bench.run.checkpoint.saver import build_saver
-from bench.run.launch import launch_ranks
-from bench.run.life import Run
-from bench.run.loop import build_passes, build_step, measure, observe_kernels, validated
-from bench.settings.plan import Plan
-from model.hf import check_pretrained, save_pretrained
-from model.transformer import Transformer
+from llm_train_bench.apply.attention import select_attention
+from llm_train_bench.apply.compile import apply_compile
+from llm_train_bench.apply.data import batches, open_data, sample_plan
+from llm_train_bench.apply.fp8.choose import apply_fp8
+from llm_train_bench.apply.optimizer import build_optimizer
+from llm_train_bench.apply.precision import set_precision
+from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.model.hf import check_pretrained, save_pretrained
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values
+from llm_train_bench.parallel.layout import RankLayout
+from llm_train_bench.parallel.ranks import Ranks, join
+from llm_train_bench.run.checkpoint.saver import build_saver
+from llm_train_bench.run.launch import launch_ranks
+from llm_train_bench.run.life import Run
+from llm_train_bench.run.loop import build_passes, build_step, measure, observe_kernels, validated
+from llm_train_bench.settings.plan import Plan
 
 
 def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:

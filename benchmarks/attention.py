@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from bench.measure.device import pick_device, synchronize
 from benchmarks.common import save
+from llm_train_bench.measure.device import pick_device, synchronize
 
 MIB = 2**20
 

@@ -580,7 +580,7 @@ SHAPES = {
 def build(name, shape, depth, dtype):
     """Model and loss function."""
     from benchmarks.peer_models import Peer
-    from model.config import load_config
+    from llm_train_bench.model.config import load_config
 
     config = load_config(ROOT / shape.config)
     config = dataclasses.replace(config, num_hidden_layers=depth, windows=config.windows[:depth])
@@ -588,8 +588,8 @@ def build(name, shape, depth, dtype):
     try:
         with torch.device("cuda"):
             if name == "ours":
-                from bench.apply.compile import apply_compile
-                from model.transformer import Transformer
+                from llm_train_bench.apply.compile import apply_compile
+                from llm_train_bench.model.transformer import Transformer
 
                 model = Transformer(config, shape.T)
                 torch.set_default_dtype(torch.float32)
@@ -617,12 +617,12 @@ def build(name, shape, depth, dtype):
 
 def step(name: str, shape: Shape, depth: int, half: bool) -> list[Launch]:
     """Every launch of one training step of a model of `depth` blocks."""
-    import model.loss
-    from bench.apply.optimizer import optimizer_of, optimizer_step
-    from bench.settings.flags import OptimizerFlags
+    from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
+    from llm_train_bench.model import loss as loss_module
+    from llm_train_bench.settings.flags import OptimizerFlags
 
     # Tried on a device; fake tensors do not know it.
-    model.loss.adds_wide, model.loss.detect_fake_mode = lambda *_: True, lambda: None
+    loss_module.adds_wide, loss_module.detect_fake_mode = lambda *_: True, lambda: None
     torch._dynamo.reset()
     counter, fake = Counter(), FakeTensorMode(allow_non_fake_inputs=True)
     with fake:

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bench.run.checkpoint.durable import Files, commit
-from bench.run.checkpoint.training_state import Staging, state_tensors
-from model.config import load_config
-from model.init import materialize
-from model.stored import encoded
-from model.transformer import Transformer
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.stored import encoded
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.run.checkpoint.durable import Files, commit
+from llm_train_bench.run.checkpoint.training_state import Staging, state_tensors
 
 ROUNDS = 7
 

@@ -26,12 +26,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.errors import UsageError
-from bench.files import write_whole
-from bench.formulas.hardware import devices, find_hardware, own_hardware_file
-from bench.measure.device import pick_device, synchronize
-from bench.parallel.ranks import Ranks, find_ranks, join, leave
 from benchmarks.common import save
+from llm_train_bench.errors import UsageError
+from llm_train_bench.files import write_whole
+from llm_train_bench.formulas.hardware import devices, find_hardware, own_hardware_file
+from llm_train_bench.measure.device import pick_device, synchronize
+from llm_train_bench.parallel.ranks import Ranks, find_ranks, join, leave
 
 # Torch 2.13 renamed two collectives that 2.11 has under these names only.
 warnings.filterwarnings("ignore", category=FutureWarning)

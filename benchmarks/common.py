@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-from bench.files import write_whole
-from bench.measure.device import device_name, synchronize
-from bench.parallel.ranks import ALONE
-from bench.results.result_files import read_result, storable
-from bench.results.schema import Result
-from bench.run.launch import train_planned
-from bench.run.provenance import describe_environment
-from bench.settings.command_line import parse_args
+from llm_train_bench.files import write_whole
+from llm_train_bench.measure.device import device_name, synchronize
+from llm_train_bench.parallel.ranks import ALONE
+from llm_train_bench.results.result_files import read_result, storable
+from llm_train_bench.results.schema import Result
+from llm_train_bench.run.launch import train_planned
+from llm_train_bench.run.provenance import describe_environment
+from llm_train_bench.settings.command_line import parse_args
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation

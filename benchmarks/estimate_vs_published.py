@@ -25,16 +25,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.files import write_whole
-from bench.formulas.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
-from bench.formulas.memory_model import estimate_memory
-from bench.formulas.speed_model import estimate_speed
-from bench.formulas.work import Fp8Work, Work
-from bench.results.result_files import read_result
-from bench.settings.command_line import parse_args
-from bench.settings.flags import Script
-from bench.settings.plan import make_plan
-from model.config import parse_config
+from llm_train_bench.files import write_whole
+from llm_train_bench.formulas.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
+from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.formulas.work import Fp8Work, Work
+from llm_train_bench.model.config import parse_config
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = Path(__file__).parent / "published"

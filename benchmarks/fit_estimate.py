@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.formulas import hardware, speed_model
-from bench.formulas.hardware import HARDWARE_FILE, constants, family_of
 from benchmarks.estimate_vs_published import PER_NODE, published_rows, step_of
+from llm_train_bench.formulas import hardware, speed_model
+from llm_train_bench.formulas.hardware import HARDWARE_FILE, constants, family_of
 
 
 def divided(row: dict) -> bool:

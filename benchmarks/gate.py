@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.compare.gate import answer
-from bench.formulas.time_statistics import mean_of
 from benchmarks.common import save
+from llm_train_bench.compare.gate import answer
+from llm_train_bench.formulas.time_statistics import mean_of
 
 TOLERANCE, BEYOND = 0.05, 0.02
 NOISES, RUNS = (0.002, 0.005, 0.01, 0.02, 0.03), (1, 3, 5)

@@ -25,20 +25,25 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from bench.files import write_whole
-from bench.formulas.hardware import ROOFS_FILE, name_of_part, own_hardware_file, threads_of
-from bench.measure.device import (
+from benchmarks.common import save
+from llm_train_bench.files import write_whole
+from llm_train_bench.formulas.hardware import (
+    ROOFS_FILE,
+    name_of_part,
+    own_hardware_file,
+    threads_of,
+)
+from llm_train_bench.measure.device import (
     device_memory_gib,
     device_name,
     memory_gib,
     pick_device,
     synchronize,
 )
-from bench.measure.matmul_rate import heat
-from bench.measure.power import PowerMeter
-from bench.results.schema import POWER_CAP, DeviceUse
-from benchmarks.common import save
-from model.config import ModelConfig, load_config
+from llm_train_bench.measure.matmul_rate import heat
+from llm_train_bench.measure.power import PowerMeter
+from llm_train_bench.model.config import ModelConfig, load_config
+from llm_train_bench.results.schema import POWER_CAP, DeviceUse
 
 GPU_CONFIGS = ["configs/gpt2-1.5b.json", "configs/llama-3.1-8b.json", "configs/llama-3.1-70b.json"]
 CPU_CONFIGS = ["configs/gpt2-tiny.json"]

@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-from bench.measure.device import GIB, peak_resident_bytes, pick_device
 from benchmarks.common import interleave, report, save, time_steps
-from model.loss import LinearCrossEntropy
+from llm_train_bench.measure.device import GIB, peak_resident_bytes, pick_device
+from llm_train_bench.model.loss import LinearCrossEntropy
 
 KINDS = ("plain", "chunked", "torch")
 

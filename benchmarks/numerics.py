@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import prepare_data
-from bench.formulas.time_statistics import bootstrap_mean
-from bench.results.result_files import read_losses
 from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save
+from llm_train_bench.formulas.time_statistics import bootstrap_mean
+from llm_train_bench.results.result_files import read_losses
 
 REFERENCE, ALSO_EXACT = "fp32", "fp32 math attention"
 EARLY_STEPS = 20

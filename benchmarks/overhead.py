@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from bench.measure.device import pick_device
-from bench.run.loop import build_step, uncollected
 from benchmarks.common import interleave, report, run_train, time_steps, time_train
-from model.config import load_config
-from model.init import materialize
-from model.transformer import Transformer
+from llm_train_bench.measure.device import pick_device
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.run.loop import build_step, uncollected
 
 WANTED = 0.98
 # (config, flags, steps a round)

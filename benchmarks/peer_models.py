@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
+from llm_train_bench.model.config import ModelConfig
 
 KINDS = ("nanogpt", "litgpt", "torchtitan")
 

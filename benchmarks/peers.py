@@ -30,16 +30,16 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 
-from bench.apply.precision import autocast
-from bench.measure.device import keep_freed_memory, synchronize
-from bench.results.result_files import read_result
-from bench.run.loop import uncollected
 from benchmarks.common import interleave, processes, report, serve, time_steps, time_train
 from benchmarks.peer_models import Peer
-from model.config import load_config
-from model.hf import save_pretrained
-from model.init import materialize
-from model.transformer import Transformer
+from llm_train_bench.apply.precision import autocast
+from llm_train_bench.measure.device import keep_freed_memory, synchronize
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.hf import save_pretrained
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.run.loop import uncollected
 
 # Not by pick_device, which tunes the process for our own runs.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

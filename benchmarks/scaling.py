@@ -16,14 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.formulas.hardware import find_hardware, threads_of
-from bench.formulas.speed_model import estimate_speed
-from bench.results.result_files import read_result
-from bench.settings.command_line import parse_args
-from bench.settings.flags import Script
-from bench.settings.machine import cpu_name
-from bench.settings.plan import make_plan
 from benchmarks.common import device_of_runs, interleave, save
+from llm_train_bench.formulas.hardware import find_hardware, threads_of
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.machine import cpu_name
+from llm_train_bench.settings.plan import make_plan
 
 ROOT = Path(__file__).parent.parent
 CONFIG = [

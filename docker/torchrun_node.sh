@@ -34,7 +34,7 @@ if [ "$NNODES" -gt 1 ] && route=$(ip -o route get "$HEAD" 2>/dev/null) && [[ $ro
     fi
 fi
 # torchrun, with time to save after SIGTERM; ends with 75 if the run was saved and stopped on request.
-exec python -m bench.run.agent \
+exec python -m llm_train_bench.run.agent \
     --nnodes "$NNODES" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-id "$JOB_ID" --rdzv-endpoint "$HEAD:$port" \
     ${conf[@]+"${conf[@]}"} "$@"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from bench.compare.log_formats import RUN, TABLE
-from bench.formulas.work import Batch
-from bench.results import schema
-from bench.results.metrics import Metrics, shown_of
-from bench.settings.combinations import combinations_table
+from llm_train_bench.compare.log_formats import RUN, TABLE
+from llm_train_bench.formulas.work import Batch
+from llm_train_bench.results import schema
+from llm_train_bench.results.metrics import Metrics, shown_of
+from llm_train_bench.settings.combinations import combinations_table
 
 DOCS = Path(__file__).parent
 MARK = re.compile(r"<!-- fields: (\w+)(?: from (\w+))? -->\n(?:\|.*\n)*")

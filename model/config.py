@@ -11,9 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from model.families import FAMILIES, from_first_dialect, refuse_by_name
-from model.json_keys import ConfigError, Keys, is_directory, kind_of, parse_json, plain_file
-from model.shapes import Experts, Latent, RopeScaling
+from llm_train_bench.model.families import FAMILIES, from_first_dialect, refuse_by_name
+from llm_train_bench.model.json_keys import (
+    ConfigError,
+    Keys,
+    is_directory,
+    kind_of,
+    parse_json,
+    plain_file,
+)
+from llm_train_bench.model.shapes import Experts, Latent, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
-from model.layout import ALONE, Layout
-from model.shapes import Experts
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
+from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.shapes import Experts
 
 # For each token the experts' numbers (N, k), and what their outputs count (N, k).
 Choice = tuple[Tensor, Tensor]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from model.json_keys import Keys, kind_of
-from model.shapes import Experts, Latent, RopeScaling, Yarn
+from llm_train_bench.model.json_keys import Keys, kind_of
+from llm_train_bench.model.shapes import Experts, Latent, RopeScaling, Yarn
 
 
 def from_first_dialect(keys: Keys) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.config import ConfigError, ModelConfig, load_config
-from model.json_keys import parse_json, plain_file
-from model.stored import Part, read_block
-from model.transformer import Transformer
+from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
+from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.stored import Part, read_block
+from llm_train_bench.model.transformer import Transformer
 
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",

@@ -12,9 +12,9 @@ import hashlib
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.hf import Pretrained, read_pretrained
-from model.transformer import Transformer
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.hf import Pretrained, read_pretrained
+from llm_train_bench.model.transformer import Transformer
 
 
 @torch.no_grad()

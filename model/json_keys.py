@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from model import config_keys
+from llm_train_bench.model import config_keys
 
 # No file that a tool reads is nested deeper; its readers may recurse.
 DEEPEST = 64

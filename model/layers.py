@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from model.config import ModelConfig
-from model.layout import ALONE, Layout
-from model.shapes import RopeScaling, Yarn
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.shapes import RopeScaling, Yarn
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -2,7 +2,7 @@
 
 Each rank holds its own slice of tokens of the residual stream. Norms, embedding, head, loss and router
 work token by token. Three places move tokens: attention, the MLP, the experts. The model calls the
-methods here and knows no process group; bench/parallel/layout.py has the layout of several ranks.
+methods here and knows no process group; parallel/layout.py has the layout of several ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.config import ModelConfig
-from model.shares import divided
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shares import divided
 
 # Queries (B, T, H, D), keys and values (B, S, K, D), a mask and the first head's number to (B, T, H, D).
 Attend = Callable[..., Tensor]
@@ -60,7 +60,7 @@ class Layout:
             yield name, self.whole(config, name, tensor)
 
     def gradients(self, model: nn.Module) -> None:
-        """What completes and measures the gradients of several ranks (bench/parallel/layout.py)."""
+        """What completes and measures the gradients of several ranks (parallel/layout.py)."""
         return
 
     def summed(self, numbers: Tensor) -> Tensor:

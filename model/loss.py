@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from model.chunks import chunk_rows
-from model.layers import autocast_dtype, no_autocast
+from llm_train_bench.model.chunks import chunk_rows
+from llm_train_bench.model.layers import autocast_dtype, no_autocast
 
 
 def logits_loss(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from model.config import ModelConfig
+from llm_train_bench.model.config import ModelConfig
 
 
 def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] | None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from model.config import ModelConfig
-from model.transformer import Block, Transformer
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.transformer import Block, Transformer
 
 # Its gelu is the tanh approximation; a gated MLP activates the first half of its rows.
 ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu"}

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from model.config import ModelConfig
-from model.experts import MixtureOfExperts
-from model.layers import (
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.experts import MixtureOfExperts
+from llm_train_bench.model.layers import (
     MLP,
     Attention,
     Embedding,
@@ -25,8 +25,8 @@ from model.layers import (
     rope_tables,
     window_mask,
 )
-from model.layout import ALONE, Layout
-from model.loss import LinearCrossEntropy
+from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.loss import LinearCrossEntropy
 
 
 def saved_ops(attention: bool = True) -> set:

@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.compare.find_results import read_records
-from bench.compare.records import LogFacts
-from bench.results.result_files import read_result
-from bench.run.checkpoint.lineage import attempts, places
-from bench.run.checkpoint.manifest import committed, newest, step_of, verify
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.run.checkpoint.lineage import attempts, places
+from llm_train_bench.run.checkpoint.manifest import committed, newest, step_of, verify
 from tests import faults
 from tests.helpers import ROOT
 
@@ -362,10 +362,10 @@ def chains(count: int = 100) -> str:
 
 SLOW = """import os, sys, time
 sys.path.insert(0, {root!r})
-import bench.start
-bench.start._TOP = __import__("pathlib").Path(__file__).resolve().parent
-bench.start._begin()
-from bench.run.checkpoint import durable
+import llm_train_bench.start
+llm_train_bench.start._TOP = __import__("pathlib").Path(__file__).resolve().parent
+llm_train_bench.start._begin()
+from llm_train_bench.run.checkpoint import durable
 real = durable.Files.write
 def write(self, path, parts):
     if path.name != "manifest.json":
@@ -373,7 +373,7 @@ def write(self, path, parts):
     return real(self, path, parts)
 durable.Files.write = write
 import {name}
-from bench.run.launch import launch, launch_ranks
+from llm_train_bench.run.launch import launch, launch_ranks
 if __name__ == "__main__":
     start = launch if {name!r} == "train" else launch_ranks
     sys.exit(start({name}.train, sys.argv[1:], __file__))

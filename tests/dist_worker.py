@@ -41,22 +41,22 @@ from torch.utils._pytree import tree_leaves
 import train_ddp
 import train_fsdp
 import train_pp
-from bench.apply.fp8.base import Fp8
-from bench.apply.fp8.te import TransformerEngineFp8
-from bench.apply.optimizer import build_optimizer, optimizer_step
-from bench.apply.precision import LossScaler
-from bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
-from bench.parallel.layout import Gradients, RankLayout
-from bench.parallel.ranks import find_ranks, gather, join, leave
-from bench.run.checkpoint import training_state
-from bench.run.checkpoint.manifest import verify
-from bench.run.launch import train_planned
-from bench.run.loop import evaluate
-from bench.settings.command_line import parse_args
-from model import te
-from model.experts import Router, fullest_expert
-from model.shares import divided
-from model.transformer import Transformer
+from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.fp8.te import TransformerEngineFp8
+from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
+from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.model import te
+from llm_train_bench.model.experts import Router, fullest_expert
+from llm_train_bench.model.shares import divided
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
+from llm_train_bench.parallel.layout import Gradients, RankLayout
+from llm_train_bench.parallel.ranks import find_ranks, gather, join, leave
+from llm_train_bench.run.checkpoint import training_state
+from llm_train_bench.run.checkpoint.manifest import verify
+from llm_train_bench.run.launch import train_planned
+from llm_train_bench.run.loop import evaluate
+from llm_train_bench.settings.command_line import parse_args
 from tests import te_standin
 from tests.faults import whole_state
 from tests.helpers import attention_calls, is_attention, plan_of, without_inductor
@@ -70,7 +70,7 @@ KINDS = {
 }
 
 
-# Those that move tokens between ranks of a layout (bench/parallel/layout.py).
+# Those that move tokens between ranks of a layout (llm_train_bench/parallel/layout.py).
 TOKENS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
@@ -232,10 +232,10 @@ def restless(best):
 # Ways to break layouts, which tests/layouts.py must see.
 MUTANTS = {
     "gradients are averaged": lambda: mock.patch(
-        "bench.parallel.fsdp.sharded_modules", lambda model: []
+        "llm_train_bench.parallel.fsdp.sharded_modules", lambda model: []
     ),
     "fused weights are cut unordered": lambda: mock.patch(
-        "bench.parallel.fsdp.own_part", unordered
+        "llm_train_bench.parallel.fsdp.own_part", unordered
     ),
     "norms' gradients stay partial": lambda: mock.patch.object(
         Gradients, "__init__", without_partial(Gradients.__init__)
@@ -381,9 +381,9 @@ def main() -> None:
             without_inductor() if traced_only else contextlib.nullcontext(),
             contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
             contextlib.nullcontext() if args.pt_compile else dropout_states() as states,
-            mock.patch("bench.measure.power.find_sensor", lambda device: Meter()),
-            mock.patch("bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
-            mock.patch("bench.run.loop.evaluate", traffic.unseen(evaluate)),
+            mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: Meter()),
+            mock.patch("llm_train_bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
+            mock.patch("llm_train_bench.run.loop.evaluate", traffic.unseen(evaluate)),
             MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)

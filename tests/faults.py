@@ -30,16 +30,16 @@ import torch
 import train
 import train_ddp
 import train_fsdp
-from bench.apply import precision
-from bench.parallel.ranks import ALONE, MEETING, Ranks
-from bench.results.schema import Lineage, Metrics
-from bench.run.checkpoint import durable, manifest, saver
-from bench.run.checkpoint.durable import Files
-from bench.run.checkpoint.lineage import Attempt, Lease, open_place, places
-from bench.run.checkpoint.manifest import committed, newest, read_manifest, verify
-from bench.run.launch import train_planned
-from model.layout import ALONE as ALONE_HERE
-from model.stored import DTYPES, read_block
+from llm_train_bench.apply import precision
+from llm_train_bench.model.layout import ALONE as ALONE_HERE
+from llm_train_bench.model.stored import DTYPES, read_block
+from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
+from llm_train_bench.results.schema import Lineage, Metrics
+from llm_train_bench.run.checkpoint import durable, manifest, saver
+from llm_train_bench.run.checkpoint.durable import Files
+from llm_train_bench.run.checkpoint.lineage import Attempt, Lease, open_place, places
+from llm_train_bench.run.checkpoint.manifest import committed, newest, read_manifest, verify
+from llm_train_bench.run.launch import train_planned
 from tests.helpers import ROOT, plan_of
 
 SHAPE = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2,
@@ -604,7 +604,7 @@ def pieces(count: int = 0) -> str:
     """Runs in two pieces: dropout, fp16 whose scale moves, SGD, a token file read by a process."""
     import numpy as np
 
-    from bench.apply.tokens import write_tokens
+    from llm_train_bench.apply.tokens import write_tokens
 
     with (
         tempfile.TemporaryDirectory() as top,
@@ -711,7 +711,7 @@ def mutants(count: int = 0) -> str:
 
 # Parts of the product, each without one thing: file, what stands there, what instead, and the tests
 # one of which must then fail.
-CHECKPOINT = "bench/run/checkpoint"
+CHECKPOINT = "llm_train_bench/run/checkpoint"
 SOURCE_MUTANTS = [
     ("durable.py", "            self.synchronize(f.fileno())\n", "", "synchronised_first"),
     ("durable.py", "        os.fsync(descriptor)\n\n    def syn", "        ...\n\n    def syn",

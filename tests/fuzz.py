@@ -38,21 +38,21 @@ import estimate
 import prepare_data
 import sweep
 import trace_report
-from bench.apply.tokens import open_tokens, write_tokens
-from bench.compare.find_results import read_records
-from bench.compare.gate import read_baselines
-from bench.compare.records import LogFacts
-from bench.errors import UsageError
-from bench.formulas import hardware
-from bench.run.checkpoint import manifest
-from bench.settings.command_line import parse_args
-from bench.sweep.cell_runs import Rows, cell_key
-from bench.sweep.experiment import read_experiment
-from bench.sweep.grid import make_cells
-from bench.trace.breakdown import break_down
-from bench.trace.read_trace import read_trace
-from model.config import ConfigError, load_config
-from model.hf import _index
+from llm_train_bench.apply.tokens import open_tokens, write_tokens
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import read_baselines
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas import hardware
+from llm_train_bench.model.config import ConfigError, load_config
+from llm_train_bench.model.hf import _index
+from llm_train_bench.run.checkpoint import manifest
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.sweep.cell_runs import Rows, cell_key
+from llm_train_bench.sweep.experiment import read_experiment
+from llm_train_bench.sweep.grid import make_cells
+from llm_train_bench.trace.breakdown import break_down
+from llm_train_bench.trace.read_trace import read_trace
 from tests.helpers import ROOT
 
 EXPECTED = (UsageError, ConfigError)

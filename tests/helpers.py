@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.settings.command_line import parse_args
-from bench.settings.flags import Script
-from bench.settings.plan import Plan, make_plan
-from model.config import ModelConfig, parse_config
+from llm_train_bench.model.config import ModelConfig, parse_config
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import Plan, make_plan
 
 ROOT = Path(__file__).parent.parent
 
@@ -111,7 +111,7 @@ def write_config(directory: Path, values: dict) -> str:
 def run_train(*argv: str) -> int:
     """Exit code of `train.py ARGV...`, in this process."""
     import train
-    from bench.run.launch import launch
+    from llm_train_bench.run.launch import launch
 
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:

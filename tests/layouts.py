@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from bench.apply.tokens import write_tokens
-from bench.formulas.collectives import traffic as traffic_of
+from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.formulas.collectives import traffic as traffic_of
 from tests.dist_worker import Traffic
 from tests.faults import whole_state
 from tests.helpers import FAMILIES, ROOT, plan_of, run_train

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import train as train_module
-from bench.apply.optimizer import learning_rate
-from bench.compare.find_results import read_records
-from bench.compare.records import LogFacts
-from bench.errors import UsageError
-from bench.parallel import ranks
-from bench.parallel.ranks import MEETING
-from bench.results.result_files import command_began
-from bench.results.schema import Lineage, Writer
-from bench.run.checkpoint import durable, lineage, saver
-from bench.run.checkpoint.manifest import committed, newest, verify
+from llm_train_bench.apply.optimizer import learning_rate
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.errors import UsageError
+from llm_train_bench.parallel import ranks
+from llm_train_bench.parallel.ranks import MEETING
+from llm_train_bench.results.result_files import command_began
+from llm_train_bench.results.schema import Lineage, Writer
+from llm_train_bench.run.checkpoint import durable, lineage, saver
+from llm_train_bench.run.checkpoint.manifest import committed, newest, verify
 from tests import faults
 from tests.helpers import ROOT, only_result, run_train
 
@@ -126,7 +126,7 @@ def test_anyway_takes_another_learning_rate_and_no_sample_twice(saved, tmp_path)
 @pytest.mark.parametrize(("on_nan", "code"), [("stop", 1), ("continue", 0)])
 def test_a_state_that_is_not_finite_is_never_committed(on_nan, code, saved, tmp_path, monkeypatch):
     _, config = saved
-    from bench.run import loop
+    from llm_train_bench.run import loop
 
     real = loop.optimizer_step
 
@@ -270,7 +270,7 @@ class Dies(Exception):
 
 def die_at(monkeypatch, step):
     """The run fails there; with None it does not."""
-    from bench.run import loop
+    from llm_train_bench.run import loop
 
     def rate(number, *args, real=learning_rate):
         if number == step:
@@ -591,7 +591,7 @@ def test_a_run_that_lost_its_place_commits_nothing(tmp_path):
 
 def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, monkeypatch):
     """Not those of the first steps again, nor the same after each resumption."""
-    from bench.run import loop
+    from llm_train_bench.run import loop
 
     out, config = saved
     seeds = []
@@ -628,7 +628,7 @@ def test_losses_are_on_disk_before_their_checkpoint(saved, tmp_path, monkeypatch
 
 def test_samples_go_on_with_another_batch(saved, tmp_path, monkeypatch):
     """--resume-anyway with another global batch skips none and repeats none, also once more."""
-    from bench.apply import data
+    from llm_train_bench.apply import data
 
     _, config = saved
     rows = []
@@ -677,7 +677,7 @@ def test_goodput_counts_every_step_once(saved, tmp_path):
 
 def test_a_token_file_is_told_from_another_by_all_of_its_bytes(saved, tmp_path, capsys):
     """A copy is the same file, whatever its time; one byte in the middle makes it another."""
-    from bench.apply.tokens import write_tokens
+    from llm_train_bench.apply.tokens import write_tokens
 
     _, config = saved
     path = tmp_path / "x.bin"
@@ -697,7 +697,7 @@ def test_a_token_file_is_told_from_another_by_all_of_its_bytes(saved, tmp_path, 
 
 
 def test_evaluation_on_the_way_is_marked(saved, tmp_path):
-    from bench.apply.tokens import write_tokens
+    from llm_train_bench.apply.tokens import write_tokens
 
     _, config = saved
     write_tokens(tmp_path / "val.bin", [np.arange(200) % 32], 32)
@@ -730,13 +730,13 @@ def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
     config = faults.make_config(tmp_path)
     plain = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
     config.write_text(json.dumps(faults.SHAPE | plain))
-    slow = "import os, time\nimport bench.run.loop as loop\nreal = loop.learning_rate\n"
+    slow = "import os, time\nimport llm_train_bench.run.loop as loop\nreal = loop.learning_rate\n"
     slow += "def late(*a):\n    time.sleep(0.004 * (os.environ.get('RANK') == '1'))\n"
     slow += "    return real(*a)\n"
     slow += "loop.learning_rate = late\n"
     script = tmp_path / "train_ddp.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{slow}import train_ddp\n"
-                      "from bench.run.launch import launch_ranks\n"
+                      "from llm_train_bench.run.launch import launch_ranks\n"
                       "sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))\n")  # fmt: skip
     argv = [str(config), *faults.FLAGS, "--n-steps", "400", "--output-dir", str(tmp_path / "runs"),
             "--run-name", "r", "--save-every", "1000", "--resume", "auto", "--bsz", "2",

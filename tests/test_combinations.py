@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from bench.errors import UsageError
-from bench.settings.combinations import (
+from llm_train_bench.errors import UsageError
+from llm_train_bench.settings.combinations import (
     AXES,
     RULES,
     Combination,
@@ -20,8 +20,8 @@ from bench.settings.combinations import (
     combinations_table,
     refusal,
 )
-from bench.settings.command_line import parse_args
-from bench.settings.flags import SHARDED
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import SHARDED
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import compare
-from bench.compare.find_results import read_records
-from bench.compare.gate import (
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import (
     Regression,
     assert_no_regression,
     baseline_key,
@@ -23,14 +23,14 @@ from bench.compare.gate import (
     judge,
     read_baselines,
 )  # fmt: skip
-from bench.compare.ratios import Prices
-from bench.compare.ratios import compare as compare_records
-from bench.compare.read_logs import parse_log, read_log
-from bench.compare.records import LogFacts, Record, steady
-from bench.errors import UsageError
-from bench.results.result_files import read_result
-from bench.results.schema import SCHEMA_VERSION
-from bench.settings.machine import cpu_name
+from llm_train_bench.compare.ratios import Prices
+from llm_train_bench.compare.ratios import compare as compare_records
+from llm_train_bench.compare.read_logs import parse_log, read_log
+from llm_train_bench.compare.records import LogFacts, Record, steady
+from llm_train_bench.errors import UsageError
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import SCHEMA_VERSION
+from llm_train_bench.settings.machine import cpu_name
 from tests.helpers import ROOT, run_train
 
 LOGS = ROOT / "tests/logs"
@@ -997,7 +997,7 @@ def test_the_gate_in_other_peoples_tests(baselines, result, tmp_path):
         f"def test_same(no_regression): no_regression({str(same)!r})\n"
         f"def test_slow(no_regression): no_regression({str(slow)!r})\n"
     )
-    argv = [sys.executable, "-m", "pytest", "-p", "bench.compare.pytest_plugin", "-rs", "-p",
+    argv = [sys.executable, "-m", "pytest", "-p", "llm_train_bench.compare.pytest_plugin", "-rs", "-p",
             "no:benchmark", str(tmp_path / "test_theirs.py"), "--rootdir", str(tmp_path)]  # fmt: skip
     options = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
     judged = subprocess.run([*argv, "--train-baseline", str(baselines)], **options)

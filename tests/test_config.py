@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 
-from bench.formulas.parameters import (
+from llm_train_bench.formulas.parameters import (
     count_active_parameters,
     count_parameters,
     parameter_shapes,
 )
-from model.config import ConfigError, load_config, parse_config
-from model.transformer import Transformer
+from llm_train_bench.model.config import ConfigError, load_config, parse_config
+from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
 
 SHIPPED = sorted(

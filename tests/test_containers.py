@@ -20,8 +20,8 @@ import jsonschema
 import pytest
 import yaml
 
-from bench.run.failures import PREEMPTED
-from bench.run.provenance import container_image, source_revision
+from llm_train_bench.run.failures import PREEMPTED
+from llm_train_bench.run.provenance import container_image, source_revision
 from tests.helpers import ROOT
 
 BIN = Path(sys.executable).parent
@@ -229,12 +229,12 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     directory, python, numpy = image
     done = install(image, "energy", "report")
     assert done.returncode == 0, done.stderr
-    after = (directory / "bench/after.txt").read_text().splitlines()
+    after = (directory / "llm_train_bench/after.txt").read_text().splitlines()
     assert "torch==2.14.0a0+b2c75dd062.nv26.09" in after and numpy in after
     assert "transformer_engine==2.19.0+abc" in after
     names = {line.split("==")[0].lower() for line in after}
     assert {"tyro", "pydantic", "rich", "tensorboard", "matplotlib", "nvidia-ml-py"} <= names
-    version = (directory / "bench/torch.version").read_text().strip()
+    version = (directory / "llm_train_bench/torch.version").read_text().strip()
     assert version == "2.14.0a0+b2c75dd062.nv26.09"
     # Scripts that need no torch run there.
     for command in (
@@ -681,7 +681,7 @@ def test_amd_missing(machine, prepare, argv, message):
 
 
 def test_amd_settings_are_each_explained_and_recorded():
-    from bench.run.provenance import SETTINGS
+    from llm_train_bench.run.provenance import SETTINGS
 
     lines = (ROOT / "docker/amd.env").read_text().splitlines()
     named = [line for line in lines if line and not line.startswith("#")]
@@ -829,7 +829,7 @@ def test_the_image_is_in_the_result(tmp_path):
 
 
 def test_an_image_without_history_knows_its_revision(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.run.provenance.ROOT", tmp_path)
+    monkeypatch.setattr("llm_train_bench.run.provenance.ROOT", tmp_path)
     monkeypatch.setenv("BENCH_GIT_SHA", "1234abcd")
     assert source_revision() == {"git_sha": "1234abcd", "git_dirty": None}
 

@@ -7,11 +7,18 @@ import pytest
 import torch
 
 import prepare_data
-from bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids, open_data, sample_plan
-from bench.apply.tokens import open_tokens, write_tokens
-from bench.errors import UsageError
-from bench.settings.flags import BatchFlags, DataFlags
-from bench.settings.plan import Schedule, resolve_batch
+from llm_train_bench.apply.data import (
+    FileTokens,
+    SyntheticTokens,
+    batches,
+    hash_ids,
+    open_data,
+    sample_plan,
+)
+from llm_train_bench.apply.tokens import open_tokens, write_tokens
+from llm_train_bench.errors import UsageError
+from llm_train_bench.settings.flags import BatchFlags, DataFlags
+from llm_train_bench.settings.plan import Schedule, resolve_batch
 
 CPU = torch.device("cpu")
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.apply.compile import apply_compile
-from bench.apply.recompute import apply_recompute
-from bench.apply.tokens import write_tokens
-from bench.errors import UsageError
-from bench.formulas.collectives import ddp_bytes
-from bench.formulas.work import Recompute
-from bench.settings.plan import resolve_recompute, resolve_shards
-from model.config import load_config
-from model.hf import save_pretrained
-from model.init import materialize
-from model.transformer import Transformer
+from llm_train_bench.apply.compile import apply_compile
+from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.collectives import ddp_bytes
+from llm_train_bench.formulas.work import Recompute
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.hf import save_pretrained
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.settings.plan import resolve_recompute, resolve_shards
 from tests.helpers import FAMILIES, ROOT, plan_of, run_train, without_inductor
 
 STEPS, WARMUP = 6, 3

@@ -12,15 +12,15 @@ import tomllib
 import pytest
 
 import compare
-from bench.formulas.hardware import find_hardware
-from bench.formulas.memory_model import estimate_memory
-from bench.results import schema
-from bench.results.result_files import Step
-from bench.settings.command_line import parse_args, translated
-from bench.settings.flags import Script
-from bench.settings.plan import make_plan
-from bench.strict import Strict
 from docs.tables import meanings, with_tables
+from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.results import schema
+from llm_train_bench.results.result_files import Step
+from llm_train_bench.settings.command_line import parse_args, translated
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import make_plan
+from llm_train_bench.strict import Strict
 from tests.helpers import ROOT
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
@@ -261,7 +261,7 @@ def test_their_own_lines_that_call_our_scripts_are_taken_as_written(typed):
 
 
 def test_the_page_s_own_gpu_is_known(tmp_path, monkeypatch):
-    from bench.formulas.hardware import devices, find_hardware
+    from llm_train_bench.formulas.hardware import devices, find_hardware
 
     (entry,) = re.findall(r"```json\n(.*?)```", TASKS, flags=re.S)
     (tmp_path / "h.json").write_text(entry)
@@ -281,7 +281,7 @@ def test_files_that_pages_name_are_there():
         for link in links - {""}:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
         for name in re.findall(
-            r"`((?:bench|benchmarks|model|configs|docker|tests|docs)/[\w./-]+)`", text
+            r"`((?:llm_train_bench|benchmarks|model|configs|docker|tests|docs)/[\w./-]+)`", text
         ):
             made = name in ("configs/roofs.json",)  # benchmarks/gemm.py makes it
             assert made or (ROOT / name).exists(), f"{page.name}: {name}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import doctor
-from bench.settings.machine import detect_platform
+from llm_train_bench.settings.machine import detect_platform
 from tests.helpers import ROOT
 
 NVIDIA_SMI = """#!/bin/sh

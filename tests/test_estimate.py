@@ -11,22 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import estimate
-from bench.apply.precision import autocast
-from bench.formulas import memory_model
-from bench.formulas.collectives import collective_time, fsdp_bytes
-from bench.formulas.hardware import accuracy_of, constants, family_of, find_hardware
-from bench.formulas.memory_model import (
-    COMMUNICATION_GIB,
-    CONTEXT_GIB,
-    block_activations,
-    estimate_memory,
-    largest_batch,
-)
-from bench.formulas.parameters import count_parameters
-from bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
-from bench.formulas.step_events import simulate_step
-from bench.parallel.memory_trace import traced_memory
-from bench.settings.flags import Args, defaults
 from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import (
     DIVIDED,
@@ -36,11 +20,27 @@ from benchmarks.estimate_vs_published import (
     covering,
     published_rows,
 )
-from model.chunks import chunk_rows
-from model.config import load_config
-from model.init import materialize
-from model.layers import apply_rope
-from model.transformer import Transformer
+from llm_train_bench.apply.precision import autocast
+from llm_train_bench.formulas import memory_model
+from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes
+from llm_train_bench.formulas.hardware import accuracy_of, constants, family_of, find_hardware
+from llm_train_bench.formulas.memory_model import (
+    COMMUNICATION_GIB,
+    CONTEXT_GIB,
+    block_activations,
+    estimate_memory,
+    largest_batch,
+)
+from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
+from llm_train_bench.formulas.step_events import simulate_step
+from llm_train_bench.model.chunks import chunk_rows
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.layers import apply_rope
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.memory_trace import traced_memory
+from llm_train_bench.settings.flags import Args, defaults
 from tests.helpers import ROOT, plan_of
 
 H100 = find_hardware("h100")

@@ -8,20 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench.apply.recompute import apply_recompute
-from bench.formulas.flops import (
+from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.formulas.flops import (
     attended_keys,
     attention_flops,
     flops_per_token,
     recomputed_flops_per_token,
 )
-from bench.formulas.parameters import linear_parameters
-from bench.formulas.work import Fp8Work
-from model import layers
-from model.config import load_config
-from model.experts import Stacked
-from model.layers import window_mask
-from model.transformer import Transformer
+from llm_train_bench.formulas.parameters import linear_parameters
+from llm_train_bench.formulas.work import Fp8Work
+from llm_train_bench.model import layers
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.experts import Stacked
+from llm_train_bench.model.layers import window_mask
+from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, config, plan_of
 from tests.test_config import SHIPPED
 

@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.apply.fp8 import te as fp8_te
-from bench.errors import UsageError
-from bench.trace.breakdown import break_down
-from bench.trace.read_trace import read_trace
-from model.layers import attend, window_mask
+from llm_train_bench.apply.fp8 import te as fp8_te
+from llm_train_bench.errors import UsageError
+from llm_train_bench.model.layers import attend, window_mask
+from llm_train_bench.trace.breakdown import break_down
+from llm_train_bench.trace.read_trace import read_trace
 from tests.helpers import ROOT, only_result, plan_of, read_steps, run_train
 from tests.test_combinations import ONLY_ON_A_GPU
 from tests.test_combinations import flags as cell_flags
@@ -388,10 +388,10 @@ def test_te_blocks_compute_what_plain_ones_do(family):
     """With the same weights they agree up to bf16's rounding, or with FP8 up to FP8's."""
     import dataclasses
 
-    from bench.apply.fp8.choose import apply_fp8
-    from model.config import load_config
-    from model.init import materialize
-    from model.transformer import Transformer
+    from llm_train_bench.apply.fp8.choose import apply_fp8
+    from llm_train_bench.model.config import load_config
+    from llm_train_bench.model.init import materialize
+    from llm_train_bench.model.transformer import Transformer
 
     device, T = torch.device("cuda"), 256
     path = {"gpt2": "configs/gpt2-125m.json", "llama": "configs/llama-3.2-1b.json"}[family]
@@ -574,7 +574,7 @@ def test_power_and_clocks_are_read(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_heads_gradient_is_summed_inside_its_matmuls(dtype):
     """In fp32, chunk by chunk, with no pass of its own; against the same products in fp64."""
-    from model.loss import _add_product, adds_wide
+    from llm_train_bench.model.loss import _add_product, adds_wide
 
     device = torch.device("cuda")
     if not torch.version.hip:

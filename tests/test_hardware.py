@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import estimate
-from bench.errors import UsageError
-from bench.formulas.hardware import (
+from benchmarks import gemm
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import (
     HARDWARE_FILE,
     devices,
     find_hardware,
@@ -18,8 +19,7 @@ from bench.formulas.hardware import (
     name_of_part,
     threads_of,
 )  # fmt: skip
-from bench.settings.machine import cpu_name
-from benchmarks import gemm
+from llm_train_bench.settings.machine import cpu_name
 from tests.helpers import ROOT, run_train
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
@@ -124,7 +124,7 @@ def test_an_incomplete_entry_is_one_line(change, message, tmp_path, monkeypatch)
     path = tmp_path / "hardware.json"
     entry = {k: v for k, v in entry.items() if k != "tdp_w" or v is not None}
     path.write_text(json.dumps({"devices": [*DEVICES, entry]}))
-    monkeypatch.setattr("bench.formulas.hardware.HARDWARE_FILE", path)
+    monkeypatch.setattr("llm_train_bench.formulas.hardware.HARDWARE_FILE", path)
     devices.cache_clear()
     try:
         with pytest.raises(UsageError, match=message):

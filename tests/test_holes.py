@@ -19,19 +19,19 @@ import compare
 import estimate
 import sweep
 import trace_report
-from bench.apply.tokens import write_tokens
-from bench.compare.find_results import read_records
-from bench.compare.log_formats import SUITES, TABLE, parse
-from bench.compare.read_logs import KNOWN
-from bench.compare.records import LogFacts
-from bench.errors import UsageError, printable
-from bench.results.result_files import is_alive, this_process
-from bench.run.provenance import describe_environment
-from bench.sweep.cell_runs import Rows
-from model.config import ConfigError, load_config
-from model.hf import check_pretrained, save_pretrained
-from model.init import materialize
-from model.transformer import Transformer
+from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.log_formats import SUITES, TABLE, parse
+from llm_train_bench.compare.read_logs import KNOWN
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.errors import UsageError, printable
+from llm_train_bench.model.config import ConfigError, load_config
+from llm_train_bench.model.hf import check_pretrained, save_pretrained
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.results.result_files import is_alive, this_process
+from llm_train_bench.run.provenance import describe_environment
+from llm_train_bench.sweep.cell_runs import Rows
 from tests import fuzz
 from tests.faults import SHAPE
 from tests.helpers import ROOT, only_result, run_train
@@ -108,7 +108,7 @@ def test_padding_rows_change_no_other_value(tmp_path):
 
 
 def test_a_full_shared_memory_is_named(tmp_path, monkeypatch, capsys):
-    from bench.apply import data
+    from llm_train_bench.apply import data
 
     write_tokens(tmp_path / "x.bin", [np.arange(5000) % 256], 256)
     monkeypatch.setattr(data, "WORKER_TIMEOUT_S", 1)
@@ -332,7 +332,7 @@ def test_a_directory_that_is_removed_during_a_run_costs_only_the_files(
 ):
     import shutil
 
-    from bench.run import loop
+    from llm_train_bench.run import loop
 
     real = loop.optimizer_step
 

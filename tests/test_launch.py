@@ -20,12 +20,12 @@ import torch
 from torch.distributed import DistBackendError, DistStoreError
 
 import train_fsdp
-from bench.errors import Interrupted, NoStep, NotJoined, UsageError
-from bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
-from bench.run.agent import first_failure
-from bench.run.failures import classify, first_error, is_our_fault, keep_error
-from bench.run.hang import HangWatch, patience
-from bench.run.launch import launch_ranks
+from llm_train_bench.errors import Interrupted, NoStep, NotJoined, UsageError
+from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
+from llm_train_bench.run.agent import first_failure
+from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
+from llm_train_bench.run.hang import HangWatch, patience
+from llm_train_bench.run.launch import launch_ranks
 from tests.helpers import ROOT, only_result, read_steps
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
@@ -191,8 +191,8 @@ import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import train_ddp
-from bench.run.launch import launch_ranks
-from model.transformer import Transformer
+from llm_train_bench.run.launch import launch_ranks
+from llm_train_bench.model.transformer import Transformer
 
 def train(plan, device, ranks):
     steps, forward = [], Transformer.forward
@@ -244,9 +244,9 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
 NO_STEP = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-import bench.run.life as life
+import llm_train_bench.run.life as life
 import train_ddp
-from bench.run.launch import launch_ranks
+from llm_train_bench.run.launch import launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns, but with a shorter wait.
 assert life.patience
@@ -270,7 +270,10 @@ def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
     r = only_result(tmp_path / "runs")
     assert r["status"] == "failed" and r["error"].startswith("no step in 3 s: waits for a rank")
     (kept,) = tmp_path.glob("runs/*/errors/rank0.txt")
-    assert "the main thread is in" in kept.read_text() and "bench/run/loop.py" in kept.read_text()
+    assert (
+        "the main thread is in" in kept.read_text()
+        and "llm_train_bench/run/loop.py" in kept.read_text()
+    )
     assert r["metrics"]["n_measured_steps"] > 5
 
 

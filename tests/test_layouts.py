@@ -6,17 +6,22 @@ from unittest import mock
 import pytest
 import torch
 
-from bench.apply.optimizer import build_optimizer, optimizer_step
-from bench.errors import UsageError
-from bench.formulas.work import Fsdp
-from bench.parallel.layout import Gradients, RankLayout
-from bench.settings.flags import OptimizerFlags
-from model import layout
-from model.experts import MixtureOfExperts, _in_turn, fullest_expert, update_corrections
-from model.init import fill, materialize
-from model.layout import ALONE
-from model.shares import divided, whole_shape
-from model.transformer import Transformer
+from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.work import Fsdp
+from llm_train_bench.model import layout
+from llm_train_bench.model.experts import (
+    MixtureOfExperts,
+    _in_turn,
+    fullest_expert,
+    update_corrections,
+)
+from llm_train_bench.model.init import fill, materialize
+from llm_train_bench.model.layout import ALONE
+from llm_train_bench.model.shares import divided, whole_shape
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.layout import Gradients, RankLayout
+from llm_train_bench.settings.flags import OptimizerFlags
 from tests import layouts
 from tests.helpers import config, plan_of
 
@@ -62,7 +67,7 @@ class Part(layout.Layout):
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "moe", "gpt_oss", "deepseek"])
 def test_parts_are_those_that_the_model_builds_and_join_to_the_whole(family, monkeypatch):
-    from model.config import parse_config
+    from llm_train_bench.model.config import parse_config
 
     shape = parse_config(layouts.MODELS[family], "x.json")
     with torch.device("meta"):
@@ -132,7 +137,7 @@ def test_a_layout_that_does_not_fit_is_one_line(family, world, flags, message):
 
 def test_experts_are_computed_as_by_a_plain_loop():
     """Outputs and gradients of the grouped matmul, with an expert that gets no row."""
-    from model.experts import Stacked
+    from llm_train_bench.model.experts import Stacked
 
     torch.manual_seed(0)
     stacked = Stacked(4, 16, 8, bias=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model.loss import LinearCrossEntropy, chunk_rows, in_few_passes, logits_loss
+from llm_train_bench.model.loss import LinearCrossEntropy, chunk_rows, in_few_passes, logits_loss
 from tests.helpers import ROOT
 
 N, D, V = 75, 32, 211
@@ -158,8 +158,8 @@ def test_chunk_rows():
 
 PEAK = """
 import sys, torch, torch.nn.functional as F
-from bench.measure.device import peak_resident_bytes
-from model.loss import LinearCrossEntropy
+from llm_train_bench.measure.device import peak_resident_bytes
+from llm_train_bench.model.loss import LinearCrossEntropy
 N, d, V = 2048, 64, 32000
 hidden = torch.randn(N, d, requires_grad=True); weight = torch.randn(V, d, requires_grad=True)
 labels = torch.randint(V, (N,))

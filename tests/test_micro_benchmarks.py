@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from bench.formulas.hardware import devices, find_hardware
-from bench.settings.command_line import parse_args
-from bench.settings.flags import Script
-from bench.settings.plan import make_plan
 from benchmarks import attention, collectives
+from llm_train_bench.formulas.hardware import devices, find_hardware
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import make_plan
 from tests.helpers import ROOT
 
 

@@ -14,11 +14,11 @@ from torch.backends import cuda, mkldnn
 
 import compare
 import train
-from bench.apply.attention import _masked
-from bench.apply.compile import key_compiled_code
-from bench.run import loop
-from bench.trace.observed import observe
-from bench.trace.read_trace import Span, Trace, read_trace
+from llm_train_bench.apply.attention import _masked
+from llm_train_bench.apply.compile import key_compiled_code
+from llm_train_bench.run import loop
+from llm_train_bench.trace.observed import observe
+from llm_train_bench.trace.read_trace import Span, Trace, read_trace
 from tests.helpers import INDUCTOR_LINKS, ROOT, only_result, plan_of, run_train, write_config
 
 TINY = ["configs/gpt2-tiny.json", "--bsz", 2, "--seq-len", 32, "--warmup-steps", 1, "--n-steps", 3,

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from bench.run.provenance import _notes
-from model.config import ConfigError, parse_config
-from model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
-from model.init import materialize
-from model.transformer import Transformer
+from llm_train_bench.model.config import ConfigError, parse_config
+from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.run.provenance import _notes
 from tests.helpers import FAMILIES, config, only_result, plan_of, run_train
 
 T = 24
@@ -250,7 +250,7 @@ def test_a_trained_model_opens_in_transformers(family, tmp_path):
     again = tmp_path / "again"
     argv = ["--pass-type", "forward", "--n-steps", "1", "--warmup-steps", "0"]
     assert run_train(*common, *argv, "--init-from", export, "--output-dir", again) == 0
-    from bench.apply.data import SyntheticTokens
+    from llm_train_bench.apply.data import SyntheticTokens
 
     (ids,) = SyntheticTokens(97, 2, 24, 0, CPU).micro_batches(range(1))
     with torch.no_grad():

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model.config import load_config
-from model.transformer import Transformer
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.transformer import Transformer
 from tests.helpers import ROOT
 
 META = torch.device("meta")

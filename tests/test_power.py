@@ -9,14 +9,14 @@ import types
 import pytest
 import torch
 
-from bench.measure.device import memory_now
-from bench.measure.power import PowerMeter
-from bench.measure.sensors import nvidia
-from bench.measure.sensors.amd import AmdSensor
-from bench.measure.sensors.nvidia import NvidiaSensor
-from bench.measure.sensors.sensor import RaplSensor, Sample
-from bench.results.figures import fill_device_metrics
-from bench.results.schema import DeviceUse, Metrics, Result
+from llm_train_bench.measure.device import memory_now
+from llm_train_bench.measure.power import PowerMeter
+from llm_train_bench.measure.sensors import nvidia
+from llm_train_bench.measure.sensors.amd import AmdSensor
+from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
+from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample
+from llm_train_bench.results.figures import fill_device_metrics
+from llm_train_bench.results.schema import DeviceUse, Metrics, Result
 
 GPU = torch.device("cuda", 0)
 
@@ -318,7 +318,7 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
 def test_mean_memory_is_of_all_looks(monkeypatch):
     """Also without a sensor: at the begin and at the end, of the process on a CPU."""
     seen = iter([1.0, 4.0])
-    monkeypatch.setattr("bench.measure.power.memory_now", lambda device: next(seen))
+    monkeypatch.setattr("llm_train_bench.measure.power.memory_now", lambda device: next(seen))
     meter = PowerMeter(GPU)
     meter.begin()
     assert meter.end(rank=0).memory_mean_gib == 2.5

@@ -12,26 +12,26 @@ import pytest
 import torch
 from torch import nn
 
-from bench.apply.compile import apply_compile, compile_counts, compile_error
-from bench.apply.fp8 import te as fp8_te
-from bench.apply.fp8.choose import apply_fp8
-from bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
-from bench.apply.precision import LossScaler, set_precision
-from bench.apply.recompute import apply_recompute
-from bench.errors import UsageError
-from bench.formulas.work import Recompute
-from bench.measure.steps import StepLog
-from bench.results.figures import fill_flop_metrics
-from bench.results.schema import DeviceUse, Fp8Info, Result
-from bench.settings.command_line import parse_args
-from bench.settings.flags import OptimizerFlags
-from bench.settings.plan import TE_ACTIVATIONS
 from benchmarks import gemm, numerics
-from model import te as te_blocks
-from model.config import parse_config
-from model.init import materialize
-from model.te import native_name
-from model.transformer import Block, Transformer
+from llm_train_bench.apply.compile import apply_compile, compile_counts, compile_error
+from llm_train_bench.apply.fp8 import te as fp8_te
+from llm_train_bench.apply.fp8.choose import apply_fp8
+from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
+from llm_train_bench.apply.precision import LossScaler, set_precision
+from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.work import Recompute
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.model import te as te_blocks
+from llm_train_bench.model.config import parse_config
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.te import native_name
+from llm_train_bench.model.transformer import Block, Transformer
+from llm_train_bench.results.figures import fill_flop_metrics
+from llm_train_bench.results.schema import DeviceUse, Fp8Info, Result
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import OptimizerFlags
+from llm_train_bench.settings.plan import TE_ACTIVATIONS
 from tests import te_standin
 from tests.helpers import (
     FAMILIES,
@@ -567,7 +567,7 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 
     monkeypatch.setattr(StepLog, "finish", counting)
     # As if blocks ran as CUDA graphs, whose refusals are counted.
-    monkeypatch.setattr("bench.run.launch.platform_of", lambda device: "nvidia")
+    monkeypatch.setattr("llm_train_bench.run.launch.platform_of", lambda device: "nvidia")
     argv = [*TINY, "--amp", "off", "--pt-compile", "--compile-mode", "reduce-overhead"]
     with without_inductor():
         assert run_train(*argv, "--output-dir", tmp_path) == 0
@@ -614,7 +614,7 @@ def test_numerics_gate_catches_what_learns_otherwise():
 
 
 def test_gemm_shapes_are_the_models_matmuls():
-    from bench.formulas.parameters import linear_parameters
+    from llm_train_bench.formulas.parameters import linear_parameters
 
     shape = config("qwen3")
     shapes = gemm.model_shapes(shape, 128)

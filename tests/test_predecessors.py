@@ -2,13 +2,13 @@
 
 import pytest
 
-from bench.errors import DoesNotFit, UsageError
-from bench.formulas.parameters import count_parameters
-from bench.run import launch
-from bench.settings.command_line import parse_args, translated
-from bench.settings.flags import Script
-from bench.settings.plan import make_plan
-from model.config import ConfigError, load_config, parse_config
+from llm_train_bench.errors import DoesNotFit, UsageError
+from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.model.config import ConfigError, load_config, parse_config
+from llm_train_bench.run import launch
+from llm_train_bench.settings.command_line import parse_args, translated
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import make_plan
 from tests.helpers import ROOT, only_result, run_train
 
 PROXY = ["configs/llama-70b-proxy.json", "--sac-freq", "1/4"]

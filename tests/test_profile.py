@@ -16,13 +16,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trace_report
-from bench.measure.device import device_name
-from bench.results.schema import Result
-from bench.run import launch, profiling
-from bench.settings.flags import Args, defaults
-from bench.trace.breakdown import break_down
-from bench.trace.read_trace import read_trace
-from model import layers
+from llm_train_bench.measure.device import device_name
+from llm_train_bench.model import layers
+from llm_train_bench.results.schema import Result
+from llm_train_bench.run import launch, profiling
+from llm_train_bench.settings.flags import Args, defaults
+from llm_train_bench.trace.breakdown import break_down
+from llm_train_bench.trace.read_trace import read_trace
 from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
 
 TINY = ["configs/llama-tiny.json", "--seq-len", "64", "--bsz", "4", "--device", "cpu", "--amp", "off",
@@ -179,7 +179,7 @@ def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
     (tmp_path / "roofs.json").write_text(
         json.dumps({device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}})
     )
-    monkeypatch.setattr("bench.formulas.hardware.ROOFS_FILE", tmp_path / "roofs.json")
+    monkeypatch.setattr("llm_train_bench.formulas.hardware.ROOFS_FILE", tmp_path / "roofs.json")
     flags = ["--amp", "bf16", "--profile", "--output-dir", tmp_path / "runs"]
     assert run_train(*TINY, "--seq-len", 16, "--bsz", 1, *flags) == 0
     r = only_result(tmp_path / "runs")

@@ -15,8 +15,10 @@ from tests.helpers import LLAMA, ROOT
 def tree(tmp_path_factory):
     """A copy of the code."""
     top = tmp_path_factory.mktemp("copy of the tree")
-    for name in ("bench", "model", "configs", "docs"):
-        shutil.copytree(ROOT / name, top / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("llm_train_bench", "model", "configs", "docs"):
+        shutil.copytree(
+            ROOT / name, top / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for path in ROOT.glob("*.py"):
         shutil.copy(path, top)
     return top
@@ -66,13 +68,13 @@ def test_add_a_family_a_flag_and_a_metric(tree):
         '    "mistral": "MistralForCausalLM",\n    "newcomer": "Qwen3ForCausalLM",',
     )
     change(
-        tree / "bench/settings/flags.py",
+        tree / "llm_train_bench/settings/flags.py",
         "    grad_clip: float = flag(",
         '    lr_power: float = flag(1.0, "A new flag [no unit].", LEARNT, above=0, at_most=2)\n'
         "    grad_clip: float = flag(",
     )
     change(
-        tree / "bench/results/metrics.py",
+        tree / "llm_train_bench/results/metrics.py",
         "    model_tflops_per_gpu: float",
         "    tokens_per_minute: float | None = metric(\n"
         '        "`tokens_per_sec` x 60.", unit="tokens/min", csv=True, final=True,\n'
@@ -80,7 +82,7 @@ def test_add_a_family_a_flag_and_a_metric(tree):
         "    model_tflops_per_gpu: float",
     )
     change(
-        tree / "bench/results/figures.py",
+        tree / "llm_train_bench/results/figures.py",
         "    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count",
         "    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count\n"
         "    m.tokens_per_minute = 60 * m.tokens_per_sec",
@@ -101,8 +103,8 @@ def test_add_a_family_a_flag_and_a_metric(tree):
     refused = run(tree, *argv, "--lr-power", 3, code=2).stderr
     assert refused == "train.py: --lr-power 3.0: must be at most 2\n"
     code = (
-        "from bench.settings.flags import LEARNT, of_kind\n"
-        "from bench.results.metrics import CSV_COLUMNS, FINAL_METRICS\n"
+        "from llm_train_bench.settings.flags import LEARNT, of_kind\n"
+        "from llm_train_bench.results.metrics import CSV_COLUMNS, FINAL_METRICS\n"
         "assert 'lr_power' in of_kind(LEARNT)\n"
         "assert 'tokens_per_minute' in CSV_COLUMNS and 'tokens_per_minute' in FINAL_METRICS"
     )

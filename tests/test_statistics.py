@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench.compare.gate import answer, what_settles
-from bench.formulas.time_statistics import (
+from benchmarks.gate import answers
+from llm_train_bench.compare.gate import answer, what_settles
+from llm_train_bench.formulas.time_statistics import (
     Mean,
     bootstrap_mean,
     chance_of,
@@ -19,10 +20,9 @@ from bench.formulas.time_statistics import (
     surely,
     welch_ratio,
 )
-from bench.measure.steps import StepLog
-from bench.results.figures import RankTimes, fill_rank_metrics, fill_step_metrics
-from bench.results.schema import DeviceUse, Metrics, Result
-from benchmarks.gate import answers
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.results.figures import RankTimes, fill_rank_metrics, fill_step_metrics
+from llm_train_bench.results.schema import DeviceUse, Metrics, Result
 
 
 def test_against_numpy_and_by_hand():

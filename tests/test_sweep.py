@@ -16,22 +16,27 @@ import numpy as np
 import pytest
 
 import sweep
-from bench.compare.find_results import read_records
-from bench.compare.records import LogFacts
-from bench.errors import UsageError
-from bench.formulas.hardware import devices, find_hardware
-from bench.settings.command_line import parse_args
-from bench.settings.machine import cpu_name
-from bench.settings.plan import make_plan
-from bench.sweep import auto_batch, tune
-from bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
-from bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
-from bench.sweep.experiment import Experiment, from_command_line, read_experiment, substitute
-from bench.sweep.grid import differences, make_cells
-from bench.sweep.ranking import Ranked, rank, show_ranking, write_csv
-from model.config import load_config
-from model.hf import save_pretrained
-from model.transformer import Transformer
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import devices, find_hardware
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.hf import save_pretrained
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.machine import cpu_name
+from llm_train_bench.settings.plan import make_plan
+from llm_train_bench.sweep import auto_batch, tune
+from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
+from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
+from llm_train_bench.sweep.experiment import (
+    Experiment,
+    from_command_line,
+    read_experiment,
+    substitute,
+)
+from llm_train_bench.sweep.grid import differences, make_cells
+from llm_train_bench.sweep.ranking import Ranked, rank, show_ranking, write_csv
 from tests.helpers import ROOT, run_train
 
 BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
@@ -157,7 +162,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
-    code = "from bench.settings.tool_main import run_tool; import time; "
+    code = "from llm_train_bench.settings.tool_main import run_tool; import time; "
     code += "run_tool(lambda argv: (print('up', flush=True), time.sleep(60)))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -388,7 +393,7 @@ def test_tensorboard_names_runs_by_their_setting_and_lists_the_axes(tmp_path, ca
 
 
 def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
-    from bench.sweep import jobs
+    from llm_train_bench.sweep import jobs
 
     pytest.importorskip("submitit")
     monkeypatch.setattr(jobs, "run_cell", _lost)

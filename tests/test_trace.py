@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import trace_report
-from bench.errors import UsageError
-from bench.trace.breakdown import break_down
-from bench.trace.breakdown_schema import matmul_flops_of
-from bench.trace.kernel_names import kernel_class, matmul_format, operator_class
-from bench.trace.read_trace import read_trace
-from bench.trace.timeline import sweep, union
+from llm_train_bench.errors import UsageError
+from llm_train_bench.trace.breakdown import break_down
+from llm_train_bench.trace.breakdown_schema import matmul_flops_of
+from llm_train_bench.trace.kernel_names import kernel_class, matmul_format, operator_class
+from llm_train_bench.trace.read_trace import read_trace
+from llm_train_bench.trace.timeline import sweep, union
 from tests.helpers import ROOT
 
 TRACES = ROOT / "tests/traces"

@@ -17,13 +17,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bench.apply.optimizer import build_optimizer, optimizer_step
-from bench.apply.tokens import write_tokens
-from bench.results.console import print_result, table_rows
-from bench.results.result_files import read_result
-from bench.results.schema import SCHEMA_VERSION
-from bench.settings.command_line import parse_args
-from bench.settings.flags import Args, OptimizerFlags, Script, declared
+from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
+from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.results.console import print_result, table_rows
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import SCHEMA_VERSION
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Args, OptimizerFlags, Script, declared
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,
@@ -496,7 +496,7 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys):
 
 def test_a_run_is_handed_on_when_it_has_ended(tmp_path, capsys, monkeypatch):
     """A tracker that fails takes nothing from the run; one that is not installed is refused."""
-    from bench.results import trackers
+    from llm_train_bench.results import trackers
 
     def broken(*_):
         raise OSError("no\nspace")

@@ -6,15 +6,15 @@ import shutil
 
 import compare
 import sweep
-from bench.compare.find_results import read_records
-from bench.compare.gate import baseline_key, judge, own_results, read_baselines
-from bench.compare.records import LogFacts
-from bench.results.result_files import parse_result, read_losses, read_result
-from bench.results.schema import SCHEMA_VERSION
-from bench.settings.flags import Args, defaults, differing
-from bench.sweep.cell_runs import Rows
-from bench.sweep.experiment import read_experiment
-from bench.sweep.grid import make_cells
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.gate import baseline_key, judge, own_results, read_baselines
+from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.results.result_files import parse_result, read_losses, read_result
+from llm_train_bench.results.schema import SCHEMA_VERSION
+from llm_train_bench.settings.flags import Args, defaults, differing
+from llm_train_bench.sweep.cell_runs import Rows
+from llm_train_bench.sweep.experiment import read_experiment
+from llm_train_bench.sweep.grid import make_cells
 from tests.helpers import ROOT, run_train
 
 FILES = ROOT / "tests/version1"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.results.result_files import read_result
-from bench.results.trackers import TRACKERS, final_figures, track
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.trackers import TRACKERS, final_figures, track
 
 RUN = Path(__file__).parent / "version1" / "plain"
 

@@ -1,0 +1,99 @@
+"""Which attention kernel PyTorch may use; set once, before anything is compiled."""
+
+import contextlib
+import warnings
+
+import torch
+import torch.nn.functional as F
+
+from llm_train_bench.apply.compile import key_compiled_code
+from llm_train_bench.apply.precision import AMP_DTYPES
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.work import Work
+
+KERNELS = ("flash", "cudnn", "efficient", "math")
+
+
+def select_attention(work: Work, flex: bool, device: torch.device) -> str | None:
+    """Allow only the named kernel in this process, and see that it can run the model.
+
+    Returns the kernel that will run: flash, cudnn, efficient, math or flex; None where PyTorch does
+    not tell. UsageError for a kernel that cannot serve this model on this device.
+    """
+    name = work.attention
+    torch.backends.cuda.enable_flash_sdp(name in ("auto", "flex", "flash"))
+    torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
+    torch.backends.cuda.enable_mem_efficient_sdp(name in ("auto", "flex", "efficient"))
+    torch.backends.cuda.enable_math_sdp(name in ("auto", "flex", "math"))
+    key_compiled_code(work.fp8 is not None and work.fp8.emulated)
+    if name in KERNELS:
+        _probe(work, device)
+    return "flex" if flex else _chosen_kernel(work, device)
+
+
+def _chosen_kernel(work: Work, device: torch.device) -> str | None:
+    T, config = min(work.batch.seq_len, 512), work.config
+    masked = _masked(work)
+    q, k, v = _inputs(work, T, device)
+    mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
+    with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
+        number = torch._fused_sdp_choice(
+            q, k, v, mask, config.attention_dropout, not masked, enable_gqa=q.shape != k.shape
+        )
+        return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
+    return None
+
+
+def _masked(work: Work) -> bool:
+    """Whether attention gets a mask: of windows, sinks, or one rank's rows among gathered keys."""
+    gathered = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    return work.windowed or work.config.sinks or gathered
+
+
+def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor]:
+    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements)."""
+    config, dtype = work.config, AMP_DTYPES[work.amp]
+    n, groups = config.num_attention_heads, config.num_key_value_heads
+    if device.type == "cuda" and dtype == torch.float32:
+        groups = n
+    options = {"device": device, "dtype": dtype, "requires_grad": True}
+    more = 8 if config.sinks else 0  # model.layers.attend_with_sinks
+    sizes = (
+        (n, config.head_dim + more),
+        (groups, config.head_dim + more),
+        (groups, config.value_dim),
+    )
+    return [torch.zeros(1, heads, T, size, **options) for heads, size in sizes]
+
+
+def _probe(work: Work, device: torch.device) -> None:
+    """Run the one allowed kernel on a small case of the model's heads."""
+    T, config = 16, work.config
+    mask = _masked(work)
+    q, k, v = _inputs(work, T, device)
+    attn_mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if mask else None
+    try:
+        if device.type == "cpu" and work.attention not in ("flash", "math"):
+            raise RuntimeError("No available kernel on a CPU")
+        with warnings.catch_warnings():  # torch explains at length why it refused a kernel
+            warnings.simplefilter("ignore")
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=attn_mask,
+                dropout_p=config.attention_dropout,
+                is_causal=not mask,
+                enable_gqa=q.shape != k.shape,
+            ).sum().backward()
+    except RuntimeError as error:
+        # The second is a GPU's message (torch 2.11).
+        if not any(text in str(error) for text in ("No available kernel", "Invalid backend")):
+            raise
+        extras = " with a mask" if mask else ""
+        extras += " and dropout" if config.attention_dropout else ""
+        raise UsageError(
+            f"--attention {work.attention}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "
+            f"key/value heads of {config.head_dim} in {str(q.dtype).removeprefix('torch.')} on "
+            f"{device.type}{extras}; use --attention auto"
+        ) from None

@@ -1,0 +1,183 @@
+"""torch.compile, block by block: applying it, counting what it did, and saying what failed.
+
+The compiler is imported where it is used: that takes two seconds, and bad input need not wait.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.compiler.config
+
+from llm_train_bench.errors import CompileError
+from llm_train_bench.model.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCounts:
+    """The work of torch.compile in this process so far."""
+
+    seconds: float
+    graphs: int
+    graph_breaks: int
+    recompilations: int
+    graphs_recorded_again: int = 0
+    graphs_refused: int = 0
+    from_cache: int = 0
+    generated: int = 0
+
+
+def code_switches(fp8_emulated: bool) -> dict[str, Any]:
+    """The process-wide switches that change compiled code, and that PyTorch's cache keys leave out.
+
+    Code that another process compiled under other switches would be reused (pytorch/pytorch#185449).
+    cuda.matmul's precision and Inductor's settings are in the key; read these after setting them.
+    """
+    cuda, mkldnn = torch.backends.cuda, torch.backends.mkldnn
+    flash = sys.modules.get("torch.nn.attention._registry")
+    return {
+        "flash": cuda.flash_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "order": torch._C._get_sdp_priority_order(),
+        "math_reduction": cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        "flash_version": flash and flash.current_flash_attention_impl(),
+        "onednn": [mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision],
+        "fp8_emulated": fp8_emulated,
+    }
+
+
+def key_compiled_code(fp8_emulated: bool) -> None:
+    """Make `code_switches` a part of the key of every compiler cache, beside the user's own tag."""
+    text = json.dumps(code_switches(fp8_emulated), sort_keys=True)
+    tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+    torch.compiler.config.cache_key_tag = tag + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = False) -> None:
+    """Compile every block's forward, and the loss of one chunk of rows; without a mode nothing.
+
+    Block by block, since identical blocks share one compiled graph: compile time does not grow with
+    depth. The forward is compiled rather than the call, so that hooks (FSDP's) stay outside.
+    `fullgraph` turns a graph break into an error; a block with experts has one. `exact_casts` rounds
+    between fused kernels as eager code does, which FP8 scaled by rows needs before torch 2.13.
+    """
+    if mode is None:
+        return
+    # Under DDP it would cut block graphs at the buckets' ends, though blocks are apart already.
+    torch._dynamo.config.optimize_ddp = False
+    if torch.__version__ < "2.13":
+        # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
+        asked = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"
+        torch._inductor.config.emulate_precision_casts = exact_casts or asked
+    if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
+        # Candidates that do not fit the GPU are logged as errors, each with its traceback.
+        logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
+    for layer, block in model.blocks.items():
+        whole = not model.config.has_experts(int(layer))
+        if not whole:  # the experts themselves run eagerly
+            block.mlp.mixed = torch.compiler.disable(block.mlp.mixed)
+        compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
+        block.forward = _named(compiled, f"blocks.{layer}")
+    # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
+    # next chunk would overwrite that.
+    mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
+        mode, mode
+    )
+    chunk = torch.compile(model.loss.chunk_fn, mode=mode, fullgraph=True, dynamic=False)
+    model.loss.chunk_fn = _named(chunk, "loss")
+
+
+def compile_counts() -> CompileCounts:
+    """Wall time (since torch._dynamo.reset) and counts since the process started.
+
+    PyTorch keeps a record of the last 64 compilations; recompilations are counted in it.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return CompileCounts(0.0, 0, 0, 0)
+    import torch._dynamo.utils as dynamo
+
+    events = dynamo.get_compilation_metrics()
+    return CompileCounts(
+        seconds=dynamo.calculate_time_spent().get("total_wall_time", 0.0),
+        graphs=dynamo.counters["stats"]["unique_graphs"],
+        graph_breaks=sum(dynamo.counters["graph_break"].values()),
+        recompilations=sum(bool(event.recompile_reason) for event in events),
+        graphs_recorded_again=_graphs_recorded_again(),
+        graphs_refused=dynamo.counters["inductor"]["cudagraph_skips"],
+        from_cache=dynamo.counters["inductor"]["fxgraph_cache_hit"],
+        generated=dynamo.counters["inductor"]["fxgraph_cache_miss"]
+        + dynamo.counters["inductor"]["fxgraph_cache_bypass"],
+    )
+
+
+def _graphs_recorded_again() -> int:
+    """How often a CUDA graph did not fit its inputs any more; recording it anew compiles nothing."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_available():
+        return 0
+    manager = trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
+    return getattr(manager, "debug_fail_counter", 0)
+
+
+def compile_error(error: BaseException, where: str) -> CompileError | torch.OutOfMemoryError:
+    """A compiler's exception as one line; out of memory while autotuning stays out of memory."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError):
+            return cause
+        cause = cause.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A backend's name is on a separate line before its error.
+    text = " ".join(lines[:2] if lines and lines[0].endswith("raised:") else lines[:1])
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        text = "more different graphs than torch._dynamo.config.recompile_limit allows"
+    advice = "leave out --pt-compile, or try another --compile-mode"
+    if "InvalidCxxCompiler" in text or "Failed to find C compiler" in text:
+        advice = "install one (g++; doctor.py says what is missing), or leave out --pt-compile"
+    if "CppCompileError" in text and " " in torch.__file__:
+        advice = "PyTorch cannot link from a path with a space; move it, or leave out --pt-compile"
+    return CompileError(
+        f"torch.compile failed in {where}: {text or type(error).__name__}; {advice}"
+    )
+
+
+def _compiler_errors(module: types.ModuleType) -> tuple[type[Exception], ...]:
+    """Errors of torch._dynamo.exc; the last, for too many recompilations, has another base."""
+    return module.TorchDynamoException, module.FailOnRecompileLimitHit
+
+
+@contextlib.contextmanager
+def compile_errors_named(where: str) -> Iterator[None]:
+    """Turn a compiler's exception in here into a CompileError that names a part of the model."""
+    try:
+        yield
+    except Exception as error:
+        compiler = sys.modules.get("torch._dynamo.exc")
+        if compiler is None or not isinstance(error, _compiler_errors(compiler)):
+            raise
+        raise compile_error(error, where) from error
+
+
+def _named(compiled, where: str):
+    """The compiled function; its compile errors name the part of the model."""
+    import torch._dynamo.exc
+
+    errors = _compiler_errors(torch._dynamo.exc)
+
+    def forward(*args):  # in every step: no context manager here
+        try:
+            return compiled(*args)
+        except errors as error:
+            raise compile_error(error, where) from error
+
+    return forward

@@ -1,0 +1,209 @@
+"""Batches of tokens, as a pure function of the seed and the number of the sample.
+
+Sample s is the same whatever the number of ranks, accumulation steps or workers, and needs no state:
+a run that continues at step k asks for the samples of step k.
+"""
+
+import contextlib
+import itertools
+import shutil
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from llm_train_bench.apply.tokens import open_tokens
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.work import Batch
+from llm_train_bench.settings.flags import DataFlags
+from llm_train_bench.settings.plan import Schedule
+
+
+class SyntheticTokens:
+    """Uniform random tokens, made on the device from a hash of seed, sample and position.
+
+    The same on every device and at every number of ranks, at the cost of a few elementwise kernels.
+    """
+
+    AHEAD = 2**17  # tokens made at once: a MiB
+
+    def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
+        self.vocab_size, self.seed = vocab_size, seed
+        self.row = torch.arange(bsz, device=device)[:, None] * (seq_len + 1)
+        self.column = torch.arange(seq_len + 1, device=device)
+        self.stride = seq_len + 1
+
+    def micro_batches(self, plan: range) -> Iterator[Tensor]:
+        """(bsz, seq_len + 1) int64 ids for each first sample of a plan, on the device.
+
+        Several are made at once: launches for each small micro batch would cost a few percent of a
+        step.
+        """
+        n = max(1, self.AHEAD // (self.row.shape[0] * self.stride))
+        for start in range(0, len(plan), n):
+            some = plan[start : start + n]
+            firsts = torch.arange(some.start, some.stop, some.step, device=self.row.device)
+            counter = self.row + self.column + firsts[:, None, None] * self.stride
+            yield from hash_ids(counter, self.seed).remainder_(self.vocab_size)
+
+
+def hash_ids(counter: Tensor, seed: int) -> Tensor:
+    """31-bit pseudo-random numbers of int64 counters, by MurmurHash3's 32-bit finaliser."""
+    mask = 0xFFFFFFFF
+    # Counters above 2**32 (long runs) enter through their upper half too.
+    h = (counter & mask) ^ ((counter >> 32) * 0x9E3779B1 & mask) ^ (seed * 0x85EBCA6B & mask)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 0x27D4EB2F), (15, 0x165667B1)):
+        h = (h ^ (h >> shift)) * factor & mask
+    return (h ^ (h >> 16)) >> 1
+
+
+class FileTokens(Dataset):
+    """Windows of seq_len + 1 tokens of a .bin file, in a new random order every epoch.
+
+    Windows start seq_len apart, so that every token is a label once an epoch and no two samples of an
+    epoch share one.
+    """
+
+    def __init__(
+        self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int, dtype: str = "auto"
+    ):
+        self.path, self.vocab_size, self.dtype = path, vocab_size, dtype
+        self.bsz, self.seq_len, self.seed = bsz, seq_len, seed
+        self.tokens = open_tokens(path, dtype)
+        self.n_windows = (len(self.tokens) - 1) // seq_len
+        if self.n_windows < 1:
+            raise UsageError(
+                f"{path}: {len(self.tokens)} tokens are fewer than one sequence of {seq_len} and its "
+                "labels need; use a longer file or a smaller --seq-len"
+            )
+        self.orders: dict[int, np.ndarray] = {}
+
+    def __getstate__(self) -> dict:
+        """For data loading processes that are not forked: they map the file themselves."""
+        return self.__dict__ | {"tokens": None}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__ = state
+        self.tokens = open_tokens(self.path, self.dtype)
+
+    def start(self, sample: int) -> int:
+        """Where in the file a sample begins."""
+        epoch, index = divmod(sample, self.n_windows)
+        if epoch not in self.orders:
+            if len(self.orders) > 1:  # a batch may straddle two epochs, never three at a time
+                self.orders.pop(min(self.orders))
+            self.orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(
+                self.n_windows
+            )
+        return int(self.orders[epoch][index]) * self.seq_len
+
+    def rows(self, first: int, n: int) -> np.ndarray:
+        """(n, seq_len + 1) tokens of the samples from number `first` on, in the file's width."""
+        starts = [self.start(sample) for sample in range(first, first + n)]
+        return np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts])
+
+    def __getitem__(self, first: int) -> Tensor:
+        """(bsz, seq_len + 1) int64 ids of the samples from number `first` on, on the CPU."""
+        return torch.from_numpy(self.rows(first, self.bsz).astype(np.int64))
+
+    def check(self, n_samples: int) -> None:
+        """UsageError if one of the samples 0 ... n_samples - 1 holds an id outside the vocabulary."""
+        for first in range(0, min(n_samples, self.n_windows), 256):
+            n = min(256, n_samples - first, self.n_windows - first)
+            rows = self.rows(first, n)
+            if rows.max() >= self.vocab_size:
+                raise UsageError(
+                    f"{self.path}: holds token id {rows.max()}, but the model's vocabulary ends at "
+                    f"{self.vocab_size - 1}; tokenise for this model or choose another config"
+                )
+
+
+Source = SyntheticTokens | FileTokens
+# A data loading process that gives nothing for so long will give nothing.
+WORKER_TIMEOUT_S = 120.0
+# Validation data: where the micro batches come from, and their first samples.
+Validation = tuple[FileTokens, Sequence[int]]
+
+
+def open_data(
+    flags: DataFlags, vocab_size: int, batch: Batch, n_steps: int, device: torch.device
+) -> tuple[Source, Validation | None]:
+    """Training data and, if asked for, validation data; UsageError if one cannot serve the run."""
+    bsz, seq_len = batch.micro_batch, batch.seq_len
+    if flags.data == "synthetic":
+        source = SyntheticTokens(vocab_size, bsz, seq_len, flags.seed, device)
+    else:
+        source = FileTokens(flags.data, vocab_size, bsz, seq_len, flags.seed, flags.data_dtype)
+        source.check(n_steps * batch.global_batch)
+    if not flags.val_data:
+        return source, None
+    val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0, flags.data_dtype)
+    # No window twice, unless there are too few for one batch.
+    n_batches = max(1, min(flags.val_batches, val_source.n_windows // bsz))
+    n_samples = n_batches * bsz
+    val_source.check(n_samples)
+    return source, (val_source, range(0, n_samples, bsz))
+
+
+def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> Sequence[int]:
+    """First sample of every micro batch of a rank, in order, over all steps of a schedule.
+
+    `data_rank` counts the ranks that get different data. A step takes as many samples as the global
+    batch has, after those of the step before. Each micro step deals its micro batches out in turn.
+    """
+    micro = batch.micro_batch * batch.data_parallel_size
+    first = data_rank * batch.micro_batch
+    end = schedule.samples_before(schedule.total, batch.global_batch)
+    return range(schedule.start_sample + first, end + first, micro)
+
+
+def _loaded(loader: DataLoader) -> Iterator[Tensor]:
+    """What data loading processes read; they hand it over in shared memory, and hang if that is full."""
+    try:
+        yield from loader
+    except RuntimeError as error:
+        if "DataLoader" not in str(error):
+            raise
+        known = ""
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage("/dev/shm").free / 2**20
+            known = f"; /dev/shm, the shared memory, has {free:.0f} MiB free"
+        raise UsageError(
+            f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
+            f"({str(error).splitlines()[0]}){known}; give it more (docker run --shm-size 8g), or use 0"
+        ) from None
+
+
+def repeating_last(some: Iterator) -> Iterator:
+    """All of them, then the last one for ever: for a step that is only looked at."""
+    for last in some:
+        yield last
+    yield from itertools.repeat(last)
+
+
+def batches(
+    source: Source,
+    plan: Sequence[int],
+    device: torch.device,
+    n_workers: int = 0,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Micro batches of the plan on the device: (bsz, seq_len) inputs and the labels next to them."""
+    if isinstance(source, SyntheticTokens):
+        rows = source.micro_batches(plan)
+    else:
+        rows = (source[first] for first in plan)
+    pin = device.type == "cuda"
+    if n_workers and isinstance(source, FileTokens):
+        rows = _loaded(
+            DataLoader(
+                source, batch_size=None, sampler=plan, num_workers=n_workers, pin_memory=pin,
+                timeout=WORKER_TIMEOUT_S, generator=torch.Generator(),  # dropout's stays as it is
+            )
+        )  # fmt: skip
+    for ids in rows:
+        if ids.device.type != device.type:
+            ids = ids if ids.is_pinned() else ids.pin_memory()
+            ids = ids.to(device, non_blocking=True)
+        yield ids[:, :-1], ids[:, 1:]

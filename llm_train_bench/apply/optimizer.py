@@ -1,0 +1,101 @@
+"""Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.settings.flags import OptimizerFlags
+from llm_train_bench.sharded import by_mesh, is_sharded
+
+
+def build_optimizer(
+    model: nn.Module, flags: OptimizerFlags | None, fp8: Fp8 | None = None
+) -> torch.optim.Optimizer | None:
+    """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
+    if flags is None:
+        return None
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return optimizer_of(named, flags, fp8)
+
+
+def optimizer_of(
+    learnt: dict[str, nn.Parameter], flags: OptimizerFlags, fp8: Fp8 | None = None
+) -> torch.optim.Optimizer:
+    """The same of parameters by their names."""
+    decayed = {n for n, p in learnt.items() if p.ndim >= 2 and not n.endswith("bias")}
+    matrices = [p for name, p in learnt.items() if name in decayed]
+    vectors = [p for name, p in learnt.items() if name not in decayed]
+    groups = [
+        {"params": same, "weight_decay": decay}
+        for some, decay in ((matrices, flags.weight_decay), (vectors, 0.0))
+        for same in by_mesh(some)
+    ]
+    if flags.optimizer == "sgd":
+        # PyTorch's fused SGD does not take sharded parameters.
+        sharded = is_sharded(matrices[0])
+        optimizer = torch.optim.SGD(groups, lr=flags.lr, momentum=0.9, fused=not sharded)
+        for p in [] if sharded else learnt.values():
+            # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        return optimizer
+    return (fp8 or Fp8()).adamw(groups, lr=flags.lr, betas=(flags.beta1, flags.beta2))
+
+
+def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
+    """Rate of step 0, 1, ...: linear rise, then a cosine down to the minimum at the last of `n_steps`."""
+    if step < flags.lr_warmup_steps:
+        return flags.lr * (step + 1) / (flags.lr_warmup_steps + 1)
+    progress = (step - flags.lr_warmup_steps) / max(1, n_steps - 1 - flags.lr_warmup_steps)
+    lowest = flags.lr * flags.min_lr_ratio
+    return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _divides_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    """Whether its kernel divides gradients by `grad_scale`, as PyTorch's GradScaler uses it."""
+    fused = isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults.get("fused")
+    return bool(fused) and not is_sharded(parameters[0])
+
+
+def optimizer_step(
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    max_norm: float,
+    scaler: LossScaler | None,
+    gradients: Any = None,
+) -> Tensor:
+    """Clip gradients to `max_norm` (0: leave them) and step; returns their norm, without a sync.
+
+    `gradients` completes, measures and clips those of ranks that share a batch (a layout's).
+
+    With a scaler the gradients come multiplied by its scale; the norm returned is without it, and
+    not finite where fp16 overflowed.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if gradients is not None:
+        norm = gradients.norm()
+        if max_norm:
+            gradients.clip(max_norm, norm)
+        optimizer.step()
+        return norm
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if is_sharded(norm) else norm
+    scale = 1.0 if scaler is None else scaler.scale.clone()
+    if scaler is not None:
+        scaler.before_step(optimizer, norm)
+    if max_norm and scaler is None and _divides_gradients(optimizer, parameters):
+        # The fused kernel reads the gradients anyway: no pass of its own.
+        optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
+        optimizer.step()
+        del optimizer.grad_scale
+        return norm
+    if max_norm:
+        # Scale and norm are on the device. Only a norm can be passed from there without a wait.
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm / scale)
+    optimizer.step()
+    return norm if scaler is None else norm / scale

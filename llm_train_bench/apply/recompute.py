@@ -1,0 +1,42 @@
+"""Selective activation checkpointing: which blocks recompute in backward, and which parts."""
+
+import functools
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.formulas.work import Recompute
+from llm_train_bench.model.transformer import Transformer, saved_ops
+
+
+def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = None) -> None:
+    """Let some blocks drop activations in forward and recompute them in backward, in place.
+
+    `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest. The block's
+    forward is replaced, not the block, so that parameter names stay as they are. Apply before
+    compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
+    """
+    options = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    if recompute.policy == "op":
+        ops = saved_ops(attention=not model.config.attention_dropout)
+
+        def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, keep)
+    for layer, block in model.blocks.items():
+        if int(layer) in recompute.blocks:
+            block.forward = _checkpointed(block.forward, (fp8 or Fp8()).checkpoint, options)
+
+
+def _checkpointed(forward, checkpoint, options: dict):
+    def recomputing_forward(*args) -> Tensor:
+        return checkpoint(forward, *args, **options)
+
+    return recomputing_forward
+
+
+def has_dropout(model: Transformer) -> bool:
+    """Whether a block draws random numbers, which a recomputation must draw again."""
+    return bool(model.config.residual_dropout or model.config.attention_dropout)

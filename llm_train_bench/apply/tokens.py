@@ -1,0 +1,113 @@
+"""Token files: a flat array of uint16 or uint32 ids, with or without a header. Needs no torch.
+
+With a header (256 int32: magic, version, number of tokens, zeros) the file says its own width, as
+the files of llm.c do: version 1 is uint16, version 7 is uint32. Without one (nanoGPT's files) the
+user says it: nothing in the file could.
+"""
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.model.json_keys import plain_file
+
+HEADER_INTS = 256
+HEADER_BYTES = 4 * HEADER_INTS
+FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
+
+
+def width_for(vocab_size: int) -> np.dtype:
+    """The narrowest of the two widths that holds every id of a vocabulary."""
+    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
+
+
+def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
+    """Map a token file into memory: a read-only 1-d array; UsageError if it is none.
+
+    `dtype` is --data-dtype: a file without a header is read only if that says its format.
+    """
+    path = Path(path)
+    try:
+        size = plain_file(path).stat().st_size
+        with path.open("rb") as f:
+            start = f.read(HEADER_BYTES)
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path}: no such file; make one with prepare_data.py, or use --data synthetic"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: cannot be read: {reason}") from None
+    header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0]
+    if int(header[0]) not in {magic for magic, _ in FORMATS}:
+        return _open_bare(path, size, dtype, start)
+    found = FORMATS.get((int(header[0]), int(header[1])))
+    if found is None:
+        raise UsageError(
+            f"{path}: has a header of llm.c's (magic {header[0]}), but of version {header[1]}, which is "
+            f"not known; there are {', '.join(f'{m} version {v}' for m, v in FORMATS)}"
+        )
+    if dtype not in ("auto", found.name):
+        raise UsageError(f"--data-dtype {dtype}: the header of {path} says {found.name}")
+    count = int(header[2])
+    if size != HEADER_BYTES + count * found.itemsize:
+        raise UsageError(
+            f"{path}: its header promises {count} tokens, its size holds "
+            f"{(size - HEADER_BYTES) / found.itemsize:g}; is it complete?"
+        )
+    return np.memmap(path, dtype=found, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def _open_bare(path: Path, size: int, dtype: str, start: bytes) -> np.ndarray:
+    """An array of ids without a header, of the format that was told."""
+    if dtype == "auto":
+        raise UsageError(
+            f"{path}: has no header that says it holds tokens{_looks_like(start)}; make token files with "
+            "prepare_data.py, or name the format of a bare array: --data-dtype uint16 (or uint32)"
+        )
+    width = np.dtype(dtype).itemsize
+    if size % width or not size:
+        raise UsageError(f"{path}: {size} bytes are no array of {dtype}; is it complete?")
+    return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+
+
+def _looks_like(start: bytes) -> str:
+    """What the beginning of a file suggests that it is, as a part of a sentence."""
+    if start.startswith(b"\x93NUMPY"):
+        return " (it is a .npy file: write the bare tokens, with .tofile())"
+    if start.startswith((b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd")):
+        return " (it is compressed)"
+    with contextlib.suppress(UnicodeDecodeError):
+        if start[:1000].decode().isprintable() or b"\n" in start[:1000]:
+            return " (it looks like text)"
+    return ""
+
+
+def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int) -> int:
+    """Write arrays of ids one after the other, with a header; returns the number of tokens."""
+    dtype = width_for(vocab_size)
+    magic, version = next(key for key, value in FORMATS.items() if value == dtype)
+    path = Path(path)
+    unfinished = path.with_name(path.name + ".part")
+    total = 0
+    with contextlib.ExitStack() as stack:
+        stack.callback(unfinished.unlink, missing_ok=True)  # gone already where all went well
+        f = stack.enter_context(unfinished.open("wb"))
+        f.write(bytes(HEADER_BYTES))
+        for part in parts:
+            total += len(part)
+            if total >= 2**31:
+                raise UsageError(
+                    f"{path}: more than 2^31 tokens do not fit one file; split the input"
+                )
+            f.write(np.asarray(part, dtype=dtype).tobytes())
+        header = np.zeros(HEADER_INTS, dtype="<i4")
+        header[:3] = magic, version, total
+        f.seek(0)
+        f.write(header.tobytes())
+        f.flush()
+        unfinished.replace(path)
+    return total

@@ -1,0 +1,222 @@
+"""Ratios between runs, which runs may be compared, cost and energy. Needs no torch."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from llm_train_bench.compare.pool import name_settings, plainest, pool
+from llm_train_bench.compare.records import Record
+from llm_train_bench.errors import UsageError
+from llm_train_bench.files import shown_word
+from llm_train_bench.formulas.hardware import device_called, find_hardware
+from llm_train_bench.formulas.time_statistics import surely, welch_ratio
+from llm_train_bench.settings.flags import differing
+
+# Runs of one setting differ by this much.
+RUNS_DIFFER = 0.01
+
+
+# With fewer runs of a setting nobody knows how much runs differ.
+RUNS_FOR_A_VERDICT = 3
+# The chance that any verdict of a whole table is false.
+TABLE_ERROR = 0.05
+
+
+@dataclasses.dataclass
+class Compared:
+    """A setting beside the reference of its group; ratios are of tokens/s per GPU, above 1 is faster.
+
+    Intervals are over runs, of each ratio alone. `certain` says whether it holds beside all others.
+    """
+
+    record: Record
+    group: str
+    is_reference: bool = False
+    marks: list[str] = dataclasses.field(default_factory=list)
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    chance: float = 1.0
+    certain: bool = False
+    usd_per_trillion: float | None = None
+    tokens_per_joule: float | None = None
+    energy_measured: bool = False
+    days: float | None = None
+    runs_of_reference: int = 0
+
+    @property
+    def enough_runs(self) -> bool:
+        """Whether both sides have the runs that a verdict takes."""
+        return min(len(self.record.rates), self.runs_of_reference) >= RUNS_FOR_A_VERDICT
+
+    @property
+    def verdict(self) -> str:
+        """The ratio in words: never more certain than its interval."""
+        if self.is_reference:
+            return "reference"
+        if self.marks:
+            return "not compared"
+        if self.ratio is None:
+            return "unknown"
+        if not self.enough_runs or self.ratio_low is None:
+            few = min(len(self.record.rates), self.runs_of_reference)
+            return f"no verdict: {few} run{'s' * (few > 1)}"
+        if not self.certain or abs(self.ratio - 1) < RUNS_DIFFER:
+            return "within noise"
+        return "faster" if self.ratio > 1 else "slower"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prices:
+    """US$ per GPU-hour and W by name of the hardware, from flags or an experiment file."""
+
+    usd_per_hour: Mapping[str, float]
+    tdp_w: Mapping[str, float]
+    from_file: Collection[str] = ()
+
+
+def compare(
+    records: list[Record],
+    prices: Prices,
+    tokens: float | None,
+    reference: str | None = None,
+    identical: bool = False,
+) -> list[Compared]:
+    """Settings in groups of one model and length, each against the plainest that can be compared.
+
+    `reference` names another: a setting, or one of its runs. With `identical`, hyperparameters that only
+    concern speed must agree too.
+    """
+    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in pool(records)]
+    groups: dict[str, list[Compared]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    for members in groups.values():
+        name_settings([row.record for row in members])
+    names = {r.label: row for row in rows for r in row.record.runs}
+    names = {row.record.setting: row for row in rows} | names
+    if reference is not None and reference not in names:
+        known = ", ".join(row.record.setting for row in rows)
+        raise UsageError(
+            f"--reference {reference}: no setting or run of that name; there are {known}"
+        )
+    for members in groups.values():
+        usable = [row for row in members if not row.marks and row.record.tokens_per_sec_per_gpu]
+        plain = plainest([row.record for row in usable or members])
+        first = next(row for row in members if row.record is plain)
+        if reference is not None and names[reference] in members:
+            first = names[reference]
+        first.is_reference = True
+        for row in members:
+            if row is not first:
+                row.marks += unlike(first.record, row.record, identical)
+                row.runs_of_reference = len(first.record.rates)
+                if not row.marks and not first.marks:
+                    _fill_ratio(row, first.record)
+    tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
+    for row, certain in zip(tested, surely([r.chance for r in tested], TABLE_ERROR), strict=True):
+        row.certain = certain
+    for row in rows:
+        _fill_cost(row, prices, tokens)
+    return rows
+
+
+def group_of(r: Record) -> str:
+    """Runs with the same model name and sequence length are a group."""
+    name = (r.model or "unknown model").lower()
+    return f"{name} T{r.seq_len}" if r.seq_len else name
+
+
+def unlike(a: Record, b: Record, identical: bool) -> list[str]:
+    """Why b cannot be compared with a: another model, another training, another way to count."""
+    marks = []
+    if a.model_hash and b.model_hash and a.model_hash != b.model_hash:
+        marks.append("another model under the same name")
+    if a.hardware == b.hardware and unlike_limits(a.power_limit_w, b.power_limit_w):
+        marks.append(f"power limit {a.power_limit_w:.0f} / {b.power_limit_w:.0f} W")
+    left, right = a.hyperparameters or {}, b.hyperparameters or {}
+    if identical and a.arguments and b.arguments:
+        left, right = a.arguments, b.arguments
+    names = differing(left, right)
+    if not identical:
+        # Settings may differ to suit each machine; what is learnt may not.
+        names = [n for n in names if n not in ("global_batch", "seed", "data")]
+    marks += [f"{n} {_short(left[n])} / {_short(right[n])}" for n in names]
+    if identical and not (a.arguments and b.arguments) and a.settings != b.settings:
+        marks.append(f"settings {a.settings} / {b.settings}")
+    return marks
+
+
+def unlike_limits(a: float | None, b: float | None) -> bool:
+    """Whether two power limits [W] of one kind of device differ, by more than their rounding."""
+    return bool(a and b) and abs(a / b - 1) > 0.01
+
+
+def _short(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else shown_word(str(value))
+
+
+def _fill_ratio(row: Compared, reference: Record) -> None:
+    ours, theirs = row.record.tokens_per_sec_per_gpu, reference.tokens_per_sec_per_gpu
+    if not ours or not theirs:
+        return
+    row.ratio = ours / theirs
+    if spread := welch_ratio(row.record.rates, reference.rates):
+        row.ratio_low, row.ratio_high, row.chance = spread
+
+
+def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
+    r, entry = row.record, device_called(row.record.hardware)
+    names = [n for n in (r.hardware, entry and entry.name) if n]
+    price = next((prices.usd_per_hour[n] for n in names if n in prices.usd_per_hour), None)
+    price = price or r.usd_per_hour or (entry and entry.usd_per_hour)
+    rate = r.tokens_per_sec_per_gpu
+    if rate and price:
+        row.usd_per_trillion = price / 3600 / rate * 1e12
+    row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
+    watts = next((prices.tdp_w[n] for n in names if n in prices.tdp_w), None)
+    watts = watts or r.power_limit_w or (entry and entry.tdp_w)
+    if row.tokens_per_joule is None and rate and watts:
+        row.tokens_per_joule = rate / watts
+    if tokens and r.tokens_per_sec:
+        row.days = tokens / r.tokens_per_sec / 86400
+
+
+def prices_of(
+    machines: Mapping[str, tuple[float | None, float | None]],
+    usd_per_hour: Sequence[str],
+    tdp_w: Sequence[str],
+) -> Prices:
+    """Prices and power of an experiment's machines, and of the flags, which go before them.
+
+    `machines` gives US$ per hour and W by the name of the hardware.
+    """
+    usd = {name: price for name, (price, _) in machines.items() if price}
+    watts = {name: power for name, (_, power) in machines.items() if power}
+    for flag, given, into in (
+        ("usd-per-hour", usd_per_hour, usd),
+        ("tdp-w", tdp_w, watts),
+    ):
+        for text in given:
+            name, equals, value = text.rpartition("=")
+            try:
+                number = float(value)
+            except ValueError:
+                number = 0.0
+            if not equals or not 0 < number < math.inf:
+                raise UsageError(f"--{flag} {text}: must be HARDWARE=NUMBER above 0")
+            with contextlib.suppress(UsageError):  # or it is the user's own machine
+                name = find_hardware(name).name
+            into[name] = number
+    return Prices(usd, watts, set(machines))
+
+
+def check_prices(prices: Prices, records: list[Record]) -> None:
+    """UsageError for a price of hardware that no run has: a typing error."""
+    names = {r.hardware for r in records if r.hardware}
+    names |= {h.name for r in records if (h := device_called(r.hardware))}
+    for name in (*prices.usd_per_hour, *prices.tdp_w):
+        if name not in names and name not in prices.from_file:
+            have = ", ".join(sorted(names)) or "none that is known"
+            raise UsageError(f"a price or power for {name!r}, but the runs' hardware is {have}")

@@ -1,0 +1,308 @@
+"""A log of another training suite as a record. Needs no torch.
+
+The suite that wrote most of the lines is the log's suite (compare/log_formats.py). A log without
+any such line is refused. If a log holds several runs, the last one is taken.
+"""
+
+import csv
+import dataclasses
+import functools
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.compare.log_formats import (
+    SUITES,
+    UNITS,
+    Log,
+    LoggedStep,
+    hugging_face,
+    log_of,
+    parse,
+)
+from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import device_called
+from llm_train_bench.model.json_keys import parse_json
+
+KNOWN = (*SUITES, "Hugging Face Trainer")
+
+
+def read_log(path: Path, facts: LogFacts) -> list[Record]:
+    """The run of a log; `facts` add what it does not say. UsageError if no suite wrote it."""
+    log = parse_log(path.read_text(encoding="utf-8", errors="replace"))
+    if log is None:
+        raise UsageError(f"{path}: no line of {', '.join(KNOWN[:-1])} or {KNOWN[-1]} in it")
+    return [record_of(log, path, facts)]
+
+
+def parse_log(text: str) -> Log | None:
+    """A log as one of the first suite that explains half of all steps found; None without any."""
+    text = re.sub(r"\x1b?\[[\d;]*m", "", text).replace("\r", "\n")  # colours, progress bars
+    found = [(parse(text, suite), suite) for suite in KNOWN]
+    most = max(len(log.steps) for log, _ in found)
+    if not most:
+        return None
+    log, suite = next(pair for pair in found if 2 * len(pair[0].steps) >= most)
+    parser = functools.partial(parse, suite=suite)
+    if begin := last_start(log.steps):
+        last = parser(_after(text, begin, parser))
+        names = [
+            f.name for f in dataclasses.fields(Log) if f.name not in ("steps", "earlier_steps")
+        ]
+        said = {n: value for n in names if (value := getattr(last, n)) is not None}
+        log = dataclasses.replace(log, **said, steps=log.steps[begin:], earlier_steps=begin)
+    by_step = {step.step: step for step in log.steps}  # several ranks may print the same
+    log.steps = [by_step[number] for number in sorted(by_step)]
+    # A mean since the first step, as progress bars show: the time of what lies between two lines.
+    for before, step in zip(log.steps, log.steps[1:], strict=False):
+        if before.mean_time_s and step.mean_time_s:
+            spent = step.step * step.mean_time_s - before.step * before.mean_time_s
+            step.time_s = max(spent / (step.step - before.step), 0.0) or None
+    return log
+
+
+# --- files with a form of their own -----------------------------------------------------------------
+
+# (quantity, key, unit) of a line of a .jsonl, and of a column of a metrics.csv; the first that is there.
+LINE_KEYS = {
+    "NeMo Automodel": (
+        ("tokens_per_sec_per_gpu", "tps_per_gpu", ""), ("tokens_per_sec", "tps", ""),
+        ("loss", "loss", ""), ("lr", "lr", ""), ("memory_gib", "mem", "GiB"), ("mfu", "mfu", "%"),
+    ),
+    "torchtune": (
+        ("tokens_per_sec_per_gpu", "tokens_per_second_per_gpu", ""), ("loss", "loss", ""),
+        ("lr", "lr", ""), ("memory_gib", "peak_memory_alloc", "GiB"),
+    ),
+    "litgpt": (
+        ("time_s", "iter_time", "s"), ("loss", "loss", ""), ("lr", "learning_rate", ""),
+        ("mfu", "device/mfu", ""),
+    ),
+    "Lightning": (
+        ("samples_per_sec", "train|samples_per_sec", ""),
+        ("samples_per_sec", "train|device/samples_per_sec", ""),
+        ("mfu", "train|device/mfu", ""), ("loss", "train_loss_step", ""), ("loss", "train_loss", ""),
+        ("loss", "train/loss", ""), ("loss", "loss", ""), ("lr", "learning_rate", ""), ("lr", "lr", ""),
+    ),
+}  # fmt: skip
+SIGN_KEYS = {
+    "NeMo Automodel": "tps",
+    "torchtune": "tokens_per_second_per_gpu",
+    "litgpt": "iter_time",
+}
+
+
+def read_lines(path: Path, facts: LogFacts) -> list[Record]:
+    """A log of one JSON object a line, of NeMo Automodel or torchtune."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    entries = []
+    for line in text.splitlines():
+        try:
+            entries.append(parse_json(line))
+        except ValueError:
+            break  # cut off: the run was killed while writing
+    entries = [e for e in entries if isinstance(e, dict) and "step" in e]
+    suite = next((s for s, key in SIGN_KEYS.items() if any(key in e for e in entries)), None)
+    if suite is None:
+        raise UsageError(f"{path}: no lines of NeMo Automodel or torchtune in it")
+    return [_of_entries(entries, suite, path, facts)]
+
+
+def read_metrics_csv(path: Path, facts: LogFacts) -> list[Record]:
+    """A metrics.csv of PyTorch Lightning's CSVLogger, or litgpt's."""
+    with path.open(newline="", encoding="utf-8", errors="replace") as f:
+        rows = [{k: _cell(v) for k, v in row.items() if v} for row in csv.DictReader(f)]
+    suite = "litgpt" if rows and any("iter_time" in row for row in rows) else "Lightning"
+    rows = [row for row in rows if isinstance(row.get("step"), float)]
+    return [_of_entries(rows, suite, path, facts)]
+
+
+def _cell(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: LogFacts) -> Record:
+    """Steps of entries by key; entries of validation have none of the keys."""
+    steps, tokens = [], []
+    for entry in entries:
+        step = LoggedStep(int(entry["step"]))
+        for quantity, key, unit in LINE_KEYS[suite]:
+            value = entry.get(key)
+            good = isinstance(value, float | int) and (quantity == "loss" or value > 0)
+            if good and getattr(step, quantity) is None:
+                setattr(step, quantity, value * UNITS[unit])
+        if step != LoggedStep(step.step):
+            steps.append(step)
+            tokens.append((entry.get("tokens"), entry.get("time")))
+    if not steps:
+        raise UsageError(
+            f"{path}: no steps of {suite} in it: {', '.join(k for _, k, _ in LINE_KEYS[suite])}"
+        )
+    if (
+        suite == "litgpt"
+    ):  # the rates it prints are too high by the micro batch; its counters are right
+        for step, before, now in zip(steps[1:], tokens, tokens[1:], strict=False):
+            if all((*before, *now)) and now[1] > before[1]:
+                step.tokens_per_sec_per_gpu = (now[0] - before[0]) / (now[1] - before[1]) or None
+    log = log_of(steps, suite, "")
+    if suite == "Lightning":
+        log.notes = (
+            [] if any(s.samples_per_sec for s in steps) else ["a metrics.csv tells no times"]
+        )
+    return record_of(log, path, facts)
+
+
+def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
+    """A trainer_state.json of the Hugging Face Trainer; UsageError without any step."""
+    log = hugging_face(content["log_history"])
+    if not log.steps:
+        raise UsageError(f"{path}: its log_history has no training step")
+    log.micro_batch = content.get("train_batch_size") or None
+    return record_of(log, path, facts)
+
+
+def read_automodel_benchmark(content: dict[str, Any], path: Path) -> Record:
+    """The JSON of NeMo Automodel's benchmark recipe; its `tflops_per_gpu` is of a step, not a second."""
+    seconds, n = content["avg_iter_time_seconds"], content["world_size"]
+    batch, length = content["global_batch_size"], content["seq_len"]
+    mfu = (content.get("avg_mfu_percent") or 0.0) / 100
+    rate = 1.0 * batch * length / seconds  # a float: a list would be repeated
+    return Record(
+        path=str(path), suite="NeMo Automodel", label=path.stem, n_gpus=n, model=path.stem,
+        seq_len=length, global_batch=batch, tokens_per_sec=rate, tokens_per_sec_per_gpu=rate / n,
+        tflops_per_gpu=mfu * (content.get("peak_tflops") or 0.0) or None, mfu=mfu or None,
+        flop_convention="NeMo Automodel",
+        hyperparameters={"seq_len": length, "global_batch": batch},
+    )  # fmt: skip
+
+
+def last_start(steps: list[LoggedStep]) -> int:
+    """Where the last of several runs in one log begins: there the steps count anew.
+
+    A late line from another rank is no new run. It goes back a little, or later steps follow at
+    once, and it does not go back to the very first of many.
+    """
+    start, seen, lowest = 0, [], 0
+    for i, step in enumerate(steps):
+        if not seen:
+            lowest = step.step
+        elif step.step < max(seen):
+            distinct = set(seen)
+            later = [s.step > max(seen) for s in steps[i + 1 : i + 4]]
+            resumed = sum(n >= step.step for n in distinct) > 3 and not any(later)
+            anew = step.step <= lowest and (len(distinct) > 3 or not any(later[:1]))
+            if resumed or (anew and len(distinct) > 1):
+                start, seen, lowest = i, [], step.step
+        lowest = min(lowest, step.step)
+        seen.append(step.step)
+        del seen[:-64]
+    return start
+
+
+def _after(text: str, n: int, parser: Callable[[str], Log]) -> str:
+    """The text after the n-th step of a log."""
+    lines = text.splitlines(keepends=True)
+    low, high = 0, len(lines)
+    while low < high:
+        middle = (low + high) // 2
+        if len(parser("".join(lines[:middle])).steps) < n:
+            low = middle + 1
+        else:
+            high = middle
+    return "".join(lines[low:])
+
+
+def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
+    """A log as a record: rates over its steady steps, all figures of the same steps."""
+    steps = log.steps
+    n = facts.of(path, "n_gpus", log.n_gpus)
+    hardware = facts.of(path, "hardware", log.hardware)
+    length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
+    batch = facts.of(path, "global_batch", log.global_batch or steps[-1].global_batch)
+    parameters = facts.of(path, "parameters", None)
+    notes = list(log.notes)
+    if log.earlier_steps:
+        notes.append(
+            f"several runs in this log: {log.earlier_steps} lines of earlier ones left out"
+        )
+    # Compilation and caches spoil the first logged step; the second is left out too if many follow.
+    body = steps[2:] if len(steps) > 5 else steps[1:] or steps
+    timed = [s for s in body if s.time_s]
+    times = steady([s.time_s for s in timed])
+    late = {id(s) for s in timed[: len(timed) - len(times)]}
+    body = [s for s in body if id(s) not in late]  # the same lines for every figure
+    # Rates of equal work: their harmonic mean is that of the whole.
+    means = {}
+    for name in ("tokens_per_sec_per_gpu", "tokens_per_sec", "samples_per_sec", "tflops", "mfu"):
+        values = [x for s in body if (x := getattr(s, name))]
+        means[name] = statistics.harmonic_mean(values) if values else None
+    per_gpu = means["tokens_per_sec_per_gpu"]
+    total = means["tokens_per_sec"]
+    samples = means["samples_per_sec"] or log.samples_per_sec
+    if per_gpu is None and total is None:
+        if times and log.tokens_per_step:
+            total = log.tokens_per_step * len(times) / sum(times)
+        elif times and log.micro_batch and length and log.suite == "litgpt":
+            per_gpu = log.micro_batch * length * len(times) / sum(times)
+        elif times and batch and length:
+            # Each step with its own batch: it may still be growing.
+            sizes = [s.global_batch or batch for s in body if s.time_s][-len(times) :]
+            total = sum(sizes) * length / sum(times)
+        elif log.tokens_per_sec:
+            total = log.tokens_per_sec
+        elif samples and length:
+            total = samples * length
+    if per_gpu is None and total and n:
+        per_gpu = total / n
+    elif total is None and per_gpu and n:
+        total = per_gpu * n
+    if total is None and per_gpu is None:
+        whole = times and not samples
+        missing = [
+            flag
+            for flag, value in (
+                ("--log-seq-len", length),
+                ("--log-global-batch", batch or not whole),
+            )
+            if not value
+        ]
+        if not (times or samples):
+            missing = ["any time"]
+        notes.append(f"no tokens/s: the log does not tell {' and '.join(missing)}")
+    elif per_gpu is None:
+        notes.append("no tokens/s per GPU: the log does not tell how many; --log-gpus does")
+    losses = [(s.step, s.loss) for s in steps if s.loss is not None]
+    device, convention = device_called(hardware), log.suite
+    if parameters and per_gpu and not means["tflops"] and not means["mfu"]:
+        means["tflops"], convention = 6 * parameters * per_gpu / 1e12, "6 N"
+        means["mfu"] = means["tflops"] / device.bf16_tflops if device else None
+    return Record(
+        path=str(path),
+        suite=log.suite,
+        label=path.stem,
+        hardware=hardware,
+        n_gpus=n,
+        model=(model := facts.of(path, "model", log.model)) or path.stem,
+        model_told=model is not None,
+        provenance={"suite": log.suite},
+        seq_len=length,
+        global_batch=batch,
+        tokens_per_sec=total,
+        tokens_per_sec_per_gpu=per_gpu,
+        step_times_s=times,
+        mfu=means["mfu"],
+        tflops_per_gpu=means["tflops"],
+        flop_convention=convention,
+        memory_gib=max((s.memory_gib for s in steps if s.memory_gib), default=None),
+        memory_kind=log.memory_kind,
+        losses=losses,
+        marks=unfinished_loss(losses),
+        learning_rates=[(s.step, s.lr) for s in steps if s.lr is not None],
+        hyperparameters={k: v for k, v in (("seq_len", length), ("global_batch", batch)) if v},
+        notes=notes,
+    )

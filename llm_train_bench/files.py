@@ -1,0 +1,62 @@
+"""Files that others made, or will read."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from llm_train_bench.errors import UsageError
+
+# The top of this project's tree.
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole: whatever ends the process, the file is all old or all new."""
+    path = path.resolve()  # a link stays one
+    spare = path.with_suffix(".new")
+    spare.write_text(text, encoding="utf-8")
+    spare.replace(path)
+
+
+def shown_path(path: str | Path) -> str:
+    """A path as it may leave the machine: below the working directory, or its name.
+
+    A result's is shown with its run's directory.
+    """
+    path = Path(path)
+    if not path.is_absolute() and ".." not in path.parts and not str(path).startswith("~"):
+        return str(path)
+    here = Path.cwd()
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    deep = path.name == "result.json" and len(path.parts) > 4
+    return str(Path(*path.parts[-2:])) if deep else path.name
+
+
+def shown_word(text: str) -> str:
+    """A value of a flag or variable; a path in it as it may leave the machine."""
+    return shown_path(text) if text.startswith(("/", "~", "../")) else text
+
+
+def shown_command(words: Iterable[str]) -> list[str]:
+    """A command line with its paths as they may leave the machine."""
+    parts = (word.rpartition("=") for word in words)
+    return [f"{flag}{equals}{shown_word(value)}" for flag, equals, value in parts]
+
+
+def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Each directory from `top` down, once, also through links, with its files' sorted names.
+
+    UsageError for one that cannot be read: its files would be missing silently.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    seen = set()
+    for root, directories, files in os.walk(top, onerror=refuse, followlinks=True):
+        if (real := os.path.realpath(root)) in seen:
+            directories.clear()
+            continue
+        seen.add(real)
+        yield Path(root), sorted(files)

@@ -1,0 +1,375 @@
+"""Collectives of data parallelism: the bytes they move and the time they take. Needs no torch.
+
+Bytes are counted per rank and optimizer step at the size of the whole tensor: an all-gather's output,
+a reduce-scatter's input, an all-reduced tensor. A ring carries (n - 1) / n of it over each link for the
+first two, twice that for the third.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterator, Sequence
+
+from llm_train_bench.formulas.hardware import Constants, Hardware, constants
+from llm_train_bench.formulas.parameters import (
+    Shapes,
+    layer_names,
+    matrices,
+    n_numbers,
+    parameter_shapes,
+)
+from llm_train_bench.formulas.work import Batch, Fsdp, Work
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shares import divided, part_shape
+
+
+def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
+    """Bytes that one step of a rank hands to collectives, by kind; without several ranks none.
+
+    In a pipeline, of a rank in group `pp_rank`.
+    """
+    shapes = parameter_shapes(work.config)
+    if work.fsdp is not None:
+        return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
+    return ddp_bytes(shapes, work) if work.ddp is not None else {}
+
+
+def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
+    """DDP reduces each gradient once per step; without gradients nothing."""
+    if work.world == 1 or not work.trains:
+        return {}
+    moved = {"all_reduce": n_numbers(shapes) * work.ddp.reduce_bytes}
+    if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
+        padded = {
+            n: -(-s[0] // work.world) * work.world * math.prod(s[1:]) for n, s in shapes.items()
+        }
+        moved["all_gather"] = 4 * sum(padded.values())
+    return moved
+
+
+def fp8_gather_bytes(work: Work) -> float:
+    """Bytes that a gather in FP8 moves a parameter.
+
+    A scale of the whole tensor, an all-reduce of a few numbers, is left out. MXFP8's scales, a byte
+    for every 32 numbers, travel with them. Where backward does not gather again, forward gathers both
+    orientations (`fsdp_pre_all_gather` in Transformer Engine's mxfp8_tensor.py).
+    """
+    if work.fp8.recipe != "mxfp8":
+        return 1.0
+    return (1 + 1 / 32) * (1 if work.fsdp.reshard else 2)
+
+
+def gathered_in_fp8(work: Work, shapes: Shapes) -> set[str]:
+    """Names of the weights that FSDP gathers in FP8."""
+    if work.fp8 is None or not work.fp8.gathered:
+        return set()
+    names = layer_names(work.config)
+    ends = tuple(f".{names[layer]}.weight" for layer in work.fp8.layers)
+    return {name for name in shapes if name.startswith("blocks.") and name.endswith(ends)}
+
+
+def gathered_bytes(work: Work, name: str, in_fp8: Collection[str]) -> float:
+    """Bytes that a number of a parameter has in FSDP's gathers."""
+    if name in in_fp8:
+        return fp8_gather_bytes(work)
+    exact = name.endswith(".router.weight") and work.config.experts.exact_router
+    return 4 if exact else work.matmul_bytes
+
+
+def bucket_bytes(work: Work, size: float) -> float:
+    """Bytes that DDP reduces at a time, of gradients that are `size` in all."""
+    if work.ddp.mode == "parameter":
+        return size / len(matrices(parameter_shapes(work.config)))
+    return size if work.ddp.mode == "flat" else min(size, work.ddp.bucket_cap_mb * 2**20)
+
+
+def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
+    """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
+
+    All of it in every micro step, over up to three meshes, besides what tokens move. A parameter's
+    rows are padded to a multiple of the shards. In a pipeline the bytes are of one of its groups of
+    ranks, which gathers and reduces its stages once a step.
+    """
+    fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
+    micro_steps = 1 if fsdp.pp > 1 else n_micro
+    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
+    partial, layers, in_fp8 = 0, work.layers_of(pp_rank), gathered_in_fp8(work, shapes)
+    for name, part, mesh in rank_parameters(shapes, work, pp_rank):
+        block = name.startswith("blocks.")
+        rows = -(-part[0] // mesh)
+        numbers = rows * mesh * math.prod(part[1:])
+        if mesh > 1:
+            gathers = 2 if block and work.trains and fsdp.reshard else 1
+            gathered = round(numbers * gathered_bytes(work, name, in_fp8))
+            moved["all_gather"] += micro_steps * gathers * gathered
+            if work.trains:
+                moved["reduce_scatter"] += micro_steps * numbers * fsdp.reduce_bytes
+        if fsdp.replicas > 1 and work.trains:
+            moved["all_reduce"] += micro_steps * numbers // mesh * fsdp.reduce_bytes
+        if block and divided(config, name) is None and fsdp.tp > 1:
+            partial += min(rows, part[0]) * math.prod(part[1:])
+    if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
+        moved["all_reduce"] += 4 * partial
+        if config.experts and config.experts.correction_rate:
+            routers = sum(config.has_experts(i) for i in layers)
+            moved["all_reduce"] += 4 * config.experts.number * routers
+    for layer in layers:
+        for move in token_moves(work, layer):
+            moved[move.kind] += n_micro * move.calls * move.size
+    moved["send"] = _sent_bytes(shapes, work, pp_rank)
+    return {kind: size for kind, size in moved.items() if size}
+
+
+def rank_parameters(
+    shapes: Shapes, work: Work, pp_rank: int = 0
+) -> Iterator[tuple[str, Sequence[int], int]]:
+    """The parameters of a rank: name, shape of its part in the layout, and ranks that shard that part."""
+    fsdp, config = work.fsdp, work.config
+    if fsdp is None:
+        yield from ((name, shape, 1) for name, shape in shapes.items())
+        return
+    for name, shape in _shapes_of(shapes, work, pp_rank).items():
+        how, mesh = divided(config, name), fsdp.shards
+        if name.startswith("blocks."):
+            mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
+        yield name, part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep}), mesh
+
+
+def rank_matrices(work: Work, pp_rank: int = 0) -> tuple[tuple[str, Sequence[int], int], ...]:
+    """The same of the matrices; kept, since a search asks for them again and again."""
+    return _rank_matrices(work.config, work.fsdp, pp_rank)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rank_matrices(
+    config: ModelConfig, fsdp: Fsdp | None, pp_rank: int
+) -> tuple[tuple[str, Sequence[int], int], ...]:
+    work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
+    return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
+
+
+def _shapes_of(shapes: Shapes, work: Work, pp_rank: int) -> Shapes:
+    """The parameters of a group of ranks in a pipeline."""
+    layers, last = work.layers_of(pp_rank), work.config.num_hidden_layers - 1
+    ends = {"embed": 0 in layers or (last in layers and work.config.tie_word_embeddings),
+            "positions": 0 in layers, "norm": last in layers, "lm_head": last in layers}  # fmt: skip
+    found = {}
+    for name, shape in shapes.items():
+        part, number, *_ = name.split(".")
+        if int(number) in layers if part == "blocks" else ends[part]:
+            found[name] = shape
+    return found
+
+
+def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
+    """Bytes that a rank sends to other groups of a pipeline in a step (Narayanan et al. 2021, 4.1).
+
+    The residual stream goes to the next stage, its gradient to the one before; the gradients of a tied
+    head go to the other end.
+    """
+    fsdp, batch = work.fsdp, work.batch
+    if fsdp.pp == 1:
+        return 0
+    stages = range(pp_rank, fsdp.stages, fsdp.pp)
+    times = sum(s < fsdp.stages - 1 for s in stages) + work.trains * sum(s > 0 for s in stages)
+    sent = (
+        times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
+    )
+    if work.config.tie_word_embeddings and work.pass_type == "step" and pp_rank in (0, fsdp.pp - 1):
+        rows, width = shapes["embed.weight"]
+        sent += 4 * -(-rows // fsdp.shards) * width
+    return sent
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenMoves:
+    """Collectives of one kind that move a micro batch's tokens in a layer: each of `size` bytes.
+
+    Among `ranks` that lie `apart` in the order of ranks.
+    """
+
+    kind: str
+    calls: int
+    size: float
+    ranks: int
+    apart: int
+
+
+def token_moves(work: Work, layer: int) -> list[TokenMoves]:
+    """What tokens of one micro batch move in a layer, forward and backward.
+
+    Tensor parallelism: Korthikanti et al. 2022, section 4.2.2. Ulysses: Jacobs et al. 2023, section 3.2;
+    gathered keys and values: Llama 3, section 3.3.2. A checkpointed block moves them in its recomputation
+    too, up to the input of its last linear layer; the `op` policy keeps what came. Rows of experts are
+    the mean over ranks: a rank sends back what it got.
+    """
+    fsdp, config, w = work.fsdp, work.config, work.matmul_bytes
+    again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
+    back = int(work.trains)
+    own, found = work.own_tokens, []
+    experts = config.experts if config.has_experts(layer) else None
+    if fsdp.tp > 1:
+        gathered = own * fsdp.tp * config.hidden_size * w
+        places = 2 if experts is None or experts.shared_size else 1
+        # Each place gathers and reduces forward, and the other way round backward.
+        for kind, calls in (
+            ("all_gather", places * (1 + back + again)),
+            ("reduce_scatter", places * (1 + back) + again),
+        ):
+            found.append(TokenMoves(kind, calls, gathered, fsdp.tp, 1))
+    if fsdp.cp > 1:
+        tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
+        kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
+        kv = kv_heads * (config.head_dim + config.value_dim)
+        if fsdp.ulysses:
+            for width in (heads * config.head_dim + kv, heads * config.value_dim):
+                size, calls = tokens * width * w, 1 + back + again
+                found.append(TokenMoves("all_to_all", calls, size, fsdp.cp, fsdp.tp))
+        else:
+            size = tokens * fsdp.cp * kv * w
+            found.append(TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp))
+            found.append(TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp))
+    if experts is not None and fsdp.ep > 1:
+        rows = own * experts.per_token * config.hidden_size * w
+        found.append(TokenMoves("all_to_all", 2 * (1 + back + again), rows, fsdp.ep, 1))
+        counts = 8 * experts.number
+        found.append(TokenMoves("all_to_all", 1 + again, counts, fsdp.ep, 1))
+    if experts is not None and experts.aux_loss and work.trains:
+        found.append(TokenMoves("all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1))
+    return found
+
+
+def collective_time(
+    kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants | None = None
+) -> float:
+    """Seconds of a collective of `size` bytes (the whole tensor) over neighbouring ranks.
+
+    A ring: time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that. Over several
+    nodes the bus is no faster than the network cards of the node with the fewest ranks. In an all-to-all
+    each rank sends to all others at once: what leaves the node goes through its own card.
+    """
+    if ranks == 1 or not size:
+        return 0.0
+    c = c or constants()
+    inside = min(ranks, per_node)
+    nodes = math.ceil(ranks / per_node)
+    if kind == "all_to_all":
+        away = size * (ranks - inside) / ranks / (c.network * gpu.nic_gb_per_s * 1e9)
+        near = size * (inside - 1) / ranks / (gpu.ring_gb_per_s * 1e9)
+        return c.latency_s + (nodes - 1 > 0) * c.latency_node_s + max(away, near)
+    bus = gpu.ring_gb_per_s
+    if nodes > 1:
+        bus = min(bus, c.network * gpu.nic_gb_per_s * (ranks % per_node or per_node))
+    latency = c.latency_s + nodes * (inside - 1) * c.latency_gpu_s + (nodes - 1) * c.latency_node_s
+    twice = 2 if kind == "all_reduce" else 1
+    if kind == "all_reduce":  # NCCL has trees for it too
+        hops = (inside - 1) * c.tree_gpu_s + math.log2(nodes) * c.tree_node_s
+        latency = min(latency, c.latency_s + hops)
+    return twice * (latency + size * (ranks - 1) / ranks / (bus * 1e9))
+
+
+def communication_time(
+    work: Work,
+    gpu: Hardware,
+    per_node: int,
+    compute: float,
+    c: Constants,
+    forward_part: float = 1 / 3,
+    pp_rank: int = 0,
+) -> tuple[float, float]:
+    """Seconds of communication of weights and gradients of one micro step, and its exposed part.
+
+    Under DDP and in a pipeline they are of a whole step. `compute` is what a micro step's time may hide
+    [s], of which the forward is `forward_part`. FSDP hides a block's gather behind the block before, and
+    its reduction behind the next. The first gather of each pass and the last reductions of the blocks,
+    and of embedding and head, hide behind nothing.
+    """
+    if work.world == 1:
+        return 0.0, 0.0
+    shapes = matrices(parameter_shapes(work.config))
+    if work.fsdp is not None:
+        units = unit_times(work, gpu, per_node, c, pp_rank)
+        return _fsdp_time(work, units, compute, forward_part)
+    if not work.trains:
+        return 0.0, 0.0
+    moved, ddp = ddp_bytes(shapes, work), work.ddp
+    size = moved["all_reduce"]
+    bucket = bucket_bytes(work, size)  # each has its latency
+    total = size / bucket * collective_time("all_reduce", bucket, work.world, per_node, gpu, c)
+    last = bucket / size
+    exposed = max(total * last, total - 0.6 * compute) if ddp.overlap else total
+    after = collective_time("all_gather", moved.get("all_gather", 0), work.world, per_node, gpu, c)
+    return total + after, exposed + after
+
+
+def unit_times(
+    work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0
+) -> dict[int, tuple[float, float]]:
+    """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
+    fsdp, train, layers = work.fsdp, work.trains, work.layers_of(pp_rank)
+    in_fp8 = gathered_in_fp8(work, matrices(parameter_shapes(work.config)))
+    units: dict[int, dict[int, list[float]]] = {layer: {} for layer in (-1, *layers)}
+    for name, part, mesh in rank_matrices(work, pp_rank):
+        layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
+        numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
+        sizes = units[layer].setdefault(mesh, [0.0, 0.0, 0.0])
+        sizes[0] += round(numbers * gathered_bytes(work, name, in_fp8))
+        sizes[1] += numbers * fsdp.reduce_bytes * train
+        sizes[2] += numbers // mesh * fsdp.reduce_bytes * train * (fsdp.replicas > 1)
+    found = {}
+    for layer, meshes in units.items():
+        gather = reduce = 0.0
+        for mesh, (gathered, reduced, replicated) in meshes.items():
+            near = max(1, per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
+            gather += collective_time("all_gather", gathered, mesh, near, gpu, c)
+            reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu, c)
+            # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
+            apart = max(1, per_node // fsdp.shards)
+            reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu, c)
+        found[layer] = gather, reduce
+    return found
+
+
+def _fsdp_time(
+    work: Work, units: dict[int, tuple[float, float]], compute: float, forward_part: float
+) -> tuple[float, float]:
+    train, layers = work.trains, [unit for unit in units if unit >= 0]
+    again = train and work.fsdp.reshard
+    total = exposed = sum(units[-1])
+    if (
+        work.fsdp.pp > 1
+    ):  # once a step: only the first stage's gathers and the last's reductions show
+        blocks = sum(sum(units[i]) for i in layers)
+        return total + blocks, exposed + blocks / work.fsdp.virtual
+    behind = 0.0  # reductions may fall behind the backward, and catch up
+    numbers = {layer: work.block_parameters[layer] for layer in layers}
+    for i in layers:
+        gather, reduce = units[i]
+        total += gather * (2 if again else 1) + reduce
+        part = compute * numbers[i] / sum(numbers.values())
+        forward, backward = part * (forward_part if train else 1), part * (1 - forward_part)
+        exposed += max(0.0, gather - forward) + (gather if i == layers[0] else 0.0)
+        if train:
+            behind += (gather if again else 0.0) + reduce - backward
+            exposed += reduce if i == layers[0] else gather * (again and i == layers[-1])
+    return total, min(exposed + max(0.0, behind), total)
+
+
+def token_time(work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0) -> float:
+    """Seconds in which tokens of a micro batch move between ranks; nothing hides them."""
+    if work.fsdp is None or not work.fsdp.divided:
+        return 0.0
+    return sum(
+        move.calls
+        * collective_time(move.kind, move.size, move.ranks, max(1, per_node // move.apart), gpu, c)
+        for layer in work.layers_of(pp_rank)
+        for move in token_moves(work, layer)
+    )
+
+
+def send_time(work: Work, gpu: Hardware, per_node: int, c: Constants) -> float:
+    """Seconds to hand the residual stream of a micro batch to the next stage of a pipeline."""
+    size = work.own_tokens * work.config.hidden_size * work.matmul_bytes
+    near = work.world <= per_node
+    rate = gpu.ring_gb_per_s if near else c.network * gpu.nic_gb_per_s
+    return c.latency_s + (0 if near else c.latency_node_s) + size / (rate * 1e9)

@@ -1,0 +1,70 @@
+"""Floating-point operations of a model per token, by formula. Needs no torch.
+
+A multiply and an add are two operations. Forward is counted once and backward twice, so that
+training takes three forwards. Two conventions for attention, both always reported:
+
+- `palm` (Chowdhery et al. 2022, appendix B): every query meets every key, 6 N + 12 L d T a token;
+- `causal`: the masked half is not counted, 6 N + 6 L d T.
+
+N counts the parameters that multiply: the linear layers and the head (also where it is tied to the
+embedding), but not the embedding look-up, norms or biases. d is heads x head_dim. A layer with a
+window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Padded vocabulary rows are no
+useful work and are not counted.
+"""
+
+from llm_train_bench.formulas.parameters import linear_parameters
+from llm_train_bench.formulas.work import PASS_FORWARDS, Work
+from llm_train_bench.model.config import ModelConfig
+
+
+def attended_keys(seq_len: int, window: int | None, causal: bool) -> float:
+    """Keys that a query meets on average."""
+    w = min(seq_len, window or seq_len)
+    return w - w * w / (2 * seq_len) if causal else w
+
+
+def attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
+    """Forward FLOPs per token of the two attention matmuls over all layers."""
+    return sum(attention_width(config) * attended_keys(seq_len, w, causal) for w in config.windows)
+
+
+def attention_width(config: ModelConfig) -> int:
+    """Forward FLOPs of a layer's two attention matmuls per token and key: scores, then values."""
+    return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
+
+
+def flops_per_token(
+    config: ModelConfig, seq_len: int, causal: bool, pass_type: str = "step"
+) -> float:
+    """FLOPs per token of a pass, in the `causal` or (False) the `palm` convention."""
+    forward = 2 * sum(linear_parameters(config).values())
+    forward += attention_flops(config, seq_len, causal)
+    return PASS_FORWARDS[pass_type] * forward
+
+
+def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool = False) -> float:
+    """FLOPs per token that activation checkpointing computes a second time.
+
+    A checkpointed block repeats everything up to the input of its last matmul, `mlp.down`: nobody
+    needs that matmul's own output. It is repeated too where the checkpoint does not stop early: in
+    eager FP8, and before a dropout. The `op` policy repeats no matmul, and attention only where it
+    drops out (model.transformer.saved_ops).
+    """
+    config, recompute = work.config, work.recompute
+    width = attention_width(config) if attention else 0
+    if recompute.policy == "op" and not config.attention_dropout:
+        width = 0
+    # A compiler repeats only what is needed.
+    fp8_down = work.fp8 is not None and "down" in work.fp8.layers
+    stops_early = work.compiled or not (fp8_down or config.residual_dropout)
+    total = 0.0
+    for i in recompute.blocks:
+        total += width * attended_keys(work.batch.seq_len, config.windows[i], causal)
+        if recompute.policy == "block":
+            shapes = config.block_shapes(i)
+            if stops_early:
+                shapes.pop("down", None)
+            total += 2 * sum(n * k for n, k in shapes.values())
+            sent = config.experts.per_token if config.has_experts(i) else 0
+            total += 2 * sent * sum(n * k for n, k in config.expert_shapes(i).values())
+    return total

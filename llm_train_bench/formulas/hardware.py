@@ -1,0 +1,369 @@
+"""Known rates of a device: datasheet peaks and measured matmul rates. Needs no torch."""
+
+import dataclasses
+import functools
+import os
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.files import ROOT
+from llm_train_bench.model.json_keys import parse_json, plain_file
+
+ROOFS_FILE = ROOT / "configs" / "roofs.json"
+ACCURACY_FILE = ROOT / "configs" / "accuracy.json"
+HARDWARE_FILE = ROOT / "configs" / "hardware.json"
+
+# A whole device has at least this part of its listed memory.
+WHOLE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """All that configs/hardware.json has on one device; None where unknown."""
+
+    name: str
+    driver_names: tuple[str, ...]
+    bf16_tflops: float
+    fp8_tflops: float | None
+    fp32_tflops: float
+    mxfp8: bool
+    memory_gib: float
+    memory_tb_per_s: float
+    tdp_w: float
+    ring_gb_per_s: float
+    nic_gb_per_s: float
+    measured_bf16_tflops: float | None
+    measured_fp8_tflops: float | None
+    usd_per_hour: float | None
+    fitted: dict[str, float]
+    peak_clock_mhz: float | None
+    """Clock at which the listed peak holds: FLOPs a clock, by the vendor's documents, times this."""
+    source: str
+
+    @property
+    def platform(self) -> str:
+        """`amd`, `nvidia` or `cpu`."""
+        if re.search(r", \d+ threads?$", self.name):
+            return "cpu"
+        return "amd" if self.name.startswith("MI") else "nvidia"
+
+
+# What an entry of the user's may leave out, besides the name the driver gives, which is then its name.
+OPTIONAL = {
+    "fp8_tflops": None, "mxfp8": False, "tdp_w": 0.0, "ring_gb_per_s": 20.0, "nic_gb_per_s": 12.5,
+    "measured_bf16_tflops": None, "measured_fp8_tflops": None, "usd_per_hour": None, "fitted": {},
+    "peak_clock_mhz": None,
+}  # fmt: skip
+MAY_BE_0 = {"tdp_w"}  # unknown
+
+
+def own_hardware_file() -> Path:
+    """The user's own devices: LLM_TRAIN_BENCH_HARDWARE, or hardware.json in the user's configuration."""
+    if path := os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
+        return Path(path)
+    config = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(config) / "llm-train-bench" / "hardware.json"
+
+
+@functools.cache
+def devices() -> tuple[Hardware, ...]:
+    """All devices that are known, the user's own first; UsageError for an entry that is not right.
+
+    An entry of the user's needs `name`, `bf16_tflops`, `memory_gib` and `memory_tb_per_s` alone.
+    """
+    path = own_hardware_file()
+    found = []
+    if path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
+        for entry in _entries_of(path):
+            name, rate = entry.get("name"), entry.get("bf16_tflops")
+            filled = {"driver_names": [name], "source": str(path), **OPTIONAL}
+            if isinstance(rate, int | float):
+                filled["fp32_tflops"] = rate / 16  # without TF32: of CUDA cores
+            found.append(_hardware(filled | entry, path))
+    return (*found, *(_hardware(entry, HARDWARE_FILE) for entry in _entries_of(HARDWARE_FILE)))
+
+
+def _entries_of(path: Path) -> list[dict[str, Any]]:
+    entries = _read_json(path).get("devices")
+    if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
+        raise UsageError(f"{path}: devices must be a list of objects")
+    return entries
+
+
+def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
+    """An entry of a file, checked."""
+    hints = typing.get_type_hints(Hardware)
+    keys = {field.name for field in dataclasses.fields(Hardware)}
+    if wrong := sorted(keys ^ entry.keys()):
+        what = f"lacks {wrong[0]}" if wrong[0] in keys else f"has {wrong[0]}, which no entry has"
+        raise UsageError(f"{path}: the entry {entry.get('name', '?')} {what}")
+    for key, value in entry.items():
+        kinds = typing.get_args(hints[key]) or (hints[key],)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        names = key == "driver_names" and isinstance(value, list)
+        right = (
+            (float in kinds and number and (0 if key in MAY_BE_0 else 1e-9) <= value < 1e15)
+            or (value is None and type(None) in kinds)
+            or (names and all(isinstance(n, str) for n in value))
+            or (key == "fitted" and isinstance(value, dict))
+            or type(value) in kinds
+        )
+        if not right:
+            raise UsageError(f"{path}: {entry.get('name')!r}: {key} is {repr(value)[:40]}")
+    return Hardware(**entry | {"driver_names": tuple(entry["driver_names"])})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of configs/; UsageError if the file was spoilt."""
+    try:
+        content = parse_json(plain_file(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: must be a JSON object")
+    return content
+
+
+def limited(
+    gpu: Hardware, power_w: float | None, clock_mhz: float | None, nic_gb_per_s: float | None
+) -> Hardware:
+    """The same device under a power limit [W], with a locked clock, or with other network cards.
+
+    A processor's power is C V^2 f, and voltage follows frequency: under a limit its rate falls with the
+    cube root. A locked clock matters where it is below the clock that full load leaves, which is the
+    measured rate's part of the peak. UsageError where the file does not know what that needs.
+    """
+    factor = 1.0
+    if power_w is not None:
+        if not gpu.tdp_w:
+            raise UsageError(f"--power: the power limit of {gpu.name} is not known; leave it out")
+        factor = min(1.0, power_w / gpu.tdp_w) ** (1 / 3)
+    if clock_mhz is not None:
+        if gpu.peak_clock_mhz is None:
+            raise UsageError(f"--clock: the clock of {gpu.name}'s peak is not known; leave it out")
+        full_load = (gpu.measured_bf16_tflops or gpu.bf16_tflops) / gpu.bf16_tflops
+        factor = min(factor, clock_mhz / gpu.peak_clock_mhz / min(1.0, full_load))
+    nic = nic_gb_per_s or gpu.nic_gb_per_s
+    return scaled(dataclasses.replace(gpu, nic_gb_per_s=nic), compute=factor)
+
+
+COMPUTE = (
+    "sustained",
+    "attention_forward",
+    "attention_backward",
+    "cudnn_forward",
+    "cudnn_backward",
+)
+
+
+def scaled(gpu: Hardware, compute: float = 1.0, others: float = 1.0) -> Hardware:
+    """The same device, the rates of matmuls and attention, and of memory and launches, times factors."""
+    now = dataclasses.asdict(dataclasses.replace(constants(), **gpu.fitted))
+    fitted = {name: now[name] * compute for name in COMPUTE}
+    fitted |= {"bandwidth": now["bandwidth"] * others, "launch_s": now["launch_s"] / others}
+    return dataclasses.replace(gpu, fitted=gpu.fitted | fitted)
+
+
+def device_called(name: str | None) -> Hardware | None:
+    """The device with exactly that name, its own or one of the drivers'."""
+    return next((d for d in devices() if name in (d.name, *d.driver_names)), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+    """Dense datasheet peaks of one device, in TFLOP/s; None where unknown."""
+
+    name: str
+    bf16_tflops: float | None
+    fp8_tflops: float | None
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Roof:
+    """The matmul rates of the best shapes, sustained on a device (benchmarks/gemm.py), in TFLOP/s."""
+
+    bf16_tflops: float | None = None
+    fp8_tflops: float | None = None
+    source: str = "unknown"
+
+
+def find_roof(device_name: str) -> Roof:
+    """The measured roof of the device of that name (`name_of_part`), from configs/roofs.json."""
+    if not ROOFS_FILE.exists():
+        return Roof()
+    entry = _read_json(ROOFS_FILE).get(device_name)
+    try:
+        return Roof(**entry) if entry else Roof()
+    except TypeError:
+        raise UsageError(f"{ROOFS_FILE}: {device_name!r} is {str(entry)[:80]!r}, no roof") from None
+
+
+def threads_of(cpu: str, threads: int) -> str:
+    """The name under which some threads of a CPU are a device, in one's own hardware file."""
+    return f"{cpu}, {threads} thread{'s' * (threads > 1)}"
+
+
+def find_cpu(cpu: str, ranks: int) -> Hardware:
+    """The threads that one of `ranks` has of this CPU; UsageError if they were never measured.
+
+    OMP_NUM_THREADS says how many, as it does to a run; else all that were measured, shared by the ranks.
+    """
+    whole = [d for d in devices() if d.platform == "cpu" and d.name.startswith(f"{cpu}, ")]
+    most = max((int(d.name.split()[-2]) for d in whole), default=0)
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = threads_of(cpu, int(told) if told.isdecimal() and int(told) else max(1, most // ranks))
+    found = next((d for d in whole if d.name == wanted), None)
+    if found is None:
+        number = f"OMP_NUM_THREADS={wanted.split()[-2]} " if most else ""
+        raise UsageError(
+            f"cpu: {own_hardware_file()} does not have {wanted if most else cpu}; "
+            f"{number}python benchmarks/gemm.py measures it"
+        )
+    return found
+
+
+def name_of_part(device_name: str, memory_gib: float | None) -> str:
+    """A device's name as the driver gives it; a partition's with its memory.
+
+    A partition of an AMD GPU keeps the whole GPU's name, and has much less memory.
+    """
+    whole = device_called(device_name)
+    if whole and memory_gib is not None and memory_gib < WHOLE * whole.memory_gib:
+        return f"{device_name}, {memory_gib:.0f} GiB of it"
+    return device_name
+
+
+def find_peaks(
+    device_name: str, user_bf16: float | None = None, user_fp8: float | None = None
+) -> Peaks:
+    """The peaks of the device of that name (`name_of_part`).
+
+    Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
+    `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) override the file.
+    """
+    found = Peaks(device_name, None, None, "unknown")
+    if listed := device_called(device_name):
+        found = Peaks(listed.name, listed.bf16_tflops, listed.fp8_tflops, listed.source)
+    told = {"--peak-tflops": user_bf16, "--peak-fp8-tflops": user_fp8}
+    flags = [flag for flag, value in told.items() if value is not None]
+    if not flags:
+        return found
+    rest = [found.source] if len(flags) == 1 and found.bf16_tflops is not None else []
+    return Peaks(
+        found.name,
+        user_bf16 or found.bf16_tflops,
+        user_fp8 or found.fp8_tflops,
+        ", ".join(flags) + "".join(f"; else {source}" for source in rest),
+    )
+
+
+def find_hardware(name: str) -> Hardware:
+    """A device by its name or the start of it, in any case: `h100`; UsageError with the known ones.
+
+    The message begins with the name, so that the caller may prefix where it stood.
+    """
+    low = name.lower()
+    exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
+    # To the end of a word, or A10 would be an A100; MI300 is MI300X.
+    start = re.compile(re.escape(low) + r"x?(?!\w)")
+    found = exact or [d for d in devices() if start.match(d.name.lower())]
+    if not found:  # rtx4090, or 4090 alone
+        bare = re.sub(r"[\s-]", "", low)
+        found = [
+            d
+            for d in devices()
+            if bare in (d.name.lower().replace(" ", ""), *d.name.lower().split())
+        ]
+    if not exact and (len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name)):
+        known = ", ".join(d.name for d in devices())
+        raise UsageError(
+            f"{name}: no such device; configs/hardware.json has: {known}; add yours in "
+            f"{own_hardware_file()}"
+        )
+    return found[0]
+
+
+# Devices for which an estimate is as good: of one architecture and use.
+FAMILIES_OF_DEVICES = {
+    "H100, H200": ("H100", "H200", "GH200", "H20"), "A100": ("A100",),
+    "B200, B300": ("B200", "B300", "GB200", "GB300"), "L40S": ("L40S",), "MI300X": ("MI300X", "MI325X"),
+    "MI355X": ("MI350X", "MI355X"), "RTX": ("RTX",),
+}  # fmt: skip
+
+
+def accuracy_of(name: str, divided: bool) -> dict[str, Any] | None:
+    """How far estimates of such a device were from published rows that chose no constant.
+
+    `rows`, `median` and `covers_80` of relative errors of tokens/s; of layouts with tp, cp, ep or pp
+    where `divided`. None where nobody has published one that we know.
+    """
+    kinds = _read_json(ACCURACY_FILE)["families"].get(family_of(name), {})
+    return kinds.get("tp, cp, ep, pp" if divided else "data parallel")
+
+
+def family_of(name: str) -> str:
+    """The family of a device, by which the accuracy of estimates is told; its name where it has none."""
+    word = name.split()[0]
+    return next((f for f, words in FAMILIES_OF_DEVICES.items() if word in words), name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Constants for all devices; configs/hardware.json has the values (`speed_model`).
+
+    They are chosen so that the published figures come out, then rounded, except for attention's on
+    A100 and Hopper. A device's `fitted` values override them.
+    """
+
+    # Part of the highest measured matmul rate that a step keeps up: clocks fall under load.
+    sustained: float
+    # A matmul's side that halves its efficiency: its last tiles are partly empty.
+    half_side: float
+    # Part of the datasheet peak to assume if a device's highest rate was never measured.
+    bf16_of_peak: float
+    fp8_of_peak: float
+    fp32_of_peak: float
+    # Part of the BF16 peak that attention kernels reach, with many keys and heads of 128.
+    attention_forward: float
+    attention_backward: float
+    # The same for cuDNN's kernels, on devices where PyTorch prefers them; 0 elsewhere.
+    cudnn_forward: float
+    cudnn_backward: float
+    # Mean keys per query, and head size, that halve the efficiency of attention kernels.
+    half_keys: float
+    half_head: float
+    # Part of the memory bandwidth that elementwise kernels reach.
+    bandwidth: float
+    # Time to launch a kernel [s], and kernels of a block's forward and backward.
+    launch_s: float
+    # 1 where the host computes itself, and its time comes on top; 0 where a device computes meanwhile.
+    serial_host: float
+    kernels_eager: int
+    kernels_compiled: int
+    # Latency of a ring collective: once, per GPU in a node, per node [s] (NCCL's own tables).
+    latency_s: float
+    latency_gpu_s: float
+    latency_node_s: float
+    # The same of an all-reduce's tree: its depth grows with the logarithm of the nodes.
+    tree_gpu_s: float
+    tree_node_s: float
+    # Part of the network cards' rate that a ring over all of them reaches.
+    network: float
+    # Computation slows down beside communication: it loses multiprocessors and bandwidth.
+    beside_communication: float
+    # Part that a step loses with each doubling of the nodes, since all wait for the slowest
+    # (torchtitan 8 to 128 GPUs 0.6 %, llm-foundry 8 to 512 1.6 %).
+    slowest_node: float
+
+
+@functools.cache
+def constants() -> Constants:
+    """The values for all devices; UsageError if the file was spoilt."""
+    try:
+        return Constants(**_read_json(HARDWARE_FILE)["speed_model"])
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{HARDWARE_FILE}: speed_model: {error}") from None

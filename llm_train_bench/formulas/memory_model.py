@@ -1,0 +1,456 @@
+"""Memory of a training step by formula: what each kind takes on one device. Needs no torch.
+
+The peak is the largest of three moments: in the loss, when all activations are kept; in the backward of
+the last block, when it is gathered and recomputed besides; at the backward's end, when all gradients are
+there. Tensors are counted as our own model makes them; parallel/memory_trace.py counts the same by
+tracing. Memory outside PyTorch (CUDA context, communication buffers) is not counted, nor are the
+allocator's gaps.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from llm_train_bench.formulas.collectives import fp8_gather_bytes, rank_matrices
+from llm_train_bench.formulas.work import Work, alike
+from llm_train_bench.model.chunks import chunk_rows
+
+# Memory on a GPU besides PyTorch's tensors. CUDA context and libraries, and communication buffers:
+# by experience, not measured here. The allocator's own code left gaps of 1 to 7 % in steps of 1 to
+# 8 billion parameters, and of 12 % where single tensors take gigabytes.
+CONTEXT_GIB, COMMUNICATION_GIB, GAPS = 0.8, 1.0, 0.05
+# How far the estimate of a GPU's memory was from published figures at most (docs/ESTIMATES.md).
+MEMORY_ERROR = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device. `peak` is less than the sum: not all kinds exist at once.
+
+    `apart` is memory that FSDP's collectives hold besides; other tensors cannot use it.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    peak: float
+    apart: float
+    host: float = 0.0
+    """What --cpu-offload keeps in the host's memory."""
+
+    def on_device(self, world: int) -> float:
+        """Bytes taken on each of `world` GPUs, with what is outside PyTorch's tensors."""
+        outside = CONTEXT_GIB + COMMUNICATION_GIB * (world > 1)
+        return (self.peak + self.apart) * (1 + GAPS) + outside * 2**30
+
+
+def estimate_memory(
+    work: Work, fused_norm: bool = True, pp_rank: int | None = None
+) -> MemoryEstimate:
+    """The memory of one step of one rank, in bytes.
+
+    DDP's buckets hold the gradients' memory all the time, used or not. --cpu-offload takes parameters,
+    gradients and optimizer state off the GPU. `fused_norm` is False for a CPU: its RMS norm keeps fp32
+    copies for the backward. In a pipeline it is of the group of ranks that needs most, or of `pp_rank`.
+    Experts are thought to get equal numbers of rows.
+    """
+    fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp is not None and work.ddp.buckets
+    if fsdp and fsdp.pp > 1:
+        groups = range(fsdp.pp) if pp_rank is None else (pp_rank,)
+        found = [_of_a_group(work, fused_norm, group) for group in groups]
+        return max(found, key=lambda estimate: estimate.peak)
+    sizes = _Sizes(work)
+    several = work.batch.grad_acc_steps > 1
+    train, step = work.trains, work.pass_type == "step"
+    parameters, gradients, optimizer = _lasting(work, sizes)
+    if fp8 and fp8.primary_weights:  # the fp32 weights are the optimizer's
+        orientations = 2 if fp8.recipe == "mxfp8" else 1
+        parameters -= (4 - orientations) * sizes.blocks / fsdp.shards
+        optimizer += 4 * sizes.blocks / fsdp.shards if step else 0
+    host = 0.0
+    if fsdp and fsdp.cpu_offload:
+        host, parameters, optimizer, gradients = parameters + optimizer + gradients, 0.0, 0.0, 0.0
+    # Freed memory stays with the stream it was for: gathering and reducing have one each.
+    passed = sizes.width + (fsdp.reduce_bytes if train else 0) if fsdp else 0
+    apart = sizes.root * passed if sizes.root_gathered else 0.0
+    lasting = parameters + optimizer + (gradients if several or replicated else 0.0)
+
+    kept = _kept(work, work.layers, fused_norm)
+    width, stream = sizes.width, work.config.hidden_size * work.own_tokens
+    if not train:
+        kept = width * stream
+    norm_out = 2 if train else 1
+    tail = norm_out * width * stream
+    activations = kept + tail + sizes.copies
+    logits, head_gradient = _loss(work, sizes)
+    in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
+    if fsdp and not fsdp.reshard:
+        in_loss += sizes.gathered_blocks
+    if not train:
+        in_block = lasting + sizes.root_gathered + sizes.block_copies + sizes.gathered_blocks
+        in_block += max(_passing_activations(work, layer) for layer in work.layers)
+        return MemoryEstimate(
+            parameters, gradients, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
+            max(in_loss, in_block), apart, host,
+        )  # fmt: skip
+    reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
+    in_backward = (
+        lasting
+        + sizes.root_gathered
+        + kept
+        + sizes.copies
+        + (sizes.vocabulary * width if fsdp else head_gradient)
+        + sizes.gathered_blocks
+        + _in_backward(work, work.layers, reduced, fused_norm)
+    )
+    at_end = parameters + optimizer + gradients
+    if fsdp:
+        # Gradients of embedding and head are reduced together, last of all.
+        at_end += sizes.root * (width + fsdp.reduce_bytes)
+        at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards
+    else:
+        at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
+    if work.ddp and work.ddp.mode == "flat" and train:
+        at_end = max(at_end, parameters + optimizer + 2 * gradients)
+    return MemoryEstimate(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=activations,
+        logits=logits + head_gradient,
+        gathered=sizes.root_gathered + sizes.gathered_blocks,
+        peak=max(in_loss, in_backward, at_end),
+        apart=apart,
+        host=host,
+    )
+
+
+def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
+    """The same of a rank in a pipeline, whose stages stay gathered, and their gradients whole.
+
+    Before its first backward a group has the activations of several micro batches: 1F1B has p - s of
+    them, Interleaved1F1B as many stages of them as its warm-up takes (Narayanan et al. 2021, 2.2).
+    """
+    fsdp, batch, config, w = work.fsdp, work.batch, work.config, work.matmul_bytes
+    layers, sizes = work.layers_of(pp_rank), _Sizes(work, pp_rank)
+    parameters, gradients, optimizer = _lasting(work, sizes)
+    stages = range(pp_rank, fsdp.stages, fsdp.pp)
+    stream = w * config.hidden_size * work.own_tokens
+    ends = (pp_rank == 0) + (pp_rank == fsdp.pp - 1)
+    # Streams that come from other groups, and their gradients, each micro batch in a buffer of its own.
+    boundaries = (
+        batch.grad_acc_steps * stream * (2 * len(stages) - ends) * (1 if work.trains else 0)
+    )
+    if fsdp.virtual == 1:
+        flying = min(batch.grad_acc_steps, fsdp.pp - pp_rank)
+    else:
+        warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
+        flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual
+    kept = _kept(work, layers, fused_norm)
+    kept += stream * len(stages)  # what each stage returns
+    last = config.num_hidden_layers - 1 in layers
+    logits, head_gradient = _loss(work, sizes) if last else (0.0, 0.0)
+    whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here) * work.trains
+    lasting = parameters + optimizer + sizes.root_gathered + sizes.gathered_blocks + boundaries
+    if not work.trains:
+        passing = max(_passing_activations(work, layer) for layer in layers)
+        peak = lasting + max(passing, logits + stream)
+        return MemoryEstimate(parameters, 0.0, 0.0, stream, logits, lasting - parameters, peak, 0.0)
+    # The last group has the loss of the first micro batch before it has gradients, the others' after.
+    again = whole if batch.grad_acc_steps > 1 else 0.0
+    in_loss = lasting + again + flying * kept + stream + logits + head_gradient
+    in_backward = lasting + whole + flying * kept + _in_backward(work, layers, 0.0, fused_norm)
+    # Of the first unit that is reduced: a copy for the collective beside all the others' gradients.
+    unit = fsdp.reduce_bytes * max(sizes.block, sizes.root)
+    at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
+    return MemoryEstimate(
+        parameters=parameters,
+        gradients=gradients + whole,
+        optimizer=optimizer,
+        activations=flying * kept + boundaries,
+        logits=logits + head_gradient,
+        gathered=sizes.root_gathered + sizes.gathered_blocks,
+        peak=max(in_loss, in_backward, at_end),
+        apart=0.0,
+    )
+
+
+def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
+    """Bytes of this rank's parameters, gradients and optimizer state; in fp32, unless it is `theirs`."""
+    theirs, ddp, each = work.theirs, work.ddp, work.theirs.weight_bytes
+    moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
+    state = moments * theirs.moment_bytes
+    gradients = each * sizes.held if work.trains or (ddp and ddp.buckets) else 0.0
+    if theirs.zero2:
+        return each * sizes.held, gradients / work.world, state * sizes.held / work.world
+    # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
+    share = 1 / work.world if ddp and ddp.zero1 else 1
+    copies = 4 * sizes.held * share if ddp and ddp.zero1 and state else 0.0
+    return each * sizes.held + copies, gradients, state * sizes.held * share
+
+
+def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
+    """Most bytes of a block in its backward, beyond what it kept: recomputed, and gradients."""
+    found = []
+    for layer, _ in alike(work, layers):
+        recomputed = 0.0
+        if work.recompute.blocks:
+            recomputed = block_activations(work, fused_norm, layer)
+        # Weight gradients are there when most of the block's activations are gone.
+        found.append(max(recomputed + _backward_buffers(work, layer), reduced + recomputed / 2))
+    return max(found)
+
+
+class _Sizes:
+    """Numbers of parameters of a rank, and bytes that follow from them and the step."""
+
+    def __init__(self, work: Work, pp_rank: int = 0):
+        config, fsdp, fp8 = work.config, work.fsdp, work.fp8
+        self.width = work.matmul_bytes
+        self.vocabulary = config.padded_vocab_size * config.hidden_size
+        self.block, self.blocks = max(work.block_parameters), sum(work.block_parameters)
+        root, by_block = 0.0, dict.fromkeys(work.layers_of(pp_rank), 0.0)
+        self.held = 0.0
+        for name, part, mesh in rank_matrices(work, pp_rank):
+            # Rows are what is sharded: fewer experts than shards leave whole ones on the first ranks,
+            # and gathers come padded.
+            numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
+            self.held += numbers / mesh
+            if name.startswith("blocks."):
+                by_block[int(name.split(".")[1])] += numbers
+            else:
+                root += numbers
+        self.root, self.blocks_here = root, sum(by_block.values())
+        self.block = max(by_block.values())
+        self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
+        if fsdp is not None and (fsdp.shards > 1 or fsdp.divided):
+            self.root_gathered = self.width * self.root
+            ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
+            width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
+            self.gathered_blocks = width * ahead
+        elif work.amp != "off" and work.theirs.weight_bytes == 4:
+            self.block_copies = _low_precision_copies(work)
+            self.copies = self.block_copies + 2.0 * self.vocabulary
+        width = config.hidden_size if work.trains else 0
+        self.rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width)
+        if work.theirs.whole_logits:
+            self.rows = work.own_tokens
+
+
+def _low_precision_copies(work: Work) -> float:
+    """Bytes of the blocks' weights in low precision, which autocast keeps until the forward is over.
+
+    Blocks that make their own copies, in bf16 or twice in FP8, keep them if nothing is recomputed;
+    torchao keeps none. Without a backward there is nothing to keep them for.
+    """
+    own = work.compiled or work.fp8 is not None
+    kept = [
+        n for i, n in enumerate(work.block_parameters) if not own or i not in work.recompute.blocks
+    ]
+    if (work.fp8 and work.fp8.backend == "torchao") or (own and not work.trains):
+        kept = []
+    copies = 2.0 * sum(kept)
+    if work.fp8 and work.fp8.backend == "te" and not work.trains:  # for the next micro batch
+        copies += (work.batch.grad_acc_steps > 1) * sum(work.block_parameters)
+    return copies
+
+
+def _loss(work: Work, sizes: _Sizes) -> tuple[float, float]:
+    """Bytes of the chunked loss: its temporary buffers, and the gradients it leaves behind."""
+    w, chunk = sizes.width, sizes.rows * work.config.padded_vocab_size
+    # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
+    logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
+    if work.theirs.whole_logits and not work.compiled:
+        logits = chunk * (w + 8)  # an fp32 copy, and its log-softmax
+    if not work.trains:
+        return logits, 0.0
+    several = work.own_tokens > sizes.rows
+    summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
+    if several:
+        # From the second chunk on, a chunk's product with the hidden states is added to the sum.
+        logits = max(logits, w * chunk + (2 * sizes.vocabulary if w == 2 else 0))
+    else:
+        # When the sum is made, only the gradient of the logits is left.
+        logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
+    return logits, summed + w * work.own_tokens * work.config.hidden_size
+
+
+def block_activations(work: Work, fused_norm: bool = True, layer: int = 0) -> float:
+    """Bytes that a block keeps for its backward when nothing of it is recomputed.
+
+    Autograd's hooks showed what our blocks save, with torch 2.11, torchao 0.18 and Transformer
+    Engine 2.20: the inputs of norms, attention, the MLP. The other inputs of matmuls count too, unless
+    they are recomputed or in FP8.
+    """
+    config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
+    numbers = 2 * d * work.own_tokens  # the inputs of norms
+    extra = 4 * 2 * (1 if config.rms_norm else 2) * work.own_tokens
+    if config.rms_norm and not fused_norm and not work.compiled:
+        extra += 2 * d * (12 - w if w == 2 else 4) * work.own_tokens
+    for part in (_attention_kept(work), _mlp_kept(work, layer)):
+        numbers, extra = numbers + part[0], extra + part[1]
+    return w * numbers + extra
+
+
+def _te(work: Work) -> bool:
+    return work.fp8 is not None and work.fp8.backend == "te"
+
+
+def _keeps_inputs(work: Work) -> bool:
+    """Whether matmuls keep what kernels before them made: a compiler recomputes it for FP8."""
+    return not work.compiled or not work.fp8 or work.fp8.recipe == "rowwise_with_gw_hp"
+
+
+def _attention_kept(work: Work) -> tuple[float, float]:
+    """Numbers in the format of matmuls, and bytes of others, that attention keeps for its backward.
+
+    The input of its first layer, as all tp ranks have it; q, k, v and their rotated copies; output and
+    log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
+    """
+    config, fsdp = work.config, work.fsdp
+    tp, cp = (fsdp.tp, fsdp.cp) if fsdp else (1, 1)
+    d, heads = config.hidden_size, config.num_attention_heads / tp
+    a, kv, values = config.query_size / tp, config.kv_size / tp, heads * config.value_dim
+    other = 4 * heads  # log-sum-exp
+    shared = (d, 0) if not _te(work) else (0, d)  # one byte each in FP8
+    entry = shared if _keeps_inputs(work) or _te(work) else (0, 0)
+    numbers, other = entry[0], other + entry[1]
+    if m := config.latent:
+        low = (
+            2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim
+        )  # narrow layers before and after norms
+        numbers += low + a + heads * (m.nope_dim + m.value_dim) + a + values
+        other += 4 * 2
+        if cp > 1:  # what was exchanged in place of what was sent
+            numbers += values - heads * (m.nope_dim + m.value_dim) + heads * m.value_dim
+        return numbers * work.gathered_tokens, other * work.gathered_tokens
+    fused, rotated = a + 2 * kv, config.qk_norm or not config.learned_positions
+    if config.qk_norm:
+        other += 4 * (heads + config.num_key_value_heads / tp)
+    if config.whole_qk_norm:
+        numbers += a + kv  # made contiguous for the norms
+    if config.sinks:  # padded copies of q, k and v in the place of q, k and v
+        wider = 8 / config.head_dim
+        numbers += (a + kv) * (1 + wider) + kv + a
+    elif cp == 1:
+        numbers += fused + (a + kv if rotated else 0) + a
+    else:
+        numbers += (fused if config.qk_norm else 0) + a + a
+        numbers += fused if fsdp.ulysses else a + 2 * kv * cp
+    if _te(work):
+        other += a
+    if cp > 1 and not fsdp.ulysses:  # the rows of a mask
+        own = work.batch.seq_len / cp
+        return (
+            numbers * work.gathered_tokens,
+            other * work.gathered_tokens + own * own * (2 * cp + 1) / 4,
+        )
+    return numbers * work.gathered_tokens, other * work.gathered_tokens
+
+
+def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
+    """The same of a block's MLP, or of its experts: their rows come from any rank."""
+    config, fp8 = work.config, work.fp8
+    d, e = config.hidden_size, config.experts
+    tp = work.fsdp.tp if work.fsdp else 1
+    if not config.has_experts(layer):
+        f = config.intermediate_size / tp
+        numbers, other = (2 * f if config.gated_mlp else f), 0.0
+        if _te(work):
+            other += d + d + (f if fp8.recipe in ("blockwise", "mxfp8") else 0)
+            other += f
+        elif _keeps_inputs(work):
+            numbers += d + f
+            if config.gated_mlp and not work.compiled:
+                numbers += f  # the activation's output before the product
+        elif fp8.all_gather:
+            numbers += f
+        return numbers * work.gathered_tokens, other * work.gathered_tokens
+    f, rows = e.size, work.own_tokens * e.per_token
+    # Rows, both halves, activation, product, and the output before it is weighed; gpt-oss clamps.
+    numbers = rows * (d + 2 * f + 2 * f + d + (4 * f if e.limit else 0))
+    other = rows * 8 * 3  # which row is whose
+    numbers += d * work.own_tokens  # what the router sees
+    other += work.own_tokens * e.number * 4 * 2
+    if e.scores == "sigmoid":
+        other += 4 * d * work.own_tokens
+    if e.shared_size:
+        s = e.shared_size / tp
+        numbers += (d * (tp > 1) + 4 * s) * work.gathered_tokens
+    return numbers, other
+
+
+def _passing_activations(work: Work, layer: int = 0) -> float:
+    """Most bytes of a block that frees activations as it runs: in the MLP or before it.
+
+    They include the block's input, the MLP's input and the norm's output: their callers hold them.
+    """
+    config, fsdp = work.config, work.fsdp
+    tp = fsdp.tp if fsdp else 1
+    f, a, kv = (n / tp for n in (config.intermediate_size, config.query_size, config.kv_size))
+    tokens = work.gathered_tokens
+    if config.has_experts(layer):
+        tokens, f = work.own_tokens * config.experts.per_token, config.experts.size
+    # Compiled, the activation and the product with it are one kernel.
+    mlp = (3 if work.compiled else 4) * f if config.gated_mlp else 2 * f
+    if work.fp8 and work.fp8.backend == "torchao" and not work.compiled:
+        mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
+    if config.has_experts(layer):
+        mlp += 2 * config.hidden_size
+    attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a
+    passing = max(mlp * tokens, attention * work.gathered_tokens)
+    return work.matmul_bytes * (3 * config.hidden_size * work.own_tokens + passing)
+
+
+def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
+    """Bytes that these blocks keep between forward and backward."""
+    config, w = work.config, work.matmul_bytes
+    d, f, total = config.hidden_size, config.intermediate_size, 0.0
+    for layer, times in alike(work, layers):
+        if layer not in work.recompute.blocks:
+            total += times * block_activations(work, fused_norm, layer)
+        elif work.recompute.policy == "block":
+            total += times * w * work.own_tokens * d
+        else:
+            tp = work.fsdp.tp if work.fsdp else 1
+            a, kv = config.query_size / tp, config.kv_size / tp
+            outputs = d if work.compiled else 2 * d  # compiled, the last matmul's is not kept
+            part = 1.0 if work.recompute.policy == "op" else 0.5
+            outputs *= part
+            elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
+            other = 4 * config.num_attention_heads / tp
+            total += times * work.gathered_tokens * (w * elements + other)
+            total += times * w * work.own_tokens * (d + outputs)
+            if tp > 1:  # what collectives gathered, and sums of which each rank has a part
+                total += times * w * work.gathered_tokens * 4 * d
+    return total
+
+
+def _backward_buffers(work: Work, layer: int = 0) -> float:
+    """Bytes of gradients of the MLP's activations, beyond the activations freed by then."""
+    config, wide = work.config, 2 if work.config.gated_mlp else 1
+    if config.has_experts(layer):
+        rows = work.own_tokens * config.experts.per_token
+        return work.matmul_bytes * rows * wide * config.experts.size
+    tp = work.fsdp.tp if work.fsdp else 1
+    return work.matmul_bytes * work.gathered_tokens * wide * config.intermediate_size / tp
+
+
+def largest_batch(memory_of, limit: float) -> int:
+    """The largest micro batch that stays within `limit` bytes at its peak; 0 if not even 1 does.
+
+    `memory_of(bsz)` gives the bytes of a micro batch, which grow with it.
+    """
+    if memory_of(1) > limit:
+        return 0
+    high = 1
+    while memory_of(2 * high) <= limit and high < 2**20:
+        high *= 2
+    low, high = high, 2 * high
+    while high - low > 1:
+        middle = math.floor((low + high) / 2)
+        low, high = (middle, high) if memory_of(middle) <= limit else (low, middle)
+    return low

@@ -1,0 +1,123 @@
+"""Shapes and numbers of a model's parameters, by formula. Needs no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from llm_train_bench.model.config import ModelConfig
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def layer_names(config: ModelConfig) -> dict[str, str]:
+    """The model's names of a block's matrices, by those in `block_shapes` and `expert_shapes`."""
+    attention = ("qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "out")
+    return {kind: f"attn.{kind}" for kind in attention} | {
+        "up": "mlp.gate_up" if config.gated_mlp else "mlp.up",
+        "down": "mlp.down",
+        "router": "mlp.router",
+        "shared_up": "mlp.shared.gate_up",
+        "shared_down": "mlp.shared.down",
+        "experts_up": "mlp.experts.gate_up",
+        "experts_down": "mlp.experts.down",
+    }
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every trainable parameter's shape by its name in the plain model, padding rows included.
+
+    A tied head has none: it is the embedding.
+    """
+    d, rows = config.hidden_size, config.padded_vocab_size
+    norm = {"weight": (d,)} if config.rms_norm else {"weight": (d,), "bias": (d,)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (rows, d)}
+    if config.learned_positions:
+        shapes["positions.weight"] = (config.max_position_embeddings, d)
+    for i in range(config.num_hidden_layers):
+        found = {f"attn_norm.{kind}": shape for kind, shape in norm.items()}
+        found |= _attention_parameters(config)
+        found |= {f"mlp_norm.{kind}": shape for kind, shape in norm.items()}
+        found |= _mlp_parameters(config, i)
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in found.items()}
+    shapes |= {f"norm.{kind}": shape for kind, shape in norm.items()}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (rows, d)
+    return shapes
+
+
+def _attention_parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    shapes = config.attention_shapes()
+    found = {f"attn.{kind}.weight": shape for kind, shape in shapes.items()}
+    if config.sinks:
+        found = {"attn.sinks": (config.num_attention_heads,)} | found
+    if config.qkv_bias:
+        found["attn.qkv.bias"] = shapes["qkv"][:1]
+    if config.attention_out_bias:
+        found["attn.out.bias"] = (config.hidden_size,)
+    if config.qk_norm:
+        whole = (config.query_size, config.kv_size)
+        sizes = whole if config.whole_qk_norm else (config.head_dim,) * 2
+        found |= {f"attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}
+    if config.latent:
+        if config.latent.q_rank:
+            found["attn.q_down_norm.weight"] = (config.latent.q_rank,)
+        found["attn.kv_down_norm.weight"] = (config.latent.kv_rank,)
+    return found
+
+
+def _mlp_parameters(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    names, biased = layer_names(config), config.mlp_bias
+    found: dict[str, tuple[int, ...]] = {}
+    for kind, shape in config.mlp_shapes(layer).items():
+        found[f"{names[kind]}.weight"] = shape
+        if config.experts.biases if kind == "router" else biased:
+            found[f"{names[kind]}.bias"] = shape[:1]
+    for kind, shape in config.expert_shapes(layer).items():
+        found[f"{names[kind]}.weight"] = (config.experts.number, *shape)
+        if config.experts.biases:
+            found[f"{names[kind]}.bias"] = (config.experts.number, shape[0])
+    return found
+
+
+def matrices(shapes: Shapes) -> dict[str, Sequence[int]]:
+    """The parameters that are matrices, or one for each expert."""
+    return {name: shape for name, shape in shapes.items() if len(shape) >= 2}
+
+
+def n_numbers(shapes: Shapes) -> int:
+    """Numbers in all of these."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """All trainable parameters of the unpadded model, a tied head counted once."""
+    tables = 1 if config.tie_word_embeddings else 2
+    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
+    return n_numbers(parameter_shapes(config)) - tables * padding
+
+
+def count_active_parameters(config: ModelConfig) -> int:
+    """The parameters that a token uses: of each layer's experts only those that it is sent to."""
+    if config.experts is None:
+        return count_parameters(config)
+    unused = config.experts.number - config.experts.per_token
+    names = layer_names(config)
+    apart = sum(
+        math.prod(shape) // config.experts.number * unused
+        for name, shape in parameter_shapes(config).items()
+        if names["experts_up"] in name or names["experts_down"] in name
+    )
+    return count_parameters(config) - apart
+
+
+def linear_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters that multiply a token, by kind of layer, over the whole model; padding rows apart.
+
+    Of experts those that a token is sent to.
+    """
+    found: dict[str, int] = {}
+    for i in range(config.num_hidden_layers):
+        for name, (n, k) in config.block_shapes(i).items():
+            found[name] = found.get(name, 0) + n * k
+        for name, (n, k) in config.expert_shapes(i).items():
+            found[name] = found.get(name, 0) + config.experts.per_token * n * k
+    return found | {"head": config.vocab_size * config.hidden_size}

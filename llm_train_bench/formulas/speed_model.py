@@ -1,0 +1,301 @@
+"""How long a training step takes, by a model of its parts. Needs no torch.
+
+    matmuls      FLOPs over the highest measured rate, worse for small sides; no faster than memory
+    attention    causal FLOPs over what its kernel reaches, less for few keys and small heads
+    memory       bytes that norms, activations, casts, loss and optimizer read and write, over bandwidth
+    network      latency + bytes over bus bandwidth, a block's hides behind a block's computation
+    host         kernels x the time to launch one; a step is no shorter than that
+
+Fitted constants and device data are in configs/hardware.json; bytes and kernels counted from the
+code are here. benchmarks/estimate_vs_published.py compares the outcome with published figures.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from llm_train_bench.formulas.collectives import (
+    communication_time,
+    rank_matrices,
+    send_time,
+    token_time,
+)
+from llm_train_bench.formulas.flops import attended_keys, attention_width
+from llm_train_bench.formulas.hardware import Constants, Hardware, constants
+from llm_train_bench.formulas.parameters import layer_names
+from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
+from llm_train_bench.model.shares import divided, part_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedEstimate:
+    """Seconds of one optimizer step on one device."""
+
+    step_s: float
+    matmul_s: float
+    attention_s: float
+    memory_s: float
+    optimizer_s: float
+    communication_s: float
+    exposed_s: float
+    host_s: float
+    tokens_s: float = 0.0
+    """Tokens on their way between ranks: tensor, context and expert parallelism, and pipelines."""
+    waits_s: float = 0.0
+    """The device waits for the host, which launches its kernels."""
+    bubble_s: float = 0.0
+    beside_s: float = 0.0
+    """What computation loses beside communication."""
+    slowest_s: float = 0.0
+    """Waiting for the slowest of several nodes."""
+
+
+def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
+    """The time of a step; `per_node` GPUs share a machine.
+
+    In a pipeline the slowest group of ranks sets the pace. The bubble is a micro batch of each other
+    group over the virtual stages: (p - 1) / v if all are alike (Narayanan et al. 2021, section 2.2).
+    """
+    c = dataclasses.replace(constants(), **gpu.fitted)
+    fsdp, micro_steps = work.fsdp, work.batch.grad_acc_steps
+    pp = fsdp.pp if fsdp else 1
+    groups = [_group_time(work, group, gpu, c) for group in range(pp)]
+    parts = max(groups, key=lambda g: g.compute)
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    optimizer = 0.0
+    if work.pass_type == "step":
+        # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
+        # clipping reads, and scales.
+        weight, moment = work.theirs.weight_bytes, work.theirs.moment_bytes
+        each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
+        share = 1 / work.world if work.theirs.zero2 or (work.ddp and work.ddp.zero1) else 1
+        optimizer = (each * share + 3 * weight) * parts.held / rate
+    compute = parts.compute
+    moves = token_time(work, gpu, per_node, c, parts.pp_rank)
+    if pp > 1:
+        moves += 2 * send_time(work, gpu, per_node, c)
+    total, exposed = communication_time(
+        work, gpu, per_node, compute + moves, c, parts.forward_part, parts.pp_rank
+    )
+    if gpu.platform == "cpu":
+        exposed = total  # exchanges and computation take the same cores
+    beside = compute * c.beside_communication * (total > 0)
+    compute += beside
+    kernels = c.kernels_compiled if work.compiled else c.kernels_eager
+    kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
+    layers = len(work.layers_of(parts.pp_rank))
+    host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
+    micro = max(compute + moves + host * c.serial_host, host)
+    others = sum(group.compute for group in groups) / parts.compute - 1
+    bubble = others / fsdp.virtual * micro if pp > 1 else 0.0
+    step = micro_steps * micro + bubble + optimizer
+    # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
+    travels = micro_steps if fsdp and pp == 1 else 1
+    slowest = 1 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
+    step += travels * exposed
+    return SpeedEstimate(
+        step_s=step * slowest,
+        beside_s=micro_steps * beside,
+        slowest_s=step * (slowest - 1),
+        matmul_s=micro_steps * parts.matmuls,
+        attention_s=micro_steps * parts.attention,
+        memory_s=micro_steps * parts.memory,
+        optimizer_s=optimizer,
+        communication_s=travels * total,
+        exposed_s=travels * exposed,
+        host_s=micro_steps * host,
+        tokens_s=micro_steps * moves,
+        waits_s=micro_steps * max(0.0, micro - compute - moves),
+        bubble_s=bubble,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _GroupTime:
+    """Seconds of a micro batch on a rank: of all, or of one group in a pipeline; and its numbers."""
+
+    pp_rank: int
+    matmuls: float
+    attention: float
+    memory: float
+    held: float
+    forward_part: float
+    """Part of the blocks' time that is their forward's."""
+
+    @property
+    def compute(self) -> float:
+        return self.matmuls + self.attention + self.memory
+
+
+class PartTime(NamedTuple):
+    """Seconds of matmuls, attention, and what memory bounds."""
+
+    matmuls: float
+    attention: float
+    memory: float
+
+
+def block_time(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[PartTime, PartTime]:
+    """Forward and backward of a block for one micro batch, with what the backward recomputes."""
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    again, policy = layer in work.recompute.blocks, work.recompute.policy
+    block, last = _block_matmuls(work, layer, gpu, c)
+    forward, backward = _attention(work, layer, gpu, c)
+    moved = block_bytes(work, layer) / rate
+    first = PartTime(block, forward, moved)
+    if not work.trains:
+        return first, PartTime(0.0, 0.0, 0.0)
+    # Recomputing stops before the last matmul, whose output no gradient needs.
+    part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0}[policy]
+    return first, PartTime(
+        2 * block + (block - last) * part,
+        backward + forward * (again and policy == "block"),
+        moved * (PASS_FORWARDS[work.pass_type] - 1 + again),
+    )
+
+
+def head_time(work: Work, gpu: Hardware, c: Constants) -> tuple[float, float]:
+    """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
+    config = work.config
+    one = matmul_time(
+        work, work.own_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
+    )
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    return PASS_FORWARDS[work.pass_type] * one, _loss_bytes(work) / rate
+
+
+def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _GroupTime:
+    config, train = work.config, work.trains
+    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    matmuls = attention = memory = 0.0
+    passes = [0.0, 0.0]
+    for layer, times in alike(work, work.layers_of(pp_rank)):
+        for i, part in enumerate(block_time(work, layer, gpu, c)):
+            matmuls += times * part.matmuls
+            attention += times * part.attention
+            memory += times * part.memory
+            passes[i] += times * sum(part)
+    if config.num_hidden_layers - 1 in work.layers_of(pp_rank):
+        head, loss = head_time(work, gpu, c)
+        matmuls, memory = matmuls + head, memory + loss
+    parts = rank_matrices(work, pp_rank)
+    n = sum(math.prod(part) for _, part, _ in parts)
+    if work.fsdp is None and work.amp != "off" and work.theirs.weight_bytes == 4:
+        memory += 6 * n / rate  # autocast casts every weight in every forward pass
+    if work.fsdp is not None and work.fsdp.shards > 1:
+        # What a gather brought is copied to where the block's weights lie: read and written.
+        gathers = 2 if train and work.fsdp.reshard else 1
+        memory += gathers * 2 * work.matmul_bytes * n / rate
+    if train:
+        # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
+        memory += 6 * n / rate
+    held = sum(math.prod(part) / mesh for _, part, mesh in parts)
+    return _GroupTime(pp_rank, matmuls, attention, memory, held, passes[0] / sum(passes))
+
+
+def matmul_time(
+    work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware, c: Constants
+) -> float:
+    """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
+    width = work.matmul_bytes
+    if fp8:
+        rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
+    elif work.amp == "off" and not work.tf32:
+        rate = gpu.fp32_tflops * c.fp32_of_peak
+    else:
+        rate = gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak
+        rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
+    efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
+    bandwidth = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+    moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
+    seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / bandwidth)
+    if fp8:
+        # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
+        # does so twice: the backward needs them scaled along the other side.
+        passes = 2 if work.fp8.recipe.startswith("rowwise") else 1
+        seconds += passes * (m * k + k * n) * (2 + 2 + 1) / bandwidth
+    return seconds
+
+
+# Rows of an expert that a kernel of a grouped matmul takes at a time.
+GROUPED_ROWS = 128
+
+
+def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
+    """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
+    config, fsdp = work.config, work.fsdp
+    tp, ep = (fsdp.tp, fsdp.ep) if fsdp else (1, 1)
+    low = work.fp8.layers if work.fp8 else ()
+    names, seconds, last = layer_names(config), 0.0, 0.0
+    for kind, (n, k) in config.block_shapes(layer).items():
+        how = divided(config, f"blocks.{layer}.{names[kind]}.weight")
+        n, k = part_shape(
+            config, f"blocks.{layer}.{names[kind]}.weight", (n, k), {"tp": tp, "ep": ep}
+        )
+        tokens = work.own_tokens if kind == "router" or how is None else work.gathered_tokens
+        if how is None and kind != "router":  # the narrow layers of latent attention
+            tokens = work.gathered_tokens
+        one = matmul_time(work, tokens, n, k, kind in low, gpu, c)
+        seconds, last = seconds + one, one if kind == "down" else last
+    for n, k in config.expert_shapes(layer).values():
+        # Each rank gets as many rows as it sends; an expert's last tile is filled up.
+        rows = work.own_tokens * config.experts.per_token
+        number = config.experts.number // ep
+        filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
+        whole = matmul_time(work, rows * filled, n, k, False, gpu, c)
+        weights = number * n * k * work.matmul_bytes / (gpu.memory_tb_per_s * 1e12 * c.bandwidth)
+        seconds += max(whole, weights)
+    return seconds, last
+
+
+def _attention(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
+    """Seconds of a layer's attention, forward and backward."""
+    config, seq_len, amp = work.config, work.batch.seq_len, work.amp
+    cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
+    head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
+    window = config.windows[layer]
+    keys = attended_keys(seq_len, window, causal=True)
+    tp = work.fsdp.tp if work.fsdp else 1
+    flops = work.gathered_tokens * attention_width(config) * keys / tp
+    if cudnn and (window is None or window >= seq_len):
+        parts = c.cudnn_forward, c.cudnn_backward
+    else:
+        parts = c.attention_forward, c.attention_backward
+    rate = gpu.bf16_tflops * 1e12 * head * keys / (keys + c.half_keys)
+    if amp == "off":  # kernels without tensor cores, unless TF32 is allowed
+        rate /= gpu.bf16_tflops / (gpu.bf16_tflops / 2 if work.tf32 else gpu.fp32_tflops)
+    return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
+
+
+def block_bytes(work: Work, layer: int = 0) -> float:
+    """Bytes that a block's forward moves outside of matmuls and attention."""
+    config, w = work.config, work.matmul_bytes
+    tp = work.fsdp.tp if work.fsdp else 1
+    d, f = config.hidden_size, config.intermediate_size / tp
+    a, kv = config.query_size / tp, config.kv_size / tp
+    # Compiled: norm with the residual before it, rotary embedding, activation: once each.
+    norms = 2 * 4 * d if work.compiled else 2 * (2 * d + 3 * d)
+    rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
+    gated = 3 if work.compiled else 5
+    heads = 0 if config.learned_positions else rope * (a + kv)
+    if m := config.latent:  # a share of each head turns; queries and keys are put together
+        size = config.num_attention_heads / tp
+        heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
+    elements = norms * work.own_tokens + heads * work.gathered_tokens
+    if not config.has_experts(layer):
+        elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
+        return w * elements
+    e = config.experts
+    rows = work.own_tokens * e.per_token
+    # Rows are put in order and back, sent and received likewise, weighed and added up.
+    moves = 4 + 3 + (4 if work.fsdp and work.fsdp.ep > 1 else 0)
+    elements += rows * (gated * e.size + moves * d)
+    elements += gated * e.shared_size / tp * work.gathered_tokens
+    return w * elements + work.own_tokens * e.number * 4 * 6  # scores, in fp32
+
+
+def _loss_bytes(work: Work) -> float:
+    """Bytes of the loss and its gradient over the logits, outside of the matmuls."""
+    eager = 26 if work.matmul_bytes == 2 else 32
+    each = 8 if work.compiled else eager
+    return work.own_tokens * work.config.padded_vocab_size * each

@@ -1,0 +1,262 @@
+"""One training step as the formulas see it: what is computed, in which formats, on how many ranks.
+
+Needs no torch. llm_train_bench/settings/plan.py makes a `Work` of the flags, the config and the world.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from llm_train_bench.model.config import ModelConfig
+
+# The parts of a step, in their order.
+STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
+# A backward costs two forwards.
+PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
+
+
+def meant(meaning: str) -> Any:
+    """A field with what it means, for docs/METRICS.md."""
+    return dataclasses.field(metadata={"about": meaning})
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Samples and tokens of one optimizer step."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of result.json's schema)
+
+    micro_batch: int = meant("Samples per device and forward pass.")
+    grad_acc_steps: int = meant("Micro batches per optimizer step.")
+    data_parallel_size: int = meant("Ranks that get different data.")
+    global_batch: int = meant("`micro_batch` x `grad_acc_steps` x `data_parallel_size` [samples].")
+    seq_len: int = meant("Tokens per sample.")
+    tokens_per_step: int = meant("`global_batch` x `seq_len`.")
+
+    @property
+    def micro_tokens(self) -> int:
+        """Tokens of one micro batch on one device."""
+        return self.micro_batch * self.seq_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Recompute:
+    """Blocks that recompute their activations in backward, and what of them: `block` or `op`.
+
+    `every-other-matmul` (torchtitan's) is for estimates alone: `op`, but half of the matmuls again.
+    """
+
+    blocks: tuple[int, ...] = ()
+    policy: str = "block"
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Work:
+    """The FP8 part of a step: `layers` names the converted ones of a block's linear layers.
+
+    `high_precision` says why the others are not, by their names in the model.
+    """
+
+    backend: str
+    recipe: str
+    emulated: bool = False
+    all_gather: bool = False
+    primary_weights: bool = False
+    layers: tuple[str, ...] = ("qkv", "out", "up", "down")
+    high_precision: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether FSDP gathers the converted weights in FP8."""
+        return self.all_gather or self.primary_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Ddp:
+    """DDP's buckets [MiB], and the format in which gradients are reduced: `off` is fp32, or `bf16`.
+
+    `mode` says what is reduced at once; without `overlap` after backward. With `zero1` each rank has a
+    share of the optimizer's state.
+    """
+
+    bucket_cap_mb: float = 25.0
+    grad_compression: str = "off"
+    mode: str = "bucketed"
+    overlap: bool = True
+    zero1: bool = False
+
+    @property
+    def buckets(self) -> bool:
+        """Whether DistributedDataParallel does it, whose buckets hold the gradients all the time."""
+        return self.mode == "bucketed" and self.overlap
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a reduced gradient's number."""
+        return 2 if self.grad_compression == "bf16" else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Fsdp:
+    """FSDP: `shards` ranks share one copy of the model; HSDP has `replicas` of it.
+
+    Among them tp x cp ranks share a batch, and ep the experts.
+    """
+
+    shards: int
+    replicas: int = 1
+    reshard: bool = True
+    reduce_dtype: str = "fp32"
+    prefetch: int = 1
+    cpu_offload: bool = False
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    ulysses: bool = True
+    """Whether cp ranks exchange heads for tokens; otherwise they gather keys and values."""
+    pp: int = 1
+    """Groups of ranks between which the layers are cut; `shards` and `replicas` are of one group."""
+    virtual: int = 1
+    """Stages of the pipeline that each of these groups has."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks share a batch, the experts or the layers."""
+        return self.tp * self.cp * self.ep * self.pp > 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that have the same layers: all, without a pipeline."""
+        return self.shards * self.replicas
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline; stage s is on group s % pp."""
+        return self.pp * self.virtual
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The dimensions of the process grid, the outermost first."""
+        return {"dp_replicate": self.replicas, "dp_shard": self.shards}
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a reduced gradient's number."""
+        return 2 if self.reduce_dtype == "bf16" else 4
+
+
+def alike(work: "Work", layers: Iterable[int]) -> list[tuple[int, int]]:
+    """One of each kind of these blocks, and how many there are: experts, window, recomputed or not."""
+    found: dict[tuple[bool, int | None, bool], list[int]] = {}
+    again, config = set(work.recompute.blocks), work.config
+    for layer in layers:
+        kind = config.has_experts(layer), config.windows[layer], layer in again
+        found.setdefault(kind, []).append(layer)
+    return [(same[0], len(same)) for same in found.values()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Theirs:
+    """What other trainers do and our scripts do not, for estimates of their steps."""
+
+    weight_bytes: int = 4
+    """Bytes of a weight and of its gradient; 2: there is no fp32 copy."""
+    moment_bytes: int = 4
+    """Bytes of each of the optimizer's moments."""
+    whole_logits: bool = False
+    """Whether the loss sees all logits of a micro batch at once."""
+    zero2: bool = False
+    """Under DDP, gradients and optimizer state are sharded, parameters not (ZeRO-2)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One optimizer step. At most one of `ddp` and `fsdp` is there; without both one device works."""
+
+    config: ModelConfig
+    batch: Batch
+    world: int = 1
+    pass_type: str = "step"
+    amp: str = "bf16"
+    tf32: bool = False
+    attention: str = "auto"
+    fp8: Fp8Work | None = None
+    compile_mode: str | None = None  # None: eager
+    cuda_graphs: bool = False
+    recompute: Recompute = Recompute()
+    optimizer: str = "adamw"
+    balanced: bool = False
+    """Whether experts are dealt out in turn in place of chosen."""
+    ddp: Ddp | None = None
+    fsdp: Fsdp | None = None
+    theirs: Theirs = Theirs()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return self.pass_type != "forward"
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks and loss go through torch.compile."""
+        return self.compile_mode is not None
+
+    @property
+    def exact_casts(self) -> bool:
+        """Whether compiled kernels must round as eager ones do: FP8 scaled by rows needs it."""
+        return self.fp8 is not None and self.fp8.recipe.startswith("rowwise")
+
+    @property
+    def matmul_bytes(self) -> int:
+        """Bytes per number of a matmul's inputs (except FP8) and of gathered weights."""
+        return 4 if self.amp == "off" else 2
+
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer has a sliding window shorter than the sequence."""
+        return any(w is not None and w < self.batch.seq_len for w in self.config.windows)
+
+    @property
+    def layers(self) -> range:
+        """The numbers of the blocks."""
+        return range(self.config.num_hidden_layers)
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of a micro batch in this rank's part of the residual stream."""
+        return self.gathered_tokens // (self.fsdp.tp if self.fsdp else 1)
+
+    @property
+    def gathered_tokens(self) -> int:
+        """Those of all ranks that share heads: what attention's and the MLP's first layers see."""
+        return self.batch.micro_tokens // (self.fsdp.cp if self.fsdp else 1)
+
+    def stage_layers(self, stage: int) -> range:
+        """The blocks of a pipeline's stage: as equal a number in each as can be."""
+        n, stages = self.config.num_hidden_layers, self.fsdp.stages
+        return range(n * stage // stages, n * (stage + 1) // stages)
+
+    def layers_of(self, pp_rank: int) -> list[int]:
+        """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
+        if self.fsdp is None or self.fsdp.pp == 1:
+            return list(self.layers)
+        stages = range(pp_rank, self.fsdp.stages, self.fsdp.pp)
+        return [layer for stage in stages for layer in self.stage_layers(stage)]
+
+    @functools.cached_property
+    def block_parameters(self) -> list[int]:
+        """Numbers in the matrices of each block."""
+        config, found = self.config, []
+        for i in self.layers:
+            experts = config.expert_shapes(i).values()
+            number = config.experts.number if experts else 0
+            found.append(
+                sum(n * k for n, k in config.block_shapes(i).values())
+                + number * sum(n * k for n, k in experts)
+            )
+        return found
+
+    def with_micro_batch(self, bsz: int) -> "Work":
+        """The same step with another micro batch; only memory formulas may ask, totals stay."""
+        return dataclasses.replace(self, batch=dataclasses.replace(self.batch, micro_batch=bsz))

@@ -1,0 +1,176 @@
+"""The device a run uses: choosing it, naming it, waiting for it, its peak memory."""
+
+import contextlib
+import ctypes
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from llm_train_bench.errors import OwnError, UsageError
+from llm_train_bench.settings.machine import cpu_name
+
+GIB = 2**30
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """This rank's device for `auto`, `cuda` or `cpu`; UsageError where there is no such device."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        built = torch.version.cuda or torch.version.hip
+        why = "PyTorch sees no GPU" if built else f"PyTorch {torch.__version__} has no GPU support"
+        raise UsageError(f"--device cuda: {why}; use --device cpu, or check the driver")
+    if name == "cpu" or not available:
+        keep_freed_memory()
+        return torch.device("cpu")
+    n = torch.cuda.device_count()
+    if local_rank >= n:
+        raise OwnError(
+            f"rank {local_rank} of this machine sees no GPU for itself, only {n} in all; start one rank "
+            "per GPU, and let each see all of them (srun: --gpu-bind=none, not --gpus-per-task)"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def platform_of(device: torch.device) -> str:
+    """`nvidia`, `amd` or `cpu`."""
+    if device.type == "cpu":
+        return "cpu"
+    return "amd" if torch.version.hip else "nvidia"
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees on a CPU, as PyTorch's allocator does on a GPU.
+
+    By default glibc returns memory at the top of its heap to the system. The next tensors' pages
+    are then faulted in and zeroed again: 4 % of a small model's step. Tensors above 32 MiB, the
+    most that mallopt takes, keep coming from the system, so that the heap does not fragment.
+    Without glibc nothing is changed.
+    """
+    m_trim_threshold, m_mmap_threshold = -1, -3  # mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(m_mmap_threshold, 32 * 2**20)
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+
+
+def device_name(device: torch.device) -> str:
+    """The name the driver gives a GPU, or the model name of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name()
+
+
+def memory_gib(device: torch.device) -> float | None:
+    """Memory of a GPU, or of the machine with its swap space for a CPU [GiB]; None where unknown."""
+    if device.type != "cpu":
+        return device_memory_gib(device)
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        kib = dict(line.split(":", 1) for line in text.splitlines())
+        return sum(int(kib[name].split()[0]) for name in ("MemTotal", "SwapTotal")) / 2**20
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def device_memory_gib(device: torch.device) -> float | None:
+    """Memory of a GPU in GiB; None on a CPU, which shares it with everything else."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory / GIB
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new peak. A CPU process keeps its resident peak since its start."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)  # the count of retries is one of those
+
+
+def peak_memory(device: torch.device) -> dict[str, float | int | None]:
+    """Peaks in GiB since the last reset, and how often the allocator had to free and retry."""
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        return {
+            "peak_allocated_gib": stats.get("allocated_bytes.all.peak", 0) / GIB,
+            "peak_reserved_gib": stats.get("reserved_bytes.all.peak", 0) / GIB,
+            "allocator_retries": stats.get("num_alloc_retries", 0),
+            "peak_rss_gib": None,
+        }
+    return {
+        "peak_allocated_gib": None,
+        "peak_reserved_gib": None,
+        "allocator_retries": None,
+        "peak_rss_gib": peak_resident_bytes() / GIB,
+    }
+
+
+def memory_now(device: torch.device) -> float | None:
+    """Memory that is in use now [GiB]: by tensors on a GPU, resident of a CPU run's process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / GIB
+    resident = _of_process("VmRSS")
+    return resident and resident / GIB
+
+
+def peak_resident_bytes() -> int:
+    """Most memory this process had resident since its start.
+
+    Read from /proc/self/status if it exists: getrusage's figure is at least that of the parent
+    process.
+    """
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _of_process("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _of_process(name: str) -> int | None:
+    """A size of this process in bytes; None where there is no /proc."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        line = next(line for line in status.splitlines() if line.startswith(f"{name}:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return None
+
+
+def cpu_count() -> int:
+    """Cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that the device (or the host, on a CPU) ran out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The last two: cuBLAS, cuDNN and NCCL; the card is full, but PyTorch's allocator does not know.
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED", "ALLOCATION_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def cpu_seconds() -> tuple[float, float, float, float] | None:
+    """CPU seconds of the machine: all, busy, stolen by a virtual machine's host; and this process's.
+
+    None where the system has no /proc/stat.
+    """
+    try:
+        with Path("/proc/stat").open(encoding="utf-8") as f:
+            ticks = [int(word) for word in f.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    _, _, _, idle, waiting, *_, stolen = ticks
+    hertz = os.sysconf("SC_CLK_TCK")
+    busy = sum(ticks) - idle - waiting - stolen
+    return sum(ticks) / hertz, busy / hertz, stolen / hertz, sum(os.times()[:4])

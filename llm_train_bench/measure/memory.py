@@ -1,0 +1,214 @@
+"""Where the memory goes: one step's memory by kind, and the allocator's record."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llm_train_bench.measure.device import GIB, reset_peak_memory
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.results.schema import Memory, Result
+from llm_train_bench.settings.plan import Schedule
+from llm_train_bench.sharded import is_sharded
+
+# The allocator's history keeps this many of its latest events; each is about 1 KiB.
+HISTORY = 200_000
+
+
+class MemoryReport:
+    """Looks at the last warm-up step and tells its memory by kind, into `result.memory`.
+
+    On a GPU the allocator's counters are read at the ends of its parts. A CPU has no such counters:
+    there the profiler lists what the step allocates, which takes seconds and is done on request
+    (--memory-snapshot). Where `looks` is false, as under CUDA graphs, nothing is told.
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        log: StepLog,
+        schedule: Schedule,
+        looks: bool,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+    ):
+        self.result, self.log = result, log
+        self.model, self.optimizer = model, optimizer
+        self.cuda = log.device.type == "cuda"
+        self.step = schedule.warmup - 1
+        # The optimizer's state must exist before, and two profilers cannot run together. A CUDA
+        # graph holds its memory from its recording on: no step shows it.
+        if not looks or schedule.warmup < 2:
+            self.step = -1
+        elif self.step in schedule.profiled:
+            self.step = -1
+            result.notes.append("no memory by kind: a profiler looked at the last warm-up step")
+
+    def before(self, step: int) -> None:
+        """Start looking, if this is the step."""
+        if step != self.step:
+            return
+        self.gradients = 0
+        self.meter = CudaMeter(self.log.device) if self.cuda else CpuMeter()
+        self.log.watchers.append(self._part)
+
+    @contextlib.contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        if name == "optimizer":
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.gradients = n_bytes(grads, self.log.device)
+        with self.meter.part(name):
+            yield
+
+    def after(self, step: int) -> None:
+        """Fill the result, if this was the step."""
+        if step != self.step:
+            return
+        self.log.watchers.remove(self._part)
+        activations, rise = self.meter.read()
+        parameters, states = n_bytes(self.model.parameters(), self.log.device), 0
+        if self.optimizer is not None:
+            tensors = (t for state in self.optimizer.state.values() for t in state.values())
+            tensors = (t for t in tensors if isinstance(t, Tensor))
+            states = n_bytes(tensors, self.log.device)
+        # DDP's buckets hold the gradients from the first step to the last.
+        buckets = self.gradients if isinstance(self.model, DistributedDataParallel) else 0
+        start = parameters + states + buckets if self.meter.start is None else self.meter.start
+        peak = start + rise
+        together = buckets or self.result.batch.grad_acc_steps > 1
+        either = sum if together else max
+        workspace = peak - parameters - states - either((activations, self.gradients))
+        self.result.memory = Memory(
+            step=step,
+            parameters_gib=parameters / GIB,
+            gradients_gib=self.gradients / GIB,
+            optimizer_gib=states / GIB,
+            activations_gib=activations / GIB,
+            workspace_gib=workspace / GIB,
+            peak_gib=peak / GIB,
+        )
+
+
+def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
+    """Bytes of tensors on this rank's device: a shard for a sharded one, 0 for an offloaded one."""
+    with torch.no_grad():
+        local = [t.to_local() if is_sharded(t) else t for t in tensors]
+    held = [part for t in local for part in _parts(t)]
+    return sum(t.numel() * t.element_size() for t in held if t.device.type == device.type)
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    # Transformer Engine's FP8 tensors hold the numbers once or, for the backward, twice.
+    if hasattr(tensor, "get_data_tensors"):
+        return [part for part in tensor.get_data_tensors() if part is not None]
+    return [tensor]
+
+
+class CudaMeter:
+    """Bytes that one step adds to the allocator's count of bytes in tensors."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        reset_peak_memory(device)
+        self.start = torch.cuda.memory_allocated(device)
+        self.activations = None
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the step; the first forward pass is the one that counts."""
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        if name == "forward" and self.activations is None:
+            self.activations = torch.cuda.memory_allocated(self.device) - before
+
+    def read(self) -> tuple[int, int]:
+        """Bytes that the forward pass left behind, and the highest count above the start."""
+        return self.activations or 0, torch.cuda.max_memory_allocated(self.device) - self.start
+
+
+class CpuMeter:
+    """The same on a CPU, from the profiler's list of allocations."""
+
+    start = None  # bytes from before the step are not on the list
+
+    def __init__(self):
+        quiet_profiler()
+        self.profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        )
+        self.profiler.start()
+
+    @staticmethod
+    def part(name: str) -> contextlib.AbstractContextManager:
+        """A part of the step, as a range on the list."""
+        return torch.profiler.record_function(f"part:{name}")
+
+    def read(self) -> tuple[int, int]:
+        """As CudaMeter.read."""
+        self.profiler.stop()
+        roots = self.profiler.profiler.kineto_results.experimental_event_tree()
+        events = sorted(_flat(roots), key=lambda event: event.start_time_ns)
+        live = highest = 0
+        forward_end, before, activations = None, 0, None
+        for event in events:
+            if forward_end and activations is None and event.start_time_ns >= forward_end:
+                activations = live - before
+            if event.name == "[memory]":
+                live += event.extra_fields.alloc_size
+                highest = max(highest, live)
+            elif event.name == "part:forward" and forward_end is None:
+                forward_end, before = event.end_time_ns, live
+        return live - before if activations is None else activations, highest
+
+
+def _flat(events) -> Iterator:
+    for event in events:
+        yield event
+        yield from _flat(event.children)
+
+
+def quiet_profiler() -> None:
+    """Keep Kineto's own messages off the screen; it reads this when it is first used."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+class AllocatorRecord:
+    """The CUDA allocator's record in a pickle for PyTorch's memory viewer (pytorch.org/memory_viz).
+
+    With `history` it lists every allocation with its stack, from now until `stop`. When memory
+    runs out, it always lists what is allocated then (and the history, while it is kept).
+    """
+
+    def __init__(self, path: Path, history: bool):
+        self.path, self.history = path, history
+        if history:
+            # Symbols of C++ frames would be looked up for half a minute.
+            torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
+        self.looking = True  # an observer cannot be taken off
+        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
+
+    def _on_out_of_memory(self, device, size, allocated, freed) -> None:
+        with contextlib.suppress(Exception):  # what is being reported matters more
+            if self.looking:
+                self._dump()
+
+    def _dump(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)  # not every node shares rank 0's disk
+        torch.cuda.memory._dump_snapshot(str(self.path))
+
+    def close(self) -> None:
+        """The run has ended: what runs out of memory later is not its concern."""
+        self.looking = False
+        if self.history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    def stop(self) -> None:
+        """Write the history and end it."""
+        if self.history:
+            self.history = False
+            self._dump()
+            torch.cuda.memory._record_memory_history(enabled=None)

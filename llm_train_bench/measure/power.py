@@ -1,0 +1,163 @@
+"""Energy, clocks and temperature of this rank's device over the measured window.
+
+Energy is from the hardware's own counter, never TDP x time.
+"""
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+
+import torch
+
+from llm_train_bench.measure.device import memory_now
+from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
+from llm_train_bench.results.schema import DeviceUse
+
+# A counter at rest is not believed if this part of the samples shows its reason.
+OFTEN = 0.1
+
+
+class PowerMeter:
+    """Looks at a device between begin() and end(); what cannot be read is None, with the reason in
+    `source`.
+
+    A thread takes samples; its queries are C calls that let the training thread run.
+    """
+
+    GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
+    SAMPLES_A_LOOK = 5  # between looks for other processes
+
+    def __init__(self, device: torch.device, family: Collection[int] = ()):
+        """`family`: ids of this run's processes on this machine, not counted as others."""
+        self.family = frozenset({os.getpid(), *family})
+        self.source = "none"
+        self.device = device
+        self.sensor: Sensor | None = None
+        self.interval = self.CPU_INTERVAL_S if device.type == "cpu" else self.GPU_INTERVAL_S
+        try:
+            self.sensor = find_sensor(device)
+            self.source = self.sensor.source
+        except ImportError as error:
+            where = (
+                "${ROCM_PATH:-/opt/rocm}/share/amd_smi" if torch.version.hip else "-e '.[energy]'"
+            )
+            self.source = f"none: {error.name} is not installed (pip install {where})"
+        except Exception as error:  # a driver without the counter must not end the run
+            self.source = f"none: {type(error).__name__}: {error}".splitlines()[0]
+        self.thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Start; the device is idle."""
+        self.memory = [memory_now(self.device)]
+        if self.sensor is None:
+            return
+        self.samples: list[Sample] = []
+        self.others = [self._ask(self._strangers)]
+        self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._take_samples, daemon=True)
+        self.thread.start()
+        self.start_s = time.perf_counter()
+        self.joules = self._ask(self.sensor.joules)
+
+    def _take_samples(self) -> None:
+        while not self.stop.wait(self.interval):
+            self.memory.append(self._ask(lambda: memory_now(self.device)))
+            if (sample := self._ask(self.sensor.sample)) is not None:
+                self.samples.append(sample)
+                if len(self.samples) % self.SAMPLES_A_LOOK == 0:
+                    self.others.append(self._ask(self._strangers))
+
+    def _strangers(self) -> int | None:
+        return self.sensor.other_processes(self.family)
+
+    @staticmethod
+    def _ask(query: Callable):
+        """A driver's answer; whatever goes wrong in one must not end the run."""
+        with contextlib.suppress(Exception):
+            return query()
+        return None
+
+    def end(self, rank: int) -> DeviceUse:
+        """Everything seen since begin()."""
+        self.memory.append(memory_now(self.device))
+        held = [gib for gib in self.memory if gib is not None]
+        mean = statistics.fmean(held) if held else None
+        if self.sensor is None:
+            return DeviceUse(rank=rank, memory_mean_gib=mean)
+        now = self._ask(self.sensor.joules)
+        seconds = time.perf_counter() - self.start_s
+        if not self.samples and (sample := self._ask(self.sensor.sample)) is not None:
+            self.samples.append(sample)  # the window was shorter than the interval
+        self.close()
+        used = now - self.joules if now is not None and self.joules is not None else 0.0
+        joules = used if used > 0 else None  # a counter that did not move counts as none
+        others = [n for n in (*self.others, self._ask(self._strangers)) if n is not None]
+        power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
+
+        def seen(field: str) -> list[float]:
+            values = (getattr(sample, field) for sample in self.samples)
+            return [value for value in values if value is not None]
+
+        clocks, memory_clocks = seen("sm_clock_mhz"), seen("memory_clock_mhz")
+        watts = seen("power_w")
+        return DeviceUse(
+            rank=rank,
+            energy_j=joules,
+            average_power_w=joules and joules / seconds,
+            sampled_power_mean_w=statistics.fmean(watts) if watts else None,
+            peak_power_w=max(watts, default=None),
+            power_limit_w=power_limit,
+            sm_clock_mean_mhz=statistics.fmean(clocks) if clocks else None,
+            sm_clock_min_mhz=min(clocks, default=None),
+            sm_clock_limit_mhz=clock_limit,
+            memory_clock_mean_mhz=statistics.fmean(memory_clocks) if memory_clocks else None,
+            temperature_max_c=max(seen("temperature_c"), default=None),
+            memory_mean_gib=mean,
+            n_samples=len(self.samples),
+            throttled=self._throttled(),
+            other_processes=max(others, default=None),
+        )
+
+    def _throttled(self) -> dict[str, float] | None:
+        """Part of the window for which each reason held the clocks down; None if nothing tells.
+
+        The device's counters give it where they move: they miss nothing. Otherwise the samples do.
+        """
+        sampled = [s.reasons for s in self.samples if s.reasons is not None]
+        counted = Counter(reason for reasons in sampled for reason in reasons)
+        parts = {reason: n / len(sampled) for reason, n in counted.items()}
+        begin, before = self.counters
+        end, after = self._ask(self.sensor.throttle_counters) or (0.0, {})
+        usable = {r for r in before if r in after and end > begin}
+        for reason in usable:
+            part = (after[reason] - before[reason]) / (end - begin)
+            if 0 < part <= 1.05 or (part == 0 and counted[reason] < max(2, OFTEN * len(sampled))):
+                parts[reason] = min(1.0, part)
+        if not sampled and not usable:
+            return None
+        return {reason: part for reason, part in sorted(parts.items()) if part > 0}
+
+    def close(self) -> None:
+        """Stop sampling."""
+        if self.thread is not None:
+            self.stop.set()
+            self.thread.join()
+            self.thread = None
+
+
+def find_sensor(device: torch.device) -> Sensor:
+    """The sensor of a device; the exception says why there is none."""
+    if device.type == "cpu":
+        return RaplSensor()
+    if torch.version.hip:
+        from llm_train_bench.measure.sensors.amd import AmdSensor
+
+        return AmdSensor(device)
+    from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
+
+    return NvidiaSensor(device)

@@ -1,0 +1,183 @@
+"""Data parallelism by replicas: DistributedDataParallel, and plainer ways to compare it with."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llm_train_bench.apply.optimizer import build_optimizer, optimizer_of
+from llm_train_bench.formulas.work import Ddp
+from llm_train_bench.model.layout import Layout
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.settings.flags import OptimizerFlags
+
+
+class ReplicaLayout(Layout):
+    """Every rank has the whole model, and other tokens than the rest."""
+
+    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+        numbers = numbers.clone()
+        dist.all_reduce(numbers)
+        return numbers
+
+
+class PlainReplica(nn.Module):
+    """A replicated model whose gradients are averaged in one of the ways before DDP's.
+
+    `parameter`: an all-reduce of each gradient; `bucketed`: of some together; `flat`: of all together.
+    With overlap a parameter's starts when its gradient is there, otherwise all after backward.
+    """
+
+    def __init__(self, model: Transformer, options: Ddp):
+        super().__init__()
+        self.module, self.options = model, options
+        self.syncs, self.queued = True, False
+        self.running: list[tuple[dist.Work, Tensor]] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.module(*inputs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are only accumulated."""
+        self.syncs = False
+        try:
+            yield
+        finally:
+            self.syncs = True
+
+    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
+        if not self.syncs:
+            return
+        if not self.queued:  # runs when this backward is over, as DDP's own does
+            self.queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._complete)
+        if self.options.overlap:
+            self.running.append((dist.all_reduce(parameter.grad, async_op=True), parameter.grad))
+
+    def _complete(self) -> None:
+        self.queued, world = False, dist.get_world_size()
+        for work, gradient in self.running:
+            work.wait()
+            gradient.div_(world)
+        if self.options.overlap:
+            self.running.clear()
+            return
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        for some in self._together(gradients):
+            flat = some[0].view(-1) if len(some) == 1 else torch.cat([g.view(-1) for g in some])
+            dist.all_reduce(flat)
+            flat.div_(world)
+            if len(some) > 1:
+                pieces = flat.split([g.numel() for g in some])
+                torch._foreach_copy_(
+                    some, [p.view_as(g) for p, g in zip(pieces, some, strict=True)]
+                )
+
+    def _together(self, gradients: list[Tensor]) -> Iterable[list[Tensor]]:
+        """Gradients that one all-reduce takes."""
+        limits = {"parameter": 0.0, "flat": float("inf")}
+        limit = limits.get(self.options.mode, self.options.bucket_cap_mb * 2**20)
+        found: list[list[Tensor]] = []
+        size = 0
+        for gradient in gradients:
+            if not found or size + gradient.nbytes > limit:
+                found.append([])
+                size = 0
+            found[-1].append(gradient)
+            size += gradient.nbytes
+        return found
+
+
+class Zero1:
+    """An optimizer whose state is divided among replicas (ZeRO stage 1; Rajbhandari et al. 2020).
+
+    Each rank updates its rows of every parameter; then all gather them. Its `state` is that of the
+    model's own parameters, as checkpoints ask for it.
+    """
+
+    def __init__(self, model: Transformer, flags: OptimizerFlags, device: torch.device):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        named = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                rows = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+                named[name] = nn.Parameter(rows)
+                self.pairs.append((parameter, named[name]))
+        self.inner = optimizer_of(named, flags)
+        self.param_groups = self.inner.param_groups
+        for _, share in self.pairs:  # what a checkpoint is read into
+            state = self.inner.state[share]
+            if flags.optimizer == "sgd":
+                state["momentum_buffer"] = torch.zeros_like(share)
+            else:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                state |= {key: torch.zeros_like(share) for key in ("exp_avg", "exp_avg_sq")}
+        self.state = {parameter: self.inner.state[share] for parameter, share in self.pairs}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's rows, and gather everybody's."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for parameter, share in self.pairs:
+            # Set anew: a checkpoint may have changed the parameter.
+            for whole, own in ((parameter, share.to_local()), (parameter.grad, None)):
+                size = -(-whole.shape[0] // world)
+                rows = whole[min(rank * size, len(whole)) : min((rank + 1) * size, len(whole))]
+                if own is None:
+                    share.grad = type(share.data).from_local(
+                        rows, share.device_mesh, share.placements, run_check=False,
+                        shape=share.shape, stride=share.stride(),
+                    )  # fmt: skip
+                else:
+                    own.copy_(rows)
+        self.inner.step()
+        for parameter, share in self.pairs:
+            share.grad = None
+            parameter.copy_(share.full_tensor())
+
+
+def replica_optimizer(
+    model: Transformer, flags: OptimizerFlags | None, fp8, options: Ddp, device: torch.device
+) -> "torch.optim.Optimizer | Zero1 | None":
+    """A replica's optimizer: whole, or with --zero1 a share of it."""
+    if options.zero1 and flags is not None:
+        return Zero1(model, flags, device)
+    return build_optimizer(model, flags, fp8)
+
+
+def apply_ddp(
+    model: Transformer, device: torch.device, grad_acc_steps: int, options: Ddp
+) -> DistributedDataParallel | PlainReplica:
+    """Replicate a materialised model: gradients are averaged over all ranks during backward."""
+    if not options.buckets:
+        return PlainReplica(model, options)
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type == "cuda" else None,
+        init_sync=False,  # every rank made the same values from the same seed
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=options.bucket_cap_mb,
+        # Without accumulation every step has the same graph; no_sync would break that promise.
+        static_graph=grad_acc_steps == 1,
+    )
+    if options.grad_compression == "bf16":
+        ddp.register_comm_hook(None, reduce_in_bf16)
+    return ddp
+
+
+def reduce_in_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: average a bucket of gradients in bf16, which halves the traffic."""
+    low = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(low, async_op=True).get_future()
+    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))

@@ -1,0 +1,143 @@
+"""Sharding by FSDP2 (fully_shard), replicated too under HSDP."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.precision import AMP_DTYPES
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.model.hf import Pretrained, read_pretrained
+from llm_train_bench.model.init import fill
+from llm_train_bench.model.layout import own_part
+from llm_train_bench.model.shares import whole_shape
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.sharded import is_sharded, sharded_modules
+
+
+def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) -> None:
+    """Shard a meta-device model over the meshes' last dimension, block by block, in place.
+
+    Of two dimensions the first holds replicas (HSDP). Embeddings, final norm and head belong to the
+    root (mesh `stage`), which stays gathered from its forward to its backward. Blocks are divided over
+    `dense`; experts are apart from them where their mesh is another one. A router that computes
+    in fp32 is gathered apart in fp32.
+    """
+    amp, options = work.amp, work.fsdp
+    reduce = torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32
+    fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if amp == "off" else AMP_DTYPES[amp],
+        reduce_dtype=reduce,
+        # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
+        cast_forward_inputs=False,
+    )
+    common = {
+        "ignored_params": fixed,
+        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+    }
+    exact = common | {"mp_policy": dataclasses.replace(policy, param_dtype=None)}
+    ahead = options.prefetch
+    again = options.reshard
+    units = []
+    for layer, block in model.blocks.items():
+        other_mesh = options.tp * options.ep > 1
+        apart = [block.mlp.experts] if other_mesh and work.config.has_experts(int(layer)) else []
+        for experts in apart:
+            fully_shard(experts, mesh=meshes["experts"], reshard_after_forward=again, **common)
+        if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
+            apart.append(block.mlp.router)
+            fully_shard(apart[-1], mesh=meshes["dense"], reshard_after_forward=again, **exact)
+        fully_shard(block, mesh=meshes["dense"], reshard_after_forward=again, **common)
+        units.append([block, *apart])
+    fully_shard(model, mesh=meshes["stage"], reshard_after_forward=False, **common)
+    for i, (block, *_) in enumerate(units if ahead else []):
+        block.set_modules_to_forward_prefetch([*itertools.chain(*units[i + 1 : i + 1 + ahead])])
+        block.set_modules_to_backward_prefetch(
+            [*itertools.chain(*units[max(0, i - ahead) : i][::-1])]
+        )
+    if options.divided:  # gradients are summed: each rank's loss is divided by all ranks
+        for module in sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@torch.no_grad()
+def materialize_shards(
+    model: Transformer,
+    device: torch.device,
+    seed: int,
+    weights: Pretrained | None = None,
+    fp8: Fp8 | None = None,
+    offload: bool = False,
+) -> None:
+    """Give a sharded meta-device model storage and the same values as an unsharded one, in place.
+
+    With `offload` the shards are in host memory.
+    """
+    (fp8 or Fp8()).allocate(model, torch.device("cpu") if offload else device)
+    for parameter, rows, _ in shard_values(model, device, seed, weights):
+        (parameter.to_local() if is_sharded(parameter) else parameter).copy_(rows)
+
+
+def set_exact_values(
+    optimizer: torch.optim.Optimizer | None,
+    model: Transformer,
+    device: torch.device,
+    seed: int,
+    weights: Pretrained | None,
+    fp8: Fp8,
+) -> None:
+    """Give an optimizer that holds the fp32 values of FP8 weights the first ones, not the rounded."""
+    if optimizer is None or not fp8.exact_in_optimizer:
+        return
+    for parameter, rows, full in shard_values(model, device, seed, weights):
+        fp8.set_exact(optimizer, parameter, rows, full.abs().max())
+
+
+@torch.no_grad()
+def shard_values(
+    model: Transformer, device: torch.device, seed: int, weights: Pretrained | None = None
+) -> Iterator[tuple[DTensor, torch.Tensor, torch.Tensor]]:
+    """Each parameter of a sharded model with its first values [fp32]: this rank's rows, and all.
+
+    They are the values of an unsharded model. One parameter at a time is made whole (or read, with
+    `weights` from check_pretrained): the model never exists whole anywhere.
+    """
+    for name, parameter in model.weights():
+        shape = whole_shape(model.config, name, parameter.shape)
+        full = torch.empty(shape, dtype=parameter.dtype, device=device)
+        if weights:
+            read_pretrained(full, name, model.config, weights)
+        else:
+            fill(full, name, model.config, seed)
+        part = own_part(model.config, name, full, model.layout)
+        yield parameter, own_rows(part, parameter), full
+
+
+def own_rows(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor that this rank's shard holds, in FSDP's even chunks; all without one."""
+    if not isinstance(parameter, DTensor):
+        return full
+    mesh = parameter.device_mesh
+    shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
+    chunks = full.chunk(shards)
+    return chunks[index] if index < len(chunks) else full[:0]
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter with all its rows; for a sharded one a collective that all ranks must join."""
+    value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    # --fp8-all-gather returns torchao's wrapper around the plain tensor.
+    return getattr(value, "_tensor", value)

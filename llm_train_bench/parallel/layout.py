@@ -1,0 +1,331 @@
+"""Tensor, context and expert parallelism: the layout of a rank among those that share its batch.
+
+Tensor parallelism with sequence parallelism follows Korthikanti et al. 2022; context parallelism is
+Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where heads do not divide.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from llm_train_bench.formulas.work import Fsdp
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.layout import Attend, joined, linear_without_bias
+from llm_train_bench.model.shares import divided, whole_shape
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.ddp import ReplicaLayout
+from llm_train_bench.parallel.fsdp import whole
+from llm_train_bench.parallel.mesh import build_mesh, set_timeouts
+
+_c10d = torch.ops._c10d_functional
+
+
+class _AllGather(torch.autograd.Function):
+    """Along dimension 0; the gradient is summed and scattered."""
+
+    @staticmethod
+    def forward(ctx, x, n, group):
+        ctx.n, ctx.group = n, group
+        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), n, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.n, ctx.group)
+        return _c10d.wait_tensor(grad), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Along dimension 0, by sum; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx, x, n, group):
+        ctx.n, ctx.group = n, group
+        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", n, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = _c10d.all_gather_into_tensor(grad.contiguous(), ctx.n, ctx.group)
+        return _c10d.wait_tensor(grad), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks, `sent` and `received` of them by rank; the gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, x, received, sent, group):
+        ctx.splits, ctx.group = (sent, received), group
+        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), received, sent, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = _c10d.all_to_all_single(grad.contiguous(), *ctx.splits, ctx.group)
+        return _c10d.wait_tensor(grad), None, None, None
+
+
+class RankLayout(ReplicaLayout):
+    """One rank among tp x cp ranks that share a batch, ep that share the experts, pp the layers.
+
+    tp is innermost, so that its ranks are neighbours; then cp, data, replicas; the groups of a pipeline
+    are outermost. ep spans neighbours too, over tp, cp and data.
+    """
+
+    def __init__(self, fsdp: Fsdp, rank: int):
+        self.fsdp, self.ulysses = fsdp, fsdp.ulysses
+        self.tp, self.cp, self.ep, self.pp = fsdp.tp, fsdp.cp, fsdp.ep, fsdp.pp
+        self.pp_rank, self.stage_rank = divmod(rank, fsdp.ranks)
+        self.tp_rank, self.cp_rank = rank % self.tp, rank // self.tp % self.cp
+        self.ep_rank = self.stage_rank % self.ep
+        self.data_rank = self.stage_rank // (self.tp * self.cp)
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.names: dict[str, str] = {}
+
+    def connect(self, device: torch.device, timeout_s: float) -> dict[str, DeviceMesh]:
+        """Make the groups of ranks; all ranks call this. Returns the meshes over which FSDP divides.
+
+        `dense` has the ranks of one tp part, `experts` those of the same experts, `stage` all that have
+        the same layers; with replicas each has them as its first dimension.
+        """
+        if not self.fsdp.divided:
+            return dict.fromkeys(
+                ("dense", "experts", "stage"), build_mesh(device, self.fsdp.mesh, timeout_s)
+            )
+        replicas, pp = self.fsdp.replicas, self.pp
+        ranks = torch.arange(pp * self.fsdp.ranks)
+        stages = ranks.view(pp, replicas, -1)
+        by_cp = ranks.view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
+
+        def by(n: int) -> torch.Tensor:  # of n neighbours each has another part
+            return ranks.view(pp, replicas, -1, n).permute(0, 3, 1, 2)
+
+        grids = {
+            "dense": (("stage", "tp", "replicate", "shard"), by(self.tp)),
+            "experts": (("stage", "ep", "replicate", "shard"), by(self.ep)),
+            "stage": (("stage", "replicate", "shard"), stages),
+            "cp": (("rest", "cp"), by_cp),
+            "batch": (("rest", "batch"), ranks.view(-1, self.tp * self.cp)),
+            "same": (("rest", "same"), ranks.view(pp, -1)),
+            "pp": (("rest", "pp"), ranks.view(pp, -1).T),
+        }
+        whole = {
+            kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
+            for kind, (names, grid) in grids.items()
+        }
+        for mesh in whole.values():
+            set_timeouts(mesh, device, timeout_s)
+        of = {"tp": "dense", "ep": "experts"} | {g: g for g in ("cp", "batch", "same", "pp")}
+        self.groups = {kind: whole[mesh].get_group(kind) for kind, mesh in of.items()}
+        self.names = {kind: group.group_name for kind, group in self.groups.items()}
+        dims = ("replicate", "shard") if replicas > 1 else ("shard",)
+        return {kind: whole[kind][dims] for kind in ("dense", "experts", "stage")}
+
+    def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
+        """A parameter of that name, or its gradient, whole: a collective that all ranks must join."""
+        value = whole(tensor)
+        kind = (divided(config, name) or ("tp",))[0]
+        if getattr(self, kind) == 1 or divided(config, name) is None:
+            return value
+        parts = [torch.empty_like(value) for _ in range(getattr(self, kind))]
+        dist.all_gather(parts, value.contiguous(), group=self.groups[kind])
+        return joined(config, name, parts)
+
+    def wholes(
+        self, config: ModelConfig, own: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor]]:
+        if self.pp == 1:
+            yield from super().wholes(config, own)
+            return
+        group, mine = self.groups["pp"], dict(own)
+        shapes = {n: (whole_shape(config, n, t.shape), t.dtype, t.device) for n, t in mine.items()}
+        everywhere = [None] * self.pp
+        dist.all_gather_object(everywhere, shapes, group=group)
+        done = set()
+        for owner, theirs in enumerate(everywhere):
+            for name, (shape, dtype, device) in theirs.items():
+                if name in done:  # the weight of a tied head
+                    continue
+                done.add(name)
+                here = owner == self.pp_rank
+                value = self.whole(config, name, mine[name]).contiguous() if here else None
+                if value is None:
+                    value = torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(value, dist.get_global_rank(group, owner), group)
+                yield name, value
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        numbers = numbers.clone()
+        dist.all_reduce(numbers, group=self.groups["same"] if self.pp > 1 else None)
+        return numbers
+
+    def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
+        """The numbers of the rank with the same parts in another group of a pipeline, for this rank's."""
+        group, theirs = self.groups["pp"], torch.empty_like(numbers)
+        other = dist.get_global_rank(group, pp_rank)
+        for work in dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, numbers.contiguous(), other, group),
+            dist.P2POp(dist.irecv, theirs, other, group),
+        ]):  # fmt: skip
+            work.wait()
+        return theirs
+
+    def gradients(self, model: Transformer) -> "Gradients | None":
+        return Gradients(model, self) if self.fsdp.divided else None
+
+    @functools.cache  # noqa: B019 (a layout lives as long as its run)
+    def _order(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Positions (cp, T / cp) that the cp ranks hold, and the places of all positions among them."""
+        whole = torch.arange(T, device=device)
+        if self.cp == 1 or self.ulysses:
+            held = whole.view(self.cp, -1)
+        else:  # a chunk from the head and one from the tail: equal work under a causal mask
+            head, tail = whole.view(2 * self.cp, -1).split(self.cp)
+            held = torch.cat((head, tail.flip(0)), dim=1)
+        return held, held.flatten().argsort()
+
+    def own_positions(self, T: int, device: torch.device) -> Tensor | None:
+        if self.tp * self.cp == 1:
+            return None
+        return self._order(T, device)[0][self.cp_rank].chunk(self.tp)[self.tp_rank]
+
+    def gathered_positions(self, T: int, device: torch.device) -> Tensor | None:
+        if self.cp == 1:
+            return None
+        return self._order(T, device)[0][self.cp_rank]
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.tp == 1:
+            return x
+        return _AllGather.apply(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
+
+    def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        if self.tp == 1:
+            return linear(x)
+        part = linear_without_bias(linear, x).transpose(0, 1)
+        y = _ReduceScatter.apply(part, self.tp, self.names["tp"]).transpose(0, 1)
+        return y if linear.bias is None else y + linear.bias.to(y.dtype)
+
+    def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+        if self.cp == 1:
+            return attend(q, k, v, mask, 0)
+        if self.ulysses:
+            return self._attend_by_heads(attend, q, k, v, mask)
+        return self._attend_by_tokens(attend, q, k, v, mask)
+
+    def _attend_by_heads(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+        """All tokens of some heads, by one exchange of queries, keys and values before, one after."""
+        n, (B, t, H, _) = self.cp, q.shape
+        heads = [x.shape[2] // n for x in (q, k, v)]
+        widths = [h * x.shape[3] for h, x in zip(heads, (q, k, v), strict=True)]
+        sent = torch.cat([x.reshape(B, t, n, -1) for x in (q, k, v)], dim=-1).permute(2, 1, 0, 3)
+        here = self._exchange(sent.contiguous()).flatten(0, 1)  # (T, B, widths)
+        parts = here.transpose(0, 1).split(widths, dim=-1)
+        q, k, v = (p.unflatten(-1, (h, -1)) for p, h in zip(parts, heads, strict=True))
+        y = attend(q, k, v, mask, self.cp_rank * heads[0])  # (B, T, H / n, D of values)
+        back = y.flatten(2).transpose(0, 1).unflatten(0, (n, t))
+        # (n, t, B, H / n x D): the part of the heads that each rank had.
+        return self._exchange(back.contiguous()).permute(2, 1, 0, 3).reshape(B, t, H, -1)
+
+    def _exchange(self, x: Tensor) -> Tensor:
+        """(n, ...): the i-th part goes to rank i, and comes from it."""
+        ones = [1] * self.cp
+        return _AllToAll.apply(x, ones, ones, self.names["cp"])
+
+    def _attend_by_tokens(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
+        """Own queries over all keys and values, which are gathered: first the head's, then the tail's."""
+        t = q.shape[1]
+        T = t * self.cp
+        widths = [k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]]
+        both = torch.cat((k.flatten(2), v.flatten(2)), dim=-1).transpose(0, 1)
+        both = _AllGather.apply(both, self.cp, self.names["cp"])
+        held, places = self._order(T, q.device)
+        both = both[places].transpose(0, 1)
+        k_all, v_all = both.split(widths, dim=-1)
+        k_all, v_all = k_all.unflatten(-1, k.shape[2:]), v_all.unflatten(-1, v.shape[2:])
+        whole = torch.ones(T, T, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        outputs = []
+        for chunk, positions in zip(q.chunk(2, dim=1), held[self.cp_rank].chunk(2), strict=True):
+            end = (1 + self.cp_rank if not outputs else 2 * self.cp - self.cp_rank) * (t // 2)
+            seen = whole[positions]
+            sink = seen.shape[1] - T  # a column of sinks comes first
+            outputs.append(attend(chunk, k_all[:, :end], v_all[:, :end], seen[:, : end + sink], 0))
+        return torch.cat(outputs, dim=1)
+
+    def experts(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows go to the ranks that have their experts, and come back."""
+        if self.ep == 1:
+            return experts(rows, counts)
+        name, n = self.names["ep"], self.ep
+        with torch.no_grad():
+            theirs = _c10d.wait_tensor(_c10d.all_to_all_single(
+                counts, [len(counts) // n] * n, [len(counts) // n] * n, name
+            )).view(n, -1)  # fmt: skip
+        sent, received = self.rows_to_send(counts.view(n, -1).sum(1), theirs.sum(1))
+        came = _AllToAll.apply(rows, received, sent, name)
+        local = torch.arange(theirs.shape[1], device=rows.device).repeat(n)
+        expert = torch.repeat_interleave(local, theirs.flatten(), output_size=len(came))
+        order = expert.argsort(stable=True)
+        own = theirs.sum(0)
+        if not len(came):  # the experts' gradients are zeros, not absent
+            own = F.pad(torch.ones_like(own[:1]), (0, len(own) - 1))
+            y = experts(F.pad(came, (0, 0, 0, 1)), own)[:0]
+        else:
+            y = experts(came[order], own)
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=rows.device)
+        )
+        return _AllToAll.apply(y[back], sent, received, name)
+
+    def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        """Rows to and from each of the ep ranks: the one wait for the device of a layer."""
+        there, here = torch.stack((sent, received)).tolist()
+        return there, here
+
+
+class Gradients:
+    """The gradients of a model in a layout: completing them, their norm, and scaling them.
+
+    FSDP has summed each over the ranks of its mesh. Those of a block that every tp rank has whole are
+    of the rank's own tokens or heads.
+    """
+
+    def __init__(self, model: Transformer, layout: RankLayout):
+        self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
+        self.tied: nn.Parameter | None = None
+        self.partial: list[nn.Parameter] = []
+        self.copies: list[tuple[nn.Parameter, int]] = []
+        for name, parameter in model.weights():
+            if not parameter.requires_grad:
+                continue
+            whole = name.startswith("blocks.") and divided(model.config, name) is None
+            if whole and layout.tp > 1:
+                self.partial.append(parameter)
+            copies = layout.fsdp.replicas * (layout.tp if whole else 1)
+            if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
+                self.tied, copies = parameter, 2 * copies  # of the first and of the last stage
+            self.copies.append((parameter, copies))
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Complete the gradients, and return the norm over all ranks."""
+        if self.tied is not None:
+            grad = self.tied.grad.to_local()
+            grad += self.layout.exchanged(grad, self.other_end)
+        if self.partial:
+            parts = [p.grad.to_local() for p in self.partial]
+            flat = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(flat, group=self.layout.groups["tp"])
+            for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                part.copy_(values.view_as(part))
+        squares = [p.grad.to_local().float().square().sum() / n for p, n in self.copies]
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([p.grad.to_local() for p, _ in self.copies], factor)

@@ -1,0 +1,206 @@
+"""Peak memory of a training step without running it: our own model under fake tensors.
+
+The scripts' own model is built with their own `apply_*` functions, for a fake process group of any
+size. Torch's memory trackers (MemTracker, FSDPMemTracker) follow one forward and backward. This
+takes seconds on a CPU, whatever the model's size. It leaves out compilation, Transformer Engine,
+the allocator's rounding, and memory outside PyTorch (CUDA context, communication buffers).
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llm_train_bench.apply.optimizer import build_optimizer
+from llm_train_bench.apply.precision import AMP_DTYPES, autocast
+from llm_train_bench.apply.recompute import apply_recompute
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.model.layout import ALONE
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.fsdp import apply_fsdp
+from llm_train_bench.parallel.layout import RankLayout
+from llm_train_bench.settings.flags import OptimizerFlags
+
+CPU = torch.device("cpu")
+
+
+class _EvenLayout(RankLayout):
+    """Experts get equal numbers of rows, which fake tensors cannot tell."""
+
+    def __init__(self, work: Work, rank: int):
+        super().__init__(work.fsdp, rank)
+        self.work = work
+
+    def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        n, micro = self.ep, self.work.batch.micro_tokens // (self.tp * self.cp)
+        return ([micro * self.work.config.experts.per_token // n] * n,) * 2
+
+
+def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
+    """Bytes on one rank at the peak of forward and backward, optimizer state included.
+
+    In a pipeline, of a rank in group `pp_rank`, which has one stage.
+    """
+    if work.fsdp and work.fsdp.virtual > 1:
+        raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
+    if work.compiled or work.fp8:
+        raise UsageError(
+            "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
+        )
+    rank = pp_rank * work.fsdp.ranks if pp_rank else 0
+    with _fake_ranks(work.world, rank), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.device("meta"):
+            layout = _EvenLayout(work, rank) if work.fsdp else ALONE
+            layers = work.stage_layers(pp_rank) if work.fsdp and work.fsdp.pp > 1 else None
+            model = Transformer(
+                work.config, work.batch.seq_len, balanced=True, layout=layout, layers=layers
+            )
+        apply_recompute(model, work.recompute)
+        if work.fsdp:
+            apply_fsdp(model, layout.connect(CPU, 60.0), work)
+        with (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            mock.patch.object(F, "rms_norm", _as_on_gpu),
+            mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
+            mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
+        ):
+            return _track(model, work, optimizer)
+
+
+def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model.to_empty(device=CPU)
+    optimizer, fsdp, train = build_optimizer(model, flags), work.fsdp is not None, work.trains
+    batch, layout = work.batch, model.layout
+    shape = (batch.micro_batch, model.seq_len)
+    inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    if not model.first:
+        dtype = torch.float32 if work.amp == "off" else AMP_DTYPES[work.amp]
+        shape = (
+            batch.micro_batch,
+            model.seq_len // (layout.tp * layout.cp),
+            work.config.hidden_size,
+        )
+        inputs = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    if fsdp:
+        tracker = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((inputs, labels))
+    else:
+        tracker = MemTracker()
+        tracker.track_external(model, *([optimizer] if optimizer else []), inputs, labels)
+    for step in range(2):  # the first makes the optimizer's state
+        # The optimizer stays outside: sharded, it computes with fake tensors of the whole size.
+        with tracker:
+            if layout.pp > 1:
+                _pipelined(model, work, inputs, labels, tracker.reset_mod_stats)
+            for _ in range((batch.grad_acc_steps if step else 1) if layout.pp == 1 else 0):
+                with autocast("off" if fsdp else work.amp, CPU), torch.set_grad_enabled(train):
+                    loss = model(inputs, labels)
+                if train:
+                    loss.backward()
+                tracker.reset_mod_stats()
+        if optimizer:
+            optimizer.step()
+        model.zero_grad()
+    (kinds,) = tracker.get_tracker_snapshot("peak").values()
+    total = next(n for kind, n in kinds.items() if getattr(kind, "value", kind).lower() == "total")
+    if optimizer and not fsdp and work.optimizer == "adamw":
+        # This tracker misses state that is made between its two passes (SGD's is older).
+        states = (t for state in optimizer.state.values() for t in state.values())
+        total += sum(t.numel() * t.element_size() for t in states)
+    return total
+
+
+def _pipelined(
+    model: Transformer, work: Work, inputs: Tensor, labels: Tensor, begin: Callable[[], None]
+) -> None:
+    """The passes of one stage in the order of 1F1B; `begin` is called before each forward."""
+    n_micro, outputs = work.batch.grad_acc_steps, []
+
+    def forward() -> None:
+        begin()
+        with torch.set_grad_enabled(work.trains):
+            x = inputs if model.first else inputs.detach().clone().requires_grad_()
+            outputs.append(model(x, labels))
+
+    ahead = min(n_micro, model.layout.pp - model.layout.pp_rank)
+    for _ in range(ahead):
+        forward()
+    for done in range(n_micro if work.trains else 0):
+        last = done == n_micro - 1
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+        model.set_is_last_backward(last)
+        output = outputs.pop(0)
+        output.backward(torch.zeros_like(output))
+        del output
+        if done + ahead < n_micro:
+            forward()
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """Allocates what the GPU's kernel does; a CPU's RMS norm is many operators that keep fp32 copies."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _as_on_gpu(x, shape, weight, eps):
+    return _FusedRmsNorm.apply(x, weight)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Allocates what a GPU's kernels do for heads of other sizes in values than in keys.
+
+    A CPU's fused kernel does not take them, and all scores would be kept.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        B, H, T, _ = q.shape
+        y = q.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, y, q.new_empty(B, H, T, dtype=torch.float32))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+_attention = F.scaled_dot_product_attention
+
+
+def _attention_as_on_gpu(q, k, v, **options):
+    if q.shape[-1] == v.shape[-1]:
+        return _attention(q, k, v, **options)
+    return _FusedAttention.apply(q, k, v)
+
+
+@contextlib.contextmanager
+def _fake_ranks(world: int, rank: int) -> Iterator[None]:
+    """A process group of `world` ranks: only one exists, and collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

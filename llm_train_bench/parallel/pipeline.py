@@ -1,0 +1,163 @@
+"""Pipeline parallelism: the stages of a rank, and the schedule that runs micro batches through all.
+
+The schedules are PyTorch's: 1F1B, and Interleaved1F1B where a rank has several stages (Narayanan et
+al. 2021, section 2.2). Each stage is sharded by FSDP, and stays gathered over all micro batches.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from llm_train_bench.apply.precision import AMP_DTYPES
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.layout import RankLayout
+
+
+class Pipeline(nn.Module):
+    """The stages of one rank. Several stages lie pp apart, so that each group of ranks has some early."""
+
+    def __init__(self, work: Work, flex: bool, layout: RankLayout):
+        super().__init__()
+        self.config, self.work, self.layout = work.config, work, layout
+        self.numbers = range(layout.pp_rank, work.fsdp.stages, layout.pp)
+        self.stages = nn.ModuleList(
+            Transformer(
+                work.config,
+                work.batch.seq_len,
+                flex,
+                work.balanced,
+                layout,
+                work.stage_layers(number),
+            )
+            for number in self.numbers
+        )
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under their names in the plain model."""
+        for stage in self.stages:
+            yield from stage.weights()
+
+    def boundary(self, device: torch.device) -> Tensor:
+        """An empty residual stream (B, t, d), which one stage hands to the next."""
+        work, layout = self.work, self.layout
+        dtype = torch.float32 if work.amp == "off" else AMP_DTYPES[work.amp]
+        tokens = work.batch.seq_len // (layout.tp * layout.cp)
+        sizes = work.batch.micro_batch, tokens, work.config.hidden_size
+        return torch.empty(sizes, dtype=dtype, device=device)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """(B, T) ids and labels, the same on all stages, through all of them without a backward.
+
+        The mean loss times pp on the ranks of the last stage, zero elsewhere: its mean is the loss.
+        """
+        n, x = self.work.fsdp.stages, tokens
+        group = self.layout.groups["pp"]
+
+        def group_of(number: int) -> int:
+            return dist.get_global_rank(group, number % self.layout.pp)
+
+        for number, stage in zip(self.numbers, self.stages, strict=True):
+            if number:
+                x = self.boundary(tokens.device)
+                dist.recv(x, group_of(number - 1), group)
+            x = stage(x, labels)
+            if number < n - 1:
+                dist.send(x.detach().contiguous(), group_of(number + 1), group)
+        return x * self.layout.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
+
+    def build_schedule(self, device: torch.device, log: StepLog) -> Callable[..., Tensor]:
+        """The function from all (m B, T) ids and labels of a step to its loss; it leaves the gradients.
+
+        The loss is as `forward` gives it. Times of forward and backward passes go into the log; what lies
+        between them is spent waiting.
+        """
+        work, fsdp = self.work, self.work.fsdp
+        n_micro, total = work.batch.grad_acc_steps, torch.zeros((), device=device)
+
+        def scaled(loss: Tensor, labels: Tensor) -> Tensor:
+            loss = loss.squeeze()
+            total.add_(loss.detach(), alpha=fsdp.pp / n_micro)
+            return loss / (n_micro * fsdp.ranks)
+
+        stages = [
+            _Stage(self, number, stage, device, log)
+            for number, stage in zip(self.numbers, self.stages, strict=True)
+        ]
+        if fsdp.virtual == 1:
+            schedule = Schedule1F1B(stages[0], n_micro, loss_fn=scaled, scale_grads=False)
+        else:
+            schedule = ScheduleInterleaved1F1B(stages, n_micro, loss_fn=scaled, scale_grads=False)
+
+        def run(tokens: Tensor, labels: Tensor) -> Tensor:
+            total.zero_()
+            for stage in stages:
+                stage.left = n_micro
+            given = (tokens,) if stages[0].is_first else ()
+            if stages[-1].is_last:
+                schedule.step(*given, target=labels, losses=[], labels=labels)
+            else:
+                schedule.step(*given)
+            return total.clone()
+
+        return run
+
+
+class _Plain(nn.Module):
+    """A module that PyTorch's schedules take for an unsharded one: `_Stage` tells FSDP what to do.
+
+    A loss becomes (1,), since the schedules concatenate what the last stage returns.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        y = self.module(*args, **kwargs)
+        return y if y.ndim else y[None]
+
+
+class _Stage(PipelineStage):
+    """A stage whose gradients are reduced in the last backward of a step, and whose passes are timed."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        number: int,
+        module: Transformer,
+        device: torch.device,
+        log: StepLog,
+    ):
+        work, n = pipeline.work, pipeline.work.fsdp.stages
+        ids = torch.empty(
+            work.batch.micro_batch, work.batch.seq_len, dtype=torch.int64, device="meta"
+        )
+        stream = pipeline.boundary(torch.device("meta")).requires_grad_()
+        loss = torch.empty(1, device="meta", requires_grad=True)
+        super().__init__(
+            _Plain(module), number, n, device,
+            input_args=(stream if number else ids,),
+            output_args=(stream if number < n - 1 else loss,),
+            group=pipeline.layout.groups["pp"],
+        )  # fmt: skip
+        self.module, self.log, self.left = module, log, 0
+
+    def forward_one_chunk(self, *args, **kwargs):
+        self.log.mark("idle")
+        with self.log.part("forward"):
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args, **kwargs):
+        self.log.mark("idle")
+        self.left -= 1
+        last = self.left == 0
+        self.module.set_requires_gradient_sync(last)
+        self.module.set_reshard_after_backward(last)
+        self.module.set_is_last_backward(last)
+        with self.log.part("backward"):
+            return super().backward_one_chunk(*args, **kwargs)

@@ -1,0 +1,285 @@
+"""Which rank this process is, and joining the others."""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.start import PARENT
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
+from torch.distributed import distributed_c10d
+
+from llm_train_bench.errors import NotJoined, UsageError
+from llm_train_bench.files import write_whole
+from llm_train_bench.measure.device import cpu_count, is_out_of_memory
+from llm_train_bench.results.result_files import RUN_POINTER, RUN_POINTER_BEFORE
+
+# Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
+# (it may have started Open MPI's daemons), MPICH.
+# SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+
+
+# The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
+MEETING = "LLM_TRAIN_BENCH_MEETING"
+# A name for the ranks that an agent of ours started together, the same on all nodes.
+ROUND = "LLM_TRAIN_BENCH_ROUND"
+CHECK_MEETING = (
+    "check that all were started, that MASTER_ADDR and MASTER_PORT are rank 0's host and a free port of "
+    "it, and what the other ranks say"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """This process among all: rank 0 writes and prints."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+
+ALONE = Ranks()
+
+
+def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
+    """The ranks that a launcher put into the environment; None without one.
+
+    A world of one counts only from torchrun: `srun --pty bash`, say, is an ordinary shell. UsageError
+    for variables that say no rank.
+    """
+    for names in LAUNCHERS:
+        if names[0] in environ and names[1] in environ:
+            values = [environ[name] for name in names if name in environ]
+            if not all(value.isascii() and value.isdigit() for value in values):
+                said = ", ".join(f"{name}={environ.get(name)!r}" for name in names)
+                raise UsageError(
+                    f"{said}: must be whole numbers; was the launcher's variable unset?"
+                )
+            rank, world, local = map(int, [*values, 0][:3])
+            if world == 1 and names[0] != "RANK":
+                continue
+            if rank >= world or local >= world:
+                said = f"{names[0]}={rank} and {names[2]}={local}"
+                raise UsageError(f"{said}: both must be below {names[1]}={world}")
+            return Ranks(rank, world, local)
+    return None
+
+
+def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = False) -> None:
+    """Make the process group of all ranks: NCCL (RCCL on AMD) for GPUs, gloo for CPUs.
+
+    With `offload` gradients are on the CPU, where their norm is summed up too. A process that belongs
+    to a group already keeps it. NotJoined where the ranks do not find each other.
+    """
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("RANK", str(ranks.rank))
+    os.environ.setdefault("WORLD_SIZE", str(ranks.world))
+    one_machine = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    private = os.environ.get(MEETING) if one_machine else None
+    if "MASTER_ADDR" not in os.environ and not private:
+        os.environ["MASTER_ADDR"] = _first_host(os.environ)
+    if "MASTER_PORT" not in os.environ and not private:
+        # One port for all ranks of a job, and another for another job on the same hosts.
+        os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
+    cuda = device.type == "cuda"
+    timeout = collective_timeout(device, timeout_s)
+    if cuda:  # NCCL's second watchdog waits for the first
+        patience = str(int(max(480, 2 * timeout_s)))
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
+        # Otherwise the first ends the process before it can say what went wrong on the GPU.
+        os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    if offload:  # the optimizer runs on the CPU, which the ranks of a machine share
+        torch.set_num_threads(
+            max(1, cpu_count() // min(ranks.world, torch.cuda.device_count() or 1))
+        )
+    at = private or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        store = _file_store(private, ranks, timeout) if private else _agent_store(ranks, timeout)
+        _wait_for_all(store, ranks, timeout_s, at)
+        dist.init_process_group(
+            "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
+            timeout=timeout,
+            device_id=device if cuda else None,
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.world,
+        )
+    except dist.DistError as error:
+        if is_out_of_memory(error):
+            raise
+        advice = CHECK_MEETING
+        if isinstance(error, dist.DistBackendError):
+            advice = "NCCL_DEBUG=INFO says more, and so may the other ranks"
+        raise NotJoined(
+            f"could not join the {ranks.world} ranks that meet at {at}: {error}; {advice}"
+        ) from error
+
+
+def _wait_for_all(store: dist.Store, ranks: Ranks, timeout_s: float, at: str) -> None:
+    """Return when every rank has come to the store; NotJoined names those that did not in time.
+
+    NCCL would wait for them in C without end, and would hear no signal there.
+    """
+    keys = [f"here/{rank}" for rank in range(ranks.world)]
+    store.set(keys[ranks.rank], "")
+    store.add("here", 1)
+    end, pause = time.monotonic() + timeout_s, 0.02
+    while store.add("here", 0) < ranks.world:
+        if time.monotonic() > end:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise NotJoined(
+                f"could not join the {ranks.world} ranks that meet at {at}: after {timeout_s:g} s there "
+                f"is no rank {', '.join(missing[:9])}{', ...' * (len(missing) > 9)}; {CHECK_MEETING}"
+            )
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
+
+
+def broken_group() -> str | None:
+    """The error that NCCL reports for a group of this process; None while it reports none.
+
+    NCCL tells of a peer that died elsewhere only when asked.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # a group without NCCL
+            error = group._get_backend(torch.device("cuda")).get_error()
+            if error != ErrorType.SUCCESS:
+                return error.name
+    return None
+
+
+def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timedelta:
+    """How long a collective may take. NCCL ends a process silently, so run/hang.py acts first."""
+    cuda = device.type == "cuda"
+    return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
+
+
+def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+    """The store for the ranks' addresses in a private directory, a new one for each attempt."""
+    store = dist.FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
+    store.set_timeout(timeout)
+    return store
+
+
+def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+    """The store for the ranks' addresses.
+
+    torchrun keeps one store over all restarts, with the addresses of the attempt before. So each
+    attempt writes under its own name.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    main = ranks.main and not theirs
+    store = dist.TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
+    if theirs:
+        _LASTING.append(store)
+    return dist.PrefixStore(_attempt(), store)
+
+
+def _attempt() -> str:
+    return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+# The store of torchrun's agent, which outlives its ranks; and the words that this process left.
+_LASTING: list[dist.Store] = []
+_WORDS: list[str] = []
+
+
+def tell_next(ranks: Ranks, word: str) -> None:
+    """Leave word of this run for the launcher, and for the attempt after this one."""
+    _WORDS.append(word)
+    if ranks.main and _LASTING:
+        _LASTING[-1].set(f"llm-train-bench/{RUN_POINTER}", word)
+    if ranks.local_rank == 0 and (private := _launchers_directory()):
+        with contextlib.suppress(OSError):
+            write_whole(private / RUN_POINTER, word)
+
+
+def word_before() -> str | None:
+    """The word that the run left which the launcher of this one started last, if any."""
+    if _WORDS:  # this process is no restart: it runs several
+        return None
+    key = f"llm-train-bench/{RUN_POINTER}"
+    if _LASTING and _LASTING[-1].check([key]):
+        return _LASTING[-1].get(key).decode()
+    if private := _launchers_directory():
+        for name in (RUN_POINTER, RUN_POINTER_BEFORE):
+            with contextlib.suppress(OSError):
+                return (private / name).read_text(encoding="utf-8")
+    return None
+
+
+def _launchers_directory() -> Path | None:
+    """The private directory of the launcher of ours that started this rank, if one did."""
+    ours = os.environ.get(PARENT) == str(os.getppid())
+    return Path(os.environ[MEETING]) if ours and MEETING in os.environ else None
+
+
+def _first_host(environ: Mapping[str, str]) -> str:
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if nodes:
+        try:
+            command = ["scontrol", "show", "hostnames", nodes]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            return done.stdout.split()[0]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass
+    elif int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", -1)) == int(environ["WORLD_SIZE"]):
+        return "127.0.0.1"
+    raise UsageError("MASTER_ADDR is not set; give the address of rank 0's host to every rank")
+
+
+def broadcast(ranks: Ranks, value: Any) -> Any:
+    """Rank 0's value on every rank; any picklable object."""
+    if ranks.world == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def meet(ranks: Ranks) -> None:
+    """Go on when all ranks are here."""
+    if ranks.world > 1:
+        dist.barrier()
+
+
+def gather(ranks: Ranks, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, in order, on every rank; by another group of all ranks if one is given."""
+    if ranks.world == 1:
+        return [value]
+    values = [None] * ranks.world
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def average_over_ranks(value: torch.Tensor) -> None:
+    """Mean of a tensor over all ranks, in place, in stream order."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+
+
+def leave() -> None:
+    """Take the process group apart after a run that went well."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

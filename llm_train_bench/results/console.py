@@ -1,0 +1,196 @@
+"""Output for people: a progress bar during the run, and a table to paste into a report."""
+
+import contextlib
+import io
+import os
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from llm_train_bench.errors import printable
+from llm_train_bench.formulas.parameters import count_active_parameters
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.results.metrics import metric_rows
+from llm_train_bench.results.result_files import Step
+from llm_train_bench.results.schema import DeviceUse, Result
+from llm_train_bench.tables import markdown_table, number
+from llm_train_bench.trace.breakdown_table import show_breakdown
+
+
+def say(text: str, stream: TextIO | None = None) -> bool:
+    """Print a line, on standard error unless told otherwise; whether it went out.
+
+    A closed or full output ends no run, nor does a name that the terminal cannot show.
+    """
+    stream, text = stream or sys.stderr, printable(text, kept="\n")
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except (OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes at its end
+        return False
+    return True
+
+
+PHASES = {
+    "warmup": "warm-up", "resume": "resumed", "measure": "measured", "profile": "profiled",
+}  # fmt: skip
+
+
+class ProgressDisplay:
+    """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
+
+    def __init__(
+        self, n_steps: int, flops_per_token: float = 0.0, peak_tflops: float | None = None
+    ):
+        """`flops_per_token` (palm) is per device: a step's tokens times it are one device's FLOPs.
+
+        With `peak_tflops`, its dense peak, steps show their MFU too.
+        """
+        self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
+        self.bar = None
+        console = Console(stderr=True)
+        if console.is_terminal:
+            # Drawn only when steps are handed on: a separate drawing thread would take time from
+            # the loop.
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self.task = self.bar.add_task("warm-up", total=n_steps, figures="")
+            self.bar.start()
+        self.tenth = max(1, n_steps // 10)
+
+    def __call__(self, steps: list[Step]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for step in steps if self.bar is None else steps[-1:]:
+                self.show(step)
+
+    def show(self, step: Step) -> None:
+        """Show where the run is."""
+        done = step.step + 1
+        figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
+        if self.peak_tflops:
+            tflops = step.tokens * self.flops_per_token / step.step_time_s / 1e12
+            figures += f"  {tflops:,.1f} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
+        name = PHASES[step.phase]
+        if self.bar is None:
+            if done % self.tenth == 0 or done == self.n_steps:
+                line = f"step {done}/{self.n_steps}  {name}  {figures}"
+                say(line)
+            return
+        self.bar.update(self.task, completed=done, description=name, figures=figures)
+        self.bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self.bar is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.bar.stop()
+
+
+def print_header(result: Result, work: Work) -> None:
+    """The coming run with its resolved shape: two runs of one name may differ in it."""
+    m, b, d = result.model, result.batch, result.device
+    s = m.shape
+    heads = f"{s['num_attention_heads']}/{s['num_key_value_heads']} heads of {s['head_dim']}"
+    mlp = f"MLP {s['intermediate_size']}"
+    if e := s.get("experts"):
+        active = count_active_parameters(work.config)
+        mlp = f"{e['number']} experts of {e['size']}, {e['per_token']} a token ({active:,} active)"
+    compiled = f"compile {work.compile_mode}" if work.compiled else "eager"
+    chosen, n = len(work.recompute.blocks), s["num_hidden_layers"]
+    recomputed = f"{chosen} of {n} blocks recompute ({work.recompute.policy}), " if chosen else ""
+    lines = [
+        f"{m.name} ({s['model_type']}): {m.n_parameters:,} parameters, {n} "
+        f"layers, d {s['hidden_size']}, {heads}, {mlp}, "
+        f"vocabulary {s['vocab_size']}",
+        f"batch: {b.micro_batch} x {b.grad_acc_steps} x {b.data_parallel_size} = {b.global_batch} "
+        f"samples of {b.seq_len} tokens = {b.tokens_per_step:,} tokens a step",
+        f"{d.name}, amp {work.amp}, {compiled}, attention {work.attention}, "
+        f"{recomputed}{work.pass_type}, data {result.args['data']}",
+    ]
+    if result.fp8 is not None:
+        f = result.fp8
+        emulated = ", emulated" if f.emulated else ""
+        kept = "; ".join(f"{what} ({why})" for what, why in f.high_precision.items())
+        lines.append(
+            f"FP8: {f.backend} {f.recipe}{emulated}, {f.n_linear_layers} linear layers of "
+            f"{f.n_parameters / 1e6:,.1f} M parameters; in higher precision: {kept}"
+        )
+    if work.compiled:
+        lines.append("the first step compiles each kind of block, which may take a minute or more")
+    say("\n".join(lines))
+
+
+def print_result(result: Result) -> None:
+    """The final table, as Markdown, on standard output; on standard error if that is closed."""
+    text = io.StringIO()
+    table = markdown_table("metric", "value")
+    for name, value in table_rows(result):
+        table.add_row(name, value)
+    console = Console(file=text, width=200, highlight=False, markup=False)
+    console.print(table)
+    if p := result.profile:
+        last = p.first_step + p.n_steps - 1
+        show_breakdown(console, f"steps {p.first_step} to {last}, profiled", p)
+    text.writelines(f"note: {note}\n" for note in result.notes)
+    lines = text.getvalue().rstrip("\n")
+    if not say(lines, sys.stdout):
+        say(lines)
+
+
+def table_rows(result: Result) -> list[tuple[str, str]]:
+    """Name and value of each line of the final table: the run, its metrics, memory and devices."""
+    s, k = result.model, result.memory
+    commit = (result.environment["git_sha"] or "no git")[:10]
+    dirty = "+changes" if result.environment["git_dirty"] else ""
+    rows = [
+        ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)"),
+        ("device", f"{result.device.count} x {result.device.name}"),
+        ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
+        *([("unfit for comparison", "; ".join(result.unfit))] if result.unfit else []),
+        *metric_rows(result.metrics),
+    ]
+    if result.observed:
+        o = result.observed
+        text = " / ".join(", ".join(names) or "unknown" for names in o.attention.values())
+        rows.append(("kernels: attention; matmuls", f"{text}; {', '.join(o.matmuls) or 'unknown'}"))
+        rows += [("fallbacks", "; ".join(o.fallbacks))] if o.fallbacks else []
+        for kind, use in o.collectives.items():
+            rate = number(use.bus_gb_per_s, ".3g")
+            rows.append(
+                (f"{kind}: calls, time, bus", f"{use.calls:g}, {use.time_s:.4f} s, {rate} GB/s")
+            )
+    if k:
+        kinds = (
+            k.parameters_gib,
+            k.gradients_gib,
+            k.optimizer_gib,
+            k.activations_gib,
+            k.workspace_gib,
+        )
+        text = " / ".join(f"{gib:.2f}" for gib in kinds)
+        rows.append(("parameters / gradients / optimizer / activations / rest", f"{text} GiB"))
+    for d in result.devices:
+        if d.sm_clock_mean_mhz is not None:
+            rows.append((f"rank {d.rank}: clock, power, temperature", _device_row(d)))
+    return rows
+
+
+def _device_row(d: DeviceUse) -> str:
+    text = f"{d.sm_clock_mean_mhz:,.0f} of {number(d.sm_clock_limit_mhz, ',.0f')} MHz, "
+    text += f"{number(d.average_power_w, '.0f')} (peak {number(d.peak_power_w, '.0f')}) of "
+    text += f"{number(d.power_limit_w, '.0f')} W, {number(d.temperature_max_c, '.0f')} C"
+    held = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
+    text += f", HELD DOWN: {held}" if held else ""
+    return f"{text}, SHARED" if d.other_processes else text

@@ -1,0 +1,275 @@
+"""Turns finished steps into the figures of a result; docs/METRICS.md defines each."""
+
+import dataclasses
+import statistics
+
+from llm_train_bench.formulas.flops import flops_per_token, recomputed_flops_per_token
+from llm_train_bench.formulas.parameters import linear_parameters
+from llm_train_bench.formulas.time_statistics import describe
+from llm_train_bench.formulas.work import PASS_FORWARDS, STEP_PARTS, Work
+from llm_train_bench.results.result_files import Step, finite
+from llm_train_bench.results.schema import POWER_CAP, DeviceUse, Fp8Info, RankInfo, Result
+
+# Energy counter and power samples may differ by this fraction.
+POWER_AGREES = 0.2
+# The shortest window whose ticks of CPU time tell who used it [CPU seconds].
+SHORTEST_LOOK_S = 1.0
+# A GPU that is further behind the others than this fraction is reported.
+SLOW_DEVICE = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTimes:
+    """One rank's contribution to the result of all."""
+
+    rank: int
+    host: str
+    step_times_s: list[float]
+    part_means_s: dict[str, float | None]
+    device: DeviceUse
+    memory: dict[str, float | int | None]
+    probe_tflops: float | None  # of its device by itself (llm_train_bench/measure/matmul_rate.py)
+    # Inside the window.
+    compile_s: float = 0.0
+    n_recompilations: int = 0
+    graphs_recorded: int | None = None
+    # Of its machine: all, busy, stolen; and its own (llm_train_bench/measure/device.py).
+    cpu_seconds: tuple[float, float, float, float] | None = None
+
+
+def mean_part_times(steps: list[Step]) -> dict[str, float | None]:
+    """Mean time [s] of each part of a step; None for waiting where there is no pipeline."""
+    means = {
+        part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in STEP_PARTS
+    }
+    return means | {"idle": means["idle"] or None}
+
+
+def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
+    """Per-rank times, the slowest rank, energy and memory over all ranks, into `result`."""
+    m = result.metrics
+    fill_device_metrics(result, [r.device for r in ranks])
+    for key in ranks[0].memory:
+        values = [r.memory[key] for r in ranks if r.memory[key] is not None]
+        setattr(m, key, max(values) if values else None)
+    if m.allocator_retries:
+        result.notes.append(
+            f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
+            "window, which takes time; a smaller --bsz, or PYTORCH_ALLOC_CONF=expandable_segments:True"
+        )
+    _fill_compile_metrics(result, ranks)
+    _fill_machine_use(result, ranks)
+    # Times of the slowest rank. The largest time of every step would add up to more than the
+    # window, since ranks do not end a step at the same moment.
+    result.step_times_s = max((r.step_times_s for r in ranks), key=sum)
+    if len(ranks) == 1:
+        return
+    result.ranks = [
+        RankInfo(
+            rank=r.rank,
+            host=r.host,
+            step_time_mean_s=sum(r.step_times_s) / len(r.step_times_s),
+            **{f"{part}_time_mean_s": mean for part, mean in r.part_means_s.items()},
+            peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
+            probe_tflops=r.probe_tflops,
+        )
+        for r in ranks
+    ]
+    if any(r.part_means_s["idle"] for r in ranks):
+        m.pipeline_bubble = statistics.fmean(
+            r.part_means_s["idle"] / (r.part_means_s["forward"] + r.part_means_s["backward"])
+            for r in ranks
+        )
+    if not (m.all_gather_bytes or m.all_to_all_bytes or m.send_bytes):
+        # Ranks wait for each other in backward, so all have the same step time. A late rank shows
+        # in the parts before backward, unless it waits for weights there.
+        own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
+        m.slowest_rank = own.index(max(own))
+        m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
+    rates = [r.probe_tflops for r in ranks]
+    if None not in rates:
+        m.slowest_device = rates.index(min(rates))
+        m.device_imbalance = 1 - min(rates) / (sum(rates) / len(rates))
+        if m.device_imbalance > SLOW_DEVICE and result.device.type == "cuda":
+            late = ranks[m.slowest_device]
+            result.notes.append(
+                f"rank {late.rank} on {late.host}: its GPU multiplies {m.device_imbalance:.0%} slower "
+                "than the mean of all; every other one waits for it"
+            )
+
+
+def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
+    """Compiling and recording inside the window, on any rank: all others waited for it."""
+    m = result.metrics
+    spent = max(r.compile_s for r in ranks)
+    if result.args["pt_compile"] or spent:  # FlexAttention compiles without being asked
+        m.window_compile_s = spent
+    if spent:
+        again = max(r.n_recompilations for r in ranks)
+        result.notes.append(
+            f"torch.compile worked for {spent:.1f} s ({again} recompilations) inside the window: the "
+            "figures are not those of a steady run; use more --warmup-steps"
+        )
+    m.window_graphs_recorded = max(
+        (r.graphs_recorded for r in ranks if r.graphs_recorded is not None), default=None
+    )
+    if m.window_graphs_recorded:
+        result.notes.append(
+            f"CUDA graphs were recorded again {m.window_graphs_recorded} times inside the window: the "
+            "figures are not those of a steady run; use another --compile-mode"
+        )
+
+
+def _fill_machine_use(result: Result, ranks: list[RankTimes]) -> None:
+    """Parts of CPU time that went to other processes or were withheld, on the worst host."""
+    m = result.metrics
+    for host in {r.host: r for r in ranks if r.cpu_seconds}:
+        used = [r.cpu_seconds for r in ranks if r.host == host and r.cpu_seconds]
+        total, busy, stolen = (max(column) for column in list(zip(*used, strict=True))[:3])
+        if total < SHORTEST_LOOK_S:
+            continue
+        others = max(0.0, busy - sum(own for *_, own in used)) / total
+        m.other_cpu_fraction = max(m.other_cpu_fraction or 0.0, others)
+        m.stolen_cpu_fraction = max(m.stolen_cpu_fraction or 0.0, stolen / total)
+
+
+def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
+    """Energy of all devices, and if clocks or other processes spoilt the window, into `result`."""
+    m = result.metrics
+    result.devices = devices
+    joules = [d.energy_j for d in devices]
+    m.energy_j = None if None in joules or not sum(joules) else sum(joules)
+    told = [d.throttled for d in devices if d.throttled is not None]
+    if told:
+        m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in told)
+        m.clocks_held_down = bool(result.spoilt_by)
+    for d in devices:
+        if d.held_down:
+            reasons = ", ".join(f"{why} {part:.0%}" for why, part in d.held_down.items())
+            result.notes.append(f"rank {d.rank}: clocks were held down in the window: {reasons}")
+        sampled, counted = d.sampled_power_mean_w, d.average_power_w
+        if sampled and counted and d.n_samples >= 5 and abs(counted / sampled - 1) > POWER_AGREES:
+            result.notes.append(
+                f"rank {d.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples of "
+                "the power: one of them is wrong"
+            )
+    company = {d.rank: d.other_processes for d in devices if d.other_processes is not None}
+    if company:
+        m.device_shared = any(company.values())
+        for rank, n in company.items():
+            if n:
+                result.notes.append(f"rank {rank}: {n} other process(es) used its GPU")
+
+
+def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) -> None:
+    """Times, throughput, losses and energy efficiency of the steps that finished, into `result`."""
+    m = result.metrics
+    result.warmup_step_times_s = [s.step_time_s for s in warmup]
+    if not result.step_times_s:  # ended early, or never gathered from other ranks
+        result.step_times_s = [s.step_time_s for s in measured]
+    times = result.step_times_s
+    steps = warmup + measured
+    if steps:
+        m.first_step_s = steps[0].step_time_s
+        m.warmup_s = sum(result.warmup_step_times_s)
+        m.first_loss, m.final_loss = finite(steps[0].loss), finite(steps[-1].loss)
+        broken = [s.step for s in steps if finite(s.loss) is None]
+        if broken:
+            result.notes.append(f"the loss is not finite from step {broken[0]} on")
+    m.n_measured_steps = len(times)
+    if not times:
+        return
+    for key, value in describe(times).items():
+        setattr(m, key, value)
+    for part, mean in mean_part_times(measured).items():
+        setattr(m, f"{part}_time_mean_s", mean)
+    m.window_s = sum(times)
+    tokens = result.batch.tokens_per_step * len(times)
+    m.steps_per_sec = len(times) / m.window_s
+    m.tokens_per_sec = tokens / m.window_s
+    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count
+    m.samples_per_sec = result.batch.global_batch * m.steps_per_sec
+    if m.energy_j:
+        m.average_power_w = m.energy_j / m.window_s
+        m.tokens_per_joule = tokens / m.energy_j
+    price = result.args.get("usd_per_hour")
+    if price:
+        m.usd_per_million_tokens = price / 3600 / m.tokens_per_sec_per_gpu * 1e6
+        m.tokens_per_usd = m.tokens_per_sec_per_gpu * 3600 / price
+
+
+def fill_flop_metrics(result: Result, work: Work) -> None:
+    """FLOPs per token, the rate they ran at, and that rate against the peak, into `result`."""
+    m, config, T = result.metrics, work.config, work.batch.seq_len
+    m.flops_per_token_palm = flops_per_token(config, T, False, work.pass_type)
+    m.flops_per_token_causal = flops_per_token(config, T, True, work.pass_type)
+    if m.tokens_per_sec_per_gpu is None:
+        return
+    m.model_tflops_per_gpu = m.tokens_per_sec_per_gpu * m.flops_per_token_palm / 1e12
+    m.model_tflops_per_gpu_causal = m.tokens_per_sec_per_gpu * m.flops_per_token_causal / 1e12
+    d = result.device
+    m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)
+    if d.peak_bf16_tflops is None:
+        cpu = ", and benchmarks/gemm.py measures it" if d.type == "cpu" else ""
+        result.notes.append(
+            f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one{cpu}"
+        )
+        return
+    m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
+    m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
+    again = recomputed_flops_per_token(work)
+    m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
+    again = recomputed_flops_per_token(work, causal=True)
+    m.hfu_causal = m.mfu_causal * (1 + again / m.flops_per_token_causal)
+    m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, d.peak_fp8_tflops)
+    if why is not None:
+        result.notes.append(f"ideal_time_fraction is null: {why}")
+
+
+def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
+    """FLOPs of a step's matmuls on one device, and their seconds at the measured roof.
+
+    Attention is left out. The seconds are None where the roof is not known. Everything computed counts:
+    recomputed blocks and
+    padded vocabulary rows too.
+    """
+    passes, d, config = PASS_FORWARDS[work.pass_type], result.device, work.config
+    linear = linear_parameters(config)
+    blocks = sum(linear.values()) - linear["head"]
+    linear["head"] = config.padded_vocab_size * config.hidden_size
+    tokens = work.batch.micro_tokens * work.batch.grad_acc_steps
+    again = recomputed_flops_per_token(work, attention=False)
+    flops = 2 * passes * sum(linear.values()) + again
+    low = fp8_flops_per_token(result.fp8, work)
+    if low:  # the converted layers' part of what repeats
+        low += result.fp8.n_parameters / blocks * again
+    if work.amp == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
+        return tokens * flops, None
+    seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)
+    return tokens * flops, tokens * seconds / 1e12
+
+
+def _time_fraction(
+    result: Result, work: Work, bf16_tflops: float | None, fp8_tflops: float | None
+) -> tuple[float | None, str | None]:
+    """Part of the measured time that the useful matmuls need at these rates, or why none."""
+    m, low = result.metrics, fp8_flops_per_token(result.fp8, work)
+    if work.amp == "off":
+        return None, "the rate of fp32 matmuls is not tabulated"
+    if result.fp8 and result.fp8.emulated:
+        return None, "FP8 was emulated"
+    if bf16_tflops is None or (low and fp8_tflops is None):
+        return None, f"the {'FP8' if low else 'BF16'} rate of the device is not known"
+    seconds = (m.flops_per_token_causal - low) / (bf16_tflops * 1e12)
+    seconds += low / (fp8_tflops * 1e12) if low else 0.0
+    return seconds * m.tokens_per_sec_per_gpu, None
+
+
+def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:
+    """Useful FLOPs per token that ran in FP8 matmuls."""
+    if fp8 is None or fp8.emulated:
+        return 0.0
+    passes = PASS_FORWARDS[work.pass_type]
+    if passes == 3 and fp8.recipe == "rowwise_with_gw_hp":
+        passes = 2  # the gradient of the weight is a bf16 matmul
+    return 2 * passes * fp8.n_parameters

@@ -1,0 +1,73 @@
+"""Where the time of a run went since its first attempt was started. Needs no torch."""
+
+import contextlib
+import datetime
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import Result
+
+
+def time_parts(attempts: Sequence[Path], now: float, saved_at: float | None) -> dict[str, float]:
+    """Seconds from the start of a lineage until `now`, by what they were spent on; they add up to it.
+
+    `attempts` are the directories of its attempts, in order. The last one, which ends now, waited for
+    its last save until `saved_at`. Times are in seconds since 1970.
+    """
+    names = ("steps", "start", "restart", "compile", "save", "lost steps", "waiting", "other")
+    parts = dict.fromkeys(names, 0.0)
+    results = [read_result(path / "result.json") for path in attempts]
+    later = [r.resumed_from.step if r.resumed_from else 0 for r in results[1:]]
+    for i, (path, r) in enumerate(zip(attempts, results, strict=True)):
+        last, steps = i == len(results) - 1, _steps(path)
+        begin, first = r.lineage.started, min(later[i:], default=float("inf"))
+        # One that was killed leaves no time of its end, nor what it did after its last line.
+        ended = _seconds(r.ended_at) if r.ended_at else begin
+        end = now if last else max(ended, steps[-1]["at"] if steps else begin)
+        parts["restart" if i else "start"] += (
+            steps[0]["at"] - steps[0]["step_time_s"] if steps else end
+        ) - begin
+        for step in steps:
+            compiled = min(step.get("compile_s", 0.0), step["step_time_s"])
+            parts["compile"] += compiled
+            done = "steps" if step["step"] < first else "lost steps"
+            parts[done] += step["step_time_s"] - compiled
+        for one, after in itertools.pairwise(steps):
+            if one.get("saved"):
+                parts["save"] += max(0.0, after["at"] - after["step_time_s"] - one["at"])
+        if steps and steps[-1].get("saved"):
+            until = (saved_at or steps[-1]["at"]) if last else end
+            parts["save"] += max(0.0, until - steps[-1]["at"])
+        if not last:
+            parts["waiting"] += max(0.0, results[i + 1].lineage.started - end)
+    whole = now - results[0].lineage.began
+    parts["other"] = whole - sum(parts.values())
+    return parts
+
+
+def lineage_before(candidates: Sequence[Path], own: Result) -> list[Path]:
+    """Those of some runs' directories that are earlier attempts of a result's lineage, in order."""
+    found = {}
+    for path in candidates:
+        with contextlib.suppress(OSError, ValueError):
+            line = read_result(path / "result.json").lineage
+            if line and line.id == own.lineage.id and line.attempt < own.lineage.attempt:
+                found[line.attempt] = path
+    return [path for _, path in sorted(found.items())]
+
+
+def _steps(directory: Path) -> list[dict[str, Any]]:
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # cut off by a kill
+                found.append(json.loads(line))
+    return [step for step in found if step.get("at")]
+
+
+def _seconds(iso: str) -> float:
+    return datetime.datetime.fromisoformat(iso).timestamp()

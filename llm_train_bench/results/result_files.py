@@ -1,0 +1,289 @@
+"""Writing result.json so that it survives whatever ends the run, and reading it. Needs no torch."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from llm_train_bench.errors import printable_data
+from llm_train_bench.files import shown_word
+from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.results.schema import Lineage, Result, Writer
+
+# Held on disk from the start, so that a full disk cannot keep the result from being written.
+RESERVED_BYTES = 2**20
+RESERVED_BYTES_PER_STEP = 48
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first error that a schema found: where, and what."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))[:200]  # names are the file's own
+    return ": ".join(filter(None, (where, first["msg"])))
+
+
+class ResultFile:
+    """`result.json` of a run: space is reserved at once, and every write replaces the whole file.
+
+    Without `n_steps` nothing is reserved.
+    """
+
+    def __init__(self, directory: Path, n_steps: int | None):
+        self.path = directory / "result.json"
+        self.spare = directory / ".result.json.reserved"
+        self.size = 0
+        if n_steps is not None:
+            self.size = RESERVED_BYTES + RESERVED_BYTES_PER_STEP * n_steps
+            self._reserve()
+
+    def _reserve(self) -> None:
+        with self.spare.open("wb") as f:
+            f.write(bytes(self.size))
+            f.flush()
+            os.fsync(f.fileno())
+
+    def write(self, result: Result, last: bool = False) -> None:
+        """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
+        content = storable(result.model_dump(mode="json"))
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        with self.spare.open("r+b" if self.spare.exists() else "wb") as f:
+            f.write(text.encode())
+            f.truncate()
+            f.flush()
+            os.fsync(f.fileno())
+        self.spare.replace(self.path)
+        if not last:
+            self._reserve()
+
+
+def storable(value: Any) -> Any:
+    """JSON data that every reader takes: null for infinities, escapes for bytes that are no text."""
+    if isinstance(value, dict):
+        return {storable(k): storable(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [storable(v) for v in value]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    return finite(value)
+
+
+def read_result(path: str | Path) -> Result:
+    """A result.json of any version; ValueError (a wrong schema) or OSError if it is none."""
+    return parse_result(parse_json(Path(path).read_text(encoding="utf-8")))
+
+
+def parse_result(content: Any) -> Result:
+    """The content of a result.json of any version; pydantic's ValidationError if it is none.
+
+    It may be another machine's: its texts are made printable.
+    """
+    content = printable_data(content)
+    if isinstance(content, dict) and content.get("schema_version") == 1:
+        content = content | {"schema_version": 2, "profile": _profile_of_1(content.get("profile"))}
+    result = Result.model_validate(content)
+    if result.status == "running" and (alive := is_alive(result.writer)) is not True:
+        result.status = "unknown" if alive is None else "killed"
+    return result
+
+
+def this_process(pid: int | None = None) -> Writer:
+    """The description of this process, or of another of this host."""
+    return Writer(host=platform.node(), boot=_boot(), pid=pid or os.getpid(), started=_started(pid))
+
+
+def seconds_alive(pid: int | None = None) -> float | None:
+    """Seconds since this process, or another, was started; None where the system does not tell."""
+    started = _started(pid)
+    if started is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def command_began(started_again: bool) -> float:
+    """Start of the command that this process runs for, in seconds since 1970.
+
+    That is its launcher's start, unless this is a rank that it `started_again`.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in os.environ and not started_again
+    return time.time() - (seconds_alive(os.getppid() if launched else None) or 0.0)
+
+
+def is_alive(writer: Writer | None) -> bool | None:
+    """Whether a process still runs; None where only another host can tell."""
+    if writer is None or writer.host != platform.node():
+        return None
+    if writer.boot != _boot():
+        return False
+    if writer.started is not None or Path("/proc/self/stat").exists():
+        return _started(writer.pid) == writer.started
+    try:
+        os.kill(writer.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _boot() -> str | None:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _started(pid: int | None) -> int | None:
+    """Start of a process in clock ticks since the boot; None where it is gone, or cannot be read."""
+    try:
+        fields = Path(f"/proc/{pid or 'self'}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, *rest = fields.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
+
+
+# The first rank of a machine leaves word of its run in a file of this name for the process that started
+# it, as JSON; that of an attempt before has the other name.
+RUN_POINTER, RUN_POINTER_BEFORE = "run", "run-before"
+
+
+def run_told(pointer: Path) -> Path | None:
+    """The directory of the run that a RUN_POINTER names, if it has a result and that is this run's."""
+    with contextlib.suppress(OSError, ValueError):
+        word = json.loads(pointer.read_text(encoding="utf-8"))
+        directory = Path(word["directory"])
+        lineage = read_result(directory / "result.json").lineage
+        return directory if lineage == Lineage.model_validate(word["lineage"]) else None
+    return None
+
+
+def complete_result(pointer: Path, status: str, error: str, consequences: tuple[str, ...]) -> None:
+    """Give the run that `pointer` names its true end, where its ranks could not know or write it.
+
+    An error that begins with one of `consequences` is not the cause.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        path = (run_told(pointer) or pointer) / "result.json"  # below a file there is none
+        file = ResultFile(path.parent, None)
+        result = Result.model_validate_json(path.read_text(encoding="utf-8"))
+        of_others = re.sub(r"^rank \d+: ", "", result.error or "").startswith(consequences)
+        unaware = result.status == "interrupted" != status
+        if result.status == "running" or unaware or of_others:
+            result.status, result.error = status, error
+            result.ended_at = result.ended_at or now()
+            file.write(result, last=True)
+        file.spare.unlink(missing_ok=True)
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _profile_of_1(profile: Any) -> Any:
+    """A profile of schema version 1, with gaps in four fields, as one of version 2."""
+    if not isinstance(profile, dict):
+        return profile
+    names = {"count": "host_gaps", "time_s": "host_gaps_s", "longest_s": "longest_host_gap_s",
+             "by_part": "host_gaps_by_part_s"}  # fmt: skip
+    gaps = {name: profile.get(old) for name, old in names.items()}
+    rest = {k: v for k, v in profile.items() if k not in names.values()}
+    return rest | {"host_gaps": None if gaps["count"] is None else gaps}
+
+
+def settings_of(r: Result) -> dict[str, str]:
+    """Variables of the environment that change speed or numerics; paths as they may be shown."""
+    given = r.environment.get("settings")
+    items = given.items() if isinstance(given, dict) else ()
+    # Threads are told apart, and a cache's place changes nothing.
+    passed_over = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+    return {str(k): shown_word(str(v)) for k, v in items if k not in passed_over}
+
+
+def commit_of(r: Result) -> str:
+    """The revision of this project that ran, with a digest of its uncommitted changes."""
+    e = r.environment
+    changed = f"+{e.get('git_diff') or 'changes'}" if e.get("git_dirty") else ""
+    return str(e.get("git_sha") or "unknown")[:10] + changed
+
+
+def software(r: Result) -> dict[str, str]:
+    """Software that a run's speed can depend on, besides our own: name to version, where known."""
+    e = r.environment
+    parts = (e.get("libraries"), e.get("image"))
+    found, image = (dict(part) if isinstance(part, dict) else {} for part in parts)
+    found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
+    if r.device.type == "cpu":
+        found["threads"] = e.get("torch_threads")
+    found |= {name: e.get(name) for name in ("python",)}
+    found |= settings_of(r)
+    found["image"] = " ".join(str(part) for part in image.values() if part)
+    return {name: str(version) for name, version in found.items() if version}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One finished step, as a line of steps.jsonl; times in seconds, tokens over all ranks."""
+
+    step: int
+    phase: str
+    loss: float
+    lr: float
+    grad_norm: float | None
+    step_time_s: float
+    tokens: int
+    data_time_s: float
+    forward_time_s: float
+    backward_time_s: float
+    optimizer_time_s: float
+    idle_time_s: float = 0.0
+    saved: bool = False
+    at: float = 0.0
+    compile_s: float = 0.0
+    micro_batch_times_s: tuple[float, ...] = ()
+
+
+class StepsFile:
+    """steps.jsonl: one JSON object a line and step; infinite and undefined values become null."""
+
+    def __init__(self, path: Path):
+        self.file = path.open("w", encoding="utf-8")
+
+    def __call__(self, steps: list[Step]) -> None:
+        for step in steps:
+            fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
+            for name in ("saved", "idle_time_s", "compile_s", "micro_batch_times_s"):
+                if not fields[name]:
+                    del fields[name]
+            self.file.write(json.dumps(fields) + "\n")
+        self.file.flush()
+
+    def fileno(self) -> int:
+        """The file's descriptor, to synchronise it by."""
+        return self.file.fileno()
+
+    def close(self) -> None:
+        # A failed write was reported when it happened; the buffer may still hold its data.
+        with contextlib.suppress(OSError):
+            self.file.close()
+
+
+def read_losses(path: Path) -> list[float]:
+    """The loss of every step of a steps.jsonl; NaN where it was not finite."""
+    losses = (parse_json(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines())
+    return [float("nan") if loss is None else loss for loss in losses]
+
+
+def finite(value):
+    """A number JSON can hold, or None."""
+    if isinstance(value, float) and not -float("inf") < value < float("inf"):
+        return None
+    return value

@@ -1,0 +1,150 @@
+"""TensorBoard: scalars of each step, what ran as text, and hparams with the final metrics."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from llm_train_bench.results.metrics import FINAL_METRICS
+from llm_train_bench.results.result_files import Step, finite
+from llm_train_bench.results.schema import Result
+from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
+
+
+def _cell(value) -> str:
+    """A value as a cell of a Markdown table."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _scalars(figures: dict[str, float | None]) -> Summary:
+    """The known figures, each under its tag."""
+    known = {tag: value for tag, value in figures.items() if finite(value) is not None}
+    return Summary(value=[Summary.Value(tag=t, simple_value=v) for t, v in known.items()])
+
+
+class TensorBoardFile:
+    """A sink of steps that writes their figures to an event file.
+
+    Rates are derived from `flops_per_token` (palm) and, where known, `peak_tflops` of each of
+    `n_devices`; `memory` gives figures in GiB, asked for about once a second.
+    """
+
+    MEMORY_INTERVAL_S = 1.0
+
+    def __init__(
+        self,
+        directory: Path,
+        flops_per_token: float,
+        peak_tflops: float | None,
+        n_devices: int,
+        memory: Callable[[], dict[str, float | None]],
+    ):
+        # The caller writes: a writing thread would take time from the loop at any moment, and could
+        # tell nobody that the disk is full.
+        directory.mkdir()
+        name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
+        self.file = (directory / name).open("wb")
+        self.records = RecordWriter(self.file)
+        self.records.write(
+            Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
+        )
+        self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
+        self.n_devices, self.memory = n_devices, memory
+        self.last_memory, self.last_memory_step = 0.0, -1
+        self.tokens = self.last_step = 0
+
+    def __call__(self, steps: list[Step]) -> None:
+        for step in steps:
+            self.write(step)
+        self.file.flush()
+
+    def write(self, step: Step) -> None:
+        """Write the event of one step."""
+        rate = step.tokens / step.step_time_s
+        tflops = rate * self.flops_per_token / 1e12 / self.n_devices
+        scalars = {
+            "train/loss": step.loss,
+            "train/lr": step.lr,
+            "train/grad_norm": step.grad_norm,
+            "speed/step_time_s": step.step_time_s,
+            "speed/tokens_per_sec": rate,
+            "speed/model_tflops_per_gpu": tflops,
+            "speed/mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+        }
+        if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
+            self._add_memory(step.step)
+        self.tokens, self.last_step = self.tokens + step.tokens, step.step
+        self._add(_scalars(scalars), step.step)
+        by_tokens = {"by_tokens/loss": step.loss, "by_tokens/tokens_per_sec": rate}
+        self._add(_scalars(by_tokens), self.tokens)
+
+    def _add_memory(self, step: int) -> None:
+        self.last_memory, self.last_memory_step = time.perf_counter(), step
+        self._add(
+            _scalars({f"memory/{name}": value for name, value in self.memory().items()}), step
+        )
+
+    def _add(self, summary: Summary, step: int = 0) -> None:
+        event = Event(wall_time=time.time(), step=step, summary=summary)
+        self.records.write(event.SerializeToString())
+
+    def describe(self, result: Result) -> None:
+        """Write as text what is about to run."""
+        # Takes a second; --help need not wait for it.
+        from torch.utils.tensorboard.summary import text
+
+        parts = {
+            "arguments": result.args,
+            "model": result.model.shape,
+            "device": result.device.model_dump(),
+            "environment": result.environment,
+        }
+        for name, content in parts.items():
+            rows = "\n".join(f"| {k} | {_cell(v)} |" for k, v in content.items())
+            self._add(text(f"run/{name}", f"| {name} | value |\n|---|---|\n{rows}"))
+        self.file.flush()
+
+    def conclude(self, result: Result) -> None:
+        """Write the arguments and the final metrics for the HPARAMS tab, which compares runs."""
+        from torch.utils.tensorboard.summary import hparams
+
+        default, flags = defaults(Args), declared(Args)
+        names = [name.replace("-", "_") for name in result.args["hparams"]] or [
+            k
+            for k, v in result.args.items()
+            if flags[k].kind is not OUTPUT and k != "config" and v != default[k]
+        ]
+        given = {"model": result.model.name} | {name: result.args[name] for name in names}
+        known = {
+            k: v if isinstance(v, bool | int | float | str) else str(v).lower()
+            for k, v in given.items()
+        }
+        final = result.metrics.model_dump()
+        metrics = {
+            f"final/{name}": float(final[name])
+            for name in FINAL_METRICS
+            if finite(final[name]) is not None
+        }
+        for summary in hparams(known, metrics):
+            self._add(summary)
+        m, last = result.metrics, self.last_step
+        # Each final figure is a line over the steps that it is of: one dot would be no curve.
+        for step in (last - (m.n_measured_steps or 1) + 1, last):
+            self._add(_scalars(metrics), step)
+        if last > self.last_memory_step:
+            self._add_memory(last)
+        losses = [(0, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
+        for step, loss in losses if m.val_loss_before is not None else ():
+            self._add(_scalars({"validation/loss": loss}), step)
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()

@@ -1,0 +1,269 @@
+"""Starting ranks through torchrun's agent: all of a run, or those of one node.
+
+    python -m llm_train_bench.run.agent [torchrun's options] SCRIPT CONFIG [flags]
+
+is torchrun for our scripts. Besides what that does, it leaves the ranks time to save when it is told to
+end, and ends with 75 if they did. It says in one line, and in the result, what ended each attempt.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.start import PARENT, early_wish
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import (
+    PContext,
+    SignalException,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
+from torch.distributed.launcher.api import LaunchConfig
+
+from llm_train_bench.errors import Interrupted, UsageError
+from llm_train_bench.files import write_whole
+from llm_train_bench.parallel.ranks import MEETING, ROUND
+from llm_train_bench.results.result_files import (
+    RUN_POINTER,
+    RUN_POINTER_BEFORE,
+    complete_result,
+    run_told,
+)
+from llm_train_bench.run.failures import (
+    ENDING,
+    LOST,
+    NO_CAUSE,
+    PREEMPTED,
+    SECOND_FILE,
+    STOPPED_FILE,
+    Heard,
+    first_error,
+)
+from llm_train_bench.run.launch import check_started_by_launcher
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import RankFlags, SaveFlags
+
+PREFIX = "llm-train-bench-"
+# Seconds that ranks have to end, besides --save-timeout.
+ENDING_S = 90
+
+
+def run_agent(
+    configure: Callable[[Path], tuple[LaunchConfig, list[str]]], prog: str, saving: SaveFlags
+) -> int:
+    """Run the ranks of this node until all have ended; the exit code. Interrupted by a signal.
+
+    `configure` makes torchrun's settings, given a private directory, and the command of each rank;
+    `prog` is the script's name.
+    """
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)  # the agent's: all there is to say is said here
+    os.environ[PARENT] = str(os.getpid())
+    agents: list[LocalElasticAgent] = []
+
+    class Agent(LocalElasticAgent):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            agents.append(self)
+
+        def _monitor_workers(self, worker_group):
+            result = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.FAILED:
+                main = any(worker.global_rank == 0 for worker in worker_group.workers)
+                codes.append(_told(result.failures, prog, private, main))
+                if codes[-1] in (2, 4):  # it would end the same again
+                    self._remaining_restarts = 0
+                if self._remaining_restarts:
+                    print(f"{prog}: all ranks start again", file=sys.stderr, flush=True)
+            return result
+
+        def _start_workers(self, worker_group):
+            # Nodes count restarts differently: one whose ranks did not fail does not count any.
+            if worker_group.group_rank == 0:
+                worker_group.store.set(ROUND, uuid.uuid4().hex)
+            os.environ[ROUND] = worker_group.store.get(ROUND).decode()
+            with contextlib.suppress(OSError):  # what is said from now on is the new attempt's
+                (private / RUN_POINTER).replace(private / RUN_POINTER_BEFORE)
+            return super()._start_workers(worker_group)
+
+        def _exit_barrier(self):
+            if not (private / STOPPED_FILE).exists():  # other nodes' agents may be gone already
+                super()._exit_barrier()
+
+    codes: list[int] = []
+    heard = Heard()
+
+    def stop(number: int, frame) -> None:
+        if heard.first is None:
+            heard.again(number)
+            raise SignalException(f"got signal {number}", signal.Signals(number))
+        if heard.again(number) and agents and agents[-1]._pcontext:
+            (private / SECOND_FILE).touch()
+            for pid in agents[-1]._pcontext.pids().values():
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGQUIT)
+
+    with private_directory() as private, handled(stop, saving.save_every > 0):
+        os.environ[MEETING] = str(private)
+        config, command = configure(private)
+        config.signals_to_handle = "none"  # all are handled here
+        if saving.save_every:
+            patience = int(saving.save_timeout + ENDING_S)
+            if hasattr(config, "shutdown_timeout"):  # torch 2.13
+                config.shutdown_timeout = patience
+            else:
+                PContext.close.__defaults__ = (None, patience)
+        api.LocalElasticAgent = Agent
+        try:
+            if number := early_wish():
+                raise SignalException("while this started", signal.Signals(number))
+            api.elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError:
+            return codes[-1]
+        except SignalException as end:
+            if not (private / STOPPED_FILE).exists():
+                name = end.sigval.name
+                complete_result(
+                    private / RUN_POINTER, "interrupted", f"interrupted by {name}", (LOST,)
+                )
+                raise Interrupted(name) from None
+        return PREEMPTED if (private / STOPPED_FILE).exists() else 0
+
+
+@contextlib.contextmanager
+def handled(stop, saves: bool) -> Iterator[None]:
+    """Give `stop` the signals that ask for an end, and with `saves` the one that asks to save first."""
+    numbers = (*ENDING, *[signal.SIGUSR1] * saves)
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: that is wanted so
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:  # this process ends; SLURM tells it to when another node's has ended
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory for a launcher and its ranks, until it ends; those of killed launchers go, too."""
+    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (old / "launcher").open("r+") as f:
+            if time.time() - old.stat().st_mtime < 60:  # its launcher may be about to lock it
+                continue
+            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its launcher's lock ended with it
+            shutil.rmtree(old, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        private = Path(stack.enter_context(made))
+        f = stack.enter_context((private / "launcher").open("w"))
+        with contextlib.suppress(OSError):  # no locks there
+            fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield private
+
+
+def first_failure(failures: dict[int, Any]) -> int:
+    """The rank that failed first, of those that torchrun's agent names.
+
+    A killed rank leaves no report, and the agent sees it only after others have noticed: it comes
+    before what they reported in the ten seconds before. A rank that was told to end is no cause, unless
+    it says that this was before anything else.
+    """
+
+    def reported(failure) -> dict | None:
+        message = failure.error_file_data.get("message")
+        return message if isinstance(message, dict) else None
+
+    def when(rank: int, before_s: int = 0) -> float:
+        report = reported(failures[rank])
+        if report:
+            return report["extraInfo"].get("time_ns", 0)
+        return (failures[rank].timestamp - before_s) * 1e9
+
+    def told_to_end(rank: int) -> bool:
+        report = reported(failures[rank])
+        if report:
+            return report["message"].startswith("interrupted by")
+        return failures[rank].exitcode == -signal.SIGTERM
+
+    told = [rank for rank in failures if told_to_end(rank)]
+    others = [rank for rank in failures if rank not in told]
+    first = min(others, key=lambda rank: when(rank, 10), default=None)
+    ended = min(
+        told, key=lambda rank: (reported(failures[rank]) is None, when(rank)), default=first
+    )
+    if first is None or (reported(failures[ended]) and when(ended) < when(first)):
+        return ended
+    return first
+
+
+def _told(failures: dict[int, Any], prog: str, private: Path, main: bool) -> int:
+    """Print the error of the rank that failed first, and see that the result says it; its exit code."""
+    rank = first_failure(failures)
+    first = failures[rank]
+    code = first.exitcode if first.exitcode in (2, 3, 4) else 1
+    data = first.error_file_data.get("message")
+    data = data if isinstance(data, dict) else {}
+    text = data.get("message") or (
+        f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
+    )
+    interrupted = text.startswith("interrupted by")
+    status = "interrupted" if interrupted else "oom" if code == 3 else "failed"
+    who, run = f"rank {rank}: {text}", run_told(private / RUN_POINTER)
+    if run and not data:  # other nodes read it there
+        with contextlib.suppress(OSError):
+            (run / "errors").mkdir(exist_ok=True)
+            write_whole(run / f"errors/rank{rank}.txt", f"{status}: {text}\n")
+    end = time.monotonic() + 5.0
+    while run and text.startswith(NO_CAUSE) and time.monotonic() < end:
+        if cause := first_error(run, time.time()):
+            status, who = cause
+            break
+        time.sleep(0.1)
+    if data.get("extraInfo", {}).get("shown"):
+        print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
+    print(f"{prog}: {text if code in (2, 4) else who}", file=sys.stderr, flush=True)
+    if main:
+        complete_result(private / RUN_POINTER, status, who, (LOST,))
+    return code
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; its exit code."""
+    options = torchrun.parse_args(argv)
+    prog = Path(options.training_script).name
+
+    def configure(private: Path) -> tuple[LaunchConfig, list[str]]:
+        options.log_dir = options.log_dir or str(private)
+        config, program, rest = torchrun.config_from_args(options)
+        return config, [program, *rest]
+
+    try:
+        args = parse_args(options.training_script_args, prog)
+        check_started_by_launcher(args.part(RankFlags))
+        return run_agent(configure, prog, args.part(SaveFlags))
+    except (UsageError, ValueError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    except (RendezvousError, Interrupted) as error:
+        why = "interrupted by " if isinstance(error, Interrupted) else "the nodes did not meet: "
+        print(f"{prog}: {why}{error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,426 @@
+"""Saving during a run: when, by whom, and stopping all ranks at one step on request."""
+
+import contextlib
+import dataclasses
+import datetime
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.start import early_wish
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llm_train_bench import __version__
+from llm_train_bench.errors import Interrupted, NotFinite, Preempted
+from llm_train_bench.measure.device import synchronize
+from llm_train_bench.model.stored import encoded
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.ranks import gather
+from llm_train_bench.results.console import say
+from llm_train_bench.run.checkpoint.durable import Files, commit
+from llm_train_bench.run.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    StoredFile,
+    StoredTensor,
+    describe_data,
+    retain,
+)
+from llm_train_bench.run.checkpoint.training_state import (
+    Staging,
+    described,
+    file_of,
+    load,
+    own_shares,
+    random_state,
+    set_random_state,
+    state_tensors,
+)
+from llm_train_bench.run.failures import ENDING, Heard, signal_said
+from llm_train_bench.run.life import Run
+
+# What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
+STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
+# The name of a thread that writes.
+SAVES = "saves"
+# Signals that ask for a save, and then the end.
+WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Time [s] from such a signal to the save, two steps later.
+STOPPING_S = 60.0
+
+
+def build_saver(
+    run: Run, model: Transformer, optimizer: torch.optim.Optimizer | None
+) -> "Saver | None":
+    """Set the state that the run goes on from, if any; the saver, if the run saves."""
+    directory, manifest = run.attempt.found, run.attempt.manifest
+    if manifest:
+        load(directory, manifest, model, optimizer, run.ranks)
+        run.fp8.after_step(model)
+        if run.scaler is not None and manifest.scaler:
+            for name, value in manifest.scaler.items():
+                getattr(run.scaler, name).fill_(value)
+        _resume_dropout(run, directory, manifest)
+    run.saver = Saver(run, model, optimizer) if run.plan.saving.save_every else None
+    return run.saver
+
+
+def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
+    if manifest.layout == layout(run):
+        set_random_state(directory, run.ranks.rank, run.device)
+        return
+    seed = hash((run.plan.data.seed, run.ranks.rank, manifest.step)) % 2**63
+    torch.manual_seed(seed)
+    if any((run.plan.work.config.residual_dropout, run.plan.work.config.attention_dropout)):
+        run.result.notes.append(
+            f"dropout draws other numbers than before step {manifest.step}: the layout is another"
+        )
+
+
+def layout(run: Run) -> str:
+    """Script, ranks and accumulation."""
+    work = run.plan.work
+    mesh = dict(work.fsdp.mesh) if work.fsdp else {}
+    mesh |= {
+        n: getattr(work.fsdp, n) for n in ("tp", "cp", "ep") if work.fsdp and work.fsdp.divided
+    }
+    if work.fsdp and work.fsdp.pp > 1:
+        mesh |= {"pp": work.fsdp.pp, "virtual": work.fsdp.virtual}
+    sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
+    batch = work.batch
+    return (
+        f"{run.plan.script} on {work.world} ({sizes}), {batch.micro_batch} x {batch.grad_acc_steps}"
+    )
+
+
+@dataclasses.dataclass
+class _Share:
+    """What a rank wrote of a checkpoint, or why it could not."""
+
+    name: str
+    size: int = 0
+    crc: int = 0
+    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    described: dict[str, Any] = dataclasses.field(default_factory=dict)
+    finite: bool = True
+    error: str | None = None
+
+
+class _Save:
+    """One save in its thread. The copies are its own until it has ended, however late that is."""
+
+    def __init__(self, step: int, staging: Staging):
+        self.step, self.staging = step, staging
+        self.deadline = float("inf")
+        # Who takes it first decides: the thread, to commit, or the loop, to give up.
+        self.fate = threading.Lock()
+
+    def lasts(self, until: float) -> bool:
+        """Whether it goes on when that time (`time.monotonic()`) has come."""
+        self.thread.join(max(0.0, until - time.monotonic()))
+        return self.thread.is_alive()
+
+
+class Saver:
+    """Saves every N steps and at the end, in a thread beside the training; one save at a time.
+
+    `before` and `after` are called around every step, with the same steps on every rank.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        model: Transformer,
+        optimizer: torch.optim.Optimizer,
+        files: Files | None = None,
+    ):
+        self.run, self.model, self.optimizer = run, model, optimizer
+        self.flags, self.files = run.plan.saving, files or Files()
+        self.directory = run.attempt.place
+        self.staging = Staging(run.device)
+        self.saving: _Save | None = None
+        self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
+        self.asked = STOP if early_wish() else 0.0
+        self.number = early_wish()
+        self.failed: str | None = None
+        self.group = None
+        self.stalls: list[float] = []
+        self.writes: list[tuple[int, float]] = []
+        self.saved_at: float | None = None  # when the loop had waited for the last save
+        before = run.attempt.manifest
+        self.last_good = before.step if before else None
+        self.data = before.data if before else {}
+        if run.ranks.world > 1:
+            timeout = datetime.timedelta(seconds=self.flags.save_timeout)
+            self.group = dist.new_group(backend="gloo", timeout=timeout)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, the first signal is a wish: all ranks save and stop at the same step."""
+        before, heard = {}, Heard(early_wish())
+
+        def wish(number: int, frame) -> None:
+            if heard.again(number):
+                if callable(before[number]):
+                    before[number](number, frame)
+            elif not self.asked:
+                self.asked, self.number = STOP, number
+
+        if not self.flags.no_save_on_signal:
+            for number in WISHES:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    before[number] = signal.signal(number, wish)
+            if self.run.hang:
+                self.run.hang.spare_first(self.flags.save_timeout + STOPPING_S)
+        try:
+            yield
+        except (Interrupted, KeyboardInterrupt) as error:
+            if not isinstance(error, Preempted):
+                self._give_up()  # at once
+            raise
+        finally:
+            if self.asked != STOPPED:  # then nothing may cut the ending off
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+            self.finish()
+            self.saved_at = time.time()
+
+    def wishes(self, device: torch.device) -> Tensor:
+        """What this rank asks of all, to be averaged over them with the loss of a step."""
+        return torch.full((), self.asked, device=device)
+
+    def before(self, step: int) -> None:
+        """Stop here if some rank asked for it two steps ago; that step's event has long passed."""
+        if step < self.run.plan.schedule.start + 2:
+            return
+        wished = self.run.log.wish_of(step - 2) * self.run.ranks.world
+        if not wished:
+            return
+        if wished >= NOT_FINITE:
+            good = "none" if self.last_good is None else f"step {self.last_good}"
+            raise NotFinite(
+                f"the state is not finite at step {step}; last good checkpoint: {good}; --on-nan "
+                "continue goes on without saving"
+            )
+        until = time.monotonic() + self.flags.save_timeout
+        self.finish(until)
+        if self.last_good != step:
+            self._save(step, until)
+            self.finish(until)
+        why = signal_said(self.number) if self.number else None
+        if self.last_good != step:
+            raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
+        for number in (*ENDING, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        self.asked = STOPPED
+        with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
+            why = next(filter(None, gather(self.run.ranks, why, self.group)), why)
+        raise Preempted(why or "a signal", step)
+
+    def after(self, step: int) -> None:
+        """Save if it is time."""
+        if (step + 1) % self.flags.save_every == 0 or step + 1 == self.run.plan.schedule.total:
+            self._save(step + 1)
+
+    def _save(self, step: int, until: float | None = None) -> None:
+        """Copy the state before step number `step`, and write it; the loop waits for the copy alone.
+
+        It is given up at `until` (`time.monotonic()`), or after --save-timeout.
+        """
+        start = time.perf_counter()
+        self.finish()
+        if self.given_up:
+            return
+        shares, shapes = {}, {}
+        for name, tensor in state_tensors(self.model, self.optimizer):
+            shapes[name] = tensor
+            shares[name] = own_shares(self.model, name, tensor, self.run.ranks)
+        tensors = {key: t for share in shares.values() for key, (t, _) in share.items()}
+        parts = {name: [part for _, part in share.values()] for name, share in shares.items()}
+        save = _Save(step, self.staging)
+        copies, event = save.staging.copy(tensors | random_state(self.run.device))
+        share = _Share(
+            file_of(self.run.ranks.rank), parts=parts, described=described(self.model, shapes)
+        )
+        # A committed step's losses are on disk before it is.
+        self.run.end_steps()
+        synchronize(self.run.device)
+        self.run.log.pause()
+        scaler = self.run.scaler
+        content = {
+            "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
+            "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
+        }
+        save.deadline = until or time.monotonic() + self.flags.save_timeout
+        arguments = save, copies, event, share, content
+        save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
+        save.thread.start()
+        self.saving = save
+        if self.flags.no_save_async:
+            self.finish()
+        self.stalls.append(time.perf_counter() - start)
+        self.run.log.start()
+        schedule, m = self.run.plan.schedule, self.run.result.metrics
+        if schedule.window_begin <= step - 1 < schedule.window_end - 1:
+            m.window_saves = (m.window_saves or 0) + 1
+
+    def finish(self, until: float = float("inf")) -> None:
+        """Wait until nothing is being written, or a save's time is over, or `until`."""
+        save = self.saving
+        if save is None:
+            return
+        if save.lasts(min(save.deadline, until)):
+            self._give_up(f"after {self.flags.save_timeout:g} s")
+        self.saving = None
+
+    def _give_up(self, when: str = "at once") -> None:
+        """Nothing is saved any more. The thread keeps its copies, and cannot commit them."""
+        save, self.saving = self.saving, None
+        if save and save.lasts(0.0):
+            self.given_up, self.staging = True, None
+            if save.fate.acquire(blocking=False):
+                self._tell(
+                    f"step {save.step} was not saved: given up {when}; no more saves are made"
+                )
+            else:  # it is getting its name just now
+                self._tell(f"the save of step {save.step} did not end; no more saves are made")
+
+    def _write(self, save: _Save, copies: dict, event, share: _Share, content: dict) -> None:
+        """In a thread: write this rank's share; rank 0 commits what all have written."""
+        start, ranks = time.perf_counter(), self.run.ranks
+        part = self.directory / f".step-{save.step:08}.part"
+        try:
+            if event is not None:
+                event.synchronize()
+            problem = None
+            if ranks.main:
+                problem = self._begin(part)
+            (problem, *_) = gather(ranks, problem, self.group)
+            if problem is None:
+                share.finite = all(
+                    bool(t.isfinite().all()) for t in copies.values() if t.is_floating_point()
+                )
+                try:
+                    share.size, share.crc = self.files.write(part / share.name, encoded(copies))
+                except (OSError, ValueError) as error:
+                    share.error = getattr(error, "strerror", None) or str(error)
+            else:
+                share.error = problem
+            shares = gather(ranks, share, self.group)
+            done = None
+            if ranks.main:
+                done = self._commit(save, part, shares, content)
+            (done, *_) = gather(ranks, done, self.group)
+            self._conclude(save.step, shares, done, time.perf_counter() - start)
+        except Exception as error:  # a save that fails is told, and fails no run
+            self.given_up |= ranks.world > 1  # who waits for whom is no longer known
+            more = "; no more saves are made" * self.given_up
+            self._tell(
+                f"step {save.step} was not saved: {' '.join(str(error).split())[:200]}{more}"
+            )
+
+    def _begin(self, part: Path) -> str | None:
+        try:
+            if part.exists():
+                self.files.remove(part)
+            self.files.make(part)
+            self.files.synchronize_names(part.parent)
+        except OSError as error:
+            return f"{error.strerror}"
+        return None
+
+    def _commit(self, save: _Save, part: Path, shares: list[_Share], content: dict) -> str | None:
+        """On rank 0: the manifest, then the final name, then older checkpoints go; why not, if not."""
+        final = self.directory / f"step-{save.step:08}"
+        try:
+            for rank, share in enumerate(shares):
+                if share.error:
+                    raise OSError(None, f"rank {rank}: {share.error}")
+            if not all(share.finite for share in shares):
+                self.files.remove(part)
+                return "a number in it is not finite"
+            if final.exists():
+                raise OSError(None, f"{final} exists already")
+            manifest = self._manifest(save.step, shares, content)
+            self.files.write(part / MANIFEST, [manifest.text().encode()])
+            self.files.synchronize(self.run.steps.fileno())
+            if not all(lease.held() for lease in self.run.leases):
+                raise OSError(None, f"another run saves in {self.directory}")
+            if not save.fate.acquire(blocking=False):
+                raise OSError(None, "given up")
+            commit(part, final, self.files)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.files.remove(part)
+            return error.strerror or str(error)
+        try:
+            own = {*self.run.attempt.own, self.directory}
+            retain(sorted(own), self.flags.save_keep, self.files)
+        except (OSError, ValueError) as error:
+            self._tell(f"older checkpoints stay: {getattr(error, 'strerror', None) or error}")
+        return None
+
+    def _manifest(self, step: int, shares: list[_Share], content: dict) -> Manifest:
+        run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
+        with contextlib.suppress(OSError):  # moved away since
+            self.data = describe_data(run.plan.data, self.data)
+        kinds = {name: kind for s in shares for name, kind in s.described.items()}
+        tensors = {
+            name: StoredTensor(
+                dtype=dtype, shape=shape, parts=[p for s in shares for p in s.parts.get(name, ())]
+            )
+            for name, (dtype, shape) in kinds.items()
+        }
+        return Manifest(
+            run=run.result.run_name,
+            lineage=run.attempt.lineage,
+            step=step,
+            samples=schedule.samples_before(step, work.batch.global_batch),
+            world=work.world,
+            layout=layout(run),
+            args=run.result.args,
+            global_batch=work.batch.global_batch,
+            seq_len=work.batch.seq_len,
+            model_hash=work.config.hash,
+            config=work.config.raw,
+            data=self.data,
+            loss=content["loss"],
+            scaler=content["scaler"],
+            versions={"llm-train-bench": __version__, "torch": torch.__version__},
+            tensors=tensors,
+            files={s.name: StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
+        )
+
+    def _conclude(
+        self, step: int, shares: list[_Share], problem: str | None, seconds: float
+    ) -> None:
+        if problem is None:
+            self.last_good, self.failed = step, None
+            self.writes.append((sum(s.size for s in shares), seconds))
+            return
+        self._tell(f"step {step} was not saved: {problem}")
+        if not all(s.finite for s in shares) and self.flags.on_nan == "stop":
+            self.asked = NOT_FINITE
+
+    def _tell(self, text: str) -> None:
+        self.failed = text
+        if self.run.ranks.main:
+            self.run.result.notes.append(text)
+            say(text)
+
+    def report(self) -> None:
+        """What saving cost, into the run's metrics."""
+        m = self.run.result.metrics
+        m.n_checkpoints = len(self.writes)
+        if self.stalls:
+            m.checkpoint_stall_s = sum(self.stalls) / len(self.stalls)
+        if self.writes:
+            m.checkpoint_bytes = self.writes[-1][0]
+            m.checkpoint_write_s = sum(s for _, s in self.writes) / len(self.writes)
+            m.checkpoint_gb_per_s = m.checkpoint_bytes / m.checkpoint_write_s / 1e9

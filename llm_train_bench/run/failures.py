@@ -1,0 +1,256 @@
+"""Endings of a run: signals, status and exit code of an error, and which rank failed first."""
+
+import contextlib
+import errno
+import json
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from llm_train_bench.start import PARENT, orphaned
+
+from llm_train_bench.errors import (
+    CompileError,
+    DoesNotFit,
+    Interrupted,
+    NoStep,
+    NotFinite,
+    NotJoined,
+    OwnError,
+    Preempted,
+    UsageError,
+)
+from llm_train_bench.files import write_whole
+from llm_train_bench.measure.device import is_out_of_memory
+from llm_train_bench.model.config import ConfigError
+from llm_train_bench.parallel.ranks import MEETING, Ranks
+from llm_train_bench.results.console import say
+
+LOST = "lost another rank"
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+# The file in its launcher's directory by which a rank says that it was saved and stopped on request.
+STOPPED_FILE = "stopped"
+# The file by which a launcher says that its SIGQUIT stands for a second signal.
+SECOND_FILE = "second"
+# Signals that ask a run to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Their messages say all there is to say.
+EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep, NotFinite)
+# Beginnings of messages about a consequence: something went wrong elsewhere first.
+NO_CAUSE = (LOST, "no step in")
+OOM_ADVICE = (
+    "what helps: a smaller --bsz with more --grad-acc-steps, a shorter --seq-len, --amp bf16, "
+    "--sac-freq 1/1, --pt-compile, train_fsdp.py on more devices, and on a GPU "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True against fragmentation"
+)
+
+
+def classify(error: BaseException | None) -> tuple[str, str | None]:
+    """Status of a run that ended with this exception, and its message on one line."""
+    if error is None:
+        return "ok", None
+    text = " ".join(str(error).split())[:500] or type(error).__name__
+    if isinstance(error, Preempted) and error.step is not None:
+        return "preempted", f"saved at step {error.step} and stopped by {error}"
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
+    if isinstance(error, EXPECTED):
+        return "failed", text
+    if is_out_of_memory(error):
+        return "oom", f"out of memory: {text}; {OOM_ADVICE}"
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return "failed", f"{error.filename}: is gone; was the run's directory removed?"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or "No space left on device" in text:
+        return "failed", f"disk full: {text}"
+    if lost_a_rank(error):
+        return "failed", f"{LOST}, whose own error says why: {text}"
+    return "failed", f"{type(error).__name__}: {text}"
+
+
+def signal_said(number: int) -> str:
+    """What a signal means to this process: its name, or why its launcher sent it."""
+    if number == signal.SIGTERM and orphaned():
+        return "the end of its launcher"
+    private = Path(os.environ.get(MEETING, "/nowhere"))
+    if number == signal.SIGQUIT and has_parent() and (private / SECOND_FILE).exists():
+        return "a second signal"
+    return signal.Signals(number).name
+
+
+class Heard:
+    """The signals of a process: the first, and whether another one is a second wish.
+
+    A launcher that is signalled together with its ranks sends them the same once more.
+    """
+
+    COPY_S, AT_ONCE_S = 3.0, 0.2
+
+    def __init__(self, early: int | None = None):
+        self.first: float | None = None
+        self.copied = "TORCHELASTIC_RUN_ID" not in os.environ
+        if early:
+            self.again(early)
+
+    def again(self, number: int) -> bool:
+        """Count a signal; whether it is neither the first nor its copy."""
+        now = time.monotonic()
+        if self.first is None or now < self.first + self.AT_ONCE_S:  # timeout(1) sends it twice
+            self.first = now if self.first is None else self.first
+            return False
+        copied, self.copied = self.copied, True
+        return copied or number == signal.SIGQUIT or now > self.first + self.COPY_S
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed because its other end is gone or silent."""
+    # Messages of gloo, the store, NCCL and RCCL. Their other errors are this rank's own trouble.
+    signs = (
+        "closed by peer",
+        "reset by peer",
+        "broken pipe",
+        "timed out waiting",
+        "caused pair closure",
+        "connection was likely closed",
+        "failed to recv",
+        "wait timeout",
+        "socket timeout",
+        "client socket has timed out",
+        "remote process exit",  # -ed, -ing
+        "unexpected exit of a remote peer",
+        "socket closed",
+        "connection timed out",
+        "collective operation timeout",
+        "communicator was aborted",
+    )
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def exit_code(error: BaseException) -> int:
+    """2 bad input, 3 out of memory, 4 cannot fit, 75 stopped on request after saving, 1 the rest."""
+    if isinstance(error, Preempted) and error.step is not None:
+        return PREEMPTED
+    if isinstance(error, DoesNotFit):
+        return 4
+    if isinstance(error, UsageError | ConfigError):
+        return 2
+    return 3 if is_out_of_memory(error) else 1
+
+
+def is_our_fault(error: BaseException) -> bool:
+    """Whether a traceback helps: not for bad input, signals, full memory or a full disk."""
+    status, text = classify(error)
+    expected = isinstance(error, EXPECTED) or text.startswith("disk full") or " is gone; " in text
+    return status == "failed" and not expected
+
+
+def full_traceback(error: BaseException) -> str:
+    """The traceback as text."""
+    return "".join(traceback.format_exception(error))
+
+
+def keep_error(directory: Path, rank: int, error: BaseException) -> None:
+    """Write a rank's error into its run's directory: status and message, then the traceback.
+
+    On a machine that shares no disk with rank 0 the directory is made first.
+    """
+    status, text = classify(error)
+    with contextlib.suppress(OSError):
+        directory = directory / "errors"
+        directory.mkdir(parents=True, exist_ok=True)
+        content = f"{status}: {text}\n\n{full_traceback(error)}"
+        write_whole(directory / f"rank{rank}.txt", content)  # nobody reads half of it
+        error.kept = True
+
+
+def first_error(
+    directory: Path, before_s: float, consequences: bool = False
+) -> tuple[str, str] | None:
+    """Status and message of the rank that failed first, before `before_s` (`time.time()`) [s].
+
+    A rank that lost another counts only with `consequences`, and only if no other rank failed.
+    Interrupted ranks do not count.
+    """
+    found = []
+    for path in (directory / "errors").glob("rank*.txt"):
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            status, text = path.read_text(encoding="utf-8").splitlines()[0].split(": ", 1)
+            when = path.stat().st_mtime
+            lost = text.startswith(NO_CAUSE)
+            if status in ("oom", "failed") and when <= before_s and (consequences or not lost):
+                who = f"rank {path.stem.removeprefix('rank')}"
+                found.append((lost, when, status, f"{who}: {text}"))
+    return min(found)[2:] if found else None
+
+
+def has_parent() -> bool:
+    """Whether this is a rank that a script started itself."""
+    return os.environ.get(PARENT, str(os.getpid())) != str(os.getpid())
+
+
+def report(error: BaseException, prog: str, ranks: Ranks) -> None:
+    """Print one line, and write a file for torchrun's agent.
+
+    A traceback comes first if the fault is ours and no error file has it. If the arguments, a
+    config or a file are wrong, one rank of each machine says so for all.
+    """
+    _, text = classify(error)
+    shown = is_our_fault(error) and not getattr(error, "kept", False)
+    _tell_agent(error, text, shown)
+    if has_parent():
+        return
+    if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, OwnError):
+        return
+    if shown:
+        say(full_traceback(error).rstrip("\n"))
+    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 else prog
+    say(f"{who}: {text}")
+
+
+def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
+    """Write the error where torchrun's agent looks for it, if there is one."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # The form torchrun reads, in whole seconds; nanoseconds tell who failed first.
+        now = time.time_ns()
+        info = {
+            "timestamp": str(now // 10**9),
+            "time_ns": now,
+            "py_callstack": full_traceback(error) if is_our_fault(error) else text,
+            "shown": shown,
+        }
+        message = {"message": text, "extraInfo": info}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
+
+
+@contextlib.contextmanager
+def handled_by(handler) -> Iterator[None]:
+    """Send ENDING's signals to this handler inside the block; signal.SIG_IGN ignores them.
+
+    Only in the main thread, where Python's handlers run.
+    """
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, found in before.items():
+        if found is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
+            signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """ENDING's signals act only after the block."""
+    arrived: list[int] = []
+    try:
+        with handled_by(lambda number, frame: arrived.append(number)):
+            yield
+    finally:
+        for number in arrived:
+            signal.raise_signal(number)

@@ -1,0 +1,128 @@
+"""Ending a rank that hangs in a collective: there it runs no Python, and so no signal handler.
+
+Otherwise a rank that waits on a GPU for a lost peer would be killed by its agent half a minute
+after SIGTERM, or aborted by NCCL's own watchdog. Its result would say nothing.
+"""
+
+import faulthandler
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from llm_train_bench.errors import Interrupted, NoStep
+from llm_train_bench.run.failures import ENDING, LOST, Heard, signal_said
+
+
+def patience(device: torch.device, timeout_s: float) -> float | None:
+    """Seconds without a step until a rank ends itself: sooner than NCCL, which says nothing.
+
+    None on a CPU, where the collectives themselves notice, and raise.
+    """
+    return timeout_s if device.type == "cuda" else None
+
+
+class HangWatch:
+    """Calls `end` from a thread, with an error and when it began (`time.time()`), if the main
+    thread hangs: it ignores a signal or what `broken` says of the collectives, or begins no step
+    for `timeout_s`.
+
+    Python's own C handler tells of a signal at once through a socket (signal.set_wakeup_fd),
+    whatever the main thread does. Must be made in the main thread. If that hangs and lets no other
+    thread run, the process ends with a traceback, a tenth of `timeout_s` and ten seconds later.
+    """
+
+    PATIENCE_S = 3.0  # torchrun's agent kills after 30
+
+    def __init__(
+        self,
+        end: Callable[[BaseException, float], None],
+        timeout_s: float | None,
+        broken: Callable[[], str | None] = lambda: None,
+    ):
+        self.end, self.timeout_s, self.broken = end, timeout_s, broken
+        self.last_step: float | None = None
+        self.armed = -1.0  # when the last resort was last put off
+        self.reacted = threading.Event()
+        self.spared: float | None = None  # seconds that the first signal leaves the main thread
+        self.receiver, self.sender = socket.socketpair()
+        self.sender.setblocking(False)
+        self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def _wait(self) -> None:
+        heard, first, until = Heard(), None, None  # until when the main thread may save and end
+        while True:
+            last, left = self.last_step, 1.0 if self.timeout_s or until else None
+            if last is not None:
+                left = max(0.0, last + self.timeout_s - time.monotonic())
+            ready = select.select([self.receiver], [], [], left and min(left, 1.0))[0]
+            late = until is not None and time.monotonic() > until
+            if ready or late:
+                received = self.receiver.recv(1) if ready else [first]
+                number = received[0] if received else None
+                if number in ENDING and self.spared is not None and not late:
+                    again = heard.again(number)
+                    if first is None:
+                        first, until = number, time.monotonic() + self.spared
+                    if not again:
+                        continue
+                if number in ENDING:
+                    when = time.time()
+                    if not self.reacted.wait(self.PATIENCE_S):
+                        self.end(Interrupted(signal_said(number)), when)
+                if number is None or number in ENDING:
+                    break
+            elif last is not None and last == self.last_step and left == 0.0:
+                self.end(self._no_step(), time.time())
+                break
+            elif self.timeout_s and (why := self.broken()):
+                when = time.time()
+                if not self.reacted.wait(self.PATIENCE_S):
+                    self.end(self._waiting(f"{LOST}: NCCL reports {why}"), when)
+                break
+        self.receiver.close()
+
+    def _no_step(self) -> NoStep:
+        return self._waiting(
+            f"no step in {self.timeout_s:g} s: waits for a rank that is gone, or is stuck itself"
+        )
+
+    def _waiting(self, text: str) -> NoStep:
+        """The error of a waiting rank, with its main thread's stack."""
+        error = NoStep(text)
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
+        return error
+
+    def step(self) -> None:
+        """A step, or a part of it, begins: from now on the next must follow in time."""
+        if not self.timeout_s:
+            return
+        self.last_step = now = time.monotonic()
+        if now > self.armed + 1.0:  # not for every one: it starts a thread, outside of Python
+            self.armed = now
+            faulthandler.dump_traceback_later(1.1 * self.timeout_s + 10.0, exit=True)
+
+    def rest(self) -> None:
+        """From now on there is no time limit."""
+        if self.last_step is not None:
+            self.last_step, self.armed = None, -1.0
+            faulthandler.cancel_dump_traceback_later()
+
+    def spare_first(self, seconds: float) -> None:
+        """The next signal leaves the main thread so much time: it saves before it ends."""
+        self.spared = seconds
+
+    def close(self) -> None:
+        """The main thread has reacted, or there is nothing more to watch."""
+        self.reacted.set()
+        self.rest()
+        signal.set_wakeup_fd(self.before)
+        self.sender.close()  # the thread then reads the end

@@ -1,0 +1,247 @@
+"""Starting a script: alone, as one rank under a launcher, or as the parent of its ranks."""
+
+import contextlib
+import dataclasses
+import gc
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from llm_train_bench import start
+from llm_train_bench.errors import DoesNotFit, Interrupted, UsageError
+from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of
+from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
+from llm_train_bench.run.failures import (
+    ENDING,
+    PREEMPTED,
+    STOPPED_FILE,
+    exit_code,
+    has_parent,
+    report,
+    signal_said,
+)
+from llm_train_bench.run.hang import HangWatch
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import RankFlags, SaveFlags, Script, flag_of
+from llm_train_bench.settings.plan import make_plan
+
+
+def launch(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
+    """Run on one device; whatever happens becomes one line and an exit code.
+
+    0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure that
+    is our fault shows a traceback.
+    """
+
+    prog = Path(script).name
+    return _guarded(lambda: train_planned(train, argv, prog, ALONE), prog, ALONE)
+
+
+def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
+    """Run as one rank if a launcher started this process, or start one process per device."""
+    prog = Path(script).name
+    try:
+        ranks = find_ranks(os.environ)
+    except UsageError as error:
+        report(error, prog, ALONE)
+        return exit_code(error)
+    if ranks is None:
+        return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
+
+    def body() -> None:
+        train_planned(train, argv, prog, ranks)
+        # Only now: DDP must be gone before its process group, or the two can wait for each other.
+        gc.collect()
+        leave()
+
+    return _guarded(body, prog, ranks)
+
+
+def train_planned(
+    train: Callable[..., None], argv: Sequence[str], script: str, ranks: Ranks
+) -> None:
+    """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
+    args = parse_args(argv, script)
+    if not has_parent():
+        check_started_by_launcher(args.part(RankFlags))
+    if not args.save_every or args.no_save_on_signal:
+        start.refuse_wishes()
+    device = pick_device(args.device, ranks.local_rank)
+    script, platform = Script(script), platform_of(device)
+    free = free_gib(device, ranks)
+    plan = make_plan(args, script, ranks.world, platform, memory_gib=free)
+    refuse_impossible(plan.work, device)
+    if platform != "cpu" and not args.no_fit_check and free:
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *check_fit(plan.work, free)))
+    train(plan, device, ranks)
+
+
+def refuse_impossible(work: Work, device: torch.device) -> None:
+    """DoesNotFit for a step whose token ids alone are more than the device's memory.
+
+    Others may not fit either; this one would spend minutes before it failed.
+    """
+    need, has = 8 * work.batch.micro_tokens / GIB, memory_gib(device)
+    if has and need > has:
+        raise DoesNotFit(
+            f"the token ids of a micro batch alone need {need:,.0f} GiB, and this device has {has:,.0f}; "
+            "use a smaller --bsz"
+        )
+
+
+def free_gib(device: torch.device, ranks: Ranks) -> float | None:
+    """Memory that a rank may plan with [GiB]: a GPU's, or its share of half of a CPU's machine.
+
+    Not what is free just now: ranks that look at different moments must agree.
+    """
+    has = memory_gib(device)
+    if device.type == "cuda" or not has:
+        return has
+    return has / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world))
+
+
+def check_fit(work: Work, has: float) -> Iterator[str]:
+    """A warning where the estimate exceeds a GPU's `has` GiB; DoesNotFit beyond its own error."""
+    if (need := estimate_memory(work).on_device(work.world) / GIB) <= has:
+        return
+    largest = largest_batch(
+        lambda bsz: estimate_memory(work.with_micro_batch(bsz)).on_device(work.world), has * GIB
+    )
+    use = f"the largest --bsz that fits is {largest}" if largest else "no --bsz fits; use more GPUs"
+    text = f"by the estimate this needs {need:,.1f} GiB, and the GPU has {has:,.1f}; {use}"
+    if need * (1 - MEMORY_ERROR) > has:
+        raise DoesNotFit(f"{text}; --no-fit-check tries it all the same")
+    yield f"memory may not suffice: {text}"
+
+
+def check_started_by_launcher(flags: RankFlags) -> None:
+    """UsageError for flags that work only if the script starts its ranks itself."""
+    for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
+        if getattr(flags, flag):
+            raise UsageError(
+                f"{flag_of(flag)}: this script was started by a launcher, which decides "
+                f"that; leave it out and use {instead}"
+            )
+
+
+def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
+    start.imported()
+    with _first_signal_counts(), _heard_while_joining(prog, ranks):
+        try:
+            code = body() or 0
+            if any(t.name == "saves" for t in threading.enumerate()) and start.is_script():
+                sys.stdout.flush()
+                os._exit(code)  # a save that was given up; it must not outlive the interpreter
+            return code
+        except (Exception, KeyboardInterrupt, Interrupted) as error:
+            report(error, prog, ranks)
+            if start.orphaned():
+                shutil.rmtree(os.environ.get(MEETING, ""), ignore_errors=True)
+            elif exit_code(error) == PREEMPTED and has_parent():
+                (Path(os.environ[MEETING]) / STOPPED_FILE).touch()
+                os._exit(0)  # or the agent would start all again; it is the agent who says 75
+            if ranks.world > 1:
+                # Taking the process group apart could wait for ranks that are gone.
+                sys.stdout.flush()
+                os._exit(exit_code(error))
+            return exit_code(error)
+
+
+@contextlib.contextmanager
+def _heard_while_joining(prog: str, ranks: Ranks):
+    """End this rank if a signal comes while it connects to the others, where no Python runs."""
+    if ranks.world == 1:
+        yield
+        return
+
+    def end(error: BaseException, when: float) -> None:
+        report(error, prog, ranks)
+        os._exit(exit_code(error))
+
+    watch = HangWatch(end, None)
+    try:
+        yield
+    finally:
+        watch.close()
+
+
+@contextlib.contextmanager
+def _first_signal_counts():
+    """The first signal that asks for an end counts; later ones must not cut the ending off.
+
+    The terminal interrupts a rank; then its agent interrupts it again, to end the ranks it started.
+    """
+
+    def end(number: int, frame) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise _interruption(number)
+
+    before = {number: signal.getsignal(number) for number in ENDING}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is end:  # still ours: the first signal sets SIG_IGN
+                signal.signal(number, handler)
+
+
+def _interruption(number: int) -> BaseException:
+    return KeyboardInterrupt() if number == signal.SIGINT else Interrupted(signal_said(number))
+
+
+def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
+    """Start the script once per device through torchrun's own agent, and wait for all."""
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from llm_train_bench.run.agent import run_agent
+
+    args = parse_args(argv, prog)
+    if not args.save_every or args.no_save_on_signal:
+        start.refuse_wishes()
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    n = args.nproc or (torch.cuda.device_count() if cuda else 2)
+    if not n:  # pytorch/pytorch#186516
+        raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
+    # The ranks share the cores; more threads than cores slow every one of them down.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // n)))
+    # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
+    # NCCL open is on the loopback. A store behind a port would obey whoever connects to it.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback())
+
+    def configure(private: Path) -> tuple[LaunchConfig, list[str]]:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=n,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{private}/agent",
+            rdzv_configs={"store_type": "file"},
+            local_addr="127.0.0.1",
+            run_id=f"{os.getpid()}",
+            max_restarts=args.max_restarts,
+            logs_specs=DefaultLogsSpecs(log_dir=str(private)),
+        )
+        return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
+
+    return run_agent(configure, prog, args.part(SaveFlags))
+
+
+def _loopback() -> str:
+    """The name of the loopback interface."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -1,0 +1,367 @@
+"""One run's directory and its result, whatever ends it."""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from llm_train_bench.apply.compile import CompileCounts, compile_counts
+from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.errors import CompileError, UsageError
+from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.measure.device import peak_memory
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.parallel.ranks import Ranks, broadcast, broken_group, tell_next, word_before
+from llm_train_bench.results.console import ProgressDisplay, print_header, print_result, say
+from llm_train_bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
+from llm_train_bench.results.goodput import lineage_before, time_parts
+from llm_train_bench.results.result_files import ResultFile, StepsFile, now
+from llm_train_bench.results.schema import ResumedFrom
+from llm_train_bench.results.tensorboard import TensorBoardFile
+from llm_train_bench.results.trackers import check_trackers, track
+from llm_train_bench.run.checkpoint.lineage import (
+    Attempt,
+    Lease,
+    attempts,
+    begin_attempt,
+    open_place,
+)
+from llm_train_bench.run.checkpoint.manifest import Manifest, check_same_training
+from llm_train_bench.run.failures import (
+    NO_CAUSE,
+    classify,
+    first_error,
+    handled_by,
+    held,
+    keep_error,
+    report,
+)
+from llm_train_bench.run.hang import HangWatch, patience
+from llm_train_bench.run.provenance import default_name, open_result
+from llm_train_bench.run.window import Window
+from llm_train_bench.settings.plan import Plan
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: cannot be used: {error.strerror}"
+    return str(error)
+
+
+class Run:
+    """The record of one run: `with Run(...) as run` leaves a result.json behind in every case.
+
+    Entering makes the run's directory. Leaving by an exception writes what was measured until then
+    with the status that fits, and the exception passes. Every rank has a Run; only rank 0's writes.
+    """
+
+    def __init__(
+        self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
+    ):
+        self.plan, self.device, self.ranks = plan, device, ranks
+        self.leases: list[Lease] = []
+        self.attempt = self._begin()
+        if before := self.attempt.manifest:
+            schedule = dataclasses.replace(
+                plan.schedule, start=before.step, start_sample=before.samples
+            )
+            self.plan = plan = dataclasses.replace(plan, schedule=schedule)
+        self.saver, self.evaluate, self.sample = None, None, None
+        self.counted = False
+        self.fp8 = fp8
+        self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
+        self.directory = self.attempt.directory
+        self.result = open_result(
+            plan, device, fp8.info, attention_kernel, self.directory.name, self.attempt.lineage
+        )
+        self.result.notes += self.attempt.notes
+        if before:
+            self.result.resumed_from = ResumedFrom(
+                run=before.run, step=before.step, path=str(self.attempt.found)
+            )
+
+    def _begin(self) -> Attempt:
+        """This run's attempt, the same on every rank; UsageError where it cannot go on."""
+        attempt, problem, plan, output = None, None, self.plan, self.plan.output
+        if self.ranks.main:
+            try:
+                count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+                restarts = int(count) if count.isdecimal() else 0
+                name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
+                attempt, self.leases = begin_attempt(
+                    plan.saving, Path(output.output_dir), name, restarts, word_before(), self._check
+                )
+            except (OSError, UsageError) as error:
+                problem = _told(error)
+        attempt, problem = broadcast(self.ranks, (attempt, problem))
+        if problem:
+            raise UsageError(problem)
+        word = {
+            "directory": str(attempt.directory.resolve()),
+            "lineage": attempt.lineage.model_dump(),
+            "places": list(map(str, {*attempt.own, attempt.place} - {None})),
+        }
+        tell_next(self.ranks, json.dumps(word))
+        return attempt
+
+    def _check(self, manifest: Manifest, where: Path) -> None:
+        """UsageError for a checkpoint of another training."""
+        plan = self.plan
+        given = {} if plan.saving.resume_anyway else dataclasses.asdict(plan.args)
+        check_same_training(manifest, where, plan.work, plan.schedule.total, given, plan.data)
+
+    def __enter__(self) -> Self:
+        self.file = None
+        try:
+            self._open()
+        except BaseException as error:
+            if self.file is not None:
+                self.result.status, self.result.error = classify(error)
+                self.file.write(self.result, last=True)
+            self._release()
+            raise
+        return self
+
+    def _open(self) -> None:
+        problem, sinks = None, []
+        if self.ranks.main:
+            try:
+                sinks = self._open_files()
+            except UsageError as error:
+                problem = str(error)
+        if problem := broadcast(self.ranks, problem):
+            raise UsageError(problem)
+        self.started = time.perf_counter()
+        self.compiled_at_start = compile_counts()
+        seconds = (lambda: compile_counts().seconds) if self.plan.work.compiled else lambda: 0.0
+        self.log = StepLog(self.device, self.plan.schedule.total, sinks, held, seconds)
+        name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
+        self.window = Window(
+            self.device, self.ranks, self.plan.work.cuda_graphs, self.directory / name,
+            self.plan.profile.memory_snapshot,
+        )  # fmt: skip
+        self.hang, self.ending = None, threading.Lock()
+        if self.ranks.world > 1:
+            limit = patience(self.device, self.plan.ranks.dist_timeout)
+            self.hang = HangWatch(self._end_hanging, limit, broken_group)
+        if self.ranks.main:
+            self.file.write(self.result)
+            print_header(self.result, self.plan.work)
+            if before := self.result.resumed_from:
+                say(f"goes on from step {before.step} of {before.run}")
+            for note in self.attempt.notes:
+                say(note)
+
+    def _open_files(self) -> list:
+        plan, r = self.plan, self.result
+        check_trackers(plan.output.track)
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir()
+            self.file = ResultFile(self.directory, plan.schedule.total)
+            self.steps = StepsFile(self.directory / "steps.jsonl")
+            sinks = [self.steps]
+            self._open_place()
+        except FileExistsError as error:
+            raise UsageError(
+                f"{error.filename}: exists already; nothing was touched, choose another --run-name "
+                "or --output-dir"
+            ) from None
+        except OSError as error:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise UsageError(
+                f"--output-dir {plan.output.output_dir}: cannot be written: {error.strerror}; "
+                "choose another"
+            ) from None
+        work, device = plan.work, r.device
+        flops = flops_per_token(work.config, work.batch.seq_len, False, work.pass_type)
+        shown = flops / device.count, device.peak_bf16_tflops
+        sinks.append(ProgressDisplay(plan.schedule.total, *shown))
+        if not plan.output.no_tensorboard:
+            sinks.append(
+                TensorBoardFile(
+                    self.directory / "tensorboard", flops, r.device.peak_bf16_tflops, r.device.count,
+                    lambda: peak_memory(self.device),
+                )
+            )  # fmt: skip
+            sinks[-1].describe(r)
+        return sinks
+
+    def _open_place(self) -> None:
+        try:
+            open_place(self.attempt, self.leases)
+        except OSError as error:
+            raise UsageError(_told(error)) from None
+
+    def _release(self) -> None:
+        for lease in self.leases:
+            lease.release()
+
+    def evaluated(self, step: int) -> None:
+        """Evaluate after a step; its time belongs to no step."""
+        self.end_steps()
+        m, schedule = self.result.metrics, self.plan.schedule
+        m.val_losses.append((step + 1, self.evaluate()))
+        if schedule.window_begin <= step < schedule.window_end - 1:
+            m.window_evaluations = (m.window_evaluations or 0) + 1
+        self.log.start()
+
+    def begin_micro_step(self, step: int) -> None:
+        """The host begins a micro batch; those of the first two steps may compile for long."""
+        if self.hang and step >= 2:
+            self.hang.step()
+
+    def end_steps(self) -> None:
+        """The work that follows is no step, and may take long."""
+        if self.hang:
+            self.hang.rest()
+
+    def begin_window(self) -> None:
+        """The measured window starts; the device is idle."""
+        warmup = sum(s.step_time_s for s in self.log.steps)
+        self.result.metrics.setup_s = time.perf_counter() - self.started - warmup
+        # The first three warm-up steps wait for the compiler rather than work.
+        worked = sum(s.step_time_s for s in self.log.steps[3:])
+        schedule = self.plan.schedule
+        heat_s = max(0.0, schedule.warmup_s - worked)
+        if schedule.window_begin >= schedule.window_end:
+            heat_s = 0.0  # nothing will be measured
+        elif heat_s and schedule.profiler and schedule.window_begin in schedule.profiled[1:]:
+            heat_s = 0.0
+            self.result.notes.append(
+                "no matmuls warmed the device before the window: the steps around its begin are traced"
+            )
+        if heat_s:
+            self.result.notes.append(
+                f"{heat_s:.1f} s of matmuls warmed the device before the window"
+            )
+        self.window.open(heat_s)
+
+    def end_window(self) -> None:
+        """The measured window has ended; the device is idle. With several ranks all must come here."""
+        fill_rank_metrics(self.result, self.window.close(self.log))
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        when = time.time()
+        if self.hang:
+            self.hang.close()
+        # While the result is written, a second Ctrl-C must not cut it off.
+        with handled_by(signal.SIG_IGN):
+            self.window.release()
+            if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
+                keep_error(self.directory, self.ranks.rank, error)
+            if self.ranks.main:
+                with self.ending:
+                    self._finish(error, when)
+            self._release()
+
+    def _end_hanging(self, error: BaseException, when: float) -> None:
+        """In another thread: the main one waits for a rank that will not come."""
+        if not self.ending.acquire(blocking=False):
+            return
+        # A query to the driver may hang as well; after 30 s this process ends in any case.
+        faulthandler.dump_traceback_later(30, exit=True)
+        try:
+            keep_error(self.directory, self.ranks.rank, error)
+            if self.ranks.main:
+                self.result.status, self.result.error = self._ending(error, when)
+                self.file.write(self.result)
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                report(error, self.result.entrypoint, self.ranks)
+            if self.ranks.main:
+                self._finish(error, when)
+        finally:
+            os._exit(1)
+
+    def _ending(self, error: BaseException | None, when: float) -> tuple[str, str | None]:
+        """Status and error of the run, which ended at `when`; later failures are not its cause."""
+        status, text = classify(error)
+        # A rank that lost another, or that the agent ended, is not the cause.
+        interrupted = status == "interrupted"
+        if text and (text.startswith(NO_CAUSE) or interrupted):
+            status, text = first_error(self.directory, when, interrupted) or (status, text)
+        return status, text
+
+    def _finish(self, error: BaseException | None, when: float) -> None:
+        r, m = self.result, self.result.metrics
+        r.status, r.error = self._ending(error, when)
+        with contextlib.suppress(Exception):  # a second failure must not hide the first
+            self.log.drain()
+        fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
+        fill_flop_metrics(r, self.plan.work)
+        m.energy_source = self.window.power.source
+        if self.saver:
+            self.saver.report()
+        self.count(error)
+        if r.profile and m.step_time_median_s:
+            r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
+        if m.peak_allocated_gib is None and m.peak_rss_gib is None:
+            with contextlib.suppress(Exception):
+                for key, value in peak_memory(self.device).items():
+                    setattr(m, key, value)
+        if m.peak_reserved_gib and r.device.memory_gib:
+            m.memory_utilization = m.peak_reserved_gib / r.device.memory_gib
+        r.notes += [*r.disturbances.values(), *r.impossible.values()]
+        if r.observed:
+            r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
+        r.ended_at = now()
+        if self.saver or self.attempt.found:
+            with contextlib.suppress(OSError, ValueError, LookupError):  # somebody's else files
+                self._fill_goodput()
+        for sink in self.log.sinks:
+            with contextlib.suppress(Exception):
+                if isinstance(sink, TensorBoardFile):
+                    sink.conclude(r)
+            with contextlib.suppress(Exception):
+                sink.close()
+        try:
+            self.file.write(r, last=True)
+        finally:  # the directory may be gone, or the disk full
+            if error is None:
+                print_result(r)
+        if self.sample is not None:
+            print(f"the model writes:\n{self.sample}\n", flush=True)
+        say(f"{r.status}: {self.file.path}")
+        for line in track(self.plan.output.track, r, self.directory):
+            say(line)
+
+    def _fill_goodput(self) -> None:
+        line, m = self.attempt.lineage, self.result.metrics
+        runs = attempts(self.directory.parent, line.name)
+        own = [*lineage_before(runs, self.result), self.directory]
+        m.time_parts_s = time_parts(own, time.time(), self.saver and self.saver.saved_at)
+        m.goodput = m.time_parts_s["steps"] / sum(m.time_parts_s.values())
+
+    def count(self, error: BaseException | None = None) -> None:
+        """Fill in the skipped steps and compilations so far, once: later ones are not the run's."""
+        if self.counted:
+            return
+        self.counted = True
+        if self.scaler is not None and (error is None or self.device.type == "cpu"):
+            with contextlib.suppress(Exception):  # the device may be what failed
+                self.result.metrics.skipped_steps = int(self.scaler.skipped)
+        if self.plan.work.compiled:
+            self._count_compilations(self.compiled_at_start, compile_counts())
+
+    def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
+        m = self.result.metrics
+        m.compile_s = after.seconds - before.seconds
+        m.n_compiled_graphs = after.graphs - before.graphs
+        m.n_graph_breaks = after.graph_breaks - before.graph_breaks
+        m.n_recompilations = max(0, after.recompilations - before.recompilations)
+        refused = after.graphs_refused - before.graphs_refused
+        if refused and self.plan.work.cuda_graphs:
+            self.result.notes.append(
+                f"{refused} compiled graphs run without CUDA graphs, which PyTorch refused for them; "
+                "TORCH_LOGS=cudagraphs says why"
+            )

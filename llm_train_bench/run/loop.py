@@ -1,0 +1,287 @@
+"""The one timed loop of all training scripts."""
+
+import contextlib
+import functools
+import gc
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from llm_train_bench.apply.compile import compile_errors_named
+from llm_train_bench.apply.data import Validation, batches, repeating_last
+from llm_train_bench.apply.optimizer import learning_rate, optimizer_step
+from llm_train_bench.apply.precision import autocast
+from llm_train_bench.measure.device import synchronize
+from llm_train_bench.measure.memory import MemoryReport
+from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
+from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
+from llm_train_bench.results.result_files import seconds_alive
+from llm_train_bench.run.failures import classify
+from llm_train_bench.run.life import Run
+from llm_train_bench.run.profiling import build_capture, build_profiler, observed_in
+from llm_train_bench.sharded import reshard, sharded_modules
+from llm_train_bench.trace.read_trace import read_trace
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+NoSync = Callable[[], contextlib.AbstractContextManager]
+# The phase of a step that is only looked at: it leaves nothing behind.
+OBSERVE = "observe"
+# A step's forward and backward passes: from its number to its loss. They leave the gradients behind.
+Passes = Callable[[int], Tensor]
+
+
+def measure(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    step_fn: Callable[[int, str], None],
+) -> None:
+    """Run the warm-up steps and the measured ones; times, losses and energy go into `run`.
+
+    `step_fn(step, phase)` is one optimizer step (build_step). Between the first and the last measured
+    step nothing but training happens: no synchronisation, no evaluation; files and screen are served
+    about once a second.
+    """
+    schedule, work = run.plan.schedule, run.plan.work
+    captures = build_capture(run, model)
+    looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
+    watchers = [MemoryReport(run.result, run.log, schedule, looks, model, optimizer), *captures]
+    watchers += [run.saver] if run.saver else []
+    eval_every = run.plan.data.eval_every
+    # Forward passes name their block themselves.
+    listening = run.saver.listening() if run.saver else contextlib.nullcontext()
+    with listening, uncollected(), compile_errors_named("the backward of a block"):
+        run.log.start()
+        for step in range(schedule.start, schedule.total):
+            if step == schedule.window_begin:
+                synchronize(run.device)
+                run.log.drain()
+                gc.collect()
+                run.end_steps()  # warming the device up may take long
+                run.begin_window()
+                meet(run.ranks)  # or the first step would include other ranks' preparations
+                synchronize(run.device)
+                run.log.start()
+            for watcher in watchers:
+                watcher.before(step)
+            step_fn(step, schedule.phase_of(step))
+            if captures:
+                run.end_steps()  # writing a trace may take long
+            for watcher in watchers:
+                watcher.after(step)
+            if step == schedule.start and run.attempt.found:
+                synchronize(run.device)
+                run.result.metrics.restart_s = seconds_alive()
+            if eval_every and (step + 1) % eval_every == 0:
+                run.evaluated(step)
+            if step == schedule.window_end - 1 and step >= schedule.window_begin:
+                synchronize(run.device)
+                run.end_window()
+                run.log.start()
+            for watcher in captures:
+                watcher.write(step)
+            if step % 1000 == 999:
+                gc.collect(0)  # so that a long run does not leak; takes microseconds
+        run.end_steps()
+    if work.config.experts:
+        m = run.result.metrics
+        fullest = gather(run.ranks, fullest_expert(model))
+        m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
+        m.dropped_tokens = 0
+
+
+def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
+    """Trace one more step, the last thing a run does, for `result.observed`.
+
+    All ranks run it, the first one traces it. It comes after everything that is saved, exported,
+    validated or measured, and changes none of that. A failure is a note.
+    """
+    schedule = run.plan.schedule
+    looked = schedule.profiler == "torch"  # at the captured steps
+    if run.plan.profile.no_observe or looked or schedule.total <= schedule.start:
+        return
+    run.count()
+    path = run.directory / "observed.json.gz"
+    try:
+        looks = contextlib.nullcontext()
+        if run.ranks.main:
+            looks = build_profiler(run.device, record_shapes=True)
+        with looks as seen:
+            step_fn(schedule.total, OBSERVE)
+            synchronize(run.device)
+        if run.ranks.main:
+            seen.export_chrome_trace(str(path))
+            run.result.observed = observed_in(read_trace(path), run)
+    except Exception as error:
+        run.result.notes.append(f"the kernels that ran were not observed: {classify(error)[1]}")
+    finally:
+        run.end_steps()
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn off automatic garbage collection, which shows as outliers of step time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def build_passes(
+    run: Run, model: nn.Module, micro_batches: Batches, no_sync: NoSync = contextlib.nullcontext
+) -> Passes:
+    """Forward and backward of all micro batches of a step, one after the other.
+
+    `no_sync` is the context of the micro steps before a step's last one (DDP's, which leaves the
+    gradients unreduced).
+    """
+    work, log, device, scaler, fp8 = run.plan.work, run.log, run.device, run.scaler, run.fp8
+    n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
+    amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
+    # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
+    share = work.fsdp.ranks if work.fsdp and work.fsdp.divided else 1
+    balances = bool(work.config.experts and work.config.experts.aux_loss)
+
+    micro_batches = repeating_last(micro_batches)
+
+    def passes(step: int) -> Tensor:
+        total = torch.zeros((), device=device)
+        if balances:
+            scale_balance_losses(model, (1.0 if scaler is None else scaler.scale) / n_micro / share)
+        for micro in range(n_micro):
+            run.begin_micro_step(step)
+            with log.part("data"):
+                inputs, labels = next(micro_batches)
+            if graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
+                with log.part("forward"):
+                    with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
+                        loss = model(inputs, labels) / n_micro
+                    total += loss.detach()
+                if train:
+                    with log.part("backward"):
+                        loss = loss if scaler is None else loss * scaler.scale
+                        (loss if share == 1 else loss / share).backward()
+                else:
+                    reshard(sharded)
+        return total
+
+    return passes
+
+
+def build_pipelined_passes(run: Run, model: nn.Module, micro_batches: Batches) -> Passes:
+    """Forward and backward of all micro batches of a step, by the schedule of a pipeline.Pipeline."""
+    work, log = run.plan.work, run.log
+    if not work.trains:
+        return build_passes(run, model, micro_batches)
+    n_micro = work.batch.grad_acc_steps
+    scheduled = model.build_schedule(run.device, log)
+    if work.config.experts and work.config.experts.aux_loss:
+        scale_balance_losses(model, 1.0 / n_micro / work.fsdp.ranks)
+    micro_batches = repeating_last(micro_batches)
+
+    def passes(step: int) -> Tensor:
+        run.begin_micro_step(step)
+        with log.part("data"):
+            some = [next(micro_batches) for _ in range(n_micro)]
+            inputs, labels = (torch.cat(tensors) for tensors in zip(*some, strict=True))
+        total = scheduled(inputs, labels)
+        log.mark("idle")
+        return total
+
+    return passes
+
+
+def build_step(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, passes: Passes
+) -> Callable[[int, str], None]:
+    """The function of one optimizer step, `step_fn(step, phase)`: passes, clipping, optimizer, log."""
+    work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
+    flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
+    tokens = work.batch.tokens_per_step
+    parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
+    gradients = model.layout.gradients(model) if work.fsdp else None
+    balances = bool(work.config.experts and work.config.experts.correction_rate)
+    keeps_gradients = work.cuda_graphs and work.trains
+    if keeps_gradients:
+        # A gradient made inside a CUDA graph lives in the graph's memory, which the next replay
+        # overwrites. If the gradient exists already, the graph adds to it.
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def step_fn(step: int, phase: str) -> None:
+        total = passes(step)
+        rate, norm = 0.0, None
+        with log.watched("optimizer"):
+            if optimizer is not None:
+                rate = learning_rate(step, flags, n_steps)
+                norm = optimizer_step(
+                    parameters, optimizer, rate, flags.grad_clip, scaler, gradients
+                )
+                fp8.after_step(model)
+                if balances:
+                    update_corrections(model)
+            if keeps_gradients:  # in place, without one kernel for each
+                torch._foreach_zero_([parameter.grad for parameter in parameters])
+            elif work.trains:
+                for parameter in parameters:
+                    parameter.grad = None
+        wish = None
+        if run.saver is None:
+            average_over_ranks(total)
+        else:  # a wish to stop travels with the loss
+            both = torch.stack((total, run.saver.wishes(run.device)))
+            average_over_ranks(both)
+            total, wish = both.unbind()
+        if phase != OBSERVE:
+            log.finish(step, phase, rate, tokens, total, norm, wish)
+
+    return step_fn
+
+
+def forward_amp(amp: str, model: nn.Module) -> str:
+    """The autocast of a forward pass: none for a sharded model, which casts when it gathers."""
+    return "off" if sharded_modules(model) else amp
+
+
+@contextlib.contextmanager
+def validated(run: Run, model: nn.Module, data: Validation | None) -> Iterator[None]:
+    """The validation loss before and after what happens in here, into `run`; never in the window."""
+    m = run.result.metrics
+    run.evaluate = functools.partial(evaluate, run, model, data)
+    m.val_loss_before = run.evaluate()
+    yield
+    m.val_loss = run.evaluate()
+    if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is no number
+        m.val_perplexity = math.exp(m.val_loss)
+
+
+@torch.no_grad()
+def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | None:
+    """Mean validation loss without dropout, or None without data; never inside the window.
+
+    Every rank computes all of it: sharded models need all ranks in each forward. Transformer Engine's
+    modules run without FP8 here, since delayed scaling would remember these activations.
+    """
+    if data is None:
+        return None
+    work, device = run.plan.work, run.device
+    amp = forward_amp(work.amp, model)
+    model.eval()
+    total = torch.zeros((), device=device)
+    for inputs, labels in batches(*data, device):
+        if work.cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        with autocast(amp, device):
+            total += model(inputs, labels)
+    model.train()
+    reshard(sharded_modules(model))
+    if work.fsdp and work.fsdp.divided:  # each rank's loss is of its own tokens
+        average_over_ranks(total)
+    return (total / len(data[1])).item()

@@ -1,0 +1,316 @@
+"""Capturing some steps: torch.profiler's traces, or the range between cudaProfilerStart and -Stop.
+
+A watcher's `before` and `after` are called around every step. It holds hooks and a profiler only
+from its first step to its last, so other steps cost nothing.
+"""
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerAction, ProfilerActivity
+
+from llm_train_bench.apply.compile import compile_counts
+from llm_train_bench.measure.device import synchronize
+from llm_train_bench.measure.memory import quiet_profiler
+from llm_train_bench.model import layers
+from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.ranks import meet
+from llm_train_bench.results.figures import matmul_work
+from llm_train_bench.results.schema import Profile
+from llm_train_bench.run.life import Run
+from llm_train_bench.trace.breakdown import break_down
+from llm_train_bench.trace.observed import Observed, observe
+from llm_train_bench.trace.read_trace import Trace, read_trace
+
+Draw = Callable[[str], contextlib.AbstractContextManager]
+
+
+def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
+    """The watchers that the run's flags ask for: none or one."""
+    kinds = {"torch": TorchCapture, "nsys": NsysCapture}
+    profiler = run.plan.schedule.profiler
+    return [kinds[profiler](run, model)] if profiler else []
+
+
+class TorchCapture:
+    """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it.
+
+    Tracing begins two steps before the first kept one, since starting it takes time.
+    """
+
+    def __init__(self, run: Run, model: nn.Module):
+        self.run, self.flags, self.model = run, run.plan.profile, model
+        self.steps = run.plan.schedule.captured
+        self.first = run.plan.schedule.profiled.start
+        self.directory = run.directory / "trace"
+
+    def before(self, step: int) -> None:
+        """Start tracing in time."""
+        if step == self.first:
+            synchronize(self.run.device)
+            self._start()
+        if step == self.steps.start:
+            self.ranges = draw_ranges(self.run, self.model, torch.profiler.record_function)
+
+    def _start(self) -> None:
+        self.profiler = build_profiler(
+            self.run.device,
+            schedule=self._action,
+            # On a CPU a matmul's name says nothing of its format.
+            record_shapes=self.flags.profile_shapes or self.run.device.type == "cpu",
+            with_stack=self.flags.profile_stacks,
+            # Without it the stacks are in the trace but not in what export_stacks reads.
+            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
+            if self.flags.profile_stacks
+            else None,
+        )
+        self.profiler.step_num = self.first  # the trace counts steps as the run does
+        self.profiler.current_action = self._action(self.first)
+        self.profiler.start()
+
+    def _action(self, step: int) -> ProfilerAction:
+        if step not in self.steps:
+            return ProfilerAction.WARMUP if step < self.steps.start else ProfilerAction.NONE
+        last = step == self.steps[-1]
+        return ProfilerAction.RECORD_AND_SAVE if last else ProfilerAction.RECORD
+
+    def after(self, step: int) -> None:
+        """End the step in the trace; the captured ones begin and end with an idle device."""
+        if not self.first <= step < self.steps.stop:
+            return
+        last = step == self.steps[-1]
+        if last or step + 1 == self.steps.start:
+            synchronize(self.run.device)
+        if last:
+            self.ranges.close()
+        self.profiler.step()
+        if last:
+            self.profiler.stop()
+
+    def write(self, step: int) -> None:
+        """Write everything after the last captured step. If the window ended there it is closed."""
+        if step == self.steps[-1]:
+            self._write()
+            _go_on(self.run)
+
+    def _write(self) -> None:
+        self.directory.mkdir(exist_ok=True, parents=True)
+        # The name that TensorBoard's profiler plugin looks for.
+        path = self.directory / f"rank{self.run.ranks.rank}.pt.trace.json.gz"
+        self.profiler.export_chrome_trace(str(path))
+        if self.flags.profile_stacks:
+            metric = (
+                "self_cuda_time_total" if self.run.device.type == "cuda" else "self_cpu_time_total"
+            )
+            self.profiler.export_stacks(
+                str(path.with_name(f"rank{self.run.ranks.rank}.stacks")), metric
+            )
+        if self.run.ranks.main:
+            self.run.result.profile = self._breakdown(path)
+
+    def _breakdown(self, path: Path) -> Profile:
+        work = self.run.plan.work
+        flops, ideal_s = matmul_work(self.run.result, work)
+        trace = read_trace(path)
+        self.run.result.observed = observed_in(trace, self.run)
+        b = break_down(trace, flops)
+        # Attention in plain matmuls counts in their time, but not in their FLOPs.
+        kernel, on_cpu = self.run.result.attention_kernel, self.run.device.type == "cpu"
+        apart = "math" not in (kernel, work.attention) and not (
+            on_cpu and (work.config.attention_dropout or kernel == "flex")
+        )
+        return Profile(
+            first_step=self.steps.start,
+            n_steps=b.n_steps,
+            in_window=self.run.plan.schedule.captures_in_window,
+            step_time_s=b.step_time_s,
+            classes_s=b.classes_s,
+            communication_overlapped_s=b.communication_overlapped_s,
+            host_gaps=b.host_gaps,
+            costliest=b.costliest,
+            matmul_flops=b.matmul_flops,
+            matmul_tflops=b.matmul_tflops if apart else None,
+            matmul_roof_fraction=(ideal_s and b.matmul_s and ideal_s / b.matmul_s)
+            if apart
+            else None,
+        )
+
+
+def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
+    """PyTorch's profiler of host and device."""
+    quiet_profiler()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
+
+
+def observed_in(trace: Trace, run: Run) -> Observed:
+    """What ran in a trace of a run, and how that differs from what was asked for."""
+    work, result = run.plan.work, run.result
+    seen = observe(trace, work.trains, work.world)
+    compiled = compile_counts()
+    if work.compiled or compiled.graphs:
+        seen.graphs_from_cache, seen.graphs_generated = compiled.from_cache, compiled.generated
+    on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
+    if run.plan.profile.profile_attention and run.plan.schedule.profiler == "torch":
+        seen.attention = {side: [] for side in seen.attention}  # its parts ran instead
+    elif (on_gpu and not trace.gpu) or (run.plan.flex and not on_gpu):
+        seen.attention = {side: [] for side in seen.attention}  # no kernel has a name there
+    ran = seen.kernels
+    if len(ran) == 1:
+        (result.attention_kernel,) = ran
+    if "math" in ran and asked == "auto":
+        seen.fallbacks.append("attention in plain matmuls (math)")
+    if asked != "auto" and ran - {asked}:
+        seen.mismatches.append(f"asked for {asked} attention, {', '.join(sorted(ran))} ran")
+    if work.optimizer is None or work.pass_type != "step":
+        seen.fallbacks = [f for f in seen.fallbacks if not f.startswith("optimizer")]
+    fp8 = result.fp8
+    if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
+        low = sum(calls for name, calls in seen.matmuls.items() if name.endswith(("fp8", "fp4")))
+        least = fp8.n_linear_layers * work.batch.grad_acc_steps
+        if low < least:
+            text = f"{low:g} of at least {least} FP8 matmuls"
+            seen.fallbacks.append(f"FP8 layers in a higher format: {text}")
+            seen.mismatches.append(f"asked for FP8, {text} ran")
+    return seen
+
+
+class NsysCapture:
+    """The steps between cudaProfilerStart and -Stop, with the parts and blocks as NVTX ranges.
+
+    For `nsys profile -c cudaProfilerApi`. On AMD they are roctx ranges, and
+    roctxProfilerResume and -Pause start and stop rocprofv3 (`rocprofv3 --selected-regions`).
+    """
+
+    def __init__(self, run: Run, model: nn.Module):
+        self.run, self.model, self.steps = run, model, run.plan.schedule.captured
+        ranks = run.plan.profile.nsys_ranks
+        self.mine = not ranks or run.ranks.rank in ranks
+
+    def before(self, step: int) -> None:
+        """Start before the first step, with an idle device."""
+        if step == self.steps.start:
+            synchronize(self.run.device)
+            if self.mine:
+                _profiler_api(start=True)
+            self.ranges = draw_ranges(self.run, self.model, torch.cuda.nvtx.range)
+        if step in self.steps:
+            torch.cuda.nvtx.range_push(f"step {step}")
+
+    def after(self, step: int) -> None:
+        """Stop after the last."""
+        if step in self.steps:
+            torch.cuda.nvtx.range_pop()
+        if step == self.steps[-1]:
+            synchronize(self.run.device)
+            self.ranges.close()
+            if self.mine:
+                _profiler_api(start=False)
+
+    def write(self, step: int) -> None:
+        """Nothing is written here, but the pause after the last step is no part of the next."""
+        if step == self.steps[-1]:
+            _go_on(self.run)
+
+
+def _go_on(run: Run) -> None:
+    """Begin the next step on all ranks at once, or it would include waiting for one of them."""
+    meet(run.ranks)
+    synchronize(run.device)
+    run.log.start()
+
+
+def _profiler_api(start: bool) -> None:
+    if torch.version.hip:
+        roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
+        (roctx.roctxProfilerResume if start else roctx.roctxProfilerPause)(0)
+    elif start:
+        torch.cuda.profiler.start()
+    else:
+        torch.cuda.profiler.stop()
+
+
+def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
+    """Draw the parts of a step, each block's forward and backward, and the loss; close() ends it."""
+    stack = contextlib.ExitStack()
+    run.log.watchers.append(draw)
+    stack.callback(run.log.watchers.remove, draw)
+    if run.plan.profile.profile_attention:
+        stack.callback(setattr, layers, "attend", layers.attend)
+        layers.attend = functools.partial(attend_in_parts, draw, layers.attend)
+    for part in (m for m in model.modules() if isinstance(m, Transformer)):  # stages of a pipeline
+        for layer, block in part.blocks.items():
+            _draw_forward(stack, block, f"blocks.{layer}", draw)
+        if part.last:
+            _draw_forward(stack, part.loss, "loss", draw)
+        _draw_backward(stack, part, draw)
+    return stack
+
+
+def attend_in_parts(
+    draw: Draw, fused: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any,
+    dropout: float, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """What model.layers.attend computes, each part of it as a range; the softmax is fp32.
+
+    A FlexAttention mask has no such parts: it stays `fused`.
+    """
+    if mask is not None and not isinstance(mask, Tensor):
+        return fused(q, k, v, mask, dropout, scale)
+    T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    with draw("attention scores"):
+        scores = (q @ k.repeat_interleave(group, 1).mT) * (scale or q.shape[-1] ** -0.5)
+        seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        scores = scores.masked_fill(~seen, float("-inf"))
+    with draw("attention softmax"):
+        weights = F.dropout(scores.float().softmax(dim=-1).to(v.dtype), dropout)
+    with draw("attention values"):
+        return weights @ v.repeat_interleave(group, 1)
+
+
+def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, draw: Draw) -> None:
+    ranges = []
+
+    def enter(module, args):
+        ranges.append(draw(name))
+        ranges[-1].__enter__()
+
+    def leave(module, args, output):
+        ranges.pop().__exit__(None, None, None)
+
+    stack.callback(module.register_forward_pre_hook(enter).remove)
+    stack.callback(module.register_forward_hook(leave).remove)
+
+
+def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: Draw) -> None:
+    """Backward of a block: from its output's gradient to that of the previous block's output."""
+    running = []
+
+    def switch(name: str | None) -> None:
+        if running:
+            running.pop().__exit__(None, None, None)
+        if name:
+            running.append(draw(name))
+            running[-1].__enter__()
+
+    def watch(tensor, name: str | None) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: switch(name))
+
+    blocks = list(transformer.blocks.values())
+    first = blocks[0].register_forward_pre_hook(lambda module, args: watch(args[0], None))
+    stack.callback(first.remove)
+    for layer, block in transformer.blocks.items():
+        hook = block.register_forward_hook(
+            lambda module, args, output, layer=layer: watch(output, f"blocks.{layer} backward")
+        )
+        stack.callback(hook.remove)

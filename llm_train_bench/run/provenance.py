@@ -1,0 +1,229 @@
+"""A run's result before it starts: model, device, settings, environment and first notes."""
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from llm_train_bench import __version__
+from llm_train_bench.files import ROOT
+from llm_train_bench.formulas.hardware import (
+    device_called,
+    find_peaks,
+    find_roof,
+    name_of_part,
+    threads_of,
+)
+from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.measure.device import cpu_count, device_memory_gib, device_name
+from llm_train_bench.results.result_files import this_process
+from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result
+from llm_train_bench.settings.flags import GRAPH_MODES, Args, PeakFlags, declared, defaults
+from llm_train_bench.settings.machine import installed_version
+from llm_train_bench.settings.plan import Plan, Schedule
+
+
+def _setting(given: dict[str, Any]) -> str:
+    """The headline flags that were chosen, as they stand in a directory's name."""
+    default = defaults(Args)
+    words = []
+    for name, flag in declared(Args).items():
+        if flag.headline and given[name] != default[name]:
+            value = "" if given[name] is True else str(given[name]).replace("/", "_")
+            words.append(f"-{name.replace('_', '-')}{value}")
+    return "".join(words)[:100]
+
+
+def default_name(model: str, given: dict[str, Any]) -> str:
+    """A run's name where none is given: time, model, chosen flags, process."""
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%Y%m%d-%H%M%S}-{model}{_setting(given)}-{os.getpid()}"
+
+
+def open_result(
+    plan: Plan,
+    device: torch.device,
+    fp8: Fp8Info | None,
+    attention_kernel: str | None,
+    name: str,
+    lineage: Lineage,
+) -> Result:
+    """The result of a run that begins now: nothing is measured yet."""
+    now = datetime.datetime.now(datetime.UTC)
+    work, config = plan.work, plan.work.config
+    resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
+    part = _device(device, work.world, plan.peaks)
+    result = Result(
+        run_name=name,
+        version=__version__,
+        entrypoint=plan.script,
+        command=[plan.script, *sys.argv[1:]],
+        started_at=now.isoformat(timespec="seconds"),
+        args=dataclasses.asdict(plan.args) | resolved,
+        model=ModelInfo(
+            name=config.name,
+            path=config.path,
+            hash=config.hash,
+            n_parameters=count_parameters(config),
+            n_matmul_parameters=sum(linear_parameters(config).values()),
+            shape=config.shape(),
+            config=config.raw,
+            ignored_keys=list(config.unknown_keys),
+        ),
+        device=part,
+        batch=work.batch,
+        fp8=fp8,
+        attention_kernel=attention_kernel,
+        writer=this_process(),
+        lineage=lineage,
+        environment=describe_environment(device),
+        notes=[*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)],
+    )
+    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    for kind in kinds if work.ddp or work.fsdp else ():
+        setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
+    if work.fsdp and work.fsdp.pp > 1:
+        fsdp, micro = work.fsdp, work.batch.grad_acc_steps
+        result.metrics.send_bytes = plan.traffic.get("send", 0)
+        result.metrics.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * micro)
+    return result
+
+
+def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:
+    memory = device_memory_gib(device)
+    part = name_of_part(device_name(device), memory)
+    known = part
+    if device.type == "cpu" and device_called(threads_of(part, torch.get_num_threads())):
+        known = threads_of(part, torch.get_num_threads())
+    peaks = find_peaks(known, given.peak_tflops, given.peak_fp8_tflops)
+    roof = find_roof(part)
+    return Device(
+        type=device.type,
+        name=device_name(device),
+        memory_gib=memory,
+        count=ranks,
+        hardware=part if device.type == "cpu" else peaks.name,
+        peak_bf16_tflops=peaks.bf16_tflops,
+        peak_fp8_tflops=peaks.fp8_tflops,
+        peak_source=peaks.source,
+        roof_bf16_tflops=roof.bf16_tflops,
+        roof_fp8_tflops=roof.fp8_tflops,
+        roof_source=roof.source,
+    )
+
+
+def _notes(
+    work: Work, schedule: Schedule, memory_snapshot: bool, device: torch.device
+) -> Iterator[str]:
+    """Notes that a reader of the figures should know from the start, one line each."""
+    if work.cuda_graphs:
+        yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
+    elif work.compile_mode in GRAPH_MODES:
+        yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
+    if work.fp8 and work.fp8.emulated:
+        yield "FP8 was emulated: the figures say nothing of FP8's speed"
+    if work.trains and work.config.experts and work.config.experts.aux_loss:
+        yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"
+    if memory_snapshot and device.type == "cpu":
+        yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
+    if schedule.captured:
+        where = "inside" if schedule.captures_in_window else "after"
+        yield f"a profiler looked at steps {where} the measured window"
+    if work.config.unknown_keys:
+        keys = ", ".join(work.config.unknown_keys)
+        yield f"{work.config.path}: unknown keys are ignored: {keys}"
+
+
+LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
+# Settings of the environment that change speed or numerics; others, which may be private, stay out.
+SETTINGS = (
+    "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "NVTE_",
+    "OMP_", "MKL_", "KMP_", "CUBLAS", "ROCBLAS_", "HIPBLASLT_", "DISABLE_ADDMM_", "HSA_", "CK_",
+    "GLOO_",
+    "GPU_MAX_HW_QUEUES", "SLURM_JOB_ID", "TRITON_",
+)  # fmt: skip
+
+
+def _is_setting(name: str) -> bool:
+    secret = any(word in name.upper() for word in ("TOKEN", "SECRET", "KEY", "AUTH", "PASS"))
+    return name.startswith(SETTINGS) and not secret
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Plain JSON data on host, software and revision; what cannot be read is None."""
+    return {
+        "hostname": platform.node(),
+        "os": platform.platform(),
+        "python": platform.python_version(),
+        "cpu": device_name(torch.device("cpu")),
+        "cpu_count": cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "libraries": {name: installed_version(name) for name in LIBRARIES},
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "nccl": _nccl() if device.type == "cuda" else None,
+        "driver": _driver() if device.type == "cuda" else None,
+        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "image": container_image(os.environ),
+        "settings": {k: v for k, v in sorted(os.environ.items()) if _is_setting(k)},
+        **source_revision(),
+    }
+
+
+def container_image(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """Name and digest of the container image, where docker/launch.sh (or a manifest) told them."""
+    known = {key: environ.get(f"BENCH_IMAGE_{key.upper()}") for key in ("name", "digest")}
+    return known if any(known.values()) else None
+
+
+def source_revision() -> dict[str, str | bool | None]:
+    """Git revision of this source tree, and whether it holds uncommitted changes."""
+    # In a container the tree often belongs to another user, which git refuses to read unasked.
+    git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
+    # An image has the tree without its history; it knows the revision it was built from.
+    sha = _output(*git, "rev-parse", "HEAD")
+    if not sha:
+        told = os.environ.get("BENCH_GIT_SHA")
+        return {"git_sha": None if told in ("", "unknown") else told, "git_dirty": None}
+    changes = _output(
+        *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
+    )
+    found = {"git_sha": sha, "git_dirty": bool(changes)}
+    if changes:  # two edits of one commit are two programs
+        edit = _output(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
+        found["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
+    return found
+
+
+def _nccl() -> str | None:
+    """Version of NCCL, or of RCCL on AMD."""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (RuntimeError, AttributeError):  # a build without it
+        return None
+
+
+@functools.cache
+def _driver() -> str | None:
+    if torch.version.hip:
+        return _output("cat", "/sys/module/amdgpu/version") or None
+    text = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return text.splitlines()[0] if text else None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,74 @@
+"""The measured window of one rank: energy, memory, compilations and the device's own rate in it."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from llm_train_bench.apply.compile import compile_counts
+from llm_train_bench.measure.device import cpu_seconds, peak_memory, reset_peak_memory
+from llm_train_bench.measure.matmul_rate import device_tflops, heat
+from llm_train_bench.measure.memory import AllocatorRecord
+from llm_train_bench.measure.power import PowerMeter
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.parallel.ranks import Ranks, gather, meet
+from llm_train_bench.results.figures import RankTimes, mean_part_times
+
+
+class Window:
+    """Opened before the first measured step and closed after the last, each time with an idle device.
+
+    `history` keeps the allocator's history until the window opens; `pickle` is where it goes.
+    """
+
+    def __init__(
+        self, device: torch.device, ranks: Ranks, cuda_graphs: bool, pickle: Path, history: bool
+    ):
+        self.device, self.ranks, self.cuda_graphs = device, ranks, cuda_graphs
+        here = platform.node()
+        others = gather(ranks, (here, os.getpid()))
+        self.power = PowerMeter(device, {pid for host, pid in others if host == here})
+        self.allocator = AllocatorRecord(pickle, history) if device.type == "cuda" else None
+        self.probe_tflops = None
+        reset_peak_memory(device)
+
+    def open(self, heat_s: float = 0.0) -> None:
+        """The window begins, after so many seconds of matmuls; with several ranks all must come here."""
+        heat(self.device, heat_s)
+        self.compiled_before = compile_counts()
+        if self.allocator:
+            self.allocator.stop()
+        if self.ranks.world > 1:
+            self.probe_tflops = device_tflops(self.device)
+        reset_peak_memory(self.device)
+        meet(self.ranks)  # or the energy would include waiting for others
+        self.power.begin()
+        self.cpu_before = cpu_seconds()
+
+    def close(self, log: StepLog) -> list[RankTimes]:
+        """The window has ended: every rank's part of it, in order. All ranks must come here."""
+        cpu, began = cpu_seconds(), self.cpu_before
+        use = self.power.end(self.ranks.rank)
+        log.drain()
+        before, after = self.compiled_before, compile_counts()
+        recorded = after.graphs_recorded_again - before.graphs_recorded_again
+        if self.device.type == "cpu" and self.ranks.local_rank and use.energy_j is not None:
+            # The counter is the whole machine's; its first rank speaks for all.
+            use = use.model_copy(update={"energy_j": 0.0, "average_power_w": None})
+        measured = log.of_phase("measure")
+        times = RankTimes(
+            self.ranks.rank, platform.node(), [s.step_time_s for s in measured],
+            mean_part_times(measured), use, peak_memory(self.device), self.probe_tflops,
+            compile_s=after.seconds - before.seconds,
+            n_recompilations=after.recompilations - before.recompilations,
+            graphs_recorded=recorded if self.cuda_graphs else None,
+            cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),
+        )  # fmt: skip
+        return gather(self.ranks, times)
+
+    def release(self) -> None:
+        """The run ends: stop the meters, whether the window was ever opened or closed."""
+        self.power.close()
+        if self.allocator:
+            self.allocator.close()

@@ -1,0 +1,573 @@
+"""The plan of a run: what flags, config and world mean together, resolved once. Needs no torch.
+
+Every entrypoint, estimate.py and each cell of a sweep make it in one call. It refuses what does not
+fit together; every room below takes the slice that it needs. Memory it judges for --bsz auto alone.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from llm_train_bench.errors import DoesNotFit, UsageError
+from llm_train_bench.formulas.collectives import traffic
+from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
+from llm_train_bench.formulas.parameters import layer_names
+from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
+from llm_train_bench.model.config import ModelConfig, load_config
+from llm_train_bench.settings.flags import (
+    GRAPH_MODES,
+    SHARDED,
+    Args,
+    BatchFlags,
+    DataFlags,
+    Fp8Flags,
+    FsdpFlags,
+    OptimizerFlags,
+    OutputFlags,
+    PeakFlags,
+    ProfileFlags,
+    RankFlags,
+    SaveFlags,
+    Script,
+    parse_sac_freq,
+)
+
+Platform = Literal["nvidia", "amd", "cpu"]
+LONGEST_DEFAULT = 4096
+# Part of a device's memory that --bsz auto leaves free.
+SPARE = 0.1
+# Tracing is on this many steps before the first captured one: its start-up cost is over by then.
+PROFILER_WARMUP = 2
+# Steps of a resumed run that are not measured.
+RESUME_WARMUP = 5
+# Seconds after which a GPU's clocks are those of a long run.
+GPU_WARMUP_S = 10.0
+# Activations that Transformer Engine's MLP has (model/te.py), by our names.
+TE_ACTIVATIONS = ("gelu_tanh", "relu", "silu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The steps of a run: warm-up, the measured window, and those that a profiler captures."""
+
+    warmup: int
+    measured: int
+    captured: range = range(0)
+    start: int = 0
+    """The first step: above 0 where the run goes on from a checkpoint."""
+    start_sample: int = 0
+    """The first sample, which the steps before `start` did not take."""
+    profiler: Literal["torch", "nsys"] | None = None
+    warmup_s: float = 0.0
+    """Seconds of work before the window, in steps or beside them."""
+
+    @property
+    def window_begin(self) -> int:
+        """The first measured step. A resumed process warms up anew: compiler, allocator, clocks."""
+        return max(self.warmup, self.start + RESUME_WARMUP if self.start else 0)
+
+    @property
+    def window_end(self) -> int:
+        """Steps until the measured window closes."""
+        return self.warmup + self.measured
+
+    @property
+    def total(self) -> int:
+        """All steps: until the window has closed and the capture has ended."""
+        return max(self.window_end, self.captured.stop)
+
+    @property
+    def profiled(self) -> range:
+        """The steps in which a profiler is on, warming up or capturing."""
+        first = self.captured.start - (PROFILER_WARMUP if self.profiler == "torch" else 0)
+        return range(max(0, first), self.captured.stop)
+
+    @property
+    def captures_in_window(self) -> bool:
+        """Whether a profiler is on in some of the measured steps."""
+        steps = self.profiled
+        return bool(steps) and steps.start < self.window_end and steps.stop > self.window_begin
+
+    def samples_before(self, step: int, global_batch: int) -> int:
+        """The number of a step's first sample."""
+        return self.start_sample + (step - self.start) * global_batch
+
+    def phase_of(self, step: int) -> str:
+        """`warmup`, `resume`, `measure`, or `profile` for a step that is run only to be captured."""
+        if step < self.warmup:
+            return "warmup"
+        if step < self.window_begin:
+            return "resume"
+        return "measure" if step < self.window_end else "profile"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run, resolved. `args` are kept for the record alone; functions take one of the parts."""
+
+    script: Script
+    args: Args
+    platform: Platform
+    work: Work
+    schedule: Schedule
+    flex: bool
+    """Whether sliding windows go through FlexAttention."""
+    notes: tuple[str, ...] = ()
+    """What the record should say of how the plan was made."""
+
+    def needs(self, work: Work) -> float:
+        """Bytes on each device by the estimate, of the plan's `work` or of one with another batch."""
+        found = estimate_memory(work, fused_norm=self.platform != "cpu")
+        return found.peak if self.platform == "cpu" else found.on_device(work.world)
+
+    @functools.cached_property
+    def traffic(self) -> dict[str, int]:
+        """Bytes per rank and step handed to collectives, by kind."""
+        return traffic(self.work)
+
+    @property
+    def data(self) -> DataFlags:
+        """Weights, token files, seed."""
+        return self.args.part(DataFlags)
+
+    @property
+    def optimizer(self) -> OptimizerFlags | None:
+        """The optimizer and its schedule; None where a step has none."""
+        return self.args.part(OptimizerFlags) if self.work.pass_type == "step" else None
+
+    @property
+    def output(self) -> OutputFlags:
+        """Where results go, and which."""
+        return self.args.part(OutputFlags)
+
+    @property
+    def saving(self) -> SaveFlags:
+        """Checkpoints."""
+        return self.args.part(SaveFlags)
+
+    @property
+    def profile(self) -> ProfileFlags:
+        """The contents of a capture."""
+        return self.args.part(ProfileFlags)
+
+    @property
+    def ranks(self) -> RankFlags:
+        """Processes and their patience."""
+        return self.args.part(RankFlags)
+
+    @property
+    def peaks(self) -> PeakFlags:
+        """Peaks and price that the user gave."""
+        return self.args.part(PeakFlags)
+
+
+def make_plan(
+    args: Args,
+    script: Script,
+    world: int = 1,
+    platform: Platform = "nvidia",
+    config: ModelConfig | None = None,
+    memory_gib: float | None = None,
+) -> Plan:
+    """Resolve checked arguments for `world` ranks on a platform.
+
+    `config` is the model's, where it is read already; `memory_gib` is a device's memory, by which --bsz
+    auto becomes a number (without it, 1). UsageError or ConfigError where the run could not work.
+    """
+    config = config or load_config(args.config, args.pad_vocab)
+    if args.bsz == "auto":
+
+        def sized(bsz: int) -> Plan:
+            small = dataclasses.replace(args, bsz=bsz)
+            return make_plan(small, script, world, platform, config)
+
+        return sized(1) if memory_gib is None else largest_plan(sized, args, memory_gib)
+    if args.route == "balanced" and config.experts is None:
+        raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
+    unit = 4 if args.amp == "off" else 8  # grouped matmuls load 16 bytes at a time
+    if config.experts and (config.hidden_size % unit or config.experts.size % unit):
+        raise UsageError(
+            f"{config.path}: hidden size {config.hidden_size} and expert size "
+            f"{config.experts.size} must be multiples of {unit} under --amp {args.amp}; change the config"
+        )
+    schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
+    if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
+        schedule = Schedule(0, 0)  # only a conversion: nothing is trained
+    if args.nsys_ranks and max(args.nsys_ranks) >= world:
+        raise UsageError(
+            f"--nsys-ranks {max(args.nsys_ranks)}: there are {world} ranks, numbered from 0"
+        )
+    if schedule.profiler == "nsys" and platform == "cpu":
+        raise UsageError(
+            "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
+        )
+    seq_len = resolve_seq_len(args.seq_len, config)
+    fsdp = ddp = None
+    if script in SHARDED:
+        if args.cpu_offload and platform == "cpu":
+            raise UsageError(
+                "--cpu-offload has no meaning on a CPU: parameters are in host memory; leave it out"
+            )
+        pp, virtual = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
+        if script is Script.PP:
+            _must_divide("--pp", pp, f"{world} ranks", world, least=2)
+        fsdp = Fsdp(
+            shards=resolve_shards(args.dp_replicate, world // pp),
+            replicas=args.dp_replicate,
+            # The stages of a pipeline stay gathered over all micro batches of a step.
+            reshard=args.reshard_after_forward == "always" and pp == 1,
+            reduce_dtype=args.reduce_dtype,
+            prefetch=args.prefetch,
+            cpu_offload=args.cpu_offload,
+            pp=pp,
+            virtual=virtual,
+        )
+        fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
+        if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
+            raise UsageError(
+                f"--tp {fsdp.tp} --sac-policy op: {config.path} has experts, whose gathers the policy "
+                "cannot tell from what it keeps; use --sac-policy block"
+            )
+    elif script is Script.DDP:
+        overlap = not args.no_ddp_overlap and args.ddp_mode != "flat"
+        ddp = Ddp(args.bucket_cap_mb, args.grad_compression, args.ddp_mode, overlap, args.zero1)
+    batch = args.part(BatchFlags)
+    if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
+        batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
+    batch = resolve_batch(batch, seq_len, (fsdp.ranks // (fsdp.tp * fsdp.cp)) if fsdp else world)
+    if script is Script.PP:
+        check_pipeline(fsdp, config, batch, args.global_bsz)
+    work = Work(
+        config=config,
+        batch=batch,
+        world=world,
+        pass_type=args.pass_type,
+        amp=args.amp,
+        tf32=args.tf32,
+        attention=args.attention,
+        compile_mode=args.compile_mode if args.pt_compile else None,
+        cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
+        recompute=resolve_recompute(args.sac_freq, args.sac_policy, config),
+        optimizer=args.optimizer,
+        balanced=args.route == "balanced",
+        ddp=ddp,
+        fsdp=fsdp,
+    )
+    flex = resolve_flex(work, platform)
+    if args.use_fp8:
+        fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
+        work = dataclasses.replace(work, fp8=fp8)
+    return Plan(script, args, platform, work, schedule, flex)
+
+
+def largest_plan(sized: Callable[[int], Plan], flags: BatchFlags, memory_gib: float) -> Plan:
+    """The plan with the largest micro batch that leaves a tenth of a device's memory.
+
+    `sized(bsz)` makes a plan of one. With --global-bsz only micro batches that divide it count.
+    DoesNotFit if not even 1 does.
+    """
+    limit = (1 - SPARE) * memory_gib * 2**30
+    if flags.global_bsz is None:
+        one = sized(1)
+        bsz = largest_batch(lambda n: one.needs(one.work.with_micro_batch(n)), limit)
+    else:
+        bsz = 0
+        for n in range(1, flags.global_bsz + 1):
+            if flags.global_bsz % n:
+                continue
+            with contextlib.suppress(
+                UsageError
+            ):  # more than the ranks' share, or too few micro batches
+                if (plan := sized(n)).needs(plan.work) <= limit:
+                    bsz = n
+    if not bsz:
+        raise DoesNotFit(
+            f"--bsz auto: by the estimate not even 1 leaves a tenth of {memory_gib:,.1f} GiB; use more "
+            "GPUs, --sac-freq 1/1 or a smaller --seq-len"
+        )
+    plan = sized(bsz)
+    need = plan.needs(plan.work) / 2**30
+    note = f"--bsz auto: {bsz}, which needs {need:,.1f} of {memory_gib:,.1f} GiB by the estimate"
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
+
+
+def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) -> Schedule:
+    """The steps of a run; UsageError for a capture that begins too late."""
+    end = steps.warmup_steps + steps.n_steps
+    captured, profiler = range(0), None
+    if profile.profile:
+        start = end + PROFILER_WARMUP if profile.profile_start is None else profile.profile_start
+        captured, profiler = range(start, start + profile.profile_steps), "torch"
+    elif profile.nsys_start is not None:
+        captured, profiler = range(profile.nsys_start, profile.nsys_end), "nsys"
+    if captured and captured.start > end + PROFILER_WARMUP:
+        flag = "profile-start" if profile.profile else "nsys-start"
+        raise UsageError(
+            f"--{flag} {captured.start}: the measured steps end before step {end}, and a capture may "
+            f"begin at step {end + PROFILER_WARMUP} at the latest"
+        )
+    warmup_s = steps.warmup_seconds
+    if warmup_s is None:
+        warmup_s = GPU_WARMUP_S if platform != "cpu" else 0.0
+    return Schedule(
+        steps.warmup_steps, steps.n_steps, captured, profiler=profiler, warmup_s=warmup_s
+    )
+
+
+def resolve_seq_len(wanted: int | None, config: ModelConfig) -> int:
+    """The run's sequence length; UsageError if it is beyond what the model allows."""
+    longest = config.max_position_embeddings
+    if wanted is None:
+        return min(longest, LONGEST_DEFAULT)
+    if wanted > longest:
+        raise UsageError(
+            f"--seq-len {wanted}: {config.path} allows at most {longest} positions"
+            " (max_position_embeddings or n_positions)"
+        )
+    return wanted
+
+
+def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int = 1) -> Batch:
+    """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
+
+    UsageError if --global-bsz does not divide.
+    """
+    micro = flags.bsz * data_parallel_size
+    accumulation = flags.grad_acc_steps
+    if flags.global_bsz is not None:
+        accumulation, rest = divmod(flags.global_bsz, micro)
+        if rest or not accumulation:
+            below = flags.global_bsz // micro * micro
+            nearest = " or ".join(str(n) for n in (below, below + micro) if n)
+            raise UsageError(
+                f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {flags.bsz} x "
+                f"{data_parallel_size} ranks = {micro}; {nearest} would be"
+            )
+    return Batch(
+        micro_batch=flags.bsz,
+        grad_acc_steps=accumulation,
+        data_parallel_size=data_parallel_size,
+        global_batch=micro * accumulation,
+        seq_len=seq_len,
+        tokens_per_step=micro * accumulation * seq_len,
+    )
+
+
+def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
+    """Blocks that --sac-freq q/p chooses, spread evenly: 1/2 every second, from the second on.
+
+    UsageError where it would choose none.
+    """
+    if freq is None:
+        return Recompute()
+    (q, p), n = parse_sac_freq(freq), config.num_hidden_layers
+    blocks = tuple(i for i in range(n) if (i + 1) * q // p > i * q // p)
+    if not blocks:
+        raise UsageError(
+            f"--sac-freq {freq} recomputes no block: {config.path} has only {n} of them; "
+            f"1/{n} recomputes one"
+        )
+    return Recompute(blocks, policy)
+
+
+def resolve_shards(replicas: int, world: int) -> int:
+    """Ranks that share one copy of the model under FSDP; UsageError if that is impossible."""
+    if world % replicas:
+        raise UsageError(
+            f"--dp-replicate {replicas} does not divide {world} ranks; "
+            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)} do"
+        )
+    return world // replicas
+
+
+def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: int) -> Fsdp:
+    """The ranks' shares of tokens, heads and experts; UsageError where sizes stand against them."""
+    tp, cp, ep = flags.tp, flags.cp, flags.ep
+    if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
+        raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
+    if tp > 1 and config.whole_qk_norm:
+        raise UsageError(
+            f"--tp {tp}: {config.path} has norms of queries and keys that span all heads; use --cp"
+        )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    sizes = [heads, kv_heads, *_mlp_sizes(config)]
+    parts = "heads, key/value heads and MLP" if config.latent is None else "heads and MLP"
+    _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
+    _must_divide("--tp", tp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    _must_divide("--cp", cp, f"--seq-len {seq_len}", seq_len)
+    _must_divide("--tp x --cp", tp * cp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    _must_divide("--tp x --cp", tp * cp, f"--seq-len {seq_len}", seq_len)
+    if ep > 1:
+        _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
+        _must_divide("--ep", ep, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
+    if not ulysses:
+        _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
+    return dataclasses.replace(fsdp, tp=tp, cp=cp, ep=ep, ulysses=ulysses)
+
+
+def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
+    """UsageError where the layers or the micro batches are too few for the stages."""
+    pp, virtual, micro = fsdp.pp, fsdp.virtual, batch.grad_acc_steps
+    if config.num_hidden_layers < fsdp.stages:
+        raise UsageError(
+            f"--pp {pp} x --pp-virtual {virtual} = {fsdp.stages} stages: {config.path} has only "
+            f"{config.num_hidden_layers} blocks; use no more stages"
+        )
+    if micro < pp or (virtual > 1 and micro % pp):
+        few = max(1, -(-micro // pp)) * pp
+        need = "a multiple of it" if virtual > 1 else "as many or more"
+        use = f"--grad-acc-steps {few}"
+        if global_bsz:
+            use = f"--global-bsz {global_bsz // micro * few}, or a smaller --bsz"
+        raise UsageError(
+            f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; use {use}"
+        )
+
+
+def _mlp_sizes(config: ModelConfig) -> list[int]:
+    """The sizes of MLPs, and of shared experts, that tensor parallelism divides."""
+    dense = not all(config.has_experts(i) for i in range(config.num_hidden_layers))
+    shared = config.experts.shared_size if config.experts else 0
+    return [size for size, there in ((config.intermediate_size, dense), (shared, shared)) if there]
+
+
+def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) -> None:
+    greatest = math.gcd(*sizes)
+    if greatest % value:
+        possible = [str(n) for n in range(least, greatest + 1) if greatest % n == 0]
+        raise UsageError(
+            f"{flag} {value} does not divide {what}; {', '.join(possible) or 'nothing'} would"
+        )
+
+
+def resolve_flex(work: Work, platform: Platform) -> bool:
+    """Whether sliding windows go through FlexAttention; UsageError for a kernel that cannot serve."""
+    config, name = work.config, work.attention
+    windowed = work.windowed and not config.sinks  # their window is part of a mask
+    if name == "flex" and not windowed:
+        raise UsageError(
+            "--attention flex: no layer has a sliding window shorter than the sequence; "
+            "use --attention auto"
+        )
+    if name == "flex" and platform == "cpu" and work.trains:
+        raise UsageError(
+            "--attention flex: FlexAttention has no backward on a CPU; use --attention auto, "
+            "or --pass-type forward"
+        )
+    if name == "cudnn" and windowed:
+        raise UsageError(
+            "--attention cudnn: under a sliding window's mask its gradients can be NaN "
+            "(pytorch/pytorch#196678); use --attention auto"
+        )
+    by_tokens = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    if name == "flex" and by_tokens:
+        raise UsageError(
+            "--attention flex: heads do not divide over --cp, and only some rows of the mask would be "
+            "needed; use --attention auto"
+        )
+    flex = windowed and (name == "flex" or (name == "auto" and platform != "cpu"))
+    flex = flex and not by_tokens
+    if flex and config.attention_dropout:
+        raise UsageError(
+            f"{config.path}: attention_dropout {config.attention_dropout} does not work with "
+            "FlexAttention, which applies the sliding window; set it to 0, or use --attention math"
+        )
+    return flex
+
+
+def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
+    """Which of a block's linear layers run in FP8; UsageError where sizes stand against it."""
+    config = work.config
+    unable = {
+        "experts": config.experts is not None,
+        "latent attention": config.latent is not None,
+        "norms after its layers": config.norm_after and flags.fp8_backend == "te",
+    }
+    for what in (name for name, has in unable.items() if has):
+        raise UsageError(
+            f"--use-fp8: {config.path} has {what}, which run in high precision alone; leave it out"
+        )
+    fp8 = Fp8Work(
+        backend=flags.fp8_backend,
+        recipe=flags.fp8_recipe,
+        emulated=flags.fp8_emulate,
+        all_gather=flags.fp8_all_gather,
+        primary_weights=flags.fp8_primary_weights,
+    )
+    layers, kept = (_te_layers if fp8.backend == "te" else _torchao_layers)(fp8, work, platform)
+    return dataclasses.replace(fp8, layers=layers, high_precision=kept)
+
+
+def _torchao_layers(fp8: Fp8Work, work: Work, platform: Platform):
+    config, tokens = work.config, work.batch.micro_tokens
+    # The weight's gradient is summed over tokens; if not in FP8, their number need not divide.
+    if tokens % 16 and fp8.recipe != "rowwise_with_gw_hp":
+        raise UsageError(
+            f"--use-fp8: --bsz x --seq-len = {tokens} tokens is not a multiple of 16, which FP8 "
+            "matmuls need; change either"
+        )
+    names = layer_names(config)
+    layers, kept = [], {"head": "always", "embeddings, norms, attention": "no linear layers"}
+    for kind, (n, k) in config.block_shapes().items():
+        if n % 16 or k % 16:
+            kept[f"blocks.*.{names[kind]}"] = f"{k} x {n} is not in multiples of 16"
+            continue
+        layers.append(kind)
+        if fp8.all_gather and n % work.fsdp.shards:
+            raise UsageError(
+                f"--fp8-all-gather: {n} rows of blocks.0.{names[kind]} do not divide evenly "
+                f"over {work.fsdp.shards} ranks; leave it out"
+            )
+    if not layers:
+        raise UsageError(
+            "--use-fp8: no linear layer of the blocks has sizes in multiples of 16; leave it out"
+        )
+    return tuple(layers), kept
+
+
+def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
+    config, kind, tokens = work.config, fp8.recipe, work.batch.micro_tokens
+    multiple = 16
+    if kind == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
+        multiple = 128 if platform == "amd" else 32
+    if tokens % multiple:
+        raise UsageError(
+            f"--fp8-recipe {kind}: --bsz x --seq-len = {tokens} tokens is not a multiple of "
+            f"{multiple}; change either"
+        )
+    shapes = config.block_shapes()
+    modules = {"attn.qkv": ("qkv",), "attn.out": ("out",), "mlp": ("up", "down")}
+    sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
+    kept = {
+        name: f"{k} x {n} is not in multiples of {multiple}"
+        for name, (n, k) in sizes.items()
+        if n % multiple or k % multiple
+    }
+    if config.activation not in TE_ACTIVATIONS:
+        kept["mlp"] = f"Transformer Engine has no {config.activation}"
+    if kept.keys() == modules.keys():
+        raise UsageError(
+            f"--use-fp8: no layer of {config.path} can run in FP8 by Transformer Engine: "
+            f"{'; '.join(f'{name}: {why}' for name, why in kept.items())}; leave it out"
+        )
+    layers = tuple(layer for name in modules.keys() - kept for layer in modules[name])
+    layers = tuple(layer for layer in shapes if layer in layers)
+    if fp8.primary_weights:
+        shards, rows, names = work.fsdp.shards, 32 if kind == "mxfp8" else 1, layer_names(config)
+        if shards == 1 and kind == "mxfp8":
+            raise UsageError(  # torch's FSDP then copies one tensor per weight; mxfp8 has two
+                "--fp8-primary-weights: --fp8-recipe mxfp8 needs two or more ranks; use current"
+            )
+        for layer in layers:
+            if shapes[layer][0] % (shards * rows):
+                raise UsageError(
+                    f"--fp8-primary-weights: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
+                    f"divide over {shards} ranks in multiples of {rows}; leave it out"
+                )
+    high = {"head": "always", "embeddings, attention": "no linear layers"}
+    return layers, high | {f"blocks.*.{name}": why for name, why in kept.items()}

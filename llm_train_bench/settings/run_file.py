@@ -1,0 +1,150 @@
+"""--from: a whole run in one file, a result.json or YAML, as a command line. Needs no torch."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.settings.command_line import to_argv
+from llm_train_bench.settings.flags import (
+    OUTPUT,
+    Args,
+    Script,
+    declared,
+    defaults,
+    flag_of,
+    of_kind,
+)
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """YAML with unique keys and without aliases.
+
+    The library would silently drop the first of two equal keys, and a few aliases can stand for
+    billions of values.
+    """
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(None, None, "aliases (*name) are not read", mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        names = [str(key.value).replace("-", "_") for key, _ in node.value]
+        for (key, _), name in zip(node.value, names, strict=True):
+            if names.count(name) > 1:
+                raise yaml.MarkedYAMLError(None, None, f"{key.value} stands twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _plain_int(loader: UniqueKeys, node: yaml.ScalarNode) -> int:
+    """YAML 1.1 reads 010 as eight and 1:30 as ninety; nobody who writes them means that."""
+    if not re.fullmatch(r"[+-]?(0|[1-9]\d*)", node.value):
+        why = f"{node.value} is no plain number; quote what is a text"
+        raise yaml.MarkedYAMLError(None, None, why, node.start_mark)
+    return loader.construct_yaml_int(node)
+
+
+UniqueKeys.add_constructor("tag:yaml.org,2002:int", _plain_int)
+
+
+def parse_yaml(text: str) -> Any:
+    """YAML from any source; ValueError with one line for anything else, and for a false !!tag."""
+    wrong = yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    try:
+        return yaml.load(text, UniqueKeys)
+    except wrong as error:
+        raise ValueError(" ".join(str(error).split())[:200]) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFile:
+    """A whole run: flags, and where the file tells them config, script and number of ranks."""
+
+    flags: dict[str, Any]
+    config: str | None
+    script: Script | None = None
+    ranks: int | None = None
+
+
+def with_file(argv: Sequence[str], script: Script | None) -> tuple[list[str], RunFile | None]:
+    """A command line with `--from FILE` replaced by what the file holds, and that.
+
+    FILE is a run's result.json, or YAML or JSON with `config`, flags and, if it likes, the `script`,
+    which must be the given one, if any. Flags on the command line override the file's.
+    """
+    words = list(argv)
+    places = [i for i, word in enumerate(words) if word == "--from" or word.startswith("--from=")]
+    if not places:
+        return words, None
+    i = places[0]
+    name = words[i].partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
+    if len(places) > 1 or not name or name.startswith("--"):
+        raise UsageError(
+            "--from takes one file, once: a result.json, or YAML with config and flags"
+        )
+    del words[i : i + (1 if "=" in words[i] else 2)]
+    file = _run_file(Path(name))
+    if script and file.script not in (None, script):
+        raise UsageError(
+            f"--from {name}: is for {file.script}; start that, or leave out its script"
+        )
+    # A config that is named beside it overrides the file's.
+    own = words.pop(0) if words and not words[0].startswith("-") else file.config
+    if own is None:
+        raise UsageError(f"--from {name}: config: missing; name the model's config")
+    later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+    given = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
+    if script is None:  # how many ranks, says whoever asks
+        given.pop("nproc", None)
+    return [own, *to_argv(given), *words], file
+
+
+def _run_file(path: Path) -> RunFile:
+    try:
+        content = parse_yaml(plain_file(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--from {path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"--from {path}: is neither YAML nor JSON: {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError(f"--from {path}: must hold names with values: config, and flags")
+    ranks = None
+    if "schema_version" in content:  # a result: what its run was told, besides its place
+        default, args = defaults(Args), content.get("args")
+        if not isinstance(args, dict):
+            raise UsageError(f"--from {path}: args: must hold the run's flags")
+        given = {k: v for k, v in args.items() if k in default and v != default[k]}
+        for name in of_kind(OUTPUT) - {"device", "n_workers"}:
+            given.pop(name, None)
+        if given.get("global_bsz"):
+            given.pop("grad_acc_steps", None)
+        if not given.get("use_fp8"):
+            given = {k: v for k, v in given.items() if not k.startswith("fp8_")}
+        wanted, config = content.get("entrypoint"), given.pop("config", None)
+        device = content.get("device")
+        ranks = device.get("count") if isinstance(device, dict) else None
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+            ranks = None
+    else:
+        given = {key.replace("-", "_"): value for key, value in content.items()}
+        wanted, config = given.pop("script", None), given.pop("config", None)
+        if wrong := sorted(given.keys() - declared(Args).keys()):
+            near = difflib.get_close_matches(wrong[0], declared(Args), n=1, cutoff=0.6)
+            raise UsageError(
+                f"--from {path}: {wrong[0]}: no such flag" + (f"; {near[0]}?" if near else "")
+            )
+        given = {k: "off" if v is False and k in ("amp", "grad_compression") else v
+                 for k, v in given.items()}  # fmt: skip
+    if wanted not in (None, *Script):
+        raise UsageError(f"--from {path}: script: there are {', '.join(Script)}")
+    if config is not None and not isinstance(config, str):
+        raise UsageError(f"--from {path}: config: must be a path")
+    return RunFile(given, config, wanted and Script(wanted), ranks)

@@ -1,0 +1,46 @@
+"""A tool's process from its arguments to its exit code. Needs nothing but Python."""
+
+import functools
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from llm_train_bench import start
+from llm_train_bench.errors import DoesNotFit, UsageError, printable
+from llm_train_bench.model.json_keys import ConfigError
+
+Main = Callable[[Sequence[str]], int]
+
+
+def tool(prog: str) -> Callable[[Main], Main]:
+    """Decorates a tool's `main`: bad input becomes one line and exit code 2, what cannot fit 4."""
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def guarded(argv: Sequence[str]) -> int:
+            try:
+                return main(argv)
+            except DoesNotFit as error:
+                print(f"{prog}: {printable(str(error))}", file=sys.stderr)
+                return 4
+            except (UsageError, ConfigError) as error:
+                print(f"{prog}: {printable(str(error))}", file=sys.stderr)
+                return 2
+
+        return guarded
+
+    return decorate
+
+
+def run_tool(main: Main) -> NoReturn:
+    """Run a tool and exit with its code: one line on Ctrl-C, none when its output is closed."""
+    start.imported()
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted by SIGINT", file=sys.stderr)
+        sys.exit(1)

@@ -1,0 +1,284 @@
+"""Run one cell of a sweep in its own process; whatever happens becomes a row. Needs no torch."""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.errors import UsageError, printable, printable_data
+from llm_train_bench.files import ROOT, write_whole
+from llm_train_bench.model.config import ConfigError, load_config, model_name
+from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.results.metrics import CSV_COLUMNS
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import Result
+from llm_train_bench.settings.flags import Args, defaults
+from llm_train_bench.settings.machine import cpu_name, installed_version
+from llm_train_bench.sweep.grid import Cell
+
+CellRow = dict[str, Any]
+
+
+def cell_key(cell: Cell, repeat: int | str) -> str:
+    """A setting's name, the same in every sweep with one PyTorch: model, hash, number of the repeat."""
+    own = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
+    own += [f"{name}={value}" for name, value in sorted(cell.environment)]
+    own.append(f"torch {installed_version('torch')}")
+    text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *own])
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return f"{model_name(cell.config)}-{digest}-{repeat}"
+
+
+def _versions(cell: Cell) -> list[str]:
+    """The present versions of a setting's files: an edited file makes another setting."""
+    found = []
+    with contextlib.suppress(ConfigError):
+        found.append(load_config(cell.config).hash)
+    flags = dict(cell.flags)
+    for name in ("data", "val_data"):
+        with contextlib.suppress(OSError, TypeError):  # none given, synthetic, or not there yet
+            about = Path(flags.get(name)).stat()
+            found.append(f"{name} {about.st_size} {about.st_mtime_ns}")
+    return found
+
+
+def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> CellRow:
+    """Run a setting once below `directory`/runs, unless an earlier sweep finished it; return its row.
+
+    The status is the run's own, `timeout`, or `failed` with the last line it printed.
+    """
+    row = first_of_row(cell, repeat)
+    key = row["key"]
+    runs = directory / ("probes" if repeat == "probe" else "runs")
+    run, log = runs / key, directory / "logs" / f"{key}.log"
+    if (result := _finished(run)) is None:
+        _remove(run)  # left by a sweep that was killed in the middle
+        log.parent.mkdir(parents=True, exist_ok=True)
+        start = time.monotonic()
+        ended, why = _run(cell, key, runs, log, timeout_s)
+        row["wall_s"] = round(time.monotonic() - start, 3)
+        result = _finished(run)
+        if ended == "timeout" or result is None:
+            row |= {"status": ended, "error": why or _last_line(log)}
+            return row | {"command": _command(cell, key, runs)}
+    row |= {
+        "status": result.status,
+        "error": result.error,
+        "result": str(_attempts(run)[-1] / "result.json"),
+    }
+    row |= {name: getattr(result.metrics, name) for name in CSV_COLUMNS}
+    row["memory_gib"], row["memory_kind"] = result.peak_memory
+    row["step_times_s"] = result.step_times_s
+    if repeat != "probe":
+        _name_for_tensorboard(cell, repeat, directory, Path(row["result"]).parent / "tensorboard")
+    row |= {
+        "bsz": result.batch.micro_batch,
+        "seq_len": result.batch.seq_len,
+        "global_batch": result.batch.global_batch,
+        "hardware": result.device.hardware,
+        "n_gpus": result.device.count,
+        "unfit": "; ".join(result.unfit) if result.status == "ok" else "",
+    }
+    return row
+
+
+def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
+    """Link a run's events below `directory`/tensorboard, by the setting's name in place of a hash."""
+    name = re.sub(r"[/\\\0]", "_", f"{cell.label()} #{repeat}")[:200]
+    link = directory / "tensorboard" / name
+    with contextlib.suppress(
+        OSError
+    ):  # a file system without links: the runs have their names still
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        if events.is_dir():
+            link.symlink_to(os.path.relpath(events, link.parent), target_is_directory=True)
+
+
+def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
+    """What is known of a run's row before it runs."""
+    return {
+        "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
+        "model": model_name(cell.config),
+        "axes": {name: dict(cell.flags).get(name) for name in cell.axes},
+    }  # fmt: skip
+
+
+def refuse_foreign_row(row: CellRow, path: Path) -> None:
+    """UsageError for a row of another CPU: its speed is not this machine's."""
+    hardware = row.get("hardware") or ""
+    if hardware.endswith((" core)", " cores)")) and hardware != cpu_name():
+        raise UsageError(
+            f"{path}: has rows of {hardware}, and this machine is {cpu_name()}; choose another "
+            "--output-dir"
+        )
+
+
+def outcome(row: CellRow) -> str:
+    """A row's status, and its rate or what went wrong."""
+    if row["status"] == "ok":
+        return f"ok {row['tokens_per_sec']:,.0f} tokens/s"
+    return f"{row['status']}: {(row.get('error') or '')[:160]}"
+
+
+def _command(cell: Cell, key: str, runs: Path) -> list[str]:
+    script = str(ROOT / cell.script)
+    shown = ["--hparams", *cell.axes] if cell.axes else []
+    where = ["--output-dir", str(runs), "--run-name", key]
+    return [sys.executable, script, *cell.argv(), *where, *shown]
+
+
+def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
+    """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
+            env=os.environ | dict(cell.environment), start_new_session=True,
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
+        )  # fmt: skip
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            return "timeout", f"not done after {timeout_s:g} s"
+        except BaseException:
+            _end(process)
+            raise
+    if process.returncode == -signal.SIGKILL:
+        return "failed", "killed by SIGKILL, as the kernel does when memory is full"
+    if process.returncode < 0:
+        return "failed", f"killed by {signal.Signals(-process.returncode).name}"
+    # 3 is out of memory. The rank that had it may leave the writing rank no time for a result.
+    return ("oom" if process.returncode == 3 else "failed"), None
+
+
+def _die_with_parent(parent: int) -> None:
+    """In the new process: SIGTERM when the sweep is gone, even by SIGKILL (on Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
+    if os.getppid() != parent:  # it is gone already
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a run and all its ranks: politely, then not."""
+    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            process.wait(patience)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+
+
+# Runs whose result says nothing of how they would have ended.
+UNFINISHED = ("running", "killed", "unknown", "interrupted", "preempted")
+
+
+def _finished(run: Path) -> Result | None:
+    for attempt in reversed(_attempts(run)):
+        with contextlib.suppress(OSError, ValueError):
+            result = read_result(attempt / "result.json")
+            return None if result.status in UNFINISHED else result
+    return None
+
+
+def _attempts(run: Path) -> list[Path]:
+    """The directories of a run: its own, and with --max-restarts one more for each restart."""
+    again = run.parent.glob(f"{run.name}-restart*")
+    return [run, *sorted(again, key=lambda path: (len(path.name), path.name))]
+
+
+def _remove(run: Path) -> None:
+    for attempt in _attempts(run):
+        shutil.rmtree(attempt, ignore_errors=True)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return printable(lines[-1][:500]) if lines else "ended without a word"
+
+
+def _is_whole(row: Any) -> bool:
+    """Whether a stored row can be ranked: someone may have edited the file."""
+
+    def figure(value: Any, above: float = -1e30) -> bool:
+        return isinstance(value, int | float) and above < value < 1e30
+
+    if not isinstance(row, dict) or not isinstance(row.get("axes"), dict):
+        return False
+    texts = [row.get(n) for n in ("key", "model", "status", "error", "result", "memory_kind")]
+    if not all(isinstance(text, str | None) for text in texts) or None in texts[:3]:
+        return False
+    names = (*CSV_COLUMNS, "memory_gib", "seq_len")
+    if not all(row.get(name) is None or figure(row[name]) for name in names):
+        return False
+    times = row.get("step_times_s", [])
+    whole = figure(row.get("tokens_per_sec"), 0) and isinstance(times, list) and times
+    return row["status"] != "ok" or bool(whole and all(figure(t, 0) for t in times))
+
+
+class Rows:
+    """rows.jsonl: one line per finished run, on disk before the next starts."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.rows: dict[str, CellRow] = {}
+        self._lock()
+        if path.exists():
+            whole = [line for line in path.read_bytes().split(b"\n") if line]
+            for line in whole:
+                # The last may be cut off: the sweep was killed.
+                with contextlib.suppress(ValueError):
+                    row = printable_data(parse_json(line))
+                    json.dumps(row, allow_nan=False)
+                    if _is_whole(row):
+                        self.rows[row["key"]] = row
+            self._rewrite()
+
+    def _lock(self) -> None:
+        """Until this process ends, even by SIGKILL, no other sweep writes here."""
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        weakref.finalize(self, os.close, directory)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{self.path.parent}: another sweep is running there; wait for it, or give another "
+                "--output-dir"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
+    def forget(self, *statuses: str) -> None:
+        """Drop rows with these statuses, and what their runs wrote."""
+        for key, row in list(self.rows.items()):
+            if row.get("status") in statuses:
+                for runs in ("runs", "probes"):
+                    _remove(self.path.parent / runs / key)
+                del self.rows[key]
+        self._rewrite()
+
+    def _rewrite(self) -> None:
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows.values()))
+
+    def add(self, row: CellRow) -> None:
+        """Append and flush to disk."""
+        self.rows[row["key"]] = row
+        with self.path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+            f.flush()
+            os.fsync(f.fileno())

@@ -1,0 +1,185 @@
+"""The input of a sweep: an experiment file (YAML) or the command line. Needs no torch.
+
+One file serves NVIDIA and AMD: `platforms` holds what differs. sweep/grid.py resolves it to cells.
+"""
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.results.result_files import first_problem
+from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated
+from llm_train_bench.settings.flags import SETTABLE, Script
+from llm_train_bench.settings.plan import Platform
+from llm_train_bench.settings.run_file import parse_yaml
+
+Value = bool | int | float | str | None
+Flags = dict[str, Value]
+
+
+class Machine(BaseModel, extra="forbid"):
+    """The hardware of one platform, for the arithmetic of batches and for cost."""
+
+    gpu: str | None = None
+    gpus: int = Field(1, ge=1)
+    usd_per_hour: float | None = Field(None, gt=0)
+    tdp_w: float | None = Field(None, gt=0)
+
+
+class Parallel(BaseModel, extra="forbid"):
+    """How the GPUs are shared out: replicas x shards."""
+
+    dp_replicate: int = Field(1, ge=1)
+    dp_shard: int | None = Field(None, ge=1)
+
+
+# More cells than anybody can run: at a minute each, a week.
+MOST_CELLS = 10_000
+
+
+class Experiment(BaseModel, extra="forbid"):
+    """The file as it is written; docs/SWEEPS.md explains each key."""
+
+    experiment: str = Field(pattern=r"^\w[\w.-]*$")
+    methodology: Literal["maximum_performance", "identical_config"] = "maximum_performance"
+    script: Script = Script.ONE
+    hardware: dict[Platform, Machine] = {}
+    parallel: Parallel = Parallel()
+    models: list[Annotated[str, Field(pattern=r"^[^-]")]] = Field(min_length=1)
+    training: Flags = {}
+    grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
+    cells: list[Flags] = []
+    platforms: dict[Platform, Flags] = {}
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
+    repeats: int = Field(1, ge=1)
+    timeout_s: float = Field(3600.0, gt=0)
+
+    @field_validator("training", "grid", "cells", "platforms", mode="before")
+    @classmethod
+    def _by_either_name(cls, value: Any) -> Any:
+        """Flags by their names with `-` or `_`."""
+        if isinstance(value, list):
+            return [cls._by_either_name(row) for row in value]
+        if not isinstance(value, dict):
+            return value
+        names = {n: n.replace("-", "_") if isinstance(n, str) else n for n in value}
+        return {
+            names[n]: cls._by_either_name(v) if isinstance(v, dict) else v for n, v in value.items()
+        }
+
+
+def check_size(e: Experiment, where: str | Path) -> Experiment:
+    """The experiment, unless it has more cells than anybody can run (UsageError)."""
+    n = math.prod([len(e.models), len(e.cells) or 1, *map(len, e.grid.values())])
+    if n > MOST_CELLS:
+        raise UsageError(f"{where}: {n:,} settings; at most {MOST_CELLS:,} are run in one sweep")
+    return e
+
+
+def read_experiment(path: str | Path) -> Experiment:
+    """An experiment file, checked; UsageError with the file, the key and what is wrong."""
+    try:
+        text = plain_file(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise UsageError(f"{path}: cannot be read: {reason}") from None
+    try:
+        content = parse_yaml(substitute(text, os.environ, path))
+    except ValueError as error:
+        raise UsageError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
+    if isinstance(content.get("experiment"), dict):
+        raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
+    try:
+        return check_size(Experiment.model_validate(content), path)
+    except ValidationError as error:
+        raise UsageError(f"{path}: {first_problem(error)}") from None
+
+
+def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]]:
+    """US$ per hour and TDP [W] of an experiment file's machines, by the name of their hardware."""
+    found = {}
+    for machine in read_experiment(path).hardware.values():
+        if machine.gpu is not None:
+            try:
+                name = find_hardware(machine.gpu).name
+            except UsageError as error:
+                raise UsageError(f"{path}: gpu {error}") from None
+            found[name] = machine.usd_per_hour, machine.tdp_w
+    return found
+
+
+def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
+    """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one.
+
+    Comment lines are dropped.
+    """
+    text = re.sub(r"(?m)^[ \t]*#.*$", "", text)
+
+    def value(match: re.Match) -> str:
+        name, default = match[1], match[3]
+        found = environ.get(name) or default
+        if found is None:
+            raise UsageError(
+                f"{path}: ${{{name}}} is not set, and has no default (${{{name}:-...}})"
+            )
+        return found
+
+    return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
+
+
+def nearest_flag(flag: str) -> str:
+    """What an unknown flag may have meant, in words: another suite's name, or a near one."""
+    name = f"--{flag.replace('_', '-')}"
+    ours = RENAMED.get(name)
+    if ours is None and name in REPLACED:
+        return f": another suite's; {REPLACED[name]}"
+    near = [ours] if ours else difflib.get_close_matches(flag, SETTABLE, 1)
+    return f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
+
+
+def from_command_line(
+    script: str,
+    models: Sequence[str],
+    settings: Sequence[str],
+    repeats: int,
+    timeout_s: float,
+) -> Experiment:
+    """An experiment from `--set flag=value,value` options: several values make an axis."""
+    training: Flags = {}
+    grid: dict[str, list[Value]] = {}
+    for setting in settings:
+        flag, equals, values = setting.partition("=")
+        flag = f"--{flag.lstrip('-').replace('_', '-')}"
+        flag = RENAMED.get(flag, flag).removeprefix("--").replace("-", "_")
+        if not equals:
+            raise UsageError(f"--set {setting}: must be flag=value or flag=value,value,...")
+        if flag not in SETTABLE:
+            raise UsageError(f"--set {setting}: no such flag{nearest_flag(flag)}")
+        try:
+            parsed = [parse_yaml(v) for v in translated(values.split(","))]
+        except ValueError:
+            raise UsageError(f"--set {setting}: {values!r} is no value") from None
+        if "" in values.split(","):
+            raise UsageError(f"--set {setting}: a value is empty; `null` leaves a flag out")
+        if flag in training or flag in grid:
+            raise UsageError(f"--set {setting}: {flag} was set before")
+        if len(parsed) == 1:
+            training[flag] = parsed[0]
+        else:
+            grid[flag] = parsed
+    e = Experiment(
+        experiment="command-line", script=script, models=list(models), training=training, grid=grid,
+        repeats=repeats, timeout_s=timeout_s,
+    )  # fmt: skip
+    return check_size(e, "--set")

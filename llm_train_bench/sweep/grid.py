@@ -1,0 +1,215 @@
+"""An experiment resolved to cells, each a command line that a script takes. Needs no torch."""
+
+import dataclasses
+import itertools
+from typing import Any, get_args, get_type_hints
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.formulas.work import Batch
+from llm_train_bench.model.config import ConfigError, model_name
+from llm_train_bench.settings.command_line import parse_args, to_argv
+from llm_train_bench.settings.flags import SETTABLE, Args, Script, differing, flag_of
+from llm_train_bench.settings.plan import Plan, Platform, make_plan
+from llm_train_bench.sweep.experiment import Experiment, Flags, Machine, Value, nearest_flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One setting: the script, its model and its flags; `axes` is what tells it from other cells."""
+
+    script: str
+    config: str
+    flags: tuple[tuple[str, Value], ...]
+    axes: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that its process has besides ours."""
+
+    def argv(self) -> list[str]:
+        """Model and flags as a command line."""
+        return [self.config, *to_argv(dict(self.flags))]
+
+    def label(self) -> str:
+        """The model and the values on the axes."""
+        flags = dict(self.flags)
+        parts = [f"{name}={_plain(flags.get(name))}" for name in self.axes]
+        return " ".join([model_name(self.config), *parts])
+
+
+def _plain(value: Value) -> str:
+    """A value as it stands on a command line or in a table."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
+    """All settings of an experiment on one platform; UsageError if one of them could not run."""
+    axes = list(e.grid)
+    both = sorted(set(e.grid) & {key for row in e.cells for key in row})
+    if both:
+        raise UsageError(
+            f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
+        )
+    combinations = [
+        dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
+    ]
+    machine = e.hardware.get(platform)
+    if machine and machine.gpu:
+        try:
+            find_hardware(machine.gpu)
+        except UsageError as error:
+            raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
+    cells = []
+    for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
+        flags = e.training | e.platforms.get(platform, {}) | chosen | listed
+        unknown = sorted(set(flags) - SETTABLE)
+        if unknown:
+            near = nearest_flag(unknown[0])
+            raise UsageError(
+                f"{where}: {unknown[0]}: no such flag{near}; {e.script} --help lists them"
+            )
+        flags = {name: _meant(name, value, where) for name, value in flags.items()}
+        flags = _with_machine(flags, e, platform, where)
+        both = None not in (flags.get("global_bsz"), flags.get("grad_acc_steps"))
+        size = flags.pop("global_bsz") if both else None
+        if both and flags.get("bsz") == "auto":
+            raise UsageError(
+                f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
+            )
+        names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
+        cell = Cell(
+            e.script, model, tuple(sorted(flags.items())), names, tuple(e.environment.items())
+        )
+        try:
+            world = _world(flags, e, machine)
+            plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
+            _check_sizes(plan.work.batch, e, world, size)
+        except (UsageError, ConfigError) as error:
+            raise UsageError(f"{where}: {cell.label()}: {error}") from None
+        if cell not in cells:
+            cells.append(cell)
+    return cells
+
+
+def _meant(name: str, value: Value, where: str) -> Value:
+    """A value in the flag's type: YAML reads `off` as false, and numbers may be quoted."""
+    kind = get_type_hints(Args)[name]
+    kinds = get_args(kind) or (kind,)
+    kinds = tuple(k for each in kinds for k in (get_args(each) or (each,)))
+    if value is False and "off" in kinds:
+        return "off"
+    if value == "none" and type(None) in kinds and "none" not in kinds:
+        return None  # as labels and tables write it
+    if not isinstance(value, str) or str in kinds or value in kinds:
+        return value
+    try:
+        if bool in kinds:
+            return {"true": True, "false": False}[value.lower()]
+        return int(value) if int in kinds else float(value)
+    except (KeyError, ValueError):
+        raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
+
+
+def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
+    """Ranks of a run; None where that is left to the machine it runs on."""
+    if e.script is Script.ONE:
+        return 1
+    return flags.get("nproc") or (machine.gpus if machine else None)
+
+
+def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
+    """The flags with what the experiment's hardware and `parallel` say."""
+    flags = dict(flags)
+    machine = e.hardware.get(platform)
+    if e.script is Script.ONE and machine and machine.gpus > 1:
+        raise UsageError(
+            f"{where}: hardware: {machine.gpus} GPUs, but train.py runs on one; use train_fsdp.py"
+        )
+    p = e.parallel
+    if machine is None and "parallel" in e.model_fields_set:
+        raise UsageError(
+            f"{where}: hardware has no {platform}, so `parallel` has no number of GPUs to share "
+            "out; add it, or choose another --platform"
+        )
+    if "dp_replicate" in flags and "parallel" in e.model_fields_set:
+        raise UsageError(f"{where}: dp_replicate is in `parallel` already; leave out the flag")
+    if p.dp_replicate > 1:
+        flags["dp_replicate"] = p.dp_replicate
+    if e.script is not Script.ONE and machine:
+        if flags.get("nproc", machine.gpus) != machine.gpus:
+            raise UsageError(
+                f"{where}: nproc {flags['nproc']}, but hardware says {machine.gpus} GPUs; leave it out"
+            )
+        flags["nproc"] = machine.gpus
+    if machine and machine.usd_per_hour:
+        flags.setdefault("usd_per_hour", machine.usd_per_hour)
+    return flags
+
+
+def _check_sizes(batch: Batch, e: Experiment, world: int | None, size: int | None) -> None:
+    """UsageError where `parallel`, or a global batch beside --grad-acc-steps, is not the plan's."""
+    p = e.parallel
+    ranks = f"{batch.data_parallel_size} ranks with data of their own"
+    if p.dp_shard is not None and world and p.dp_replicate * p.dp_shard != batch.data_parallel_size:
+        right = batch.data_parallel_size / p.dp_replicate
+        advice = f"dp_shard must be {right:g}" if right.is_integer() else "choose divisors"
+        raise UsageError(
+            f"parallel: {p.dp_replicate} x {p.dp_shard} = {p.dp_replicate * p.dp_shard}, but of {world} "
+            f"GPUs there are {ranks}; {advice}"
+        )
+    if size is None:
+        return
+    if world is None:
+        raise UsageError("global_bsz and grad_acc_steps: hardware must say how many GPUs")
+    if size != batch.global_batch:
+        raise UsageError(
+            f"global_bsz {size}, but {batch.micro_batch} (bsz) x {ranks} x {batch.grad_acc_steps} "
+            f"(grad_acc_steps) = {batch.global_batch}; make it {batch.global_batch}"
+        )
+
+
+def differences(e: Experiment) -> list[str]:
+    """Hyperparameters in which the platforms of an experiment differ, each as a line for the report.
+
+    Under `identical_config` there should be none.
+    """
+    named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
+    platforms = [p for p in ("nvidia", "amd", "cpu") if p in named]
+    resolved = {}
+    for platform in platforms:
+        cells = make_cells(e, platform)
+        resolved[platform] = [
+            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform)), platform)
+            for cell in cells
+        ]
+    lines = []
+    for a, b in itertools.pairwise(platforms):
+        for left, right in zip(resolved[a], resolved[b], strict=False):
+            lines += [
+                f"{model_name(left['config'])}: {name}: {a} {_plain(left[name])}, "
+                f"{b} {_plain(right[name])}"
+                for name in differing(left, right)
+            ]
+        if len(resolved[a]) != len(resolved[b]):
+            lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")
+    return list(dict.fromkeys(lines))
+
+
+def _resolved(cell: Cell, world: int | None, platform: Platform) -> dict[str, Any]:
+    """All arguments of a cell, and its global batch where the number of ranks is known."""
+    args = parse_args(cell.argv(), cell.script)
+    content = dataclasses.asdict(args) | {"config": cell.config}
+    if world:
+        plan = plan_of(args, cell.script, world, platform)
+        content["global_batch"] = plan.work.batch.global_batch
+    return content
+
+
+def plan_of(args: Args, script: str, world: int | None, platform: Platform) -> Plan:
+    """The plan of a cell; where the number of ranks is not known, without what hangs on it."""
+    platform = "cpu" if args.device == "cpu" else platform
+    if world is None:
+        alone = {"global_bsz": None, "dp_replicate": 1, "fp8_primary_weights": False}
+        args = dataclasses.replace(args, **alone)
+    return make_plan(args, Script(script), world or 1, platform)

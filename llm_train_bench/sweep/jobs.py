@@ -1,0 +1,102 @@
+"""A sweep's runs as jobs of SLURM, through submitit. Needs no torch."""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.files import ROOT, write_whole
+from llm_train_bench.sweep.cell_runs import CellRow, cell_key, first_of_row, run_cell
+from llm_train_bench.sweep.grid import Cell
+
+POLL_S = 1.0
+# Names that submitit has for every cluster; all others are sbatch's own.
+GENERAL = {"nodes", "gpus_per_node", "cpus_per_task", "tasks_per_node", "mem_gb", "timeout_min"}
+
+
+def options_of(texts: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` of --slurm; UsageError for what is none."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (equals and key.isidentifier() and value):
+            raise UsageError(f"--slurm {text}: must be KEY=VALUE, for example partition=gpu")
+        words = {"true": True, "false": False}
+        found[key] = int(value) if value.isdigit() else words.get(value, value)
+    return found
+
+
+def run_as_jobs(
+    todo: Sequence[tuple[Cell, int]],
+    directory: Path,
+    timeout_s: float,
+    cluster: str,
+    options: Mapping[str, Any],
+) -> Iterator[CellRow]:
+    """Rows of the runs, in the order in which their jobs end. Interrupted, it cancels what is left.
+
+    Jobs of a sweep that was killed are waited for, not submitted again.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise UsageError("--launcher needs submitit: pip install -e '.[slurm]'") from None
+    folder = directory / "jobs"
+    known = folder / "submitted.json"
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    )
+    try:
+        executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
+        general = {"name": "llm-train-bench", "timeout_min": math.ceil(timeout_s / 60) + 10}
+        own = {key if key in GENERAL else f"slurm_{key}": value for key, value in options.items()}
+        executor.update_parameters(**general | own)
+    except (NameError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(f"--launcher {cluster}: {' '.join(str(error).split())[:300]}") from None
+    ids: dict[str, str] = {}
+    if cluster == "slurm":
+        with contextlib.suppress(OSError, ValueError):
+            ids = json.loads(known.read_text(encoding="utf-8"))
+    jobs = {}
+    for cell, repeat in todo:
+        key = cell_key(cell, repeat)
+        if key in ids:
+            jobs[key] = cell, repeat, submitit.SlurmJob(folder=folder, job_id=ids[key])
+        else:
+            job = executor.submit(run_cell, cell, repeat, directory.resolve(), timeout_s)
+            jobs[key] = cell, repeat, job
+        ids[key] = jobs[key][2].job_id
+        write_whole(known, json.dumps(ids) + "\n")
+    try:
+        while jobs:
+            for key, (cell, repeat, job) in list(jobs.items()):
+                if not job.done():
+                    continue
+                del jobs[key], ids[key]
+                try:
+                    row = job.result()
+                except (
+                    Exception
+                ) as error:  # the job was cancelled, ran out of time, or lost its node
+                    told = [line for line in str(error).splitlines() if "Error" in line] or [
+                        str(error)
+                    ]
+                    why = " ".join(told[-1].split())[:500] or type(error).__name__
+                    row = first_of_row(cell, repeat) | {
+                        "status": "failed",
+                        "error": f"job {job.job_id}: {why}",
+                    }
+                yield row
+            write_whole(known, json.dumps(ids) + "\n")
+            time.sleep(POLL_S)
+    finally:
+        for _, _, job in jobs.values():
+            with contextlib.suppress(Exception):
+                job.cancel()
+        if jobs:
+            write_whole(known, "{}\n")

@@ -1,0 +1,152 @@
+"""A sweep's rows as a CSV and as a ranked table. Needs no torch."""
+
+import csv
+import dataclasses
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+
+from llm_train_bench.formulas.time_statistics import bootstrap_mean
+from llm_train_bench.results.metrics import CSV_COLUMNS
+from llm_train_bench.sweep.cell_runs import CellRow
+from llm_train_bench.tables import csv_cell, markdown_table, memory_text, number
+
+
+def write_csv(rows: list[CellRow], path: Path, gco2_per_kwh: float) -> None:
+    """All rows, without the lists; a column for each axis.
+
+    `kwh` is the energy of the window, `gco2` that times the grid's grams of CO2 per kWh.
+    """
+    rows = [{"key": row["key"]} | row["axes"] | row for row in rows]
+    for row in rows:
+        if joules := row.get("energy_j"):
+            row |= {"kwh": joules / 3.6e6, "gco2": joules / 3.6e6 * gco2_per_kwh}
+            row["grid_gco2_per_kwh"] = gco2_per_kwh
+    names = list(
+        dict.fromkeys(name for row in rows for name in row if name not in ("step_times_s", "axes"))
+    )
+    last = [
+        n
+        for n in (*CSV_COLUMNS, "kwh", "gco2", "grid_gco2_per_kwh", "error", "result", "command")
+        if n in names
+    ]
+    names = [n for n in names if n not in last] + last
+    with path.open("w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """A setting over its repeats; rates in tokens/s. Only settings of one group are contestants."""
+
+    group: str
+    label: str
+    status: str
+    tokens_per_sec: float | None
+    low: float | None
+    high: float | None
+    cv: float | None
+    mfu: float | None
+    memory_gib: float | None
+    memory_kind: str | None
+
+
+def rank(rows: list[CellRow]) -> list[Ranked]:
+    """Settings of each model and length by tokens/s, best first, with 95 % intervals.
+
+    Those that are unfit for comparison come after the others, and those that never ran last.
+
+    Intervals are over the repeats' rates if there are three or more, or over the runs' steps.
+    """
+    groups: dict[str, list[CellRow]] = {}
+    for row in rows:
+        groups.setdefault(row["key"].rsplit("-", 1)[0], []).append(row)
+    ranked = []
+    for members in groups.values():
+        ok = [row for row in members if row["status"] == "ok"]
+        label, length = _label(members[0]), members[0].get("seq_len")
+        group = members[0]["model"] + (f" T{length}" if length else "")
+        if not ok:
+            ranked.append(Ranked(group, label, members[0]["status"], *[None] * 7))
+            continue
+        rates = [row["tokens_per_sec"] for row in ok]
+        if len(rates) >= 3:
+            low, high = bootstrap_mean(rates) or (None, None)
+            cv = statistics.stdev(rates) / statistics.fmean(rates)
+        else:
+            times = [t for row in ok for t in row["step_times_s"]]
+            mean = statistics.fmean(times)
+            tokens = statistics.fmean(rates) * mean
+            fast, slow = bootstrap_mean(times) or (None, None)
+            low, high = slow and tokens / slow, tokens / fast if fast else None
+            cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
+        mfu = [row.get("mfu") for row in ok]
+        memory, kind = max(map(_memory, ok), key=lambda pair: pair[0] or 0.0)
+        status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
+        if why := next((row["unfit"] for row in ok if row.get("unfit")), None):
+            status = f"unfit: {why}"
+        mean_mfu = None if None in mfu else statistics.fmean(mfu)
+        ranked.append(
+            Ranked(
+                group,
+                label,
+                status,
+                statistics.fmean(rates),
+                low,
+                high,
+                cv,
+                mean_mfu,
+                memory,
+                kind,
+            )
+        )
+    order = list(dict.fromkeys(r.group for r in ranked))
+    return sorted(
+        ranked,
+        key=lambda r: (
+            order.index(r.group),
+            r.status.startswith("unfit"),
+            -(r.tokens_per_sec or 0.0),
+        ),
+    )
+
+
+def _memory(row: CellRow) -> tuple[float | None, str | None]:
+    """A row's peak memory [GiB] and its kind; rows of earlier versions do not tell the kind."""
+    if "memory_gib" in row:
+        return row["memory_gib"], row.get("memory_kind")
+    return row.get("peak_allocated_gib") or row.get("peak_rss_gib"), None
+
+
+def _label(row: CellRow) -> str:
+    return " ".join([row["model"], *(f"{name}={value}" for name, value in row["axes"].items())])
+
+
+def show_ranking(ranked: list[Ranked], directory: Path) -> None:
+    """The ranked table on the screen and as Markdown in the sweep's directory."""
+    table = markdown_table(
+        "setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB",
+        left=["status"],
+    )  # fmt: skip
+    first = {r.group: r for r in reversed(ranked)}
+    for r in ranked:
+        best = first[r.group]
+        if r.tokens_per_sec is None:
+            table.add_row(r.label, r.status, *[""] * 6)
+            continue
+        tied = r.high is not None and best.low is not None and r.high >= best.low
+        share = f"{r.tokens_per_sec / best.tokens_per_sec:.1%}"
+        share += " ~" if tied and r is not best else ""
+        low, high = number(r.low, ",.0f"), number(r.high, ",.0f")
+        table.add_row(
+            r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
+            f"{r.cv:.1%}", share, number(r.mfu, ".1%"), memory_text(r.memory_gib, r.memory_kind, ".2f"),
+        )  # fmt: skip
+    Console(width=200, highlight=False, markup=False).print(table)
+    with (directory / "ranked.md").open("w", encoding="utf-8") as f:
+        Console(width=200, highlight=False, markup=False, file=f).print(table)
+    print("of the best: of this model and length; ~: the interval overlaps that of the best")
+    print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")

@@ -1,0 +1,112 @@
+"""--tune: the fastest of many settings, few of them run. Needs no torch.
+
+The estimate leaves a fifth of the settings, short runs halve these again and again, and the two best run
+in full, in turn, for an interval.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import Hardware, find_cpu, find_hardware
+from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Args, defaults
+from llm_train_bench.settings.machine import cpu_name
+from llm_train_bench.settings.plan import Platform
+from llm_train_bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
+from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.grid import Cell, plan_of
+
+# Part of the settings that is run at all; measured steps of the first short runs, and before them.
+FIELD, FIRST_STEPS, SHORT_WARMUP = 5, 3, 2
+REPEATS = 5
+
+
+def tune(
+    cells: list[Cell], e: Experiment, rows: Rows, directory: Path, platform: Platform
+) -> list[tuple[Cell, int]]:
+    """The runs that confirm the winner of each model and length: the two best, in turn, REPEATS times.
+
+    Each short run is a row (`probe`), so a sweep that was killed goes on.
+    """
+    groups: dict[tuple[str, object], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.config, dict(cell.flags).get("seq_len")), []).append(cell)
+    found: list[tuple[Cell, int]] = []
+    for members in groups.values():
+        field = by_estimate(members, e, platform)
+        print(
+            f"{len(members)} settings; by the estimate these are the fastest that fit:", flush=True
+        )
+        for rate, cell in field:
+            print(f"  {rate:,.0f} tokens/s  {cell.label()}", flush=True)
+        best = halved([cell for _, cell in field], e, rows, directory)
+        found += [(cell, i) for i, cell in itertools.product(range(max(REPEATS, e.repeats)), best)]
+    return found
+
+
+def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tuple[float, Cell]]:
+    """A fifth of the settings, at least two: the fastest that fit by the estimate, with tokens/s."""
+    rated = []
+    for cell in cells:
+        args = parse_args(cell.argv(), cell.script)
+        on = "cpu" if args.device == "cpu" else platform
+        machine = e.hardware.get(on)
+        world = args.nproc or (machine.gpus if machine else 1)
+        gpu = _device(machine.gpu if machine else None, on, world)
+        work = plan_of(args, cell.script, world, on).work
+        if on != "cpu" and estimate_memory(work).on_device(world) > gpu.memory_gib * 2**30:
+            continue
+        rate = work.batch.tokens_per_step / estimate_speed(work, gpu).step_s
+        rated.append((rate, cell))
+    if not rated:
+        raise UsageError("--tune: by the estimate no setting fits; use more GPUs, or a smaller bsz")
+    rated.sort(key=lambda pair: -pair[0])
+    return rated[: max(2, len(cells) // FIELD)]
+
+
+def _device(gpu: str | None, platform: Platform, world: int) -> Hardware:
+    if platform != "cpu":
+        if gpu is None:
+            raise UsageError(
+                f"--tune needs to know the GPU: an experiment file says it, as hardware: {platform}: gpu"
+            )
+        return find_hardware(gpu)
+    try:
+        return find_cpu(cpu_name(), world)
+    except UsageError as error:
+        raise UsageError(f"--tune: {error}") from None
+
+
+def halved(field: list[Cell], e: Experiment, rows: Rows, directory: Path) -> list[Cell]:
+    """The two settings that are left after short runs, each round of half as many and twice as long."""
+    steps = FIRST_STEPS
+    while len(field) > 2:
+        rates = [(_short(cell, steps, e, rows, directory), i) for i, cell in enumerate(field)]
+        ranked = [
+            field[i] for rate, i in sorted(rates, key=lambda pair: (-pair[0], pair[1])) if rate
+        ]
+        if not ranked:
+            return field[:1]  # its own row says why nothing runs
+        field, steps = ranked[: max(2, len(field) // 2)], 2 * steps
+    return field
+
+
+def _short(cell: Cell, steps: int, e: Experiment, rows: Rows, directory: Path) -> float:
+    """Tokens/s of a short run, 0 where it failed."""
+    flags = dict(cell.flags)
+    whole = flags.get("n_steps", defaults(Args)["n_steps"])
+    flags |= {"n_steps": min(steps, whole), "no_tensorboard": True}
+    flags["warmup_steps"] = min(SHORT_WARMUP, flags.get("warmup_steps", SHORT_WARMUP))
+    if flags.get("pt_compile"):  # its first steps compile
+        flags["warmup_steps"] = max(3, flags["warmup_steps"])
+    short = dataclasses.replace(cell, flags=tuple(sorted(flags.items())))
+    key = cell_key(short, "probe")
+    if key not in rows.rows:
+        rows.add(run_cell(short, "probe", directory, e.timeout_s))
+    row = rows.rows[key]
+    print(f"  {flags['n_steps']} steps: {outcome(row)}  {cell.label()}", flush=True)
+    return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("unfit") else 0.0

@@ -1,0 +1,226 @@
+"""The kernels that a traced step ran: attention, matmuls, and what fell back. Needs no torch."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+
+from llm_train_bench.strict import Strict, about
+from llm_train_bench.trace.breakdown import outermost
+from llm_train_bench.trace.kernel_names import (
+    COMMUNICATION,
+    MATMUL,
+    kernel_class,
+    matmul_format,
+    operator_class,
+)
+from llm_train_bench.trace.read_trace import Span, Trace
+from llm_train_bench.trace.timeline import union
+
+# PyTorch's operators of attention. They tell more than kernels: AOTriton serves two of them.
+_OPERATOR = re.compile(
+    r"^aten::_scaled_dot_product_(?:(flash|efficient|cudnn)_attention(?:_for_cpu)?|attention_(math))"
+    r"(_backward)?$"
+)
+# Kernels, for steps whose operators are not recorded, as those inside CUDA graphs.
+_KERNELS = {
+    "flex": re.compile(r"^triton_tem_.*flex_(attention|decoding)"),
+    "cudnn": re.compile(r"cudnn_generated_fort|cudnn.*sdpa", re.IGNORECASE),
+    "efficient": re.compile(r"fmha_cutlass|mem_eff", re.IGNORECASE),
+    "flash": re.compile(r"flash|^attn_(fwd|bwd)|^bwd_kernel_(dk_dv|dq|fuse)", re.IGNORECASE),
+}
+_BACKWARD = re.compile(r"backward|bwd|fmha_cutlassB", re.IGNORECASE)
+_LIBRARIES = {
+    "triton": re.compile(r"triton|^_?matmul_(kernel|ogs)|fused_moe_kernel", re.IGNORECASE),
+    "tensile": re.compile(r"cijk_", re.IGNORECASE),  # rocBLAS and hipBLASLt
+    "ck": re.compile(r"\bck(_tile)?::|kernel_gemm_xdl", re.IGNORECASE),
+    "aiter": re.compile(r"aiter", re.IGNORECASE),
+    "cutlass": re.compile(r"cutlass::device_kernel|cutlass::gemm", re.IGNORECASE),
+    "cublas": re.compile(
+        r"nvjet|xmma|cublas|cutlass_\d|gemv|splitk|^(void )?\w*gemm", re.IGNORECASE
+    ),
+    "onednn": re.compile(r"mkldnn|onednn", re.IGNORECASE),
+    "mkl": re.compile(r"^mkl::"),
+    "aten": re.compile(r"^aten::"),
+}
+_FUSED_OPTIMIZER = re.compile(r"_fused_(adamw?|sgd)_|Fused(Adam|Sgd)|multi_tensor_adam")
+_WAITING_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost")
+
+
+_COLLECTIVES = {
+    "all-gather": re.compile(r"all_?gather", re.IGNORECASE),
+    "reduce-scatter": re.compile(r"reduce_?scatter", re.IGNORECASE),
+    "all-reduce": re.compile(r"all_?reduce", re.IGNORECASE),
+    "all-to-all": re.compile(r"all_?to_?all", re.IGNORECASE),
+}
+# Bytes that each rank sends in a ring, in units of those it hands in (nccl-tests, PERFORMANCE.md).
+_ON_THE_BUS: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+}
+_BYTES = {"float": 4, "bfloat16": 2, "half": 2, "long": 8, "int": 4, "double": 8}
+
+
+class CollectiveUse(Strict):
+    """One kind of collective in a step."""
+
+    calls: float = about("- calls a step;")
+    time_s: float = about(
+        "- seconds in which one of them ran, with waiting for ranks that were late;"
+    )
+    input_bytes: float | None = about(
+        "- bytes that the rank handed in; `null` where a trace lacks sizes;", default=None
+    )
+    bus_gb_per_s: float | None = about(
+        "- bytes that a ring of these ranks sends, over that time [GB/s], as nccl-tests count them. "
+        "gloo does a reduce-scatter by an all-reduce, and is shown so.",
+        default=None,
+    )
+
+
+class Observed(Strict):
+    """The kernels that ran in one step after the window, on rank 0."""
+
+    attention: dict[str, list[str]] = about(
+        "Kernels of attention in `forward` and `backward`, by the names of `--attention`; `math` is "
+        "plain matmuls. Empty where a trace cannot tell."
+    )
+    matmuls: dict[str, float] = about(
+        "Calls of a step by library and format, as `cublas bf16`. `aten` is a CPU's operator, whose "
+        "library PyTorch does not name."
+    )
+    fallbacks: list[str] = about(
+        "Slower paths that were taken: attention in plain matmuls, FP8 layers that ran in a higher "
+        "format, an optimizer that is not fused, copies that wait for the host."
+    )
+    mismatches: list[str] = about(
+        "Kernels that differ from what the flags ask for; they make the run unfit for comparison.",
+        default=[],
+    )
+    collectives: dict[str, CollectiveUse] = about(
+        "Collectives of a step by kind, with their bandwidth:", default={}
+    )
+    graphs_from_cache: int | None = about(
+        "Graphs whose code came from Inductor's cache; `null` if nothing was compiled.",
+        default=None,
+    )
+    graphs_generated: int | None = about(
+        "Graphs whose code was generated in this run.", default=None
+    )
+
+    @property
+    def kernels(self) -> set[str]:
+        """All kernels of attention."""
+        return {name for names in self.attention.values() for name in names}
+
+
+def observe(trace: Trace, trains: bool, ranks: int = 1) -> Observed:
+    """What ran in the steps of a trace; `trains` says whether they have a backward.
+
+    `ranks` is the size of a collective's group where the trace does not tell it.
+    """
+    n = max(1, len(trace.steps))
+    names = {s.name for spans in (*trace.host.values(), trace.gpu) for s in spans}
+    sides = ("forward", "backward") if trains else ("forward",)
+    found = _attention(names) or {side: {"math"} for side in sides}
+    fallbacks = []
+    if not any(map(_FUSED_OPTIMIZER.search, names)):
+        fallbacks.append("optimizer that is not fused")
+    copies = Counter(s.name for s in trace.gpu if _WAITING_COPY.search(s.name))
+    for name, calls in copies.items():
+        if "Pinned" not in name:
+            fallbacks.append(f"host copy that waits: {name}, {calls / n:g} a step")
+    return Observed(
+        attention={side: sorted(found.get(side, ())) for side in sides},
+        matmuls={name: calls / n for name, calls in sorted(_matmuls(trace).items())},
+        fallbacks=fallbacks,
+        collectives=_collectives(trace, ranks, n) if ranks > 1 else {},
+    )
+
+
+def _attention(names: set[str]) -> dict[str, set[str]]:
+    """Names of kernels by side; nothing where no kernel of attention was seen."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for match in filter(None, map(_OPERATOR.match, names)):
+        found["backward" if match[3] else "forward"].add(match[1] or match[2])
+    kernels = ("flex",) if found else _KERNELS  # operators name all kernels except FlexAttention's
+    for name in (name for name in names if "::_" not in name):
+        kernel = next((k for k in kernels if _KERNELS[k].search(name)), None)
+        if kernel:
+            found["backward" if _BACKWARD.search(name) else "forward"].add(kernel)
+    if "math" in found.get("forward", ()):  # its backward is autograd's, of plain matmuls
+        found["backward"].add("math")
+    return found
+
+
+def _matmuls(trace: Trace) -> Counter:
+    """Calls of matmuls by library and format, in all steps."""
+    calls: Counter = Counter()
+    if trace.gpu:
+        types = {s.operator: s.args.get("Input type") for s in _operators(trace)}
+        for span in trace.gpu:
+            if kernel_class(span.name) == MATMUL:
+                known = types.get(trace.operator_id(span))
+                calls[_named(span.name, matmul_format(span.name, known))] += 1
+        return calls
+    for spans in trace.host.values():
+        for span in outermost([s for s in spans if operator_class(s.name) == MATMUL]):
+            calls[_named(span.name, matmul_format("", span.args.get("Input type")))] += 1
+    return calls
+
+
+def _collectives(trace: Trace, ranks: int, n: int) -> dict[str, CollectiveUse]:
+    """Collectives by kind: NCCL's and RCCL's kernels, or gloo's ranges on its own threads."""
+    spans: dict[str, list[Span]] = defaultdict(list)
+    everywhere = trace.gpu or [s for some in trace.host.values() for s in some]
+    for span in everywhere:
+        if trace.gpu and kernel_class(span.name) != COMMUNICATION:
+            continue
+        if not trace.gpu and not span.name.startswith("gloo:"):
+            continue
+        text = f"{span.args.get('Collective name', '')} {span.name}"
+        if kind := next((k for k, pattern in _COLLECTIVES.items() if pattern.search(text)), None):
+            spans[kind].append(span)
+    found = {}
+    for kind, some in spans.items():
+        seconds = union((s.start, s.end) for s in some) / n / 1e6
+        use = CollectiveUse(calls=len(some) / n, time_s=seconds)
+        sizes = [_input_bytes(s) for s in some]
+        if None not in sizes and seconds:
+            use.input_bytes = sum(sizes) / n
+            sent = sum(
+                size * _ON_THE_BUS[kind](_group_size(s, ranks))
+                for size, s in zip(sizes, some, strict=True)
+            )
+            use.bus_gb_per_s = sent / n / seconds / 1e9
+        found[kind] = use
+    return found
+
+
+def _group_size(span: Span, ranks: int) -> int:
+    size = span.args.get("Group size")
+    return size if isinstance(size, int) and size > 0 else ranks
+
+
+def _input_bytes(span: Span) -> float | None:
+    """Bytes that a rank handed to a collective, from what NCCL's kernels or gloo's ranges tell."""
+    count, kind = span.args.get("In msg nelems"), span.args.get("dtype")
+    if not isinstance(count, int):
+        types, dims = span.args.get("Input type"), span.args.get("Input Dims")
+        if not (types and dims and isinstance(dims[0], list)):
+            return None
+        count, kind = math.prod(dims[0]), types[0]
+    width = _BYTES.get(str(kind).lower().removeprefix("c10::"))
+    return None if width is None else float(count * width)
+
+
+def _operators(trace: Trace) -> Iterator[Span]:
+    for spans in trace.host.values():
+        yield from (s for s in spans if s.category == "cpu_op" and s.operator is not None)
+
+
+def _named(kernel: str, number_format: str | None) -> str:
+    library = next((n for n, pattern in _LIBRARIES.items() if pattern.search(kernel)), "other")
+    return f"{library} {number_format or 'unknown'}"

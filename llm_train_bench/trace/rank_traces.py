@@ -1,0 +1,230 @@
+"""The traces of all ranks of a run: who is late, and who waits for whom. Needs no torch.
+
+Clocks of ranks are not compared. Within one collective all ranks end together, so the one whose call is
+shortest came last, and the others waited for it by as much as theirs are longer.
+"""
+
+import dataclasses
+import gzip
+import math
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.trace.breakdown import HOST, break_down, pieces_of_thread, span_labels
+from llm_train_bench.trace.breakdown_schema import Breakdown
+from llm_train_bench.trace.kernel_names import COMMUNICATION, COPIES, kernel_class, operator_class
+from llm_train_bench.trace.read_trace import Span, Trace, read_trace
+
+Interval = tuple[float, float]
+# What a collective is called in a kernel's or an operator's name.
+KINDS = (
+    ("all_to_all", r"all_?to_?all"),
+    ("all_gather", r"all_?gather"),
+    ("reduce_scatter", r"reduce_?scatter"),
+    ("all_reduce", r"all_?reduce"),
+    ("send/receive", r"send|recv"),
+    ("broadcast", r"broadcast"),
+    ("reduce", r"reduce"),
+    ("barrier", r"barrier"),
+)
+
+
+@dataclasses.dataclass
+class Rank:
+    """What is kept of a rank's trace; times in us, from the begin of the rank's window."""
+
+    rank: int
+    path: str
+    device_name: str | None
+    breakdown: Breakdown
+    calls: dict[tuple[str, str], list[float]]
+    """Lengths of a collective's calls, in order, by its kind and process group."""
+    exposed: dict[str, float]
+    """By kind: when nothing computes."""
+    lanes: dict[str, list[Interval]]
+    """One step's intervals of computation, communication and copies."""
+    step_us: float
+
+
+@dataclasses.dataclass
+class Waiting:
+    """Who waited for whom over all steps [us]."""
+
+    by_pair: Counter
+    """(who waited, who came last)"""
+    by_kind: Counter
+    matched: int
+    unmatched: int
+
+    def of(self, rank: int) -> float:
+        """How long a rank waited."""
+        return sum(t for (who, _), t in self.by_pair.items() if who == rank)
+
+    def caused_by(self, rank: int) -> float:
+        """How long others waited for a rank."""
+        return sum(t for (_, late), t in self.by_pair.items() if late == rank)
+
+
+def trace_files(directory: Path) -> list[Path]:
+    """The trace files of a run's directory, or of its `trace/`; UsageError if there are none."""
+    for place in (directory, directory / "trace"):
+        names = sorted(p for p in place.glob("*") if p.name.endswith((".json", ".json.gz")))
+        if found := [p for p in names if _looks_like_a_trace(p)]:
+            return found
+    raise UsageError(f"{directory}: holds no trace of torch.profiler (.json, .json.gz)")
+
+
+def _looks_like_a_trace(path: Path) -> bool:
+    try:
+        with plain_file(path).open("rb") as f:
+            packed = f.read(2) == b"\x1f\x8b"
+        with (gzip.open if packed else open)(path, "rb") as f:
+            return b'"traceEvents"' in f.read(2**20)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        return True  # damaged, as its reader says: without it the waiting of the others is wrong
+    except OSError:
+        return False
+
+
+def read_ranks(directory: Path) -> list[Rank]:
+    """All ranks of a run, one trace in memory at a time; UsageError for what cannot be one run."""
+    found = []
+    for i, path in enumerate(trace_files(directory)):
+        trace = read_trace(path)
+        named = re.search(r"rank[-_]?(\d+)", path.name)
+        number = trace.rank if trace.rank is not None else int(named[1]) if named else i
+        found.append(summary_of(trace, number))
+    numbers = Counter(r.rank for r in found)
+    for rank, times in numbers.items():
+        if times > 1:
+            twice = ", ".join(Path(r.path).name for r in found if r.rank == rank)
+            raise UsageError(
+                f"{directory}: rank {rank} has {times} traces ({twice}); give one run's"
+            )
+    return sorted(found, key=lambda r: r.rank)
+
+
+def summary_of(trace: Trace, number: int) -> Rank:
+    """A rank's breakdown, collectives and lanes."""
+    labelled = [(s, kernel_class(s.name)) for s in trace.gpu] if trace.gpu else _host_spans(trace)
+    collectives = [s for s, label in labelled if label == COMMUNICATION and _counts(s, trace)]
+    calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+    times: dict[str, list[Interval]] = defaultdict(list)
+    for span in collectives:
+        kind = collective_of(span)
+        group = str(span.args.get("Process Group Name", ""))
+        calls[kind, group].append(span.length)
+        times[kind].append((span.start, span.end))
+    busy = joined(
+        (s.start, s.end) for s, label in labelled if label not in (COMMUNICATION, COPIES, HOST)
+    )
+    first = trace.steps[0] if trace.steps else None
+    begin = first.start if first else min(s.start for s, _ in labelled)
+    end = first.end if first else max(s.end for s, _ in labelled)
+    if trace.gpu and len(trace.steps) > 1:
+        end = trace.steps[1].start  # the GPU runs behind the host
+    lanes = {
+        "computation": busy,
+        "communication": joined((s.start, s.end) for s in collectives),
+        "copies": joined((s.start, s.end) for s, label in labelled if label == COPIES),
+    }
+    return Rank(
+        number, trace.path, trace.device_name, break_down(trace), dict(calls),
+        {kind: length_of(part) - shared(part, busy) for kind, found in times.items()
+         for part in [joined(found)]},
+        {name: [(a - begin, b - begin) for a, b in part if b > begin and a < end]
+         for name, part in lanes.items()},
+        end - begin,
+    )  # fmt: skip
+
+
+def _host_spans(trace: Trace) -> list[tuple[Span, str]]:
+    """A CPU's work: pieces of the training thread by class, and communication of any thread."""
+    thread = (
+        trace.steps[0].thread if trace.steps else max(trace.host, key=lambda t: len(trace.host[t]))
+    )
+    spans = trace.host.get(thread, [])
+    labels = dict(zip(map(id, spans), span_labels(spans), strict=True))
+    end = max((s.end for s in spans), default=0.0)
+    found = [
+        (Span(span.name, span.category, start, stop, thread), labels[id(span)])
+        for start, stop, span in pieces_of_thread(spans, spans[0].start if spans else 0.0, end)
+        if span is not None and labels[id(span)] not in (HOST, COMMUNICATION)
+    ]
+    found += [
+        (span, COMMUNICATION)
+        for theirs in trace.host.values()
+        for span in theirs
+        if operator_class(span.name) == COMMUNICATION
+    ]
+    return sorted(found, key=lambda pair: pair[0].start)
+
+
+def _counts(span: Span, trace: Trace) -> bool:
+    """Whether a CPU's span is the transfer itself, not the call or the wait around it."""
+    return bool(trace.gpu) or span.name.startswith(("gloo:", "nccl:"))
+
+
+def collective_of(span: Span) -> str:
+    """The kind of a collective, by what it says of itself or by its name."""
+    for text in (str(span.args.get("Collective name", "")), span.name):
+        for kind, pattern in KINDS:
+            if re.search(pattern, text, re.IGNORECASE):
+                return kind
+    return "other"
+
+
+def waiting(ranks: Sequence[Rank]) -> Waiting:
+    """Match the n-th call of each collective on all ranks of its group."""
+    found = Waiting(Counter(), Counter(), 0, 0)
+    keys = dict.fromkeys(key for r in ranks for key in r.calls)
+    for kind, group in keys:
+        members = [r for r in ranks if (kind, group) in r.calls]
+        lengths = [r.calls[kind, group] for r in members]
+        counts = {len(part) for part in lengths}
+        if len(members) < 2 or len(counts) > 1:
+            found.unmatched += max(counts)
+            continue
+        for call in zip(*lengths, strict=True):
+            shortest = min(call)
+            late = members[call.index(shortest)].rank
+            for member, length in zip(members, call, strict=True):
+                if length > shortest:
+                    found.by_pair[member.rank, late] += length - shortest
+                    found.by_kind[kind] += length - shortest
+            found.matched += 1
+    return found
+
+
+def joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as intervals that are apart, in order."""
+    found: list[list[float]] = []
+    for a, b in sorted(intervals):
+        if found and a <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], b)
+        elif b > a:
+            found.append([a, b])
+    return [(a, b) for a, b in found]
+
+
+def length_of(apart: Iterable[Interval]) -> float:
+    """Length of intervals that are apart."""
+    return math.fsum(b - a for a, b in apart)
+
+
+def shared(these: Sequence[Interval], those: Sequence[Interval]) -> float:
+    """Length that two lists of intervals, each apart and in order, share."""
+    total, j = 0.0, 0
+    for a, b in these:
+        while j < len(those) and those[j][1] <= a:
+            j += 1
+        k = j
+        while k < len(those) and those[k][0] < b:
+            total += min(b, those[k][1]) - max(a, those[k][0])
+            k += 1
+    return total

@@ -1,0 +1,307 @@
+"""A stored trace of torch.profiler (Chrome trace format, as Kineto writes it) as spans. Needs no torch.
+
+It may be ours or any other PyTorch program's, on a CPU, CUDA or ROCm, plain or gzipped. It is read event
+by event: a long trace does not fit into memory as JSON.
+"""
+
+import bisect
+import codecs
+import dataclasses
+import gc
+import gzip
+import json
+import math
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.errors import UsageError, printable
+from llm_train_bench.model.json_keys import plain_file
+
+GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+HOST_CATEGORIES = ("cpu_op", "user_annotation")
+STEP = "ProfilerStep#"
+PIECE = 2**23
+# No single event is as long.
+LONGEST_EVENT = 2**26
+
+SPACES, SPACES_AND_COMMAS = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
+Thread = tuple[Any, Any]  # process and thread
+_NOTHING: dict[str, Any] = {}
+PLAIN = {str, int, float, bool, type(None)}
+
+
+@dataclasses.dataclass(slots=True)
+class Span:
+    """Something that took from `start` to `end` [us] on a thread of the host or a stream of a GPU.
+
+    `args` are the shapes and types of an operator, and what a collective says of itself.
+    """
+
+    name: str
+    category: str
+    start: float
+    end: float
+    thread: Thread
+    operator: Any = None  # id of the CPU operator; in older traces the correlation
+    correlation: Any = None  # of a launch with what it launched
+    device: Any = None
+    args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def length(self) -> float:
+        return self.end - self.start
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A trace's spans by what they are, each list in order of start."""
+
+    path: str
+    device_name: str | None
+    gpu: list[Span]
+    host: dict[Thread, list[Span]]
+    launches: dict[int, Span]
+    steps: list[Span]
+    rank: int | None = None
+    """As its process group said."""
+
+    def launch_of(self, activity: Span) -> Span | None:
+        """The call of the host that gave this to the GPU, where it was recorded."""
+        return self.launches.get(activity.correlation)
+
+    def operator_id(self, activity: Span) -> int | None:
+        """The id of the CPU operator behind a GPU activity.
+
+        If none is known, older traces put the activity's correlation there: its launch must agree.
+        """
+        launch = self.launch_of(activity)
+        return activity.operator if launch and launch.operator == activity.operator else None
+
+
+KEPT_ARGS = {"Input Dims", "Input type", "Collective name", "Process Group Name", "Group size",
+             "In msg nelems", "dtype"}  # fmt: skip
+
+
+def _kind(category: str, path: str | Path) -> tuple[str, str]:
+    """What a category's events are: gpu, launch or host, "" for what is not read; and the category."""
+    if category.startswith("mtia"):
+        raise UsageError(f"{path}: is of an MTIA device, whose kernels are not read")
+    groups = {"gpu": GPU_CATEGORIES, "launch": LAUNCH_CATEGORIES, "host": HOST_CATEGORIES}
+    return next((kind for kind, names in groups.items() if category in names), ""), category
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The spans of a trace file; UsageError if it is no trace."""
+    header: dict[str, Any] = {}
+    gpu, launches, steps = [], {}, []
+    host: dict[Thread, list[Span]] = defaultdict(list)
+    kinds: dict[str, tuple[str, str]] = {}
+    kept: dict[Any, Any] = {}  # one object for each name, thread and shape, however often it comes
+    for event in _events(Path(path), header):
+        if not isinstance(event, dict) or event.get("ph") != "X":
+            continue
+        known = event.get("cat")
+        if not isinstance(known, str):
+            known = ""
+        if known not in kinds:
+            kinds[known] = _kind(known.lower(), path)
+        kind, category = kinds[known]
+        try:
+            start, length = float(event["ts"]), float(event.get("dur", 0))
+        except (KeyError, TypeError, ValueError, OverflowError):
+            length = 0.0
+            start = math.nan
+        if not math.isfinite(start + length) or length < 0:
+            raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
+        if not kind:
+            continue
+        args = event.get("args") or _NOTHING
+        if _is_odd(event, args):
+            raise UsageError(
+                f"{path}: has an event of a form that torch.profiler does not write: {str(event)[:80]}"
+            )
+        name = event.get("name", "")
+        name = kept.get(name) or kept.setdefault(name, printable(str(name)))
+        thread = (event.get("pid"), event.get("tid"))
+        thread = kept.setdefault(thread, thread)
+        own = _NOTHING
+        if kind != "launch" and not KEPT_ARGS.isdisjoint(args):
+            own = {key: args[key] for key in KEPT_ARGS if key in args}
+            own = kept.setdefault(str(own), own)
+        span = Span(
+            name, category, start, start + length, thread,
+            args.get("External id"), args.get("correlation"), args.get("device"), own,
+        )  # fmt: skip
+        if kind == "gpu":
+            gpu.append(span)
+        elif kind == "launch":
+            if span.correlation is not None:
+                launches[span.correlation] = span
+        elif name.startswith(STEP):
+            steps.append(span)
+        else:
+            host[thread].append(span)
+    if not gpu and not host:
+        raise UsageError(f"{path}: holds no operators and no GPU kernels; is it a PyTorch trace?")
+    for spans in host.values():
+        # If two start together, the longer is the outer one.
+        spans.sort(key=lambda s: (s.start, -s.end))
+    gpu = _of_busiest_device(gpu)
+    # By name alone: on ROCm the number of an activity's device is not the one in this list.
+    listed = header.get("deviceProperties")
+    names = {
+        printable(d["name"])
+        for d in (listed if isinstance(listed, list) else [])
+        if isinstance(d, dict) and isinstance(d.get("name"), str)
+    }
+    about = header.get("distributedInfo")
+    rank = about.get("rank") if isinstance(about, dict) else None
+    return Trace(
+        str(path),
+        (names.pop() or None) if len(names) == 1 else None,
+        sorted(gpu, key=lambda s: s.start),
+        dict(host),
+        launches,
+        sorted(steps, key=lambda s: s.start),
+        rank if isinstance(rank, int) else None,
+    )
+
+
+def _is_odd(event: dict[str, Any], args: Any) -> bool:
+    """Whether an event has fields of a type that no reader could use."""
+    if not isinstance(args, dict) or type(args.get("Input type", [])) is not list:
+        return True
+    if type(args.get("Input Dims", [])) is not list:
+        return True
+    get, has = event.get, args.get
+    found = {type(get("pid")), type(get("tid")), type(get("name")), type(has("device")),
+             type(has("correlation")), type(has("External id"))}  # fmt: skip
+    return not found <= PLAIN
+
+
+class _Source:
+    """A file's text, piece by piece, and JSON values cut from its front."""
+
+    def __init__(self, path: Path):
+        self.path, self.size = path, plain_file(path).stat().st_size
+        with path.open("rb") as f:
+            packed = f.read(2) == b"\x1f\x8b"
+        self.file = (gzip.open if packed else open)(path, "rb")
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        # Kineto does not escape everything that JSON wants escaped.
+        self.scan = json.JSONDecoder(strict=False).raw_decode
+        self.text, self.at, self.read, self.done = "", 0, 0, False
+
+    def more(self) -> bool:
+        """Read on; False at the end."""
+        if self.done:
+            return False
+        data = self.file.read(PIECE)
+        self.read += len(data)
+        if self.read > 100 * self.size + 2**26:  # a JSON of events shrinks to a tenth or so
+            most = (100 * self.size + 2**26) / 2**20
+            raise UsageError(f"{self.path}: unpacks to over {most:,.0f} MiB; no trace does")
+        self.done = not data
+        self.text = self.text[self.at :] + self.decoder.decode(data, self.done)
+        self.at = 0
+        return True
+
+    def skip(self, commas: bool = False) -> str:
+        """The next character that is no space (and no comma); "" at the end."""
+        spaces = SPACES_AND_COMMAS if commas else SPACES
+        while True:
+            self.at = spaces.match(self.text, self.at).end()
+            if self.at < len(self.text):
+                return self.text[self.at]
+            if not self.more():
+                return ""
+
+    def value(self) -> Any:
+        """The next JSON value; ValueError if there is none."""
+        self.skip()
+        while True:
+            try:
+                value, end = self.scan(self.text, self.at)
+                if end < len(self.text) or self.done:  # or a number may go on
+                    self.at = end
+                    return value
+            except json.JSONDecodeError:
+                if len(self.text) - self.at > LONGEST_EVENT or self.done:
+                    raise
+            self.more()
+
+
+def _events(path: Path, header: dict[str, Any]) -> Iterator[Any]:
+    """The events of a trace one by one; what stands beside them goes into `header`."""
+    found = False
+    gc.disable()  # millions of spans are made, and none goes
+    try:
+        source = _Source(path)
+        with source.file:
+            if source.skip() == "[":  # the format's other form: the events alone
+                found = True
+                yield from _elements(source)
+                return
+            if source.skip() != "{":
+                source.value()
+                raise UsageError(f"{path}: is JSON, but has no traceEvents; is it a PyTorch trace?")
+            source.at += 1
+            while (next_one := source.skip(commas=True)) != "}":
+                key = source.value()
+                if next_one != '"' or source.skip() != ":":
+                    raise json.JSONDecodeError("Expecting a name", source.text[:1], 0)
+                source.at += 1
+                if key == "traceEvents" and source.skip() == "[":
+                    found = True
+                    yield from _elements(source)
+                else:
+                    header[str(key)] = source.value()
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path}: cannot be read: {reason}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: is not JSON ({error}); was the trace cut off?") from None
+    finally:
+        gc.enable()
+    if not found:
+        raise UsageError(f"{path}: is JSON, but has no traceEvents; is it a PyTorch trace?")
+
+
+def _elements(source: _Source) -> Iterator[Any]:
+    """The elements of the list that begins here."""
+    source.at += 1
+    while source.skip(commas=True) != "]":
+        yield source.value()
+    source.at += 1
+
+
+def _of_busiest_device(gpu: list[Span]) -> list[Span]:
+    """A process may touch other devices; its own is the one it keeps busy."""
+    busy: dict[Any, float] = defaultdict(float)
+    for span in gpu:
+        busy[span.device] += span.length
+    return [s for s in gpu if s.device == max(busy, key=busy.get)]
+
+
+class Ranges:
+    """Spans of the host by thread, to find those that cover a moment."""
+
+    def __init__(self, spans: list[Span]):
+        """`spans` of any threads; those of one thread must lie inside each other or apart."""
+        self.by_thread: dict[Thread, list[Span]] = defaultdict(list)
+        for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+            self.by_thread[span.thread].append(span)
+        self.starts = {t: [s.start for s in spans] for t, spans in self.by_thread.items()}
+
+    def innermost(self, thread: Thread, time: float) -> Span | None:
+        """The innermost of the spans around a moment of a thread."""
+        spans = self.by_thread.get(thread, [])
+        for i in range(bisect.bisect_right(self.starts.get(thread, []), time) - 1, -1, -1):
+            if spans[i].end >= time:
+                return spans[i]
+        return None

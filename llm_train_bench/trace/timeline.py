@@ -1,0 +1,60 @@
+"""Cut a timeline into labelled pieces, and measure what intervals cover. Needs no torch."""
+
+import math
+from collections.abc import Iterable
+
+from llm_train_bench.trace.kernel_names import COMMUNICATION, COPIES
+
+IDLE = "idle"
+
+
+def priority(label: str) -> int:
+    """Order of labels that share a moment: computation, communication, copies, nothing."""
+    return {COMMUNICATION: 1, COPIES: 2, IDLE: 3}.get(label, 0)
+
+
+def sweep(
+    intervals: Iterable[tuple[float, float, str]], begin: float, end: float
+) -> list[tuple[float, float, str]]:
+    """Cut begin ... end into pieces of one label each: compute over communication over copies.
+
+    If two kernels compute at once, the moment counts for the one that started first.
+    """
+    waiting = sorted((a, b, label) for a, b, label in intervals)
+    pieces: list[tuple[float, float, str]] = []
+    now, i = begin, 0
+    running: list[tuple[int, float, float, str]] = []  # priority, start, end, label
+    while now < end:
+        while i < len(waiting) and waiting[i][0] <= now:
+            a, b, label = waiting[i]
+            running.append((priority(label), a, b, label))
+            i += 1
+        running = [r for r in running if r[2] > now]
+        upcoming = waiting[i][0] if i < len(waiting) else end
+        if running:
+            _, _, stop, label = min(running)
+            # Something of a higher priority may start before this ends.
+            stop = min(stop, upcoming, end)
+        else:
+            stop, label = min(upcoming, end), IDLE
+        if pieces and pieces[-1][2] == label and pieces[-1][1] == now and label != IDLE:
+            pieces[-1] = (pieces[-1][0], stop, label)
+        else:
+            pieces.append((now, stop, label))
+        now = stop
+    return pieces
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length that the intervals cover together."""
+    total, reached = 0.0, -math.inf
+    for a, b in sorted(intervals):
+        total += max(0.0, b - max(a, reached))
+        reached = max(reached, b)
+    return total
+
+
+def covered(start: float, stop: float, intervals: list[tuple[float, float]]) -> float:
+    """Length of start ... stop that the intervals cover together."""
+    inside = [(max(a, start), min(b, stop)) for a, b in intervals if b > start and a < stop]
+    return union(inside)
