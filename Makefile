@@ -22,7 +22,7 @@ demo: $(READY)
 	name=demo-$$(date +%Y%m%d-%H%M%S) && $(BIN)/python train.py configs/llama-tiny.json \
 	    --data data/stdlib/train.bin --val-data data/stdlib/val.bin --amp off --n-steps 250 --warmup-steps 5 \
 	    --bsz 8 --seq-len 256 --lr 2e-3 --lr-warmup-steps 20 --sample 300 --run-name $$name && \
-	  $(BIN)/python compare.py runs/$$name --output-dir runs/$$name/report --no-plot >/dev/null && \
+	  $(BIN)/python compare.py runs/$$name --output-dir runs/$$name/report >/dev/null && \
 	  echo "report: runs/$$name/report/report.html"
 
 lint: $(READY)

@@ -10,8 +10,6 @@ Needs no torch.
 """
 
 import dataclasses
-import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,12 +20,10 @@ import llm_train_bench.start  # noqa: F401
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
 from llm_train_bench.compare.ratios import Compared, check_prices, compare, prices_of
-from llm_train_bench.compare.read_results import suite_json
-from llm_train_bench.compare.records import LogFacts, Record, facts_by_log
+from llm_train_bench.compare.records import LogFacts, facts_by_log
 from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
 from llm_train_bench.errors import UsageError, printable
-from llm_train_bench.files import shown_path, write_whole
-from llm_train_bench.results.result_files import storable
+from llm_train_bench.files import shown_path
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import check_bounds, flag, positional
 from llm_train_bench.settings.tool_main import run_tool, tool
@@ -62,14 +58,9 @@ class ReportFlags:
 
     output_dir: str | None = flag(
         None,
-        "Write compare.csv, compare.json, runs.csv, compare.md, compare.png and report.html here.",
+        "Write compare.csv, compare.json, runs.csv, compare.md and report.html here.",
         metavar="DIR",
     )
-    no_plot: bool = flag(False, "Leave out compare.png.")
-    json_dir: str | None = flag(
-        None, "Write each run, a log's too, as benchmark_PLATFORM_MODEL.json here, TensorPrimat's form.",
-        metavar="DIR",
-    )  # fmt: skip
     tokens: float | None = flag(None, "Tokens of a whole training, for the days it takes.", above=0)
 
 
@@ -180,8 +171,6 @@ def main(argv: Sequence[str]) -> int:
                 say(f"--one-model takes for one: {', '.join(names)}")
             for record in records:
                 record.model, record.model_hash = "one model", None
-        if args.json_dir:
-            write_suite(records, Path(args.json_dir))
         identical = args.methodology == "identical_config"
         machines = machines_of(args.experiment) if args.experiment else {}
         prices = prices_of(machines, args.usd_per_hour, args.tdp_w)
@@ -191,8 +180,7 @@ def main(argv: Sequence[str]) -> int:
         written = ""
         if args.output_dir:  # before anything is printed: nobody may read that to its end
             priced = bool(args.usd_per_hour or args.experiment)
-            plot = not args.no_plot
-            written = write(rows, Path(args.output_dir), args.tokens, plot, remarks, priced)
+            written = write(rows, Path(args.output_dir), args.tokens, remarks, priced)
         show_comparison(rows, args.tokens)
         for line in remarks:
             say(line)
@@ -210,29 +198,6 @@ def not_told(rows: Sequence[Compared]) -> Iterator[str]:
     if len(alone) > 1 or (alone and len({row.group for row in rows}) > 1):
         names = ", ".join(shown_path(record.path) for record in alone)
         yield f"not compared with others, since a log does not tell its model: {names}; use --log-model"
-
-
-def write_suite(records: Sequence[Record], directory: Path) -> None:
-    """Each run as a file of the other suite; names that are taken get a number."""
-    directory.mkdir(parents=True, exist_ok=True)
-    taken: set[str] = set()
-    for record in records:
-        if record.marks:
-            say(
-                f"{record.label}: not written, the form has no place for: {'; '.join(record.marks)}"
-            )
-            continue
-        content = suite_json(record)
-        model = re.sub(r"[^A-Za-z0-9.]+", "-", record.model or "model")
-        name = base = f"benchmark_{content['platform']}_{model}"
-        while name in taken:
-            name = f"{base}_{sum(base in other for other in taken)}"
-        taken.add(name)
-        write_whole(
-            directory / f"{name}.json",
-            json.dumps(storable(content), indent=1, allow_nan=False) + "\n",
-        )
-    say(f"wrote {len(taken)} files into {directory}")
 
 
 def say(text: str) -> None:

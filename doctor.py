@@ -56,7 +56,6 @@ LIBRARIES = (
      "NGC's image, or pip install --no-build-isolation -e '.[te]'", False),
     ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
     ("amdsmi", "energy and clocks on AMD", "pip install ${ROCM_PATH:-/opt/rocm}/share/amd_smi", False),
-    ("matplotlib", "compare.png", "pip install -e '.[report]'", False),
 )  # fmt: skip
 
 

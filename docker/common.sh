@@ -192,7 +192,7 @@ mount_arguments() {
     args+=(--mount "type=bind,src=$repo,dst=$workdir" --mount "type=bind,src=$output,dst=$workdir/runs")
     args+=(--mount "type=bind,src=$caches,dst=/cache" --workdir "$workdir")
     args+=(-e XDG_CACHE_HOME=/cache/xdg -e TORCHINDUCTOR_CACHE_DIR=/cache/inductor)
-    args+=(-e TRITON_CACHE_DIR=/cache/triton -e HF_HOME=/cache/hf -e MPLCONFIGDIR=/cache/matplotlib)
+    args+=(-e TRITON_CACHE_DIR=/cache/triton -e HF_HOME=/cache/hf)
     args+=(-e AITER_JIT_DIR=/cache/aiter -e CK_JIT_CACHE_DIR=/cache/ck)
 }
 

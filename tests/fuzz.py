@@ -291,7 +291,7 @@ def compares(path: Path) -> None:
     """By itself, and beside a run of ours, in one of some ways."""
     out, ways = path.parent / "out", ([], ["--one-model"], ["--methodology", "identical_config"])
     more = [[], [PLAIN]][len(path.read_bytes()) % 2]
-    flags = ["--output-dir", out / "c", "--json-dir", out / "j", "--no-plot", "--tokens", 1e12]
+    flags = ["--output-dir", out / "c", "--tokens", 1e12]
     run(compare.main, path, *more, *flags, *ways[path.stat().st_size % 3], out=out)
 
 
@@ -299,16 +299,16 @@ def compares_sweep(path: Path) -> None:
     shutil.copytree(PLAIN.parent, path.parent / "runs/plain")
     path.rename(path.with_name("sweep.json"))
     out = path.parent / "out"
-    run(compare.main, path.parent, "--output-dir", out, "--no-plot", out=out)
+    run(compare.main, path.parent, "--output-dir", out, out=out)
 
 
 def compares_prices(path: Path) -> None:
     out = path.parent / "out"
-    run(compare.main, PLAIN, "--experiment", path, "--output-dir", out, "--no-plot", out=out)
+    run(compare.main, PLAIN, "--experiment", path, "--output-dir", out, out=out)
 
 
 def gates(path: Path) -> None:
-    _gate(path, ROOT / "tests/version1/baselines.json", path.parent / "out")
+    _gate(path, ROOT / "tests/sample/baselines.json", path.parent / "out")
 
 
 def gates_by(path: Path) -> None:
@@ -388,7 +388,7 @@ def examines(path: Path) -> None:
 
 # --- kinds ------------------------------------------------------------------------------------------
 
-PLAIN, TRACES = ROOT / "tests/version1/plain/result.json", ROOT / "tests/traces"
+PLAIN, TRACES = ROOT / "tests/sample/plain/result.json", ROOT / "tests/traces"
 SWEEP = "experiment: e\nmodels: [configs/gpt2-tiny.json]\ntraining: {seq_len: 32}\ngrid: {bsz: [1, 2]}\n"
 TRACE = {"traceEvents": [
     {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0.0, "dur": 30.0,
@@ -467,10 +467,10 @@ def kinds() -> dict[str, Kind]:
     logs = [(text[: text.rfind(b"\n", 0, 3000)] if len(text) > 3000 else text)
             for text in texts("tests/logs/*.log")]  # fmt: skip
     logs = [log.decode("utf-8", "replace").encode() for log in logs]
-    results = texts("tests/version1/*/result.json")
+    results = texts("tests/sample/*/result.json")
     on_h100 = json.loads(results[0])
     on_h100["device"]["hardware"] = "H100 SXM"
-    rows = [json.loads(line) for line in texts("tests/version1/rows.jsonl")[0].splitlines()]
+    rows = [json.loads(line) for line in texts("tests/sample/rows.jsonl")[0].splitlines()]
     measured = [row | {"key": cell_key(cell, 0)}
                 for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
     lines = b'{"step": 1, "tps": 8.0, "loss": 2.0}\n{"step": 2, "tps": 9.0, "tps_per_gpu": 3, "mem": 4}\n'
@@ -478,13 +478,13 @@ def kinds() -> dict[str, Kind]:
     gz = [gzip.compress(text) for text in values(TRACE, HOST_TRACE)]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
     states, tables = texts("tests/logs/trainer_state.json"), texts("tests/logs/lightning.csv")
-    csvs = [*tables, *texts("tests/version1/results.csv")]
-    experiments = texts("tests/version1/experiment.yaml", "configs/sweeps/*.yaml")
-    (steps,) = texts("tests/version1/plain/steps.jsonl")
+    csvs = [*tables, *texts("tests/sample/results.csv")]
+    experiments = texts("tests/sample/experiment.yaml", "configs/sweeps/*.yaml")
+    (steps,) = texts("tests/sample/plain/steps.jsonl")
     sweep_json = {"experiment": {"methodology": "identical_config"}, "differences": ["lr 1 / 2"],
                   "platform": "cpu", "settings": [["train.py", "x"]]}  # fmt: skip
     configs = texts("configs/*-tiny.json", "configs/qwen3-0.6b.json", "configs/deepseek-v3.json")
-    baselines = texts("tests/version1/baselines.json")
+    baselines = texts("tests/sample/baselines.json")
     return {
         "config": (".json", configs, load_config),
         "tokens": (".bin", [tokens], open_tokens),
@@ -519,7 +519,7 @@ def kinds() -> dict[str, Kind]:
         "trace:file": (".json", values(TRACE, HOST_TRACE), reports_trace),
         "trace:gz": (".json.gz", gz[:2], reports_trace),
         "trace:ranks": (".json.gz", gz[:2], reports_ranks),
-        "trace:run": (".json", texts("tests/version1/profiled/result.json"), reports_run),
+        "trace:run": (".json", texts("tests/sample/profiled/result.json"), reports_run),
         "sweep:rows": (".jsonl", ["\n".join(map(json.dumps, measured)).encode()], sweeps_rows),
         "sweep:experiment": (".yaml", experiments, plans_sweep),
         "estimate:config": (".json", configs, estimates),

@@ -867,7 +867,7 @@ def test_a_run_s_file_is_estimated_in_every_form(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text("".join(f"{k}: {v}\n" for k, v in given.items()))
     args = defaults(Args) | {"config": argv[0], "bsz": 2, "sac_freq": "1/1"}
     result = {
-        "schema_version": 2,
+        "schema_version": 3,
         "args": args,
         "entrypoint": "train_ddp.py",
         "device": {"count": 16},

@@ -256,7 +256,7 @@ def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, ca
 
 def test_nested_names_command_nothing(tmp_path, capsys):
     """Values and keys inside a result's args, its software and a sweep's rows."""
-    content = json.loads((ROOT / "tests/version1/plain/result.json").read_text())
+    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
     paths = []
     for i in range(2):
         content["args"] |= {"optimizer": f"{i}{NASTY}", f"key{NASTY}": i}
@@ -264,7 +264,7 @@ def test_nested_names_command_nothing(tmp_path, capsys):
         paths.append(tmp_path / f"{i}.json")
         paths[-1].write_text(json.dumps(content))
     out = tmp_path / "c"
-    flags = ["--methodology", "identical_config", "--output-dir", str(out), "--no-plot"]
+    flags = ["--methodology", "identical_config", "--output-dir", str(out)]
     assert compare.main([*map(str, paths), *flags]) == 0
     shown = capsys.readouterr().out + "".join(file.read_text() for file in out.iterdir())
     assert r"\x1b]52" in shown and "\x1b" not in shown and "\x07" not in shown
@@ -293,7 +293,7 @@ def test_a_device_with_a_line_break_in_its_name_is_one_line(tmp_path):
 
 
 def test_a_field_with_a_line_break_in_its_name_is_one_line(tmp_path):
-    content = json.loads((ROOT / "tests/version1/plain/result.json").read_text())
+    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
     content["metrics"]["tok\ns"] = 1.0
     (tmp_path / "r.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"tok\\ns: Extra inputs") as refused:
@@ -420,7 +420,7 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize(
     ("name", "text", "read"),
     [
-        ("result.json", f'{{"schema_version": 2, "metrics": {DEEP}', "compare"),
+        ("result.json", f'{{"schema_version": 3, "metrics": {DEEP}', "compare"),
         ("result.json", DEEP, "gate"),
         ("result.json", DEEP, "calibrate"),
         ("run.yaml", "config: " + DEEP[:5000], "from"),
@@ -437,7 +437,7 @@ def test_foreign_json_and_yaml_is_one_line(name, text, read, tmp_path, capsys):
     calls = {
         "compare": lambda: compare.main([str(path)]),
         "gate": lambda: compare.main(
-            [str(path), "--baseline", str(ROOT / "tests/version1/baselines.json")]
+            [str(path), "--baseline", str(ROOT / "tests/sample/baselines.json")]
         ),
         "calibrate": lambda: estimate.main([tiny, "--gpu", "h100", "--calibrate", str(path)]),
         "from": lambda: run_train("--from", path),

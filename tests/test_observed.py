@@ -147,7 +147,7 @@ def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch,
     assert f" {why} |" in out and f"note: unfit for comparison: {why}" in out
     r = only_result(runs)
     assert r["observed"]["mismatches"] == [why] and r["attention_kernel"] == "flash"
-    assert compare.main([str(runs), "--output-dir", str(tmp_path / "out"), "--no-plot"]) == 0
+    assert compare.main([str(runs), "--output-dir", str(tmp_path / "out")]) == 0
     assert f"reference: {why}" in capsys.readouterr().out
     assert all(why in (tmp_path / "out" / f).read_text() for f in ("report.html", "compare.json"))
     assert compare.main([str(runs), "--baseline", str(tmp_path / "b"), "--update-baselines"]) == 5

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -192,3 +193,10 @@ with torch.device("meta"):
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_a_model_package_of_the_user_is_not_taken_for_ours(tmp_path):
+    (tmp_path / "model.py").write_text("raise SystemExit('the model of the user')")
+    code = "import llm_train_bench.model.transformer, llm_train_bench.run.loop, train_fsdp"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)

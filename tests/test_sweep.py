@@ -615,16 +615,6 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
     assert {row["status"] for row in rows.rows.values()} == ({"ok", "oom"} if largest else {"oom"})
 
 
-def test_memory_of_every_version_and_kind_is_ranked():
-    """Rows from before CUDA graphs counted have no kind; a resumed sweep has both."""
-    common = {"model": "m", "status": "ok", "axes": {}, "mfu": None, "tokens_per_sec": 1.0,
-              "step_times_s": [1.0] * 5}  # fmt: skip
-    old = common | {"key": "a-0", "peak_allocated_gib": None, "peak_rss_gib": 1.5}
-    new = common | {"key": "b-0", "memory_gib": 2.5, "memory_kind": "reserved"}
-    found = {(r.memory_gib, r.memory_kind) for r in rank([old, new])}
-    assert found == {(1.5, None), (2.5, "reserved")}
-
-
 def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
     """The same command on a changed config or other data must not find the earlier rows."""
     values = json.loads((ROOT / "configs/gpt2-tiny.json").read_text())

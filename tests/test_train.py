@@ -501,17 +501,15 @@ def test_a_run_is_handed_on_when_it_has_ended(tmp_path, capsys, monkeypatch):
     def broken(*_):
         raise OSError("no\nspace")
 
-    monkeypatch.setitem(trackers.TRACKERS, "csv", broken)
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", broken)
+    monkeypatch.setitem(trackers.PACKAGES, "mlflow", "json")
     argv = [*TINY, "--amp", "off", "--n-steps", 3, "--warmup-steps", 1, "--no-tensorboard",
             "--output-dir", tmp_path]  # fmt: skip
-    assert run_train(*argv, "--run-name", "a", "--track", "openmetrics", "mllog", "csv") == 0
+    assert run_train(*argv, "--run-name", "a", "--track", "openmetrics", "mlflow") == 0
     printed = capsys.readouterr()
-    assert "csv: not tracked: OSError: no space" in printed.out + printed.err
+    assert "mlflow: not tracked: OSError: no space" in printed.out + printed.err
     text = (tmp_path / "a/metrics.prom").read_text()
     assert text.endswith("# EOF\n") and 'run="a",model="gpt2-tiny"' in text
-    lines = (tmp_path / "a/mllog.txt").read_text().splitlines()
-    assert all(line.startswith(":::MLLOG {") for line in lines)
-    assert sum('"train_loss"' in line for line in lines) == 4
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
     assert run_train(*argv, "--run-name", "b", "--track", "wandb") == 2
     assert "--track wandb: needs wandb: pip install" in capsys.readouterr().err

@@ -28,10 +28,7 @@ from llm_train_bench.tables import markdown_cell, number
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
-# 2: keys without validation and --global-bsz. 3: with --bsz always, whose default was 8 before.
-# 4: with the environment.
 BASELINES_VERSION = 4
-
 
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
 # One-sided confidence of each answer. benchmarks/gate.py shows the errors: a loss of 2 % beyond the
@@ -71,35 +68,21 @@ class Regression(AssertionError):
     """Results got slower, take more memory, or could not be judged; says each setting's line."""
 
 
-def baseline_key(r: Result, version: int = BASELINES_VERSION) -> str:
-    """Hardware, model and world size in words, and a hash of the shape and of all settings.
-
-    A key of version 1 has validation and --global-bsz in it, on which speed does not depend.
-    """
-    passed_over = of_kind(OUTPUT, LENGTH)
-    if version == 1:
-        passed_over -= {"val_data", "val_batches", "global_bsz"}
+def baseline_key(r: Result) -> str:
+    """Hardware, model and world size in words, and a hash of the shape and of all settings."""
     # A flag at its default is left out: a new flag must not make every baseline another's.
-    default = defaults(Args) | {"bsz": 8 if version < 3 else "never left out"}
+    default = defaults(Args) | {"bsz": None}
     settings = {
         k: v
         for k, v in r.args.items()
-        if k not in passed_over and (k not in default or v != default[k])
+        if k not in of_kind(OUTPUT, LENGTH) and (k not in default or v != default[k])
     }
-    what = [r.model.hash, r.entrypoint, settings]
     around = settings_of(r)
     if r.device.type == "cpu":
         around["threads"] = str(r.environment.get("torch_threads"))
-    if version > 3 and around:
-        what.append(around)
-    text = json.dumps(what, sort_keys=True)
+    text = json.dumps([r.model.hash, r.entrypoint, settings, around], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{r.device.hardware} / {r.model.name} / {r.device.count} / {digest}"
-
-
-def baseline_keys(r: Result) -> list[str]:
-    """A result's keys by every version, the newest first."""
-    return [baseline_key(r, version) for version in range(BASELINES_VERSION, 0, -1)]
 
 
 def unfit(r: Result) -> str | None:
@@ -173,13 +156,9 @@ def setting_of(r: Result) -> str:
 
 
 def mean_in(entry: dict[str, Any]) -> Mean:
-    """The mean rate of an entry's runs, with their noise; entries of before have only an interval."""
-    rate, n = entry["tokens_per_sec_per_gpu"], entry.get("n_runs", 1)
-    noise, degrees = entry.get("noise"), entry.get("noise_degrees", 0)
-    if noise is None and "noise" not in entry and n >= 3:  # half of it is t standard errors
-        degrees = n - 1
-        noise = (entry["high"] - entry["low"]) / 2 * math.sqrt(n) / student_t(0.975, degrees) / rate
-    return Mean(rate, n, (noise or 0.0) * rate, degrees)
+    """The mean rate of an entry's runs, with their noise."""
+    rate, noise = entry["tokens_per_sec_per_gpu"], entry["noise"] or 0.0
+    return Mean(rate, entry["n_runs"], noise * rate, entry["noise_degrees"])
 
 
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
@@ -222,8 +201,8 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     name, key = setting_of(results[0]), baseline_key(results[0])
     if not fit:
         return Verdict("UNFIT, left out", name, f"{results[0].run_name}: {unfit(results[0])}", key)
-    r, now = fit[0], entry_of(fit)
-    baseline = next((b for key in baseline_keys(r) if (b := baselines.get(key))), None)
+    now = entry_of(fit)
+    baseline = baselines.get(key)
     if baseline is None:
         why = f"{printable_names(fit)}; --update-baselines adds one"
         return Verdict("NO BASELINE", name, why, key, now)
@@ -287,32 +266,24 @@ def _with_steps(mean: Mean, entry: dict[str, Any]) -> Mean:
 
 def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict]:
     """Baselines of the results' hardware and number of ranks that no result is of."""
-    measured = {key for r in results for key in baseline_keys(r)}
+    measured = {baseline_key(r) for r in results}
     places = {(r.device.hardware, str(r.device.count)) for r in results}
     found = []
     for key in baselines:
         hardware, *_, count, _ = key.split(" / ") if key.count(" / ") >= 3 else ("", "", "")
         if (hardware, count) in places and key not in measured:
-            name = baselines[key].get("setting") or _from_command(key, baselines[key])
-            found.append(Verdict("NOT MEASURED", name, key=key, was=baselines[key]))
+            found.append(
+                Verdict("NOT MEASURED", baselines[key]["setting"], key=key, was=baselines[key])
+            )
     return found
-
-
-def _from_command(key: str, entry: dict[str, Any]) -> str:
-    """An entry of before in words: its command's flags; the key where it has none."""
-    hardware, _, count, _ = key.rsplit(" / ", 3)
-    command = entry["provenance"].get("command")
-    if not isinstance(command, list) or not command:
-        return key
-    return f"{hardware} x {count}: {' '.join(map(str, command))}"
 
 
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
     """The stored baselines by key."""
     try:
         content = parse_json(plain_file(path).read_text(encoding="utf-8"))
-        if (version := content.get("schema_version", 1)) not in range(1, BASELINES_VERSION + 1):
-            raise ValueError(f"schema_version {version!r}: newer than {BASELINES_VERSION}")
+        if (version := content.get("schema_version")) != BASELINES_VERSION:
+            raise ValueError(f"schema_version is {version!r}, and only {BASELINES_VERSION} is read")
         baselines = dict(content["baselines"])
         for key, entry in baselines.items():
             rate = entry["tokens_per_sec_per_gpu"]
@@ -330,7 +301,7 @@ def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
             origin = entry.setdefault("provenance", {})
             if not isinstance(origin, dict) or not isinstance(origin.get("software", {}), dict):
                 raise ValueError(f"{key}: provenance is {origin!r}")
-            if not isinstance(entry.get("setting", ""), str):
+            if not isinstance(entry["setting"], str):
                 raise ValueError(f"{key}: setting is {entry['setting']!r}")
             allowed = entry.get("tolerance", 0.0)
             if not (_plain(allowed) and allowed < 1):
@@ -359,15 +330,12 @@ def _plain(value: Any) -> bool:
 def _check_noise(key: str, entry: dict[str, Any]) -> None:
     """ValueError for runs, degrees of freedom or an interval that no runs can have."""
     for name, least in (("n_runs", 1), ("noise_degrees", 0)):
-        value = entry.get(name, 1)
+        value = entry[name]
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
             raise ValueError(f"{key}: {name} is {value!r}")
     for name in ("noise", "low", "high"):
-        value = entry.get(name)
-        known = value is None and (
-            name == "noise" or "noise" in entry or entry.get("n_runs", 1) < 3
-        )
-        if not known and not _plain(value):
+        value = entry[name]
+        if not _plain(value) and not (name == "noise" and value is None):
             raise ValueError(f"{key}: {name} is {value!r}")
 
 

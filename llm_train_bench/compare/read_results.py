@@ -111,7 +111,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         remarks=list(r.disturbances),
         provenance=provenance_of(r),
         software=software(r) | {"commit": commit_of(r)},
-        lineage=r.lineage and (r.lineage.id, r.lineage.attempt),
+        lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
         goodput=m.goodput,
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
@@ -192,47 +192,6 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         hyperparameters=given,
         notes=notes,
     )
-
-
-def suite_json(r: Record) -> dict[str, Any]:
-    """A record in the other suite's form, as read_suite reads it; unknown figures are left out."""
-    device = device_called(r.hardware)
-    unknown = "amd" if "primus" in r.suite.lower() else "cpu" if r.hardware else "unknown"
-    vendor = device.platform if device else unknown
-    times, n = r.step_times_s, r.n_gpus or 1
-    lr = {"learning_rate": (r.hyperparameters or {}).get("lr")}
-    content = {
-        "platform": {"nvidia": "cuda", "amd": "rocm"}.get(vendor, vendor),
-        "gpu_info": {
-            "device_name": r.hardware, "device_count": n,
-            "software_stack": {"nvidia": "nemo", "amd": "primus"}.get(vendor, vendor),
-        },
-        "training_config": {
-            "model": r.model, "num_gpus": n, "sequence_length": r.seq_len,
-            "global_batch_size": r.global_batch, "max_steps": len(times) or None, **lr,
-        },
-        "performance_metrics": {
-            "tokens_per_second": r.tokens_per_sec,
-            "tokens_per_second_per_gpu": r.tokens_per_sec_per_gpu,
-            "avg_step_time_seconds": sum(times) / len(times) if times else None,
-            "min_step_time_seconds": min(times, default=None),
-            "max_step_time_seconds": max(times, default=None),
-            "steps_per_second": len(times) / sum(times) if times else None,
-            "mfu": r.mfu, "tflops_per_gpu": r.tflops_per_gpu,
-        },
-        "memory_metrics": {
-            "peak_memory_allocated_gb": r.memory_gib / GB_TO_GIB
-            if r.memory_gib and r.memory_kind in (None, "allocated")
-            else None,
-        },
-        "step_times": times,
-        "loss_values": [loss for _, loss in r.losses],
-        "learning_rates": [rate for _, rate in r.learning_rates],
-    }  # fmt: skip
-    return {
-        key: {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else part
-        for key, part in content.items()
-    }
 
 
 def model_of_file(path: Path) -> str:

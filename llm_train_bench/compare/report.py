@@ -163,7 +163,6 @@ def write(
     rows: list[Compared],
     directory: Path,
     tokens: float | None,
-    plot: bool,
     remarks: list[str],
     priced: bool,
 ) -> str:
@@ -198,10 +197,6 @@ def write(
             f.write("## Provenance: the same for all runs\n\n")
             f.writelines(f"- {markdown_cell(name)}: {markdown_cell(v)}\n" for name, v in shared)
         f.write(f"\nMade {_today()} by llm-train-bench {__version__}.\n")
-    if plot:
-        from llm_train_bench.compare.plots import draw
-
-        draw(rows, directory / "compare.png", tokens)
     (directory / "report.html").write_text(html(rows, tokens, remarks, priced), encoding="utf-8")
     return f"wrote {', '.join(sorted(p.name for p in directory.iterdir()))} in {directory}\n"
 

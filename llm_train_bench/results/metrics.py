@@ -318,10 +318,9 @@ class Metrics(Strict):
     expert_rows_max_over_mean: float | None = metric(
         "Rows of the fullest expert over the mean of its layer, in the worst layer, over all steps and "
         "ranks. 1 with --route balanced.",
-        row=("fullest expert: rows over the mean; dropped tokens",
-             "{expert_rows_max_over_mean:.2f}; {dropped_tokens}"),
+        row=("fullest expert: rows over the mean",
+             "{expert_rows_max_over_mean:.2f}"),
     )  # fmt: skip
-    dropped_tokens: int | None = metric("Tokens that an expert did not take: none, ever.")
     all_to_all_bytes: int | None = metric(
         "The same for all-to-alls: what this rank sends, its own part included.", unit="B"
     )

@@ -76,18 +76,16 @@ def storable(value: Any) -> Any:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result.json of any version; ValueError (a wrong schema) or OSError if it is none."""
+    """A result.json; ValueError (a wrong schema) or OSError if it is none."""
     return parse_result(parse_json(Path(path).read_text(encoding="utf-8")))
 
 
 def parse_result(content: Any) -> Result:
-    """The content of a result.json of any version; pydantic's ValidationError if it is none.
+    """The content of a result.json; pydantic's ValidationError if it is none.
 
     It may be another machine's: its texts are made printable.
     """
     content = printable_data(content)
-    if isinstance(content, dict) and content.get("schema_version") == 1:
-        content = content | {"schema_version": 2, "profile": _profile_of_1(content.get("profile"))}
     result = Result.model_validate(content)
     if result.status == "running" and (alive := is_alive(result.writer)) is not True:
         result.status = "unknown" if alive is None else "killed"
@@ -116,9 +114,9 @@ def command_began(started_again: bool) -> float:
     return time.time() - (seconds_alive(os.getppid() if launched else None) or 0.0)
 
 
-def is_alive(writer: Writer | None) -> bool | None:
+def is_alive(writer: Writer) -> bool | None:
     """Whether a process still runs; None where only another host can tell."""
-    if writer is None or writer.host != platform.node():
+    if writer.host != platform.node():
         return None
     if writer.boot != _boot():
         return False
@@ -186,17 +184,6 @@ def complete_result(pointer: Path, status: str, error: str, consequences: tuple[
 def now() -> str:
     """The time, UTC, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _profile_of_1(profile: Any) -> Any:
-    """A profile of schema version 1, with gaps in four fields, as one of version 2."""
-    if not isinstance(profile, dict):
-        return profile
-    names = {"count": "host_gaps", "time_s": "host_gaps_s", "longest_s": "longest_host_gap_s",
-             "by_part": "host_gaps_by_part_s"}  # fmt: skip
-    gaps = {name: profile.get(old) for name, old in names.items()}
-    rest = {k: v for k, v in profile.items() if k not in names.values()}
-    return rest | {"host_gaps": None if gaps["count"] is None else gaps}
 
 
 def settings_of(r: Result) -> dict[str, str]:

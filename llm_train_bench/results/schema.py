@@ -17,8 +17,8 @@ from llm_train_bench.strict import Strict, about
 from llm_train_bench.trace.breakdown_schema import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
-# 2: version; a profile's host_gaps in one object. result_files.py reads version 1 too.
-SCHEMA_VERSION = 2
+# Older results were never released and are refused.
+SCHEMA_VERSION = 3
 # Clocks throttled in less than this part of the window may be a sample's chance.
 HELD_DOWN = 0.01
 # A device holds its average power to its limit, except for moments.
@@ -268,7 +268,7 @@ class Lineage(Strict):
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
-    schema_version: Literal[2] = about("Version of this schema: 2.", default=SCHEMA_VERSION)
+    schema_version: Literal[3] = about("Version of this schema: 3.", default=SCHEMA_VERSION)
     status: Literal[
         "running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"
     ] = about(
@@ -283,21 +283,14 @@ class Result(Strict):
         "that is not finite.",
         default=[],
     )
-    writer: Writer | None = about(
-        "The process that writes this file, see below; `null` in results of before.", default=None
-    )
+    writer: Writer = about("The process that writes this file, see below.")
     resumed_from: ResumedFrom | None = about(
         "The checkpoint that the run went on from, see below; `null` if it began at step 0.",
         default=None,
     )
-    lineage: Lineage | None = about(
-        "The attempts that this run is one of, see below; `null` in results of before.",
-        default=None,
-    )
+    lineage: Lineage = about("The attempts that this run is one of, see below.")
     run_name: str = about("Name of the run's directory.")
-    version: str | None = about(
-        "Version of this project; `null` in results of schema version 1.", default=None
-    )
+    version: str = about("Version of this project.")
     entrypoint: str = about("Script that ran.")
     command: list[str] = about("Its command line.")
     started_at: str = about("Start, UTC, ISO 8601.")

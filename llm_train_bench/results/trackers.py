@@ -1,9 +1,8 @@
-"""--track: a finished run for W&B, MLflow, Prometheus, MLPerf's log and spreadsheets. Needs no torch.
+"""--track: a finished run for W&B, MLflow or Prometheus. Needs no torch.
 
 All is written when the run has ended, so that nothing of it is in the window.
 """
 
-import csv
 import importlib.util
 import json
 import os
@@ -17,7 +16,6 @@ from llm_train_bench.errors import UsageError
 from llm_train_bench.files import write_whole
 from llm_train_bench.results.result_files import finite
 from llm_train_bench.results.schema import Result
-from llm_train_bench.tables import csv_cell
 
 PROJECT = "llm-train-bench"
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
@@ -130,50 +128,6 @@ def _openmetrics(r: Result, steps: Steps, directory: Path) -> str:
     return str(path)
 
 
-def _mllog(r: Result, steps: Steps, directory: Path) -> str:
-    """MLPerf's `:::MLLOG` lines, by its own keys where it has one."""
-    lines, begin = [], round(time.time() * 1000)
-
-    def say(kind: str, key: str, value: Any, **metadata: Any) -> None:
-        content = {
-            "namespace": "", "time_ms": begin + len(lines), "event_type": kind, "key": key,
-            "value": value, "metadata": {"file": r.entrypoint, "lineno": 0, **metadata},
-        }  # fmt: skip
-        lines.append(f":::MLLOG {json.dumps(content)}")
-
-    for key, value in (
-        ("submission_benchmark", r.model.name), ("submission_platform", r.device.hardware),
-        ("global_batch_size", r.batch.global_batch), ("max_sequence_length", r.batch.seq_len),
-        ("gradient_accumulation_steps", r.batch.grad_acc_steps), ("seed", r.args["seed"]),
-        ("opt_name", r.args["optimizer"]), ("opt_base_learning_rate", r.args["lr"]),
-    ):  # fmt: skip
-        say("POINT_IN_TIME", key, value)
-    say("INTERVAL_START", "run_start", None)
-    samples = 0
-    for step in steps:
-        samples += r.batch.global_batch
-        say("POINT_IN_TIME", "train_loss", finite(step.get("loss")), samples_count=samples)
-    throughput = r.metrics.tokens_per_sec and r.metrics.tokens_per_sec / r.batch.seq_len
-    say("POINT_IN_TIME", "tracked_stats", {"throughput": throughput}, samples_count=samples)
-    ended = "success" if r.status == "ok" else "aborted"
-    say("INTERVAL_END", "run_stop", None, status=ended, samples_count=samples)
-    path = directory / "mllog.txt"
-    write_whole(path, "\n".join(lines) + "\n")
-    return str(path)
-
-
-def _csv(r: Result, steps: Steps, directory: Path) -> str:
-    """One row with every fact, argument and metric."""
-    row = facts_of(r) | {f"args/{k}": v for k, v in r.args.items()} | r.metrics.model_dump()
-    row = {k: v for k, v in row.items() if not isinstance(v, list | dict)}
-    path = directory / "flat.csv"
-    with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.writer(f)
-        writer.writerow(row)
-        writer.writerow(map(csv_cell, row.values()))
-    return str(path)
-
-
 TRACKERS: dict[str, Callable[[Result, Steps, Path], str]] = {
-    "wandb": _wandb, "mlflow": _mlflow, "openmetrics": _openmetrics, "mllog": _mllog, "csv": _csv,
+    "wandb": _wandb, "mlflow": _mlflow, "openmetrics": _openmetrics,
 }  # fmt: skip

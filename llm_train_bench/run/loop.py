@@ -89,7 +89,6 @@ def measure(
         m = run.result.metrics
         fullest = gather(run.ranks, fullest_expert(model))
         m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
-        m.dropped_tokens = 0
 
 
 def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:

@@ -115,10 +115,8 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
 
 
 def _memory(row: CellRow) -> tuple[float | None, str | None]:
-    """A row's peak memory [GiB] and its kind; rows of earlier versions do not tell the kind."""
-    if "memory_gib" in row:
-        return row["memory_gib"], row.get("memory_kind")
-    return row.get("peak_allocated_gib") or row.get("peak_rss_gib"), None
+    """A row's peak memory [GiB] and its kind."""
+    return row.get("memory_gib"), row.get("memory_kind")
 
 
 def _label(row: CellRow) -> str:
