@@ -21,7 +21,7 @@ import sweep
 import trace_report
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.log_formats import SUITES, TABLE, parse
+from llm_train_bench.compare.log_formats import SUITES, parse
 from llm_train_bench.compare.read_logs import KNOWN
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.errors import UsageError, printable
@@ -221,8 +221,9 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("suite", KNOWN)
 def test_a_run_of_digits_is_parsed_in_linear_time(suite):
-    needs = " ".join(SUITES[suite].needs) if suite in SUITES else "{'loss': "
-    rows = [re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[1].split("([-+]")[0]) for row in TABLE[suite]]
+    needs = " ".join(SUITES[suite].line) or "{'loss': "
+    rows = [re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[3].pattern.split("([-+]")[0])
+            for row in SUITES[suite].rows]  # fmt: skip
     line = f"{needs} iteration 1/2 Step 1 | step: 1 global_step=1 "
     text = "".join(f"{line}{row}{'1' * 100_000}x\n" for row in rows[:6]) + "\n" * 20_000
     begin = time.monotonic()

@@ -75,11 +75,23 @@ def test_add_a_family_a_flag_and_a_metric(tree):
     )
     change(
         tree / "llm_train_bench/results/metrics.py",
-        "    model_tflops_per_gpu: float",
-        "    tokens_per_minute: float | None = metric(\n"
-        '        "`tokens_per_sec` x 60.", unit="tokens/min", csv=True, final=True,\n'
-        '        row=("tokens a minute", "{tokens_per_minute:,.0f}"),\n    )\n'
-        "    model_tflops_per_gpu: float",
+        "    steps_per_sec: float",
+        "    tokens_per_minute: float | None = None\n    steps_per_sec: float",
+    )
+    change(
+        tree / "llm_train_bench/results/metrics.py",
+        "\ntokens/s per device |",
+        "\ntokens a minute | {tokens_per_minute:,.0f}\ntokens/s per device |",
+    )
+    change(
+        tree / "llm_train_bench/results/metrics.py",
+        ' goodput "\n',
+        ' goodput tokens_per_minute "\n',
+    )
+    change(
+        tree / "llm_train_bench/results/metrics.py",
+        ' val_loss "\n',
+        ' val_loss tokens_per_minute "\n',
     )
     change(
         tree / "llm_train_bench/results/figures.py",

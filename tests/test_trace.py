@@ -11,8 +11,7 @@ import pytest
 
 import trace_report
 from llm_train_bench.errors import UsageError
-from llm_train_bench.trace.breakdown import break_down
-from llm_train_bench.trace.breakdown_schema import matmul_flops_of
+from llm_train_bench.trace.breakdown import break_down, matmul_flops_of
 from llm_train_bench.trace.kernel_names import kernel_class, matmul_format, operator_class
 from llm_train_bench.trace.read_trace import read_trace
 from llm_train_bench.trace.timeline import sweep, union

@@ -15,19 +15,26 @@ from typing import Any
 
 from llm_train_bench.compare.log_formats import (
     SUITES,
-    UNITS,
     Log,
     LoggedStep,
+    as_number,
     hugging_face,
     log_of,
     parse,
+    step_of,
 )
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.hardware import device_called
 from llm_train_bench.model.json_keys import parse_json
 
-KNOWN = (*SUITES, "Hugging Face Trainer")
+KNOWN = tuple(SUITES)
+# The column by which a file of JSON lines is known.
+SIGN_KEYS = {
+    "NeMo Automodel": "tps",
+    "torchtune": "tokens_per_second_per_gpu",
+    "litgpt": "iter_time",
+}
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
@@ -64,36 +71,6 @@ def parse_log(text: str) -> Log | None:
     return log
 
 
-# --- files with a form of their own -----------------------------------------------------------------
-
-# (quantity, key, unit) of a line of a .jsonl, and of a column of a metrics.csv; the first that is there.
-LINE_KEYS = {
-    "NeMo Automodel": (
-        ("tokens_per_sec_per_gpu", "tps_per_gpu", ""), ("tokens_per_sec", "tps", ""),
-        ("loss", "loss", ""), ("lr", "lr", ""), ("memory_gib", "mem", "GiB"), ("mfu", "mfu", "%"),
-    ),
-    "torchtune": (
-        ("tokens_per_sec_per_gpu", "tokens_per_second_per_gpu", ""), ("loss", "loss", ""),
-        ("lr", "lr", ""), ("memory_gib", "peak_memory_alloc", "GiB"),
-    ),
-    "litgpt": (
-        ("time_s", "iter_time", "s"), ("loss", "loss", ""), ("lr", "learning_rate", ""),
-        ("mfu", "device/mfu", ""),
-    ),
-    "Lightning": (
-        ("samples_per_sec", "train|samples_per_sec", ""),
-        ("samples_per_sec", "train|device/samples_per_sec", ""),
-        ("mfu", "train|device/mfu", ""), ("loss", "train_loss_step", ""), ("loss", "train_loss", ""),
-        ("loss", "train/loss", ""), ("loss", "loss", ""), ("lr", "learning_rate", ""), ("lr", "lr", ""),
-    ),
-}  # fmt: skip
-SIGN_KEYS = {
-    "NeMo Automodel": "tps",
-    "torchtune": "tokens_per_second_per_gpu",
-    "litgpt": "iter_time",
-}
-
-
 def read_lines(path: Path, facts: LogFacts) -> list[Record]:
     """A log of one JSON object a line, of NeMo Automodel or torchtune."""
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -113,47 +90,32 @@ def read_lines(path: Path, facts: LogFacts) -> list[Record]:
 def read_metrics_csv(path: Path, facts: LogFacts) -> list[Record]:
     """A metrics.csv of PyTorch Lightning's CSVLogger, or litgpt's."""
     with path.open(newline="", encoding="utf-8", errors="replace") as f:
-        rows = [{k: _cell(v) for k, v in row.items() if v} for row in csv.DictReader(f)]
+        rows = [{k: as_number(v) for k, v in row.items() if v} for row in csv.DictReader(f)]
     suite = "litgpt" if rows and any("iter_time" in row for row in rows) else "Lightning"
     rows = [row for row in rows if isinstance(row.get("step"), float)]
     return [_of_entries(rows, suite, path, facts)]
-
-
-def _cell(text: str) -> Any:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: LogFacts) -> Record:
     """Steps of entries by key; entries of validation have none of the keys."""
     steps, tokens = [], []
     for entry in entries:
-        step = LoggedStep(int(entry["step"]))
-        for quantity, key, unit in LINE_KEYS[suite]:
-            value = entry.get(key)
-            good = isinstance(value, float | int) and (quantity == "loss" or value > 0)
-            if good and getattr(step, quantity) is None:
-                setattr(step, quantity, value * UNITS[unit])
+        step = step_of(entry, int(entry["step"]), suite)
         if step != LoggedStep(step.step):
             steps.append(step)
             tokens.append((entry.get("tokens"), entry.get("time")))
     if not steps:
-        raise UsageError(
-            f"{path}: no steps of {suite} in it: {', '.join(k for _, k, _ in LINE_KEYS[suite])}"
-        )
+        keys = ", ".join(row.partition("=")[2] for row in SUITES[suite].keys)
+        raise UsageError(f"{path}: no steps of {suite} in it: {keys}")
     if (
         suite == "litgpt"
-    ):  # the rates it prints are too high by the micro batch; its counters are right
+    ):  # its printed rates are too high by the micro batch, its counters are right
         for step, before, now in zip(steps[1:], tokens, tokens[1:], strict=False):
             if all((*before, *now)) and now[1] > before[1]:
                 step.tokens_per_sec_per_gpu = (now[0] - before[0]) / (now[1] - before[1]) or None
     log = log_of(steps, suite, "")
-    if suite == "Lightning":
-        log.notes = (
-            [] if any(s.samples_per_sec for s in steps) else ["a metrics.csv tells no times"]
-        )
+    if suite == "Lightning" and not any(s.samples_per_sec for s in steps):
+        log.notes.append("a metrics.csv tells no times")
     return record_of(log, path, facts)
 
 
@@ -223,7 +185,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     n = facts.of(path, "n_gpus", log.n_gpus)
     hardware = facts.of(path, "hardware", log.hardware)
     length = facts.of(path, "seq_len", log.seq_len or steps[-1].seq_len)
-    batch = facts.of(path, "global_batch", log.global_batch or steps[-1].global_batch)
+    batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
     parameters = facts.of(path, "parameters", None)
     notes = list(log.notes)
     if log.earlier_steps:
@@ -263,14 +225,8 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         total = per_gpu * n
     if total is None and per_gpu is None:
         whole = times and not samples
-        missing = [
-            flag
-            for flag, value in (
-                ("--log-seq-len", length),
-                ("--log-global-batch", batch or not whole),
-            )
-            if not value
-        ]
+        supply = {"--log-seq-len": length, "--log-global-batch": batch or not whole}
+        missing = [flag for flag, value in supply.items() if not value]
         if not (times or samples):
             missing = ["any time"]
         notes.append(f"no tokens/s: the log does not tell {' and '.join(missing)}")

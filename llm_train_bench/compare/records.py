@@ -35,7 +35,8 @@ class LogFacts:
         if value is None:
             return told
         if told is not None:
-            if not str(told).lower().startswith(str(value).lower()):
+            text = isinstance(value, str)
+            if not (str(told).lower().startswith(value.lower()) if text else told == value):
                 raise UsageError(f"--{flag} {value}: {path} says {told}; name a log: LOG=VALUE")
             return told
         if own is None and name == "hardware":
@@ -174,13 +175,13 @@ def unfinished_loss(losses: list[tuple[int, float]]) -> list[str]:
 
 
 def steady(times: list[float]) -> list[float]:
-    """Step times without the slow ones at the start: those before the first near the median.
+    """Step times from the first on that is near the median; at most the first half is left out.
 
-    For suites that time warm-up like any other step: compilation, autotuning and caches are no part of
-    the speed. At most the first half is left out.
+    Suites time warm-up like any other step. Compilation and caches make it slow; where steps are only
+    dispatched at first (JAX), it looks fast.
     """
     if len(times) < 3:
         return times
-    limit = 1.2 * statistics.median(times)
-    start = next((i for i, t in enumerate(times) if t <= limit), 0)
+    median = statistics.median(times)
+    start = next((i for i, t in enumerate(times) if median / 2 <= t <= 1.2 * median), 0)
     return times[min(start, len(times) // 2) :]

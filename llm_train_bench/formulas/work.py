@@ -6,7 +6,6 @@ Needs no torch. llm_train_bench/settings/plan.py makes a `Work` of the flags, th
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 from llm_train_bench.model.config import ModelConfig
 
@@ -16,23 +15,18 @@ STEP_PARTS = ("data", "forward", "backward", "idle", "optimizer")
 PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
 
 
-def meant(meaning: str) -> Any:
-    """A field with what it means, for docs/METRICS.md."""
-    return dataclasses.field(metadata={"about": meaning})
-
-
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Samples and tokens of one optimizer step."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of result.json's schema)
 
-    micro_batch: int = meant("Samples per device and forward pass.")
-    grad_acc_steps: int = meant("Micro batches per optimizer step.")
-    data_parallel_size: int = meant("Ranks that get different data.")
-    global_batch: int = meant("`micro_batch` x `grad_acc_steps` x `data_parallel_size` [samples].")
-    seq_len: int = meant("Tokens per sample.")
-    tokens_per_step: int = meant("`global_batch` x `seq_len`.")
+    micro_batch: int
+    grad_acc_steps: int
+    data_parallel_size: int
+    global_batch: int
+    seq_len: int
+    tokens_per_step: int
 
     @property
     def micro_tokens(self) -> int:

@@ -1,19 +1,16 @@
-"""The schema of a result, with the meaning of each field. Needs no torch.
-
-docs/METRICS.md's tables are made of it (make docs).
-"""
+"""The schema of a result. docs/METRICS.md defines each field. Needs no torch."""
 
 import dataclasses
 import math
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from llm_train_bench.formulas.time_statistics import drift
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.settings.flags import GRAPH_MODES
-from llm_train_bench.strict import Strict, about
+from llm_train_bench.strict import Strict
 from llm_train_bench.trace.breakdown_schema import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
@@ -32,146 +29,79 @@ POWER_CAP = "power cap"
 class ModelInfo(Strict):
     """The model that ran."""
 
-    name: str = about("Name of the config file, or of the directory of a `config.json`.")
-    path: str = about("Its path as given.")
-    hash: str = about(
-        "First 16 hex digits of the SHA-256 of the resolved shape. Two files of one `model_type` "
-        "that mean the same model have the same hash; their names and `--pad-vocab` do not change "
-        "it."
-    )
-    n_parameters: int = about(
-        "Trainable parameters without padding rows, a tied head counted once."
-    )
-    n_matmul_parameters: int = about(
-        "N of the FLOP formulas: parameters that multiply, i.e. linear layers and head, without "
-        "embeddings, norms and biases."
-    )
-    shape: dict[str, Any] = about("The resolved values in one vocabulary for all families.")
-    config: dict[str, Any] = about("The config file's content.")
-    ignored_keys: list[str] = about(
-        "Keys of the file that this project does not know; they had no effect."
-    )
+    name: str
+    path: str
+    hash: str
+    n_parameters: int
+    n_matmul_parameters: int
+    shape: dict[str, Any]
+    config: dict[str, Any]
+    ignored_keys: list[str]
 
 
 class Device(Strict):
     """The device and the peaks it is held against."""
 
-    type: Literal["cuda", "cpu"] = about("`cuda` (NVIDIA and AMD) or `cpu`.")
-    name: str = about("As the driver gives it.")
-    memory_gib: float | None = about("Memory of one GPU [GiB]; `null` on a CPU.")
-    count: int = about("Ranks: one per GPU; on a CPU, the processes that share it.", ge=1)
-    hardware: str = about(
-        "The entry of `configs/hardware.json` that was used, or the device's own name."
-    )
-    peak_bf16_tflops: float | None = about(
-        "Dense BF16 datasheet peak of one device [TFLOP/s]; `null` for a device that is not listed "
-        "by its whole name."
-    )
-    peak_fp8_tflops: float | None = about("Dense FP8 peak, likewise.")
-    peak_source: str = about("Where the peaks come from.")
-    roof_bf16_tflops: float | None = about(
-        "Sustained BF16 matmul rate of the best shape on a warm device of this kind [TFLOP/s]. "
-        "`benchmarks/gemm.py` measures it into `configs/roofs.json`; `null` where it never ran. A "
-        "model can exceed it: the GPU cools during work other than matmuls, and then clocks "
-        "higher.",
-        default=None,
-    )
-    roof_fp8_tflops: float | None = about(
-        "The same in FP8, for one forward matmul with fast accumulation and two backward ones "
-        "without it, as libraries run them in training. `--pass-type forward` is compared with the "
-        "same mixture.",
-        default=None,
-    )
-    roof_source: str = about("When and with what it was measured.", default="unknown")
+    type: Literal["cuda", "cpu"]
+    name: str
+    memory_gib: float | None
+    count: int = Field(ge=1)
+    hardware: str
+    peak_bf16_tflops: float | None
+    peak_fp8_tflops: float | None
+    peak_source: str
+    roof_bf16_tflops: float | None = None
+    roof_fp8_tflops: float | None = None
+    roof_source: str = "unknown"
 
 
 class Fp8Info(Strict):
     """The layers that ran in FP8."""
 
-    backend: Literal["te", "torchao"] = about(
-        "`te` (Transformer Engine) or `torchao`. With accumulation, `te` casts weights once a "
-        "step; in `train_fsdp.py`, which shards them, in every micro step."
-    )
-    version: str = about("Its version.")
-    recipe: str = about(
-        "How tensors are scaled to FP8. With `delayed` and `--sac-freq`, Transformer Engine "
-        "reduces the amax values over all ranks once more for each recomputed block."
-    )
-    emulated: bool = about("Computed in higher precision: the losses are FP8's, the speed is not.")
-    all_gather: bool = about("FSDP gathered the weights of the blocks in FP8.")
-    primary_weights: bool = about(
-        "The weights of the blocks were kept in FP8, their fp32 copies in the optimizer.",
-        default=False,
-    )
-    n_linear_layers: int = about("Linear layers that were converted.")
-    n_parameters: int = about("Parameters of these layers that multiply in FP8.")
-    high_precision: dict[str, str] = about("The parts that stayed in high precision, and why.")
+    backend: Literal["te", "torchao"]
+    version: str
+    recipe: str
+    emulated: bool
+    all_gather: bool
+    primary_weights: bool = False
+    n_linear_layers: int
+    n_parameters: int
+    high_precision: dict[str, str]
 
 
 class RankInfo(Strict):
     """One rank of several."""
 
-    rank: int = about("Number of the rank.")
-    host: str = about("Its machine.")
-    step_time_mean_s: float = about("Its own mean step time [s].")
-    data_time_mean_s: float = about("The parts of that, as above [s].")
-    forward_time_mean_s: float = about("Under FSDP it contains waiting for gathers.")
-    backward_time_mean_s: float = about("Contains waiting for other ranks.")
-    optimizer_time_mean_s: float = about("Likewise.")
-    idle_time_mean_s: float | None = about(
-        "Under a pipeline: waiting for other stages, between forward and backward passes.",
-        default=None,
-    )
-    peak_memory_gib: float | None = about(
-        "Its peak: allocated on a GPU (without tensors inside CUDA graphs), resident on a CPU."
-    )
-    probe_tflops: float | None = about(
-        "Rate of its device by itself just before the window, on a square matmul (2048, bf16; on a "
-        "CPU 256, fp32), for a tenth of a second [TFLOP/s]. Compare it with other ranks, not with "
-        "a peak.",
-        default=None,
-    )
+    rank: int
+    host: str
+    step_time_mean_s: float
+    data_time_mean_s: float
+    forward_time_mean_s: float
+    backward_time_mean_s: float
+    optimizer_time_mean_s: float
+    idle_time_mean_s: float | None = None
+    peak_memory_gib: float | None
+    probe_tflops: float | None = None
 
 
 class DeviceUse(Strict):
     """Power, clocks and other processes of a rank's device over the window; None where unknown."""
 
-    rank: int = about("Number of the rank.")
-    energy_j: float | None = about(
-        "Joules by the device's counter. If ranks share a machine's CPUs, the machine's first rank "
-        "counts them.",
-        default=None,
-    )
-    average_power_w: float | None = about("That over the window [W].", default=None)
-    sampled_power_mean_w: float | None = about(
-        "Mean of the samples [W]; a note reports an energy counter that is more than 20 % off.",
-        default=None,
-    )
-    peak_power_w: float | None = about("Highest sample [W].", default=None)
-    power_limit_w: float | None = about("Limit in force [W].", default=None)
-    sm_clock_mean_mhz: float | None = about(
-        "Mean clock of the multiprocessors [MHz].", default=None
-    )
-    sm_clock_min_mhz: float | None = about("Lowest sample [MHz].", default=None)
-    sm_clock_limit_mhz: float | None = about("Highest clock the device has [MHz].", default=None)
-    memory_clock_mean_mhz: float | None = about("Mean memory clock [MHz].", default=None)
-    temperature_max_c: float | None = about("Highest temperature [degrees C].", default=None)
-    memory_mean_gib: float | None = about(
-        "Mean memory [GiB] when the window opened, at each sample, and when it closed: of tensors on "
-        "the GPU, or the resident size of a CPU run's process.",
-        default=None,
-    )
-    n_samples: int = about("Samples taken.", default=0)
-    throttled: dict[str, float] | None = about(
-        "Reasons for which the clocks were held down, each with its part of the window; empty if "
-        "there were none.",
-        default=None,
-    )
-    other_processes: int | None = about(
-        "Other processes on the GPU: the largest number seen when the window opened, about once a "
-        "second within it, and when it closed.",
-        default=None,
-    )
+    rank: int
+    energy_j: float | None = None
+    average_power_w: float | None = None
+    sampled_power_mean_w: float | None = None
+    peak_power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mean_mhz: float | None = None
+    sm_clock_min_mhz: float | None = None
+    sm_clock_limit_mhz: float | None = None
+    memory_clock_mean_mhz: float | None = None
+    temperature_max_c: float | None = None
+    memory_mean_gib: float | None = None
+    n_samples: int = 0
+    throttled: dict[str, float] | None = None
+    other_processes: int | None = None
 
     @property
     def held_down(self) -> dict[str, float]:
@@ -182,165 +112,92 @@ class DeviceUse(Strict):
 class Memory(Strict):
     """Memory of one step by kind, on rank 0."""
 
-    step: int = about("The step that was looked at.")
-    parameters_gib: float = about("Parameters held by this rank.")
-    gradients_gib: float = about("Their gradients when the backward is done.")
-    optimizer_gib: float = about("Optimizer state.")
-    activations_gib: float = about(
-        "Memory that the first forward pass leaves for the backward: activations, the gradients of "
-        "head and logits, low-precision copies of weights, and under FSDP the weights that stay "
-        "gathered."
-    )
-    workspace_gib: float = about(
-        "The rest of the peak: `peak_gib` - parameters - optimizer - the larger of activations and "
-        "gradients. With accumulation both are subtracted, and under DDP too, as its buckets "
-        "always exist."
-    )
-    peak_gib: float = about("Most memory in tensors during the step.")
+    step: int
+    parameters_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    workspace_gib: float
+    peak_gib: float
 
 
 class Profile(Strict):
     """Where the time of the profiled steps went, on rank 0."""
 
-    first_step: int = about("First captured step.")
-    n_steps: int = about("How many.")
-    in_window: bool = about(
-        "Whether profiling touched measured steps; the figures above are then those of a slowed "
-        "run."
-    )
-    step_time_s: float = about("A captured step, by the trace [s].")
-    slowdown: float | None = about(
-        "That over `step_time_median_s`: the cost of profiling.", default=None
-    )
-    classes_s: dict[str, float] = about(
-        "Seconds of a step by class; they add up to `step_time_s`. `matmul` with the format of its "
-        "inputs where known, `attention`, `elementwise` (norms and activations too), `loss` and "
-        "`optimizer` (by the range they were launched in; matmuls of the loss count as matmuls), "
-        "`convolution`, `scan` (state-space models), `embedding` (kernels of libraries for it), "
-        "`communication` (exposed; it includes waiting in a collective for slower ranks), "
-        "`copies`, `idle` or `host`."
-    )
-    communication_overlapped_s: float = about(
-        "Communication with computation running at the same time [s]."
-    )
-    host_gaps: HostGaps | None = about(
-        "Idle gaps of the GPU that the host caused: the next kernel's launch began after the gap did; "
-        "`null` on a CPU:"
-    )
-    costliest: list[CostlyKernel] = about("The ten kernels (on a CPU operators) that take longest:")
-    matmul_flops: float | None = about(
-        "FLOPs of a step's matmuls on this device, by formula: without attention, with recomputed "
-        "matmuls and padded rows."
-    )
-    matmul_tflops: float | None = about("`matmul_flops` over the time their kernels run [TFLOP/s].")
-    matmul_roof_fraction: float | None = about(
-        "The time the matmuls would take at the measured `roof_*_tflops` over the time they took."
-    )
+    first_step: int
+    n_steps: int
+    in_window: bool
+    step_time_s: float
+    slowdown: float | None = None
+    classes_s: dict[str, float]
+    communication_overlapped_s: float
+    host_gaps: HostGaps | None
+    costliest: list[CostlyKernel]
+    matmul_flops: float | None
+    matmul_tflops: float | None
+    matmul_roof_fraction: float | None
 
 
 class Writer(Strict):
     """A process, so that it can be told from any later one."""
 
-    host: str = about("Its host's name.")
-    boot: str | None = about("Id of the host's boot; `null` where there is none.", default=None)
-    pid: int = about("Its process id.")
-    started: int | None = about("Its start, in clock ticks since the boot.", default=None)
+    host: str
+    boot: str | None = None
+    pid: int
+    started: int | None = None
 
 
 class ResumedFrom(Strict):
     """The checkpoint that a run went on from."""
 
-    run: str = about("Name of the run that wrote it.")
-    step: int = about("The first step that was not done yet.")
-    path: str = about("Its directory.")
+    run: str
+    step: int
+    path: str
 
 
 class Lineage(Strict):
     """A training with all of its attempts: an attempt goes on where the one before it was saved."""
 
-    id: str = about("The same in the results and checkpoints of all attempts, and in no others.")
-    name: str = about("Name of the first attempt.")
-    attempt: int = about("Number of this attempt, from 0.")
-    began: float = about("Start of the first attempt's command, in seconds since 1970.")
-    started: float = about("Start of this attempt, likewise.")
+    id: str
+    name: str
+    attempt: int
+    began: float
+    started: float
 
 
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
-    schema_version: Literal[3] = about("Version of this schema: 3.", default=SCHEMA_VERSION)
+    schema_version: Literal[3] = SCHEMA_VERSION
     status: Literal[
         "running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"
-    ] = about(
-        "`ok`; `oom` out of memory; `failed`; `interrupted` by a signal; `preempted`: saved and ended "
-        "on request; `running` while it runs. If nobody was left to write the end, the file says "
-        "`running` for good; our tools then show `killed`, or `unknown` on another machine.",
-        default="running",
-    )
-    error: str | None = about("Why it ended, on one line, unless `ok`.", default=None)
-    notes: list[str] = about(
-        "Facts that a reader of the figures must know: unknown peaks, ignored config keys, a loss "
-        "that is not finite.",
-        default=[],
-    )
-    writer: Writer = about("The process that writes this file, see below.")
-    resumed_from: ResumedFrom | None = about(
-        "The checkpoint that the run went on from, see below; `null` if it began at step 0.",
-        default=None,
-    )
-    lineage: Lineage = about("The attempts that this run is one of, see below.")
-    run_name: str = about("Name of the run's directory.")
-    version: str = about("Version of this project.")
-    entrypoint: str = about("Script that ran.")
-    command: list[str] = about("Its command line.")
-    started_at: str = about("Start, UTC, ISO 8601.")
-    ended_at: str | None = about("End, likewise.", default=None)
-    args: dict[str, Any] = about(
-        "All arguments; `seq_len` and `grad_acc_steps` with their resolved values."
-    )
-    model: ModelInfo = about("The model, see below.")
-    device: Device = about("The device and its peaks, see below.")
-    batch: Batch = about("Sizes of a step, see below.")
-    fp8: Fp8Info | None = about(
-        "The parts that ran in FP8, see below; `null` without `--use-fp8`.", default=None
-    )
-    attention_kernel: str | None = about(
-        "The kernel that computed attention: `flash`, `cudnn`, `efficient` or `math`, as PyTorch "
-        "chooses for these heads, or `flex`. If some layers have a sliding window, it is their "
-        "kernel. `null` where PyTorch does not tell.",
-        default=None,
-    )
-    environment: dict[str, Any] = about(
-        "Host, operating system, Python, library (NCCL or RCCL too) and driver versions, TF32 "
-        "state, name and digest of the container image (`image`, if the launcher passed them on), "
-        "the environment variables that change speed or numerics, git revision (`git_sha`), and "
-        "whether the tree had changes outside `benchmarks/results` and `configs/roofs.json` "
-        "(`git_dirty`)."
-    )
-    observed: Observed | None = about(
-        "The kernels that ran in one step after the window, on rank 0, see below; with `--profile` "
-        "in the captured steps. `null` with `--no-observe`, or where the profiler failed.",
-        default=None,
-    )
-    metrics: Metrics = about("All that was measured, see below.", default=Metrics())
-    memory: Memory | None = about(
-        "Memory of one step by kind, see below; `null` on a CPU without `--memory-snapshot`, and "
-        "under CUDA graphs.",
-        default=None,
-    )
-    profile: Profile | None = about(
-        "Where the time of the profiled steps went, see below; `null` without `--profile`. A run "
-        "with it is no baseline.",
-        default=None,
-    )
-    step_times_s: list[float] = about(
-        "Time of each measured step [s]; with several ranks, the times of the rank that took "
-        "longest in total.",
-        default=[],
-    )
-    warmup_step_times_s: list[float] = about("Time of each warm-up step [s].", default=[])
-    ranks: list[RankInfo] = about("With several ranks one entry each, see below.", default=[])
-    devices: list[DeviceUse] = about("Power and clocks, one entry a rank, see below.", default=[])
+    ] = "running"
+    error: str | None = None
+    notes: list[str] = Field([])
+    writer: Writer
+    resumed_from: ResumedFrom | None = None
+    lineage: Lineage
+    run_name: str
+    version: str
+    entrypoint: str
+    command: list[str]
+    started_at: str
+    ended_at: str | None = None
+    args: dict[str, Any]
+    model: ModelInfo
+    device: Device
+    batch: Batch
+    fp8: Fp8Info | None = None
+    attention_kernel: str | None = None
+    environment: dict[str, Any]
+    observed: Observed | None = None
+    metrics: Metrics = Field(Metrics())
+    memory: Memory | None = None
+    profile: Profile | None = None
+    step_times_s: list[float] = Field([])
+    warmup_step_times_s: list[float] = Field([])
+    ranks: list[RankInfo] = Field([])
+    devices: list[DeviceUse] = Field([])
 
     @model_validator(mode="after")
     def _has_a_batch(self) -> "Result":
@@ -351,28 +208,28 @@ class Result(Strict):
     @property
     def unfit(self) -> list[str]:
         """Why its figures are not those of an undisturbed run; empty if they are."""
-        marks = [] if self.status == "ok" else [f"status {self.status}"]
-        if self.profile or self.args.get("profile") or self.args.get("nsys_start") is not None:
-            marks.append("profiled")
-        if self.spoilt_by:
-            marks.append(f"clocks held down ({', '.join(self.spoilt_by)})")
-        if self.metrics.device_shared:
-            marks.append("shared GPU")
-        if self.metrics.window_compile_s:
-            marks.append("compiled in the window")
-        if self.metrics.window_saves:
-            marks.append("saved in the window")
-        if self.metrics.window_evaluations:
-            marks.append("evaluated in the window")
-        if self.metrics.window_graphs_recorded:
-            marks.append("CUDA graphs recorded in the window")
-        if self.status == "ok" and self.metrics.final_loss is None and self.step_times_s:
-            marks.append("loss not finite")
-        if self.fp8 and self.fp8.emulated:
-            marks.append("FP8 emulated")
-        marks += self.impossible
-        marks += self.observed.mismatches if self.observed else []
-        return marks
+        m, spoilt = self.metrics, ", ".join(self.spoilt_by)
+        profiled = (
+            self.profile or self.args.get("profile") or self.args.get("nsys_start") is not None
+        )
+        marks = {
+            f"status {self.status}": self.status != "ok",
+            "profiled": profiled,
+            f"clocks held down ({spoilt})": spoilt,
+            "shared GPU": m.device_shared,
+            "compiled in the window": m.window_compile_s,
+            "saved in the window": m.window_saves,
+            "evaluated in the window": m.window_evaluations,
+            "CUDA graphs recorded in the window": m.window_graphs_recorded,
+            "loss not finite": self.status == "ok" and m.final_loss is None and self.step_times_s,
+            "FP8 emulated": self.fp8 and self.fp8.emulated,
+        }
+        mismatches = self.observed.mismatches if self.observed else []
+        return [
+            *(mark for mark, applies in marks.items() if applies),
+            *self.impossible,
+            *mismatches,
+        ]
 
     @property
     def impossible(self) -> dict[str, str]:

@@ -4,29 +4,27 @@ A moment belongs to the kernel that computes. If none computes, it belongs to co
 ("exposed" means this), or without that to a copy. Otherwise the GPU is idle. Needs no torch.
 """
 
+import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from llm_train_bench.formulas.work import STEP_PARTS
-from llm_train_bench.trace.breakdown_schema import (
-    HOST,
-    Breakdown,
-    HostGaps,
-    by_time,
-    mark_of,
-    marked,
-    matmul_flops_of,
-    per_step,
-)
+from llm_train_bench.trace.breakdown_schema import Breakdown, CostlyKernel, HostGaps
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
+    ELEMENTWISE,
+    LOSS,
     MATMUL,
+    OPTIMIZER,
     kernel_class,
     matmul_format,
     operator_class,
 )
 from llm_train_bench.trace.read_trace import Ranges, Span, Trace
 from llm_train_bench.trace.timeline import IDLE, covered, priority, sweep, union
+
+HOST = "host"
 
 
 def break_down_gpu(trace: Trace, matmul_flops: float | None) -> Breakdown:
@@ -266,3 +264,43 @@ def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
     `matmul_flops`, the FLOPs of a step's matmuls, are taken from recorded shapes where not given.
     """
     return (break_down_gpu if trace.gpu else break_down_cpu)(trace, matmul_flops)
+
+
+def mark_of(span: Span) -> str | None:
+    """The class that a range of the host gives its elementwise work."""
+    if span.category != "user_annotation":
+        return None
+    if span.name == LOSS:
+        return LOSS
+    return OPTIMIZER if span.name == OPTIMIZER or span.name.startswith("Optimizer.step#") else None
+
+
+def marked(label: str, mark: str | None) -> str:
+    """An optimizer range claims all computation, matmuls too; a loss range all except those."""
+    if mark == OPTIMIZER and label in (MATMUL, ELEMENTWISE, LOSS):
+        return OPTIMIZER
+    return LOSS if mark == LOSS and label == ELEMENTWISE else label
+
+
+def matmul_flops_of(dims: list | None) -> float | None:
+    """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
+    shapes = [d for d in dims or [] if isinstance(d, list) and 2 <= len(d) < 8 and
+              all(isinstance(n, int) and 0 <= n < 2**48 for n in d)]  # fmt: skip
+    for a, b in itertools.pairwise(shapes):
+        if a[-1] == b[-2] and a[:-2] == b[:-2]:
+            return 2.0 * math.prod(a) * b[-1]
+    return None
+
+
+def per_step(micros: dict[str, float], n: int) -> dict[str, float]:
+    """Microseconds over all steps to seconds per step, longest first."""
+    ordered = sorted(micros.items(), key=lambda item: -item[1])
+    return {name: value / n / 1e6 for name, value in ordered if value > 0}
+
+
+def by_time(calls: Counter, time: Counter, n: int) -> list[CostlyKernel]:
+    """Kernels or operators, those that take longest first."""
+    return [
+        CostlyKernel(name=name, kind=kind, calls=calls[name, kind] / n, time_s=micros / n / 1e6)
+        for (name, kind), micros in time.most_common()
+    ]

@@ -5,7 +5,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from llm_train_bench.strict import Strict, about
+from pydantic import Field
+
+from llm_train_bench.strict import Strict
 from llm_train_bench.trace.breakdown import outermost
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
@@ -66,49 +68,22 @@ _BYTES = {"float": 4, "bfloat16": 2, "half": 2, "long": 8, "int": 4, "double": 8
 class CollectiveUse(Strict):
     """One kind of collective in a step."""
 
-    calls: float = about("- calls a step;")
-    time_s: float = about(
-        "- seconds in which one of them ran, with waiting for ranks that were late;"
-    )
-    input_bytes: float | None = about(
-        "- bytes that the rank handed in; `null` where a trace lacks sizes;", default=None
-    )
-    bus_gb_per_s: float | None = about(
-        "- bytes that a ring of these ranks sends, over that time [GB/s], as nccl-tests count them. "
-        "gloo does a reduce-scatter by an all-reduce, and is shown so.",
-        default=None,
-    )
+    calls: float
+    time_s: float
+    input_bytes: float | None = None
+    bus_gb_per_s: float | None = None
 
 
 class Observed(Strict):
     """The kernels that ran in one step after the window, on rank 0."""
 
-    attention: dict[str, list[str]] = about(
-        "Kernels of attention in `forward` and `backward`, by the names of `--attention`; `math` is "
-        "plain matmuls. Empty where a trace cannot tell."
-    )
-    matmuls: dict[str, float] = about(
-        "Calls of a step by library and format, as `cublas bf16`. `aten` is a CPU's operator, whose "
-        "library PyTorch does not name."
-    )
-    fallbacks: list[str] = about(
-        "Slower paths that were taken: attention in plain matmuls, FP8 layers that ran in a higher "
-        "format, an optimizer that is not fused, copies that wait for the host."
-    )
-    mismatches: list[str] = about(
-        "Kernels that differ from what the flags ask for; they make the run unfit for comparison.",
-        default=[],
-    )
-    collectives: dict[str, CollectiveUse] = about(
-        "Collectives of a step by kind, with their bandwidth:", default={}
-    )
-    graphs_from_cache: int | None = about(
-        "Graphs whose code came from Inductor's cache; `null` if nothing was compiled.",
-        default=None,
-    )
-    graphs_generated: int | None = about(
-        "Graphs whose code was generated in this run.", default=None
-    )
+    attention: dict[str, list[str]]
+    matmuls: dict[str, float]
+    fallbacks: list[str]
+    mismatches: list[str] = Field([])
+    collectives: dict[str, CollectiveUse] = Field({})
+    graphs_from_cache: int | None = None
+    graphs_generated: int | None = None
 
     @property
     def kernels(self) -> set[str]:
