@@ -43,8 +43,7 @@ class RunsFlags:
         metavar="RUN",
     )  # fmt: skip
     methodology: Literal["maximum_performance", "identical_config"] = flag(
-        "maximum_performance",
-        "identical_config: runs are not compared if any setting differs.",
+        "maximum_performance", "identical_config: runs are not compared if any setting differs."
     )
     one_model: bool = flag(
         False,

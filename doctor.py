@@ -11,21 +11,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import llm_train_bench.start  # noqa: F401
 
 from llm_train_bench.errors import printable
 from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.settings.machine import detect_platform, installed_version
+from llm_train_bench.settings.machine import detect_platform, installed_version, n_cores
 from llm_train_bench.settings.tool_main import run_tool
 
 
@@ -41,15 +43,17 @@ class Finding:
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 # Distribution, what it is for, how to get it, and whether nothing runs without it.
+NEEDED = {
+    "torch": "training",
+    "pydantic": "result files",
+    "numpy": "token files and statistics",
+    "rich": "tables and progress",
+    "PyYAML": "experiment files",
+    "tensorboard": "TensorBoard files",
+    "safetensors": "Hugging Face weights",
+}
 LIBRARIES = (
-    ("torch", "training", "pip install -e .", True),
-    ("tyro", "the command lines", "pip install -e .", True),
-    ("pydantic", "result files", "pip install -e .", True),
-    ("numpy", "token files and statistics", "pip install -e .", True),
-    ("rich", "tables and progress", "pip install -e .", True),
-    ("PyYAML", "experiment files", "pip install -e .", True),
-    ("tensorboard", "TensorBoard files", "pip install -e .", True),
-    ("safetensors", "Hugging Face weights", "pip install -e .", True),
+    *((name, purpose, "pip install -e .", True) for name, purpose in NEEDED.items()),
     ("tokenizers", "prepare_data.py --tokenizer", "pip install -e .", False),
     ("torchao", "--use-fp8 --fp8-backend torchao", "pip install -e '.[fp8]'", False),
     ("transformer-engine", "--use-fp8 --fp8-backend te",
@@ -73,14 +77,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"doctor.py: {unknown[0]}: no such option; see doctor.py --help", file=sys.stderr)
         return 2
     kind = detect_platform()
-    findings = [
-        *machine(),
-        *drivers(kind),
-        *libraries(kind),
-        *compiler(),
-        *torch_sees(kind),
-        *settings(),
-    ]
+    parts = machine(), drivers(kind), libraries(kind), [compiler()], torch_sees(kind), settings()
+    findings = list(itertools.chain(*parts))
     if args.json:
         print(json.dumps([dataclasses.asdict(f) for f in findings], indent=1))
     else:
@@ -98,36 +96,26 @@ def show(findings: list[Finding]) -> None:
             print(printable(f"    {'':{width}}  -> {f.advice}"))
 
 
-def machine() -> list[Finding]:
+def machine() -> Iterator[Finding]:
     """Python, cores, memory, disk and shared memory."""
-    linux = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
-    found = [_python(), Finding("CPU cores", "ok", str(cores))]
+    old = sys.version_info < (3, 11)
+    advice = "use Python 3.11 or newer" if old else ""
+    yield Finding("Python", "bad" if old else "ok", platform.python_version(), advice)
+    yield Finding("CPU cores", "ok", str(n_cores()))
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # not on macOS
         lines = meminfo.read_text(encoding="ascii").splitlines()
         sizes = {line.split(":")[0]: int(line.split()[1]) / 2**20 for line in lines}
         free = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free"
-        found.append(Finding("memory", "ok", free))
+        yield Finding("memory", "ok", free)
     free = shutil.disk_usage(Path()).free / 2**30
     advice = "give --output-dir a place with more" if free < 1 else ""
-    found.append(
-        Finding("disk here", "missing" if free < 1 else "ok", f"{free:.0f} GiB free", advice)
-    )
+    yield Finding("disk here", "missing" if free < 1 else "ok", f"{free:.0f} GiB free", advice)
     if Path("/dev/shm").exists():
         shared = shutil.disk_usage("/dev/shm").total / 2**30
-        small = shared < 1
-        advice = "start the container with --ipc=host or --shm-size=16g" if small else ""
-        found.append(
-            Finding("shared memory", "missing" if small else "ok", f"{shared:.1f} GiB", advice)
-        )
-    return found
-
-
-def _python() -> Finding:
-    old = sys.version_info < (3, 11)
-    advice = "use Python 3.11 or newer" if old else ""
-    return Finding("Python", "bad" if old else "ok", platform.python_version(), advice)
+        advice = "start the container with --ipc=host or --shm-size=16g" if shared < 1 else ""
+        state = "missing" if shared < 1 else "ok"
+        yield Finding("shared memory", state, f"{shared:.1f} GiB", advice)
 
 
 def drivers(kind: str) -> list[Finding]:
@@ -141,45 +129,39 @@ def drivers(kind: str) -> list[Finding]:
     if shutil.which(tool) is None:
         advice = f"put {tool} on PATH, or start the container with the GPUs' tools"
         return [Finding("GPU driver", "missing", f"there is one, but no {tool}", advice)]
-    return nvidia() if kind == "nvidia" else amd()
+    return list(nvidia() if kind == "nvidia" else amd())
 
 
-def nvidia() -> list[Finding]:
+def nvidia() -> Iterator[Finding]:
     """Findings from nvidia-smi."""
-    found = []
     text = _output("nvidia-smi", "--query-gpu=index,uuid,name,driver_version,memory.used,memory.total",
                    "--format=csv,noheader,nounits")  # fmt: skip
     if text is None:
         advice = "sudo dmesg | grep -i nvrm; a reboot after a driver update often helps"
-        return [Finding("GPU driver", "bad", "nvidia-smi fails", advice)]
+        yield Finding("GPU driver", "bad", "nvidia-smi fails", advice)
+        return
     holders = _output("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
                       "--format=csv,noheader,nounits") or ""  # fmt: skip
     for line in text.splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) != 6:
             advice = "nvidia-smi says more; is the GPU visible in this container?"
-            return [*found, Finding("GPU driver", "bad", f"nvidia-smi: {line.strip()}", advice)]
+            yield Finding("GPU driver", "bad", f"nvidia-smi: {line.strip()}", advice)
+            return
         index, uuid, name, driver, used, total = parts
-        found.append(Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB"))
+        yield Finding(f"GPU {index}", "ok", f"{name}, driver {driver}, {total} MiB")
+        in_use, held = f"GPU {index} is in use", f"{used} of {total} MiB held"
         mine = [p for p in holders.splitlines() if p.startswith(uuid) and p.count(",") >= 3]
-        if not mine and used.isdecimal() and len(used) < 20 and int(used) > 1024:
+        if not mine and _mib(used) * 2**20 > 1024:
             advice = "a process that is not visible from here, perhaps of another container"
-            found.append(
-                Finding(f"GPU {index} is in use", "missing", f"{used} of {total} MiB held", advice)
-            )
+            yield Finding(in_use, "missing", held, advice)
         for process in mine:
             _, pid, command, memory = (part.strip() for part in process.split(",", 3))
-            found.append(
-                Finding(
-                    f"GPU {index} is in use", "missing",
-                    f"{used} of {total} MiB held, {memory} MiB by process {pid} ({command})",
-                    f"if it is yours and not wanted: kill {pid}",
-                )
-            )  # fmt: skip
-    return found
+            text = f"{held}, {memory} MiB by process {pid} ({command})"
+            yield Finding(in_use, "missing", text, f"if it is yours and not wanted: kill {pid}")
 
 
-def amd() -> list[Finding]:
+def amd() -> Iterator[Finding]:
     """Findings from rocm-smi."""
     text = _output("rocm-smi", "--showproductname", "--showdriverversion", "--showmeminfo", "vram",
                    "--json")  # fmt: skip
@@ -188,26 +170,22 @@ def amd() -> list[Finding]:
         cards = {card: values for card, values in cards.items() if isinstance(values, dict)}
     except ValueError:
         advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
-        return [Finding("GPU driver", "bad", "rocm-smi fails", advice)]
-    found = []
+        yield Finding("GPU driver", "bad", "rocm-smi fails", advice)
+        return
     driver = next((c.get("Driver version") for c in cards.values() if "Driver version" in c), "?")
     for card, values in cards.items():
         if not card.startswith("card"):
             continue
         name = values.get("Card Series") or values.get("Card series") or "AMD GPU"
-        total, used = (
-            _mib(values.get(f"VRAM Total {what} (B)")) for what in ("Memory", "Used Memory")
-        )
-        found.append(Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB"))
+        total, used = (_mib(values.get(f"VRAM Total {of} (B)")) for of in ("Memory", "Used Memory"))
+        yield Finding(card, "ok", f"{name}, driver {driver}, {total:.0f} MiB")
         if used > 1024:
             advice = "rocm-smi --showpids names who holds it"
-            found.append(Finding(f"{card} is in use", "missing", f"{used:.0f} MiB held", advice))
-    return found
+            yield Finding(f"{card} is in use", "missing", f"{used:.0f} MiB held", advice)
 
 
-def libraries(kind: str) -> list[Finding]:
+def libraries(kind: str) -> Iterator[Finding]:
     """Installed libraries, and the purpose of each missing one."""
-    found = []
     for name, purpose, advice, needed in LIBRARIES:
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue
@@ -215,16 +193,13 @@ def libraries(kind: str) -> list[Finding]:
             advice = (
                 "an image with ROCm's build (rocm/primus), or github.com/ROCm/TransformerEngine"
             )
-        version = installed_version(name)
+        version, state = installed_version(name), "ok"
         if version is None:
             state = "bad" if needed else "missing"
-            found.append(Finding(name, state, f"not installed; needed for {purpose}", advice))
+            version = f"not installed; needed for {purpose}"
         elif name == "torch" and _numbers(version) < OLDEST_TORCH:
-            needs = ".".join(map(str, OLDEST_TORCH))
-            found.append(Finding(name, "bad", f"{version}, older than {needs}", advice))
-        else:
-            found.append(Finding(name, "ok", version))
-    return found
+            state, version = "bad", f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}"
+        yield Finding(name, state, version, "" if state == "ok" else advice)
 
 
 def _mib(size: object) -> float:
@@ -235,12 +210,10 @@ def _mib(size: object) -> float:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """`2.13.0+cpu` as (2, 13)."""
-    return tuple(
-        int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")[:2]
-    )
+    return tuple(int(re.sub(r"\D", "", part) or 0) for part in version.split(".")[:2])
 
 
-def compiler() -> list[Finding]:
+def compiler() -> Finding:
     """Compilers for --pt-compile: C++ on a CPU; C, with Python's headers, on a GPU."""
     # On Linux Inductor takes only g++, and Triton gcc or clang, unless CXX or CC names another.
     cxx = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -251,55 +224,51 @@ def compiler() -> list[Finding]:
     lacking = [] if name and plain else ["a C and C++ compiler"]
     lacking += [] if headers.exists() else [f"Python's headers ({headers})"]
     if not lacking:
-        return [Finding("compiler", "ok", f"{name}, {plain}, Python's headers")]
+        return Finding("compiler", "ok", f"{name}, {plain}, Python's headers")
     text = f"no {' and no '.join(lacking)}; needed for --pt-compile"
-    return [Finding("compiler", "missing", text, "apt install build-essential python3-dev")]
+    return Finding("compiler", "missing", text, "apt install build-essential python3-dev")
 
 
-def torch_sees(kind: str) -> list[Finding]:
+def torch_sees(kind: str) -> Iterator[Finding]:
     """Whether PyTorch sees the GPUs that the driver has; asked in another process."""
     if importlib.util.find_spec("torch") is None:
-        return []
+        return
     code = (
         "import torch, json; print(json.dumps([torch.__version__, torch.version.cuda, torch.version.hip,"
         " torch.cuda.device_count(), torch.distributed.is_nccl_available()]))"
     )
     text = _output(sys.executable, "-c", code)
     if text is None:
-        return [
-            Finding("PyTorch", "bad", "import torch fails", "python -c 'import torch' shows why")
-        ]
+        advice = "python -c 'import torch' shows why"
+        yield Finding("PyTorch", "bad", "import torch fails", advice)
+        return
     version, cuda, hip, n, nccl = json.loads(text.splitlines()[-1])
     built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
-    found = [Finding("PyTorch", "ok", f"{version}, {built}, sees {n} GPUs")]
+    yield Finding("PyTorch", "ok", f"{version}, {built}, sees {n} GPUs")
     if kind != "cpu" and not n:
         advice = "install the build for this GPU (pytorch.org), or check CUDA_VISIBLE_DEVICES"
-        found.append(
-            Finding("PyTorch and the driver", "bad", f"{kind} driver, but {built}", advice)
-        )
+        yield Finding("PyTorch and the driver", "bad", f"{kind} driver, but {built}", advice)
     if n and not nccl:
-        found.append(Finding("NCCL / RCCL", "bad", "not in this PyTorch", "install the full build"))
-    return found
+        yield Finding("NCCL / RCCL", "bad", "not in this PyTorch", "install the full build")
 
 
-def settings() -> list[Finding]:
-    """Variables that hide GPUs or slow a run down, and AMD's NUMA balancing."""
-    found = []
-    for name, bad in {
-        "CUDA_LAUNCH_BLOCKING": "1",
-        "NCCL_P2P_DISABLE": "1",
-        "NCCL_IB_DISABLE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }.items():
+# Values of variables that hide GPUs or slow a run down.
+BAD_VALUES = {
+    "CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1",
+    "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+
+
+def settings() -> Iterator[Finding]:
+    """Such variables, and AMD's NUMA balancing."""
+    for name, bad in BAD_VALUES.items():
         if os.environ.get(name) == bad:
-            advice = f"unset {name}, unless you mean it"
-            found.append(Finding(name, "missing", f"is {bad or 'empty'}", advice))
+            yield Finding(
+                name, "missing", f"is {bad or 'empty'}", f"unset {name}, unless you mean it"
+            )
     balancing = Path("/proc/sys/kernel/numa_balancing")
     if detect_platform() == "amd" and balancing.exists() and balancing.read_text().strip() != "0":
         advice = "sudo sysctl kernel.numa_balancing=0"
-        found.append(Finding("NUMA balancing", "missing", "is on, which stalls AMD GPUs", advice))
-    return found
+        yield Finding("NUMA balancing", "missing", "is on, which stalls AMD GPUs", advice)
 
 
 def _output(*command: str) -> str | None:

@@ -43,7 +43,12 @@ from llm_train_bench.formulas.step_events import simulate_step, write_trace
 from llm_train_bench.formulas.work import Theirs, Work
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.settings.checks import check
-from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
+from llm_train_bench.settings.command_line import (
+    parse_args,
+    parse_dataclass,
+    refuse_foreign,
+    to_argv,
+)
 from llm_train_bench.settings.flags import (
     Args,
     BatchFlags,
@@ -53,8 +58,8 @@ from llm_train_bench.settings.flags import (
     declared,
     defaults,
     flag,
-    flag_of,
-)  # fmt: skip
+    flag_of,  # fmt: skip
+)
 from llm_train_bench.settings.machine import cpu_name, detect_platform
 from llm_train_bench.settings.plan import Plan, make_plan, resolve_seq_len
 from llm_train_bench.settings.tool_main import run_tool, tool
@@ -70,79 +75,47 @@ BUSY = 0.9
 class EstimateFlags:
     """The hardware, and what to print."""
 
-    gpu: str | None = flag(
-        None, "GPU, as in configs/hardware.json: h100, h200, b200, mi300x, ... or the start of a name; "
-        "cpu is this machine's, once benchmarks/gemm.py has measured it.",
-        metavar="NAME",
-    )  # fmt: skip
+    gpu: str | None = flag(None, "GPU, as in configs/hardware.json: h100, h200, b200, mi300x, ... "
+        "or the start of a name; cpu is this machine's, once benchmarks/gemm.py has measured it.",
+        metavar="NAME")  # fmt: skip
     gpus: int = flag(1, "How many of them.", at_least=1, at_most=2**20)
-    per_node: int = flag(
-        8, "GPUs of one machine, or of one NVLink domain (GB200: 72).", at_least=1, at_most=2**20
-    )
-    parallel: Literal["fsdp", "ddp", "pp"] = flag(
-        "fsdp",
-        "Script for more than one GPU: train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).",
-    )
-    tokens: float | None = flag(
-        None,
-        "Tokens of the whole training, to give its days, energy and cost.",
-        above=0,
-        at_most=1e16,
-    )
-    gpu_memory_gib: float | None = flag(
-        None, "Memory of one GPU [GiB], if it differs from the listed one.", above=0
-    )
-    trace: bool = flag(
-        False,
-        "Count memory a second time, by tracing our own model under fake tensors (takes seconds).",
-    )
-    fit: bool = flag(
-        False, "Run some steps here, and hold the memory they take against the formula."
-    )
+    per_node: int = flag(8, "GPUs of one machine, or of one NVLink domain (GB200: 72).", at_least=1,
+        at_most=2**20)  # fmt: skip
+    parallel: Literal["fsdp", "ddp", "pp"] = flag("fsdp", "Script for more than one GPU: "
+        "train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).")  # fmt: skip
+    tokens: float | None = flag(None, "Tokens of the whole training, to give its days, energy and "
+        "cost.", above=0, at_most=1e16)  # fmt: skip
+    gpu_memory_gib: float | None = flag(None, "Memory of one GPU [GiB], if it differs from the "
+        "listed one.", above=0)  # fmt: skip
+    trace: bool = flag(False, "Count memory a second time, by tracing our own model under fake "
+        "tensors (takes seconds).")  # fmt: skip
+    fit: bool = flag(False, "Run some steps here, and hold the memory they take against the "
+        "formula.")  # fmt: skip
     power: float | None = flag(None, "Power limit of one GPU [W].", above=0)
     clock: float | None = flag(None, "Clock to which it is locked [MHz].", above=0)
-    nic_gb_per_s: float | None = flag(
-        None, "Network of one GPU [GB/s], one way: 50 is a card of 400 Gbit/s.", above=0
-    )
-    weights: Literal["fp32", "bf16"] = flag(
-        "fp32", "What other trainers do: bf16 keeps weights and gradients in bf16 alone."
-    )
-    moments: Literal["fp32", "bf16", "8bit"] = flag(
-        "fp32", "What other trainers do: the format of the optimizer's moments."
-    )
-    whole_logits: bool = flag(
-        False, "What other trainers do: the loss sees all logits of a micro batch at once."
-    )
-    zero2: bool = flag(
-        False,
-        "What other trainers do: ZeRO-2, with --parallel ddp: gradients and moments are sharded.",
-    )
-    sac_every_other: bool = flag(
-        False, "What torchtitan does in place of --sac-policy op: every other matmul is recomputed."
-    )
-    calibrate: str | None = flag(
-        None, "A run's result.json; the estimate is corrected by what was measured there.",
-        metavar="RESULT",
-    )  # fmt: skip
-    timeline: str | None = flag(
-        None, "Simulate the step's events, and draw them as a Chrome trace, which Perfetto opens.",
-        metavar="FILE",
-    )  # fmt: skip
-    spread: float | None = flag(
-        None, "With --timeline: relative standard deviation of the ranks' speed, as 0.02; the "
-        "slowest sets the pace. By default the formulas' 1 % for each doubling of the nodes.",
-        at_least=0, below=1, needs="timeline",
-    )  # fmt: skip
-    plan: bool = flag(
-        False, "Search layouts, recomputation, micro batch and FP8 for the fastest; several GPUs as "
-        "--gpu h100,mi300x.",
-    )  # fmt: skip
-    days: float | None = flag(
-        None,
-        "With --plan and --tokens: how many GPUs finish in so many days.",
-        above=0,
-        needs="plan",
-    )
+    nic_gb_per_s: float | None = flag(None, "Network of one GPU [GB/s], one way: 50 is a card of "
+        "400 Gbit/s.", above=0)  # fmt: skip
+    weights: Literal["fp32", "bf16"] = flag("fp32", "What other trainers do: bf16 keeps weights "
+        "and gradients in bf16 alone.")  # fmt: skip
+    moments: Literal["fp32", "bf16", "8bit"] = flag("fp32", "What other trainers do: the format of "
+        "the optimizer's moments.")  # fmt: skip
+    whole_logits: bool = flag(False, "What other trainers do: the loss sees all logits of a micro "
+        "batch at once.")  # fmt: skip
+    zero2: bool = flag(False, "What other trainers do: ZeRO-2, with --parallel ddp: gradients and "
+        "moments are sharded.")  # fmt: skip
+    sac_every_other: bool = flag(False, "What torchtitan does in place of --sac-policy op: every "
+        "other matmul is recomputed.")  # fmt: skip
+    calibrate: str | None = flag(None, "A run's result.json; the estimate is corrected by what was "
+        "measured there.", metavar="RESULT")  # fmt: skip
+    timeline: str | None = flag(None, "Simulate the step's events, and draw them as a Chrome "
+        "trace, which Perfetto opens.", metavar="FILE")  # fmt: skip
+    spread: float | None = flag(None, "With --timeline: relative standard deviation of the ranks' "
+        "speed, as 0.02; the slowest sets the pace. By default the formulas' 1 % for each doubling "
+        "of the nodes.", at_least=0, below=1, needs="timeline")  # fmt: skip
+    plan: bool = flag(False, "Search layouts, recomputation, micro batch and FP8 for the fastest; "
+        "several GPUs as --gpu h100,mi300x.")  # fmt: skip
+    days: float | None = flag(None, "With --plan and --tokens: how many GPUs finish in so many "
+        "days.", above=0, needs="plan")  # fmt: skip
     json: bool = flag(False, "Print JSON in place of tables.")
 
 
@@ -196,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
     check_bounds(wanted)
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
-    several = {"ddp": Script.DDP, "fsdp": Script.FSDP, "pp": Script.PP}[wanted.parallel]
+    several = Script[wanted.parallel.upper()]
     if file and file.script not in (None, Script.ONE) and wanted.gpus == 1:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
     if args.pp and several is Script.DDP:
@@ -266,9 +239,8 @@ def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
     ranks = file.flags.get("nproc") or file.ranks
     if ranks and "--gpus" not in given:
         words += ["--gpus", str(ranks)]
-    kinds = {Script.DDP: "ddp", Script.FSDP: "fsdp", Script.PP: "pp"}
-    if file.script in kinds and "--parallel" not in given:
-        words += ["--parallel", kinds[file.script]]
+    if file.script not in (None, Script.ONE) and "--parallel" not in given:
+        words += ["--parallel", file.script.name.lower()]
     return words, file
 
 
@@ -319,10 +291,8 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)
     if not measured:
         raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")
-    wrong = [
-        mark for mark in result.unfit if mark != "faster than its peak"
-    ]  # the list may be wrong
-    if wrong:
+    # Of a peak the list itself may be wrong.
+    if wrong := [mark for mark in result.unfit if mark != "faster than its peak"]:
         raise UsageError(f"--calibrate {path}: is unfit for comparison: {'; '.join(wrong)}")
     threads = result.environment.get("torch_threads")
     if gpu.platform == "cpu" and gpu.name != threads_of(result.device.hardware, threads):
@@ -330,12 +300,9 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
             f"--calibrate {path}: was measured on {result.device.hardware} with {threads} threads, and "
             f"--gpu is {gpu.name}"
         )
-    if result.device.hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(
-        f"{result.device.hardware}, "
-    ):
-        raise UsageError(
-            f"--calibrate {path}: was measured on {result.device.hardware}, and --gpu is {gpu.name}"
-        )
+    hardware = result.device.hardware
+    if hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(f"{hardware}, "):
+        raise UsageError(f"--calibrate {path}: was measured on {hardware}, and --gpu is {gpu.name}")
     given = parse_args(["--from", str(path)], script)
     work = make_plan(given, script, result.device.count, gpu.platform).work
     factor = speed_factor(work, gpu, wanted.per_node, measured)
@@ -415,12 +382,8 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
         enough |= bool(found.best) and not (wanted.days and days > wanted.days)
         if wanted.json:
             ways = [dataclasses.asdict(layout) | {"words": layout.words()} for layout in found.best]
-            all_found[gpu.name] = {
-                "gpus": gpus,
-                "samples": samples,
-                "best": ways,
-                "lost": found.lost,
-            }
+            part = {"gpus": gpus, "samples": samples, "best": ways, "lost": found.lost}
+            all_found[gpu.name] = part
             continue
         show_plan(found, gpu, gpus, samples, (config.path, seq_len), wanted)
         if wanted.days and days and days > wanted.days:
@@ -445,8 +408,7 @@ def show_plan(
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
         table.add_row(
             layout.words(), f"{layout.tokens_per_sec / gpus:,.0f}", f"{layout.memory / GIB:,.1f}",
-            number(days, ",.1f"), number(usd, ",.0f"), layout.loss(),
-        )  # fmt: skip
+            number(days, ",.1f"), number(usd, ",.0f"), layout.loss())  # fmt: skip
     Console(width=150, highlight=False, markup=False).print(table)
     if not found.best:
         why = "fits" if any("does not fit" in reason for reason in found.lost) else "can be run"
@@ -483,10 +445,8 @@ def nearest_changes(
             seen.add(other.work)
             step_s = estimate_speed(other.work, gpu, per_node).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
-            words = [f"{flag_of(name)} {value}" for name, value in flags.items()]
-            words += [f"--gpus {n}"] * (n != gpus)
-            text = f"{' '.join(words)}: {need / GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
-            found.append((rate, text))
+            words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
+            found.append((rate, f"{words}: {need / GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU"))
     texts = [text for _, text in sorted(found, reverse=True)[:3]]
     return texts or ["none of the changes tried; use more GPUs, or larger ones"]
 
@@ -517,42 +477,17 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
     return Estimate(
-        gpu=gpu.name,
-        gpus=world,
-        script=plan.script,
-        parameters=count_parameters(work.config),
-        flops_per_token=flops,
-        global_batch=batch.global_batch,
-        memory=found,
-        memory_outside=needed - found.peak,
-        memory_limit=limit,
-        fits=needed <= limit,
-        largest_bsz=largest_batch(whole, limit),
-        step_s=s.step_s,
-        parts_s={
-            "matmuls": s.matmul_s,
-            "attention": s.attention_s,
-            "memory-bound": s.memory_s,
-            "optimizer": s.optimizer_s,
-            "tokens between ranks": s.tokens_s,
-            "pipeline bubble": s.bubble_s,
-            "exposed communication": s.exposed_s,
-            "hidden communication": s.communication_s - s.exposed_s,
-            "beside communication": s.beside_s,
-            "slowest node": s.slowest_s,
-            "waiting for the host": s.waits_s,
-        },
-        tokens_per_sec=per_second,
-        tokens_per_sec_per_gpu=per_second / world,
-        mfu=per_second / world * flops / peak,
-        tokens_per_joule=per_second / watts if watts else None,
+        gpu=gpu.name, gpus=world, script=plan.script, parameters=count_parameters(work.config),
+        flops_per_token=flops, global_batch=batch.global_batch,
+        memory=found, memory_outside=needed - found.peak, memory_limit=limit, fits=needed <= limit,
+        largest_bsz=largest_batch(whole, limit), traced_peak=traced,
+        step_s=s.step_s, parts_s=s.parts,
+        tokens_per_sec=per_second, tokens_per_sec_per_gpu=per_second / world,
+        mfu=per_second / world * flops / peak, tokens_per_joule=per_second / watts if watts else None,
         usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
-        days=seconds and seconds / 86400,
-        usd=seconds and price and price * world * seconds / 3600,
+        days=seconds and seconds / 86400, usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
-        traced_peak=traced,
-        accuracy=accuracy_of(gpu.name, work.fsdp is not None and work.fsdp.divided),
-    )
+        accuracy=accuracy_of(gpu.name, work.fsdp is not None and work.fsdp.divided))  # fmt: skip
 
 
 def draw(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
@@ -573,69 +508,42 @@ def draw(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
 def show(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
-    rows = [
-        ("parameters", f"{e.parameters / 1e9:,.3f} G"),
-        ("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G"),
-        ("on", f"{e.gpus} x {e.gpu}, {e.script}, {e.global_batch} samples a step"),
-        ("memory: parameters", _gib(m.parameters)),
-        ("memory: gradients", _gib(m.gradients)),
-        ("memory: optimizer", _gib(m.optimizer)),
-        ("memory: activations", _gib(m.activations)),
-        ("memory: logits and gradients of the head", _gib(m.logits)),
-        ("memory: gathered weights", _gib(m.gathered)),
-        ("memory: peak of tensors (not all at once)", _gib(m.peak)),
-    ]
-    if e.traced_peak is not None:
-        rows.append(
-            (
-                "memory: the same by tracing",
-                f"{_gib(e.traced_peak)} ({m.peak / e.traced_peak - 1:+.1%})",
-            )
-        )
-    verdict = "fits" if e.fits else "DOES NOT FIT"
-    rows += [
-        ("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside)),
-        (
-            f"memory: all, of {_gib(e.memory_limit)}",
-            f"{_gib(m.peak + e.memory_outside)}: {verdict}",
-        ),
-        ("largest --bsz that fits", f"{e.largest_bsz:,}"),
-        ("step", f"{e.step_s:.4g} s"),
-        *(
-            [("step, simulated", f"{e.simulated_s:.4g} s ({e.simulated_s / e.step_s - 1:+.1%})")]
-            if e.simulated_s
-            else []
-        ),
-        *(
-            (f"  {name}", f"{seconds:.4g} s")
-            for name, seconds in e.parts_s.items()
-            if seconds > 1e-6 * e.step_s
-        ),
-        *(
-            [
-                ("  --cpu-offload", "its transfers are not counted"),
-                ("memory of the host, for each", _gib(e.memory.host)),
-            ]
-            if work.fsdp and work.fsdp.cpu_offload
-            else []
-        ),
-        ("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}"),
-        (
-            "how far that may be off",
-            "calibrated by one run; not validated" if wanted.calibrate else accuracy_text(e),
-        ),
-        ("MFU (palm)", f"{e.mfu:.1%}"),
-        (f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f")),
-    ]
-    if e.usd_per_million_tokens is not None:
-        rows.append(("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}"))
-    if e.days is not None:
-        rows.append((f"for {wanted.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh"))
-        if e.usd is not None:
-            rows.append((f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}"))
     table = markdown_table("estimate", "value")
-    for name, value in rows:
-        table.add_row(name, value)
+    row = table.add_row
+    row("parameters", f"{e.parameters / 1e9:,.3f} G")
+    row("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G")
+    row("on", f"{e.gpus} x {e.gpu}, {e.script}, {e.global_batch} samples a step")
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        row(f"memory: {name}", _gib(getattr(m, name)))
+    row("memory: logits and gradients of the head", _gib(m.logits))
+    row("memory: gathered weights", _gib(m.gathered))
+    row("memory: peak of tensors (not all at once)", _gib(m.peak))
+    if traced := e.traced_peak:
+        row("memory: the same by tracing", f"{_gib(traced)} ({m.peak / traced - 1:+.1%})")
+    row("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside))
+    verdict = "fits" if e.fits else "DOES NOT FIT"
+    row(f"memory: all, of {_gib(e.memory_limit)}", f"{_gib(m.peak + e.memory_outside)}: {verdict}")
+    row("largest --bsz that fits", f"{e.largest_bsz:,}")
+    row("step", f"{e.step_s:.4g} s")
+    if simulated := e.simulated_s:
+        row("step, simulated", f"{simulated:.4g} s ({simulated / e.step_s - 1:+.1%})")
+    for name, seconds in e.parts_s.items():
+        if seconds > 1e-6 * e.step_s:
+            row(f"  {name}", f"{seconds:.4g} s")
+    if work.fsdp and work.fsdp.cpu_offload:
+        row("  --cpu-offload", "its transfers are not counted")
+        row("memory of the host, for each", _gib(e.memory.host))
+    row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
+    by_run = "calibrated by one run; not validated"
+    row("how far that may be off", by_run if wanted.calibrate else accuracy_text(e))
+    row("MFU (palm)", f"{e.mfu:.1%}")
+    row(f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f"))
+    if e.usd_per_million_tokens is not None:
+        row("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}")
+    if e.days is not None:
+        row(f"for {wanted.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh")
+        if e.usd is not None:
+            row(f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}")
     Console(width=140, highlight=False, markup=False).print(table)
 
 
@@ -661,15 +569,7 @@ def fit(work: Work, argv: list[str]) -> int:
     flags = [a for a in argv if a != "--fit"]
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, str(Path(__file__).parent / "train.py"), *flags]
-        command += [
-            "--n-steps",
-            "1",
-            "--warmup-steps",
-            "2",
-            "--memory-snapshot",
-            "--output-dir",
-            out,
-        ]
+        command += [*"--n-steps 1 --warmup-steps 2 --memory-snapshot --output-dir".split(), out]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             print((done.stderr.strip() or "train.py ended without a word").splitlines()[-1],
@@ -678,23 +578,15 @@ def fit(work: Work, argv: list[str]) -> int:
         (path,) = Path(out).glob("*/result.json")
         result = read_result(path)
     seen, batch = result.memory, result.batch
-    cuda = result.device.type == "cuda"
-    e = estimate_memory(work, fused_norm=cuda)
+    e = estimate_memory(work, fused_norm=result.device.type == "cuda")
     table = markdown_table("memory", "measured", "estimate", "error")
     # The gradients of the head are made with the loss and kept like activations.
-    pairs = {
-        "parameters": (seen.parameters_gib, e.parameters),
-        "gradients": (seen.gradients_gib, e.gradients),
-        "optimizer": (seen.optimizer_gib, e.optimizer),
-        "peak": (seen.peak_gib, e.peak),
-    }
-    for name, (measured, estimated) in pairs.items():
-        error = f"{estimated / GIB / measured - 1:+.1%}" if measured else ""
-        table.add_row(name, f"{measured:.3f} GiB", f"{estimated / GIB:.3f} GiB", error)
-    print(
-        f"{result.model.name} on {result.device.name}: micro batch {batch.micro_batch} x "
-        f"{batch.seq_len}"
-    )
+    for name in ("parameters", "gradients", "optimizer", "peak"):
+        measured, estimated = getattr(seen, f"{name}_gib"), getattr(e, name) / GIB
+        error = f"{estimated / measured - 1:+.1%}" if measured else ""
+        table.add_row(name, f"{measured:.3f} GiB", f"{estimated:.3f} GiB", error)
+    size = f"micro batch {batch.micro_batch} x {batch.seq_len}"
+    print(f"{result.model.name} on {result.device.name}: {size}")
     Console(width=120, highlight=False, markup=False).print(table)
     return 0
 

@@ -54,63 +54,41 @@ from llm_train_bench.sweep.tune import tune
 class SettingsFlags:
     """The settings to run."""
 
-    experiment: str = positional(
-        "[FILE.yaml]", "An experiment file; without one, --models and --set say what to run.", ""
-    )
-    models: tuple[str, ...] = flag(
-        (), "Model configs; with an experiment file, those of its models to run.", metavar="CONFIG"
-    )
+    experiment: str = positional("[FILE.yaml]", "An experiment file; without one, --models and "
+        "--set say what to run.", "")  # fmt: skip
+    models: tuple[str, ...] = flag((), "Model configs; with an experiment file, those of its "
+        "models to run.", metavar="CONFIG")  # fmt: skip
     script: Literal[tuple(map(str, Script))] = flag("train.py", "Script that runs them.")
-    set: tuple[str, ...] = flag(
-        (),
-        "flag=value for all, or flag=value,value,... for an axis of the grid.",
-        metavar="FLAG=VALUE",
-    )
-    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag(
-        "auto", "Platform, for its part of the experiment file; auto looks at the drivers."
-    )
+    set: tuple[str, ...] = flag((), "flag=value for all, or flag=value,value,... for an axis of "
+        "the grid.", metavar="FLAG=VALUE")  # fmt: skip
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto", "Platform, for its part of "
+        "the experiment file; auto looks at the drivers.")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFlags:
     """How they run."""
 
-    repeats: int = flag(
-        1, "How often each setting runs; interleaved, so that a drifting machine drifts for all.",
-        at_least=1,
-    )  # fmt: skip
+    repeats: int = flag(1, "How often each setting runs; interleaved, so that a drifting machine "
+        "drifts for all.", at_least=1)  # fmt: skip
     timeout_s: float = flag(3600.0, "Seconds after which a run is ended.", above=0)
     auto_bsz: bool = flag(False, "Find the largest --bsz that runs, for each setting, and use it.")
-    tune: bool = flag(
-        False, "Find the fastest setting and run few: the estimate keeps a fifth, short runs halve "
-        "these, and the two best run in full, in turn, five times.",
-    )  # fmt: skip
-    output_dir: str | None = flag(
-        None, "Where rows, results and tables go; by default sweeps/ and the experiment's name.",
-        metavar="DIR",
-    )  # fmt: skip
-    launcher: Literal["here", "slurm", "local"] = flag(
-        "here", "Runs go one after the other on this machine, or as jobs of SLURM; local: as processes, "
-        "all at once, to try it."
-    )  # fmt: skip
-    slurm: tuple[str, ...] = flag(
-        (), "What sbatch is told, as submitit names it: partition=gpu gpus_per_node=8 exclusive=true.",
-        metavar="KEY=VALUE",
-    )  # fmt: skip
-    cooldown: float = flag(
-        0.0, "Seconds of rest before each run, so that all begin as cool.", at_least=0
-    )
-    grid_gco2_per_kwh: float = flag(
-        445.0, "Grams of CO2 per kWh, for the CO2 of each run; the default is the world's mean of 2024 "
-        "(IEA, Electricity 2025).", above=0,
-    )  # fmt: skip
-    baseline: str | None = flag(
-        None, "Judge the runs by these baselines at the end, as compare.py does: exit code 1 if one got "
-        "worse.", metavar="FILE",
-    )  # fmt: skip
-    tolerance: str = flag(
-        "5%", "Allowed loss of speed, and growth of memory.", metavar="PERCENT", needs="baseline"
-    )
+    tune: bool = flag(False, "Find the fastest setting and run few: the estimate keeps a fifth, "
+        "short runs halve these, and the two best run in full, in turn, five times.")  # fmt: skip
+    output_dir: str | None = flag(None, "Where rows, results and tables go; by default sweeps/ and "
+        "the experiment's name.", metavar="DIR")  # fmt: skip
+    launcher: Literal["here", "slurm", "local"] = flag("here", "Runs go one after the other on "
+        "this machine, or as jobs of SLURM; local: as processes, all at once, to try it.")  # fmt: skip
+    slurm: tuple[str, ...] = flag((), "What sbatch is told, as submitit names it: partition=gpu "
+        "gpus_per_node=8 exclusive=true.", metavar="KEY=VALUE")  # fmt: skip
+    cooldown: float = flag(0.0, "Seconds of rest before each run, so that all begin as cool.",
+        at_least=0)  # fmt: skip
+    grid_gco2_per_kwh: float = flag(445.0, "Grams of CO2 per kWh, for the CO2 of each run; the "
+        "default is the world's mean of 2024 (IEA, Electricity 2025).", above=0)  # fmt: skip
+    baseline: str | None = flag(None, "Judge the runs by these baselines at the end, as compare.py "
+        "does: exit code 1 if one got worse.", metavar="FILE")  # fmt: skip
+    tolerance: str = flag("5%", "Allowed loss of speed, and growth of memory.", metavar="PERCENT",
+        needs="baseline")  # fmt: skip
     update_baselines: bool = flag(False, "Make the runs the baselines.", needs="baseline")
     retry: bool = flag(False, "Run again what failed or timed out before in the same --output-dir.")
     dry_run: bool = flag(False, "Print the settings and stop.")
@@ -204,22 +182,17 @@ def read(args: SweepArgs) -> tuple[Experiment, str]:
                 f"{flag_of(given)} and an experiment file, which says that itself: leave one out"
             )
         experiment = read_experiment(args.experiment)
-        for name in args.models:
-            if not any(name in (model, Path(model).stem) for model in experiment.models):
-                known = ", ".join(Path(model).stem for model in experiment.models)
-                raise UsageError(
-                    f"--models {name}: {args.experiment} has none such; it has {known}"
-                )
-        kept = [
-            m for m in experiment.models if not args.models or {m, Path(m).stem} & set(args.models)
-        ]
-        return experiment.model_copy(update={"models": kept}), args.experiment
+        names = {model: {model, Path(model).stem} for model in experiment.models}
+        if lost := [name for name in args.models if not any(name in n for n in names.values())]:
+            known = ", ".join(Path(model).stem for model in names)
+            raise UsageError(f"--models {lost[0]}: {args.experiment} has none such; it has {known}")
+        chosen = [m for m in names if not args.models or names[m] & set(args.models)]
+        return experiment.model_copy(update={"models": chosen}), args.experiment
     if not args.models:
         raise UsageError("nothing to run: give an experiment file, or --models")
+    given = args.script, args.models, args.set, args.repeats, args.timeout_s
     try:
-        return from_command_line(
-            args.script, args.models, args.set, args.repeats, args.timeout_s
-        ), "--set"
+        return from_command_line(*given), "--set"
     except ValidationError as error:
         raise UsageError(f"--{first_problem(error)}") from None
 
@@ -264,10 +237,8 @@ def run_all(
         rows.add(row)
         measured.append(row)
         left = (time.monotonic() - start) / (i + 1) * (len(todo) - i - 1)
-        number = f"[{done + i + 1}/{done + len(todo)}]"
-        print(
-            f"{number} {outcome(row)}  {labels[row['key']]}  ({_duration(left)} left)", flush=True
-        )
+        text = f"[{done + i + 1}/{done + len(todo)}] {outcome(row)}  {labels[row['key']]}"
+        print(f"{text}  ({_duration(left)} left)", flush=True)
     return measured
 
 

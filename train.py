@@ -17,10 +17,17 @@ from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
+from llm_train_bench.run.checkpoint.lineage import resolve_attempt
 from llm_train_bench.run.checkpoint.saver import build_saver
 from llm_train_bench.run.launch import launch
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.loop import build_passes, build_step, measure, observe_kernels, validated
+from llm_train_bench.run.loop import (
+    build_evaluation,
+    build_passes,
+    build_step,
+    measure,
+    observe_kernels,
+)
 from llm_train_bench.run.sampling import text_writer
 from llm_train_bench.settings.plan import Plan
 
@@ -38,22 +45,25 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     weights = check_pretrained(work.config, files.init_from)
     write_text = text_writer(plan.output.sample, files, work)
 
-    with Run(plan, device, ranks, fp8, kernel) as run:
+    plan, attempt = resolve_attempt(plan, ranks)
+    with Run(plan, attempt, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
-        build_saver(run, model, optimizer)
-        samples = sample_plan(run.plan.schedule, work.batch)
+        saver = build_saver(run, model, optimizer)
+        samples = sample_plan(plan.schedule, work.batch)
         micro_batches = batches(data, samples, device, files.n_workers)
-        step = build_step(run, model, optimizer, build_passes(run, model, micro_batches))
-
-        with validated(run, model, val_data):
-            measure(run, model, optimizer, step)
+        passes = build_passes(run, model, micro_batches)
+        step = build_step(run, model, optimizer, passes, saver)
+        evaluate = build_evaluation(run, model, val_data)
+        measure(run, model, optimizer, step, evaluate, saver)
         if plan.output.export:
             save_pretrained(model, run.directory / "export")
-        run.sample = write_text and write_text(model, device)
+        text = write_text and write_text(model, device)
         observe_kernels(run, step)
+    if text is not None:
+        print(f"generated text:\n{text}\n", flush=True)
 
 
 if __name__ == "__main__":

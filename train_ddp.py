@@ -17,10 +17,17 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ddp import ReplicaLayout, apply_ddp, replica_optimizer
 from llm_train_bench.parallel.ranks import Ranks, join
+from llm_train_bench.run.checkpoint.lineage import resolve_attempt
 from llm_train_bench.run.checkpoint.saver import build_saver
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.loop import build_passes, build_step, measure, observe_kernels, validated
+from llm_train_bench.run.loop import (
+    build_evaluation,
+    build_passes,
+    build_step,
+    measure,
+    observe_kernels,
+)
 from llm_train_bench.settings.plan import Plan
 
 
@@ -38,19 +45,20 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)
 
-    with Run(plan, device, ranks, fp8, kernel) as run:
+    plan, attempt = resolve_attempt(plan, ranks)
+    with Run(plan, attempt, device, ranks, fp8, kernel) as run:
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)
         ddp = apply_ddp(model, device, work.batch.grad_acc_steps, work.ddp)
         optimizer = replica_optimizer(model, plan.optimizer, fp8, work.ddp, device)
-        build_saver(run, model, optimizer)
-        samples = sample_plan(run.plan.schedule, work.batch, ranks.rank)
+        saver = build_saver(run, model, optimizer)
+        samples = sample_plan(plan.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device, files.n_workers)
-        step = build_step(run, ddp, optimizer, build_passes(run, ddp, micro_batches, ddp.no_sync))
-
-        with validated(run, model, val_data):
-            measure(run, ddp, optimizer, step)
+        passes = build_passes(run, ddp, micro_batches, ddp.no_sync)
+        step = build_step(run, ddp, optimizer, passes, saver)
+        evaluate = build_evaluation(run, model, val_data)
+        measure(run, ddp, optimizer, step, evaluate, saver)
         if plan.output.export:
             save_pretrained(model, run.directory / "export", write=ranks.main)
         observe_kernels(run, step)

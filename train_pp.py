@@ -18,15 +18,16 @@ from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.pipeline import Pipeline
 from llm_train_bench.parallel.ranks import Ranks, join
+from llm_train_bench.run.checkpoint.lineage import resolve_attempt
 from llm_train_bench.run.checkpoint.saver import build_saver
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.loop import (
+    build_evaluation,
     build_pipelined_passes,
     build_step,
     measure,
     observe_kernels,
-    validated,
 )
 from llm_train_bench.settings.plan import Plan
 
@@ -44,7 +45,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout)
 
-    with Run(plan, device, ranks, Fp8(), kernel) as run:
+    plan, attempt = resolve_attempt(plan, ranks)
+    with Run(plan, attempt, device, ranks, Fp8(), kernel) as run:
         meshes = layout.connect(device, plan.ranks.dist_timeout)
         for stage in model.stages:
             apply_recompute(stage, work.recompute)
@@ -52,12 +54,13 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
             apply_fsdp(stage, meshes, work)
         materialize_shards(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer)
-        build_saver(run, model, optimizer)
-        samples = sample_plan(run.plan.schedule, work.batch, layout.data_rank)
+        saver = build_saver(run, model, optimizer)
+        samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device, files.n_workers)
-        step = build_step(run, model, optimizer, build_pipelined_passes(run, model, micro_batches))
-        with validated(run, model, val_data):
-            measure(run, model, optimizer, step)
+        passes = build_pipelined_passes(run, model, micro_batches)
+        step = build_step(run, model, optimizer, passes, saver)
+        evaluate = build_evaluation(run, model, val_data)
+        measure(run, model, optimizer, step, evaluate, saver)
         if plan.output.export:
             save_pretrained(model, run.directory / "export", write=ranks.main)
         observe_kernels(run, step)

@@ -66,14 +66,10 @@ parse() {
             case $1 in
             --gpus | --output | --cache) fixed=$1 ;;
             esac
-            case $1 in
-            --gpus) gpus=$2 ;;
-            --image) asked=$2 ;;
-            --name) container=$2 ;;
-            --output) output=$2 ;;
-            --cache) cache=$2 ;;
-            --engine) engine=$2 ;;
-            esac
+            name=${1#--}
+            [ "$name" != image ] || name=asked
+            [ "$name" != name ] || name=container
+            printf -v "$name" %s "$2"
             shift
             ;;
         --)

@@ -19,10 +19,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as it may leave the machine: below the working directory, or its name.
-
-    A result's is shown with its run's directory.
-    """
+    """A path as it may leave the machine: below the working directory, or its name."""
     path = Path(path)
     if not path.is_absolute() and ".." not in path.parts and not str(path).startswith("~"):
         return str(path)
@@ -45,10 +42,7 @@ def shown_command(words: Iterable[str]) -> list[str]:
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Each directory from `top` down, once, also through links, with its files' sorted names.
-
-    UsageError for one that cannot be read: its files would be missing silently.
-    """
+    """Each directory from `top` down, once, also through links, with its files' sorted names."""
 
     def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")

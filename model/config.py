@@ -114,18 +114,10 @@ class ModelConfig:
         if self.latent is None:
             return {"qkv": (self.query_size + 2 * self.kv_size, d)} | out
         m = self.latent
-        if m.q_rank is None:
-            query = {"q": (self.query_size, d)}
-        else:
-            query = {"q_down": (m.q_rank, d), "q_up": (self.query_size, m.q_rank)}
-        return (
-            query
-            | {
-                "kv_down": (m.kv_rank + m.rope_dim, d),
-                "kv_up": (heads * (m.nope_dim + m.value_dim), m.kv_rank),
-            }
-            | out
-        )
+        query = {"q_down": (m.q_rank, d), "q_up": (self.query_size, m.q_rank)}
+        query = query if m.q_rank else {"q": (self.query_size, d)}
+        down, up = (m.kv_rank + m.rope_dim, d), (heads * (m.nope_dim + m.value_dim), m.kv_rank)
+        return query | {"kv_down": down, "kv_up": up} | out
 
     def mlp_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block that every token passes besides attention."""
@@ -137,10 +129,7 @@ class ModelConfig:
         return shapes | ({"shared_up": (2 * f, d), "shared_down": (d, f)} if f else {})
 
     def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
-        """(out, in) of a block's linear layers that every token passes, in their order.
-
-        `up` is gate and up together in a gated MLP.
-        """
+        """(out, in) of a block's linear layers that every token passes, in their order."""
         return self.attention_shapes() | self.mlp_shapes(layer)
 
     def expert_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
@@ -156,28 +145,19 @@ class ModelConfig:
 
     @property
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the resolved shape.
-
-        The file's name and padding rows do not change it: they are no part of the model.
-        """
+        """First 16 hex digits of the SHA-256 of the resolved shape."""
         shape = {k: v for k, v in self.shape().items() if k != "name"} | {"vocab_multiple": 1}
         text = json.dumps(shape, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def shape(self) -> dict[str, Any]:
         """The resolved values as plain JSON data, without the file's own text."""
-        kept = dataclasses.replace(self, raw={}, unknown_keys=())
-        shape = dataclasses.asdict(kept)
-        for key in ("raw", "unknown_keys", "path"):
-            del shape[key]
+        shape = dataclasses.asdict(dataclasses.replace(self, raw={}))
         for field in dataclasses.fields(self):
-            if (
-                field.default is not dataclasses.MISSING
-                and getattr(kept, field.name) == field.default
-            ):
-                shape.pop(field.name, None)
-        shape["windows"] = list(self.windows)
-        return shape
+            left_out = field.name in ("raw", "unknown_keys", "path")
+            if left_out or getattr(self, field.name) == field.default:
+                del shape[field.name]
+        return shape | {"windows": list(self.windows)}
 
 
 def model_name(path: str | Path) -> str:

@@ -56,9 +56,7 @@ class Router(nn.Linear):
         e = self.options
         if self.correction is not None:
             scores = scores + self.correction
-        if (
-            e.groups > 1
-        ):  # only those of the best groups, by the sum of their two best (DeepSeek-V3)
+        if e.groups > 1:  # of the best groups alone, by the sum of their two best (DeepSeek-V3)
             grouped = scores.unflatten(1, (e.groups, -1))
             best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(e.groups_per_token).indices
             open_ = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device)
@@ -68,10 +66,7 @@ class Router(nn.Linear):
 
 
 def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -> Tensor:
-    """(B x t, k) experts of this rank's tokens, dealt out one after the other over all B x T.
-
-    Loads are equal, no token has an expert twice, and a token has the same ones on every layout.
-    """
+    """(B x t, k) experts of this rank's tokens, dealt out one after the other over all B x T."""
     own = layout.own_positions(T, device)
     own = torch.arange(T, device=device) if own is None else own
     tokens = (torch.arange(B, device=device)[:, None] * T + own).flatten()
@@ -166,7 +161,7 @@ class MixtureOfExperts(nn.Module):
         scores, (index, weights) = self.router(tokens, balanced)
         y = self.mixed(tokens, index, weights.to(x.dtype))
         if self.options.aux_loss and torch.is_grad_enabled():
-            y = _with_loss(y, self.loss_factor * self.balance_loss(scores, index))
+            y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
@@ -191,10 +186,7 @@ class MixtureOfExperts(nn.Module):
         self.rows += counts
 
     def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
-        """E x sum of each expert's share of the choices times its mean score (Fedus et al. 2021, eq. 4).
-
-        The mean score is of the softmax, or of sigmoids divided by their sum.
-        """
+        """E x sum of experts' shares of the choices times mean scores (Fedus et al. 2021, eq. 4)."""
         e = self.options
         if e.scores == "sigmoid":
             scores = scores / scores.sum(dim=-1, keepdim=True)
@@ -206,6 +198,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
+    """`y`, whose backward also sends a gradient of 1 into `loss`; the reported loss is without it."""
+
     @staticmethod
     def forward(ctx, y, loss):
         ctx.like = loss
@@ -216,29 +210,21 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.ones_like(ctx.like)
 
 
-def _with_loss(y: Tensor, loss: Tensor) -> Tensor:
-    """`y`, whose backward also sends a gradient of 1 into `loss`; the reported loss is without it."""
-    return _WithLoss.apply(y, loss)
+def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+    """The mixtures of all blocks."""
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def fullest_expert(model: nn.Module) -> float | None:
-    """Rows of the fullest expert over the mean of its layer, in the worst layer; None without experts.
-
-    Of the layers that this rank has, over all ranks that have them.
-    """
-    worst = None
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts) and module.rows is not None:
-            rows = module.layout.summed(module.rows)
-            worst = max(worst or 0.0, (rows.max() / rows.mean()).item())
-    return worst
+    """Rows of the fullest expert over the mean of its layer, in the worst layer; None without experts."""
+    rows = [m.layout.summed(m.rows) for m in mixtures(model) if m.rows is not None]
+    return max(((r.max() / r.mean()).item() for r in rows), default=None)
 
 
 def scale_balance_losses(model: nn.Module, factor: Tensor | float) -> None:
     """Set what the backward of the model's own loss is multiplied by, for the balance losses."""
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts):
-            module.loss_factor = factor
+    for module in mixtures(model):
+        module.loss_factor = factor
 
 
 @torch.no_grad()
@@ -248,8 +234,8 @@ def update_corrections(model: nn.Module) -> None:
     Each by the config's rate, up for experts with fewer rows than the mean, down for those with more
     (Wang et al. 2024, algorithm 1; DeepSeek-V3, 2.1.2).
     """
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts) and module.options.correction_rate:
+    for module in mixtures(model):
+        if module.options.correction_rate:
             rows = module.layout.summed(module.rows - module.counted)
             module.counted = module.rows.clone()
             step = module.options.correction_rate * (rows.mean() - rows).sign()

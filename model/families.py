@@ -56,10 +56,10 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
     heads = size("num_attention_heads", "n_head")
     positions = size("max_position_embeddings", "n_positions", 1024)
     head_dim = keys.divide(hidden, heads)
-    for key, neutral in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-    ):
+    for key, neutral in {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    }.items():
         if keys.boolean(key, neutral) is not neutral:
             raise keys.error(key, f"only {json.dumps(neutral)} is implemented")
     return dict(
@@ -160,8 +160,12 @@ def _pad_token(keys: Keys, default: int | None) -> int | None:
     return token if token is None or token >= 0 else token + keys.integer("vocab_size")
 
 
-def _windows_everywhere(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    return (keys.integer("sliding_window", 4096, null=True),) * layers
+def _windows(
+    keys: Keys, layers: int, default: int | None = None, switched: bool = False
+) -> tuple[int | None, ...]:
+    """The same one in all layers; where it is `switched`, only with use_sliding_window."""
+    window = keys.integer("sliding_window", default, null=True)
+    return (window if not switched or keys.boolean("use_sliding_window", False) else None,) * layers
 
 
 def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
@@ -171,9 +175,7 @@ def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
 
 def _switched_windows(keys: Keys, default: int | None, slide: list[bool]) -> tuple[int | None, ...]:
     """Of the layers that layer_types names, or else of `slide`; only with use_sliding_window."""
-    window = keys.integer("sliding_window", default, null=True)
-    if not keys.boolean("use_sliding_window", False):
-        window = None
+    (window, *_) = _windows(keys, 1, default, switched=True)
     sliding = _layer_types(keys, len(slide), [window is not None and slides for slides in slide])
     if any(sliding) and window is None:
         raise keys.error(
@@ -186,10 +188,7 @@ def _switched_windows(keys: Keys, default: int | None, slide: list[bool]) -> tup
 def _rope(
     keys: Keys, max_positions: int, default_theta: float = 10000.0, partial: bool = False
 ) -> tuple[float, RopeScaling | Yarn | None]:
-    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` with both inside.
-
-    `partial` is for a family that reads `partial_rotary_factor` itself.
-    """
+    """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` with both inside."""
     theta = keys.number("rope_theta", default_theta)
     where = "rope_scaling" if keys.raw.get("rope_scaling") else "rope_parameters"
     keys.used |= {"rope_scaling", "rope_parameters"}
@@ -246,12 +245,10 @@ def _yarn(keys: Keys, inner: Keys, max_positions: int) -> Yarn:
     original = _trained_positions(keys, inner, max_positions)
     factor = inner.number("factor", max_positions / original)
     mscale, everywhere = (inner.get(key, None) for key in ("mscale", "mscale_all_dim"))
+    natural = yarn_mscale(factor)
     if mscale and everywhere:
-        natural = yarn_mscale(factor, inner.number("mscale")) / yarn_mscale(
-            factor, inner.number("mscale_all_dim")
-        )
-    else:
-        natural = yarn_mscale(factor)
+        natural = yarn_mscale(factor, inner.number("mscale"))
+        natural /= yarn_mscale(factor, inner.number("mscale_all_dim"))
     scaling = Yarn(
         factor,
         original,
@@ -272,9 +269,8 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 def _mixtral(keys: Keys) -> dict[str, Any]:
     fields = _llama_family(
-        keys, positions=131072, kv_heads=8, theta=1e6, norm_eps=1e-5,
-        windows=lambda keys, layers: (keys.integer("sliding_window", None, null=True),) * layers,
-    )  # fmt: skip
+        keys, positions=131072, kv_heads=8, theta=1e6, norm_eps=1e-5, windows=_windows
+    )
     if keys.fraction("router_jitter_noise", 0.0):
         raise keys.error("router_jitter_noise", "only 0 is implemented")
     size = fields["intermediate_size"]
@@ -285,7 +281,7 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
     fields = _llama_family(
         keys, positions=32768, kv_heads=4, bias_keys=("attention_bias",), qk_norm=True,
-        windows=_windows_by_switch,
+        windows=functools.partial(_windows, default=4096, switched=True),
     )  # fmt: skip
     experts = _experts(
         keys, "num_experts", 128, 8, size=keys.integer("moe_intermediate_size", 768),
@@ -380,10 +376,9 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
     keys.used |= {"quantization_config", "auto_map", "num_nextn_predict_layers", "num_mtp_layers",
                   "head_dim", "qk_head_dim"}  # fmt: skip
     head_dim = latent.nope_dim + latent.rope_dim
-    rope = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
-    scale = head_dim**-0.5
-    if isinstance(fields["rope_scaling"], Yarn) and rope.get("mscale_all_dim"):
-        scale *= yarn_mscale(fields["rope_scaling"].factor, rope["mscale_all_dim"]) ** 2
+    scale, mscale = head_dim**-0.5, _inner_rope(keys).get("mscale_all_dim")
+    if isinstance(fields["rope_scaling"], Yarn) and mscale:
+        scale *= yarn_mscale(fields["rope_scaling"].factor, mscale) ** 2
     return fields | dict(
         head_dim=head_dim,
         experts=experts,
@@ -426,7 +421,7 @@ def _layer_numbers(keys: Keys, key: str, layers: int) -> set[int]:
 
 def _phi3(keys: Keys) -> dict[str, Any]:
     fields = _llama_family(
-        keys, positions=4096, windows=_window_if_given, norm_eps=1e-5, partial=True, pad_token=32000
+        keys, positions=4096, windows=_windows, norm_eps=1e-5, partial=True, pad_token=32000
     )
     part = keys.number("partial_rotary_factor", _inner_rope(keys).get("partial_rotary_factor", 1.0))
     size = int(fields["head_dim"] * part)
@@ -477,15 +472,6 @@ def _granite(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _window_if_given(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    return (keys.integer("sliding_window", None, null=True),) * layers
-
-
-def _windows_by_switch(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    window = keys.integer("sliding_window", 4096, null=True)
-    return (window if keys.boolean("use_sliding_window", False) else None,) * layers
-
-
 def _layer_types(keys: Keys, layers: int, default: list[bool]) -> list[bool]:
     """Which layers slide, by `layer_types`."""
     kinds = keys.get("layer_types", None)
@@ -529,7 +515,8 @@ FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
         _llama_family, positions=2048, bias_keys=("attention_bias", "mlp_bias")
     ),
     "mistral": functools.partial(
-        _llama_family, positions=131072, kv_heads=8, windows=_windows_everywhere
+        _llama_family, positions=131072, kv_heads=8,
+        windows=functools.partial(_windows, default=4096),
     ),
     "qwen2": functools.partial(
         _llama_family, positions=32768, kv_heads=32, qkv_bias=True, windows=_windows_by_layer

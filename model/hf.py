@@ -11,36 +11,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
+from llm_train_bench.model.families import FAMILIES
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.model.stored import Part, read_block
 from llm_train_bench.model.transformer import Transformer
 
-ARCHITECTURES = {
+# Qwen3MoeForCausalLM of qwen3_moe; three are called differently.
+ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES} | {
     "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
 }
 # Keys that may differ between the weights' config and the run's: they do not change the function.
-TRAINING_KEYS = {
-    "name",
-    "embedding_dropout",
-    "residual_dropout",
-    "attention_dropout",
-    "initializer_range",
-    "pad_token_id",
-}
+TRAINING_KEYS = set(
+    "name embedding_dropout residual_dropout attention_dropout initializer_range pad_token_id".split()
+)
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 GPT2_NAMES = {
@@ -52,7 +37,9 @@ GPT2_NAMES = {
     "mlp.down": "mlp.c_proj",
 }
 LLAMA_NAMES = {
+    "attn": "self_attn",
     "attn_norm": "input_layernorm",
+    "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "attn.out": "self_attn.o_proj",
     "attn.q_norm": "self_attn.q_norm",
     "attn.k_norm": "self_attn.k_norm",
@@ -64,14 +51,17 @@ LLAMA_NAMES = {
     "attn.kv_down_norm": "self_attn.kv_a_layernorm",
     "attn.kv_up": "self_attn.kv_b_proj",
     "mlp_norm": "post_attention_layernorm",
+    "mlp.gate_up": "mlp.gate_proj mlp.up_proj",
     "mlp.down": "mlp.down_proj",
     "mlp.router": "mlp.gate",
+    "mlp.shared.gate_up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
 # What single families call differently.
 OWN_NAMES = {
     "mixtral": {"mlp.router": "block_sparse_moe.gate"},
     "gpt_oss": {"mlp.router": "mlp.router"},
+    "phi3": {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"},
     "olmo2": {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
 }
 
@@ -91,7 +81,7 @@ Pretrained = dict[str, list[tuple[Path, str] | Stored]]
 
 def hf_names(config: ModelConfig, name: str) -> list[str]:
     """The Hugging Face tensors that, stacked along dimension 0, make up our parameter `name`."""
-    gpt2 = config.model_type == "gpt2"
+    family, gpt2 = config.model_type, config.model_type == "gpt2"
     module, kind = name.rsplit(".", 1)
     top = {
         "embed": "transformer.wte" if gpt2 else "model.embed_tokens",
@@ -102,25 +92,12 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     if module in top:
         return [f"{top[module]}.{kind}"]
     _, layer, part = module.split(".", 2)
-    if gpt2:
-        return [f"transformer.h.{layer}.{GPT2_NAMES[part]}.{kind}"]
-    prefix, family = f"model.layers.{layer}", config.model_type
-    if kind == "correction":
-        return [f"{prefix}.mlp.gate.e_score_correction_bias"]
-    if part == "attn" and kind == "sinks":
-        return [f"{prefix}.self_attn.sinks"]
-    if part == "attn.qkv":
-        if family == "phi3":
-            return [f"{prefix}.self_attn.qkv_proj.{kind}"]
-        return [f"{prefix}.self_attn.{p}_proj.{kind}" for p in "qkv"]
-    if part in ("mlp.gate_up", "mlp.shared.gate_up"):
-        if family == "phi3":
-            return [f"{prefix}.mlp.gate_up_proj.{kind}"]
-        inner = "mlp" if part == "mlp.gate_up" else "mlp.shared_experts"
-        return [f"{prefix}.{inner}.{p}_proj.{kind}" for p in ("gate", "up")]
+    prefix = f"transformer.h.{layer}" if gpt2 else f"model.layers.{layer}"
     if part.startswith("mlp.experts."):
         return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
-    return [f"{prefix}.{OWN_NAMES.get(family, {}).get(part, LLAMA_NAMES[part])}.{kind}"]
+    kind = {"correction": "e_score_correction_bias"}.get(kind, kind)
+    theirs = GPT2_NAMES if gpt2 else LLAMA_NAMES | OWN_NAMES.get(family, {})
+    return [f"{prefix}.{each}.{kind}" for each in theirs[part].split()]
 
 
 def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:
@@ -191,8 +168,9 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
         theirs = load_config(directory, config.vocab_multiple)
-        ours, other = config.shape(), theirs.shape()
-        different = next((k for k in ours if ours[k] != other[k] and k not in TRAINING_KEYS), None)
+        ours, other = vars(config), vars(theirs)
+        passed_over = {*TRAINING_KEYS, "path", "raw", "unknown_keys"}
+        different = next((k for k in ours if ours[k] != other[k] and k not in passed_over), None)
         if different:
             raise ConfigError(
                 f"{directory}/config.json: {different} is {other[different]}, but {config.path} "
@@ -260,14 +238,11 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
 
 def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, found: Pretrained) -> None:
     """Set one whole parameter in place; padding rows become zero."""
-    parts = []
+    parts, start = [], [0] * parameter.ndim
     if isinstance(found[name][0], Stored):
         (own,) = found[name]
-        start = [0] * parameter.ndim
-        block = read_block(
-            own.directory, own.name, own.parts, start, parameter.shape, torch.float32
-        )
-        parameter.copy_(block)
+        whole = start, parameter.shape, torch.float32
+        parameter.copy_(read_block(own.directory, own.name, own.parts, *whole))
         return
     for path, hf_name in found[name]:
         with safe_open(path, framework="pt") as f:
@@ -334,11 +309,7 @@ def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
 
 
 @torch.no_grad()
-def save_pretrained(
-    model: Transformer,
-    directory: str | Path,
-    write: bool = True,
-) -> None:
+def save_pretrained(model: Transformer, directory: str | Path, write: bool = True) -> None:
     """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens.
 
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.

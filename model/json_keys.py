@@ -155,11 +155,8 @@ class Keys:
 
     def unknown(self) -> tuple[str, ...]:
         """Keys that are neither used nor known as irrelevant."""
-        return tuple(
-            key
-            for key in self.leftover()
-            if key not in config_keys.IGNORED and not key.startswith(("_", "summary_"))
-        )
+        left = [key for key in self.leftover() if key not in config_keys.IGNORED]
+        return tuple(key for key in left if not key.startswith(("_", "summary_")))
 
 
 def kind_of(value: Any) -> str:

@@ -209,8 +209,8 @@ def attend(
         k,
         v,
         attn_mask=mask,
-        is_causal=mask is None,
         dropout_p=dropout,
+        is_causal=mask is None,
         enable_gqa=gqa,
         scale=scale,
     )
@@ -253,8 +253,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d, (self.n_heads + 2 * self.n_kv_heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
         sizes = (config.query_size, config.kv_size) if self.whole_norm else (D, D)
-        self.q_norm = RMSNorm(sizes[0], config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(sizes[1], config.norm_eps) if config.qk_norm else None
+        norms = [RMSNorm(size, config.norm_eps) if config.qk_norm else None for size in sizes]
+        self.q_norm, self.k_norm = norms
         self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
 
     def forward(
@@ -307,6 +307,7 @@ class LatentAttention(nn.Module):
         query = self.n_heads * config.head_dim
         self.head_dim, self.dropout = config.head_dim, config.attention_dropout
         self.scale, self.neighbours = config.attention_scale, config.rope_pairs == "neighbours"
+        self.sinks = None
         if m.q_rank is None:
             self.q = nn.Linear(d, query, bias=False)
         else:
@@ -338,13 +339,7 @@ class LatentAttention(nn.Module):
         y = self.layout.attend(self.attend, q, k, v, mask)
         return self.layout.reduce(self.out, y.flatten(2))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, first: int
-    ) -> Tensor:
-        """As Attention's."""
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = attend(q, k, v, mask, self.dropout if self.training else 0.0, self.scale)
-        return y.transpose(1, 2)
+    attend = Attention.attend
 
     def rotate(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""

@@ -95,13 +95,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output):
         if ctx.grads is None:
             raise RuntimeError("the chunked loss can be differentiated only once")
-        grad_hidden, grad_weight = ctx.grads
-        ctx.grads = None  # they are scaled in place, and freed as early as can be
+        (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # freed as early as can be
         scale = grad_output / ctx.n
-        hidden_dtype, weight_dtype = ctx.dtypes
-        grad_hidden = _scaled(grad_hidden, scale, hidden_dtype)
-        grad_weight = _scaled(grad_weight, scale, weight_dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
+        return grad_hidden, _scaled(grad_weight, scale, ctx.dtypes[1]), *[None] * 6
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

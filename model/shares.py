@@ -18,9 +18,11 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
     heads = config.num_attention_heads
     if part.startswith("mlp.experts."):
         return "ep", 0, (config.experts.number,)
-    if part in ("attn.out", "mlp.down", "mlp.shared.down"):
-        width = heads * config.value_dim if part == "attn.out" else _mlp_size(config, part)
-        return ("tp", 1, (width,)) if kind == "weight" else None
+    shared = config.experts.shared_size if config.experts else 0
+    columns = {"attn.out": heads * config.value_dim, "mlp.down": config.intermediate_size,
+               "mlp.shared.down": shared}  # fmt: skip
+    if part in columns:
+        return ("tp", 1, (columns[part],)) if kind == "weight" else None
     rows = {
         "attn.qkv": (config.query_size, config.kv_size, config.kv_size),
         "attn.q": (config.query_size,),
@@ -28,16 +30,11 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
         "attn.kv_up": (heads * (config.head_dim - config.rope_dim + config.value_dim),),
         "mlp.up": (config.intermediate_size,),
         "mlp.gate_up": (config.intermediate_size,) * 2,
+        "mlp.shared.gate_up": (shared,) * 2,
     }
-    if part == "mlp.shared.gate_up":
-        rows[part] = (config.experts.shared_size,) * 2
     if kind == "sinks":
         return "tp", 0, (heads,)
     return ("tp", 0, rows[part]) if part in rows else None
-
-
-def _mlp_size(config: ModelConfig, part: str) -> int:
-    return config.experts.shared_size if "shared" in part else config.intermediate_size
 
 
 def whole_shape(config: ModelConfig, name: str, part: Sequence[int]) -> tuple[int, ...]:

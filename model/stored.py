@@ -29,10 +29,7 @@ class Part:
 
 
 def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The content of a safetensors file, piece by piece, without a second copy of the tensors (CPU).
-
-    The format is safetensors': the header's length, the header as JSON, the numbers.
-    """
+    """The content of a safetensors file, piece by piece, without a second copy of the tensors (CPU)."""
     header, position = {}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
@@ -58,24 +55,18 @@ def read_block(
     lengths: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Any block of a stored tensor, on the CPU; only the bytes that it needs are read.
-
-    ValueError if the parts do not cover it.
-    """
+    """Any block of a stored tensor, on the CPU; only the bytes that it needs are read."""
     block = torch.empty(tuple(lengths), dtype=dtype)
     filled = 0
     for part in parts:
-        begins = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
-        ends = [
-            min(a + n, b + m)
+        cut = [
+            (max(a, b), min(a + n, b + m), a, b)
             for a, n, b, m in zip(offsets, lengths, part.offsets, part.lengths, strict=True)
         ]
-        if any(e <= b for b, e in zip(begins, ends, strict=True)):
+        if any(end <= begin for begin, end, _, _ in cut):
             continue
-        theirs = tuple(
-            slice(b - o, e - o) for b, e, o in zip(begins, ends, part.offsets, strict=True)
-        )
-        ours = tuple(slice(b - o, e - o) for b, e, o in zip(begins, ends, offsets, strict=True))
+        ours = tuple(slice(begin - a, end - a) for begin, end, a, _ in cut)
+        theirs = tuple(slice(begin - b, end - b) for begin, end, _, b in cut)
         with safe_open(directory / part.file, framework="pt") as f:
             key = part.key or name
             value = f.get_slice(key)[theirs] if theirs else f.get_tensor(key)

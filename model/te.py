@@ -15,14 +15,13 @@ from torch import nn
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.transformer import Block, Transformer
 
-# Its gelu is the tanh approximation; a gated MLP activates the first half of its rows.
-ACTIVATIONS = {"gelu_tanh": "gelu", "relu": "relu", "silu": "silu"}
-GATED_ACTIVATIONS = {"gelu_tanh": "geglu", "relu": "reglu", "silu": "swiglu"}
-
-
-def activations(config: ModelConfig) -> dict[str, str]:
-    """Transformer Engine's names of the activations that it has for this kind of MLP."""
-    return GATED_ACTIVATIONS if config.gated_mlp else ACTIVATIONS
+# Its names for a plain and a gated MLP, which activates the first half of its rows; its gelu is the tanh
+# approximation.
+ACTIVATIONS = {
+    "gelu_tanh": ("gelu", "geglu"),
+    "relu": ("relu", "reglu"),
+    "silu": ("silu", "swiglu"),
+}
 
 
 def layer_of(name: str) -> str:
@@ -46,11 +45,9 @@ def convert(
     weights will be in that FP8 once they have storage.
     """
     micro_batch = types.SimpleNamespace(first=True)
-    with (
-        te.quantized_model_init(enabled=True, recipe=primary_recipe)
-        if primary_recipe is not None
-        else contextlib.nullcontext()
-    ):
+    primary = primary_recipe is not None
+    options = {"enabled": True, "recipe": primary_recipe}
+    with te.quantized_model_init(**options) if primary else contextlib.nullcontext():
         for block in model.blocks.values():
             for module in _convert_block(block, model.config, te, kept):
                 if cache_weights:
@@ -82,7 +79,7 @@ def _convert_block(
             d,
             config.intermediate_size,
             bias=config.mlp_bias,
-            activation=activations(config)[config.activation],
+            activation=ACTIVATIONS[config.activation][config.gated_mlp],
             **norm,
             **common,
         )
@@ -97,12 +94,6 @@ def _cached(forward: Callable, micro_batch: types.SimpleNamespace) -> Callable:
 
 def native_name(name: str, config: ModelConfig) -> str:
     """The plain block's name of a converted block's parameter."""
-    first = "mlp.gate_up." if config.gated_mlp else "mlp.up."
-    for old, new in (
-        ("attn.qkv.layer_norm_", "attn_norm."),
-        ("mlp.layer_norm_", "mlp_norm."),
-        ("mlp.fc1_", first),
-        ("mlp.fc2_", "mlp.down."),
-    ):
-        name = name.replace(old, new)
-    return name
+    name = name.replace("attn.qkv.layer_norm_", "attn_norm.").replace("mlp.fc2_", "mlp.down.")
+    name = name.replace("mlp.fc1_", "mlp.gate_up." if config.gated_mlp else "mlp.up.")
+    return name.replace("mlp.layer_norm_", "mlp_norm.")

@@ -64,11 +64,7 @@ class Block(nn.Module):
     """One residual block: attention, then the MLP, each behind its norm."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int = 0,
-        balanced: bool = False,
-        layout: Layout = ALONE,
+        self, config: ModelConfig, layer: int = 0, balanced: bool = False, layout: Layout = ALONE
     ):
         super().__init__()
         norm = RMSNorm if config.rms_norm else LayerNorm
@@ -83,10 +79,7 @@ class Block(nn.Module):
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
 
     def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None,
-        mask: Tensor | BlockMask | None,
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None
     ) -> Tensor:
         """(B, T, d) to (B, T, d), with the rotary tables of T positions and a window's mask."""
         rope = rope if self.rotates else None
@@ -128,13 +121,12 @@ class Transformer(nn.Module):
         layers = whole if layers is None else layers
         self.first, self.last = whole[0] in layers, whole[-1] in layers
         tied = config.tie_word_embeddings
-        embeds = self.first or (self.last and tied)
-        self.embed = Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
-        self.positions = (
-            Embedding(config.max_position_embeddings, d)
-            if self.first and config.learned_positions
-            else None
+        embeds, learned = (
+            self.first or (self.last and tied),
+            self.first and config.learned_positions,
         )
+        self.embed = Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
+        self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
         self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
         norm = RMSNorm if config.rms_norm else LayerNorm
@@ -176,10 +168,7 @@ class Transformer(nn.Module):
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout.
-
-        `positions` (T,) are theirs; None for 0, 1, ...
-        """
+        """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
         device = tokens.device
         x = self.look_up(tokens)
         if self.config.embedding_scale != 1:
@@ -219,11 +208,7 @@ class Transformer(nn.Module):
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
     def rope_for(self, T: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The rotary tables of T positions, made at the first call and kept in fp32.
-
-        They are no buffers, so that neither a dtype change of the model nor a meta-device build
-        can touch them.
-        """
+        """The rotary tables of T positions, made at the first call and kept in fp32."""
         if self.config.learned_positions:
             return None
         if self.rope is None or self.rope[0].device != device:

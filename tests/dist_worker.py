@@ -55,7 +55,7 @@ from llm_train_bench.parallel.ranks import find_ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.manifest import verify
 from llm_train_bench.run.launch import train_planned
-from llm_train_bench.run.loop import evaluate
+from llm_train_bench.run.loop import validation_loss
 from llm_train_bench.settings.command_line import parse_args
 from tests import te_standin
 from tests.faults import whole_state
@@ -383,7 +383,7 @@ def main() -> None:
             contextlib.nullcontext() if args.pt_compile else dropout_states() as states,
             mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: Meter()),
             mock.patch("llm_train_bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
-            mock.patch("llm_train_bench.run.loop.evaluate", traffic.unseen(evaluate)),
+            mock.patch("llm_train_bench.run.loop.validation_loss", traffic.unseen(validation_loss)),
             MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
         ):
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)

@@ -175,14 +175,15 @@ class OneRun:
         (directory / "steps.jsonl").touch()
         place = (directory / "checkpoints").resolve()
         line = Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0)
-        attempt, self.leases = Attempt(line, directory, place), [Lease(place)]
+        attempt = Attempt(line, directory, place, leases=[Lease(place)])
+        self.leases = attempt.leases
         attempt.found = newest([place])
         attempt.manifest = attempt.found and read_manifest(attempt.found)
-        open_place(attempt, self.leases)
+        open_place(attempt)
         run = types.SimpleNamespace(
             plan=plan, ranks=ALONE, device=torch.device("cpu"), result=result, log=log, scaler=None,
             directory=directory, attempt=attempt, hang=None, end_steps=lambda: None, fp8=None,
-            leases=self.leases, steps=(directory / "steps.jsonl").open("a"),
+            steps=(directory / "steps.jsonl").open("a"),
         )  # fmt: skip
         self.run, self.notes = run, result.notes
         with mock.patch.object(saver, "say", lambda text: None):
@@ -747,7 +748,8 @@ SOURCE_MUTANTS = [
     ("saver.py", "if not save.fate.acquire(blocking=False):\n                raise", "if False:\n"
      "                raise", "never_committed"),
     ("saver.py", "        if self.given_up:\n", "        if False:\n", "never_committed"),
-    ("saver.py", "if not all(lease.held() for lease in self.run.leases):", "if False:", "lost_its_place"),
+    ("saver.py", "not all(lease.held() for lease in self.run.attempt.leases)", "False",
+     "lost_its_place"),
     ("saver.py", "            self.files.synchronize(self.run.steps.fileno())\n", "",
      "synchronised_first"),
     ("saver.py", "own = {*self.run.attempt.own, self.directory}", "own = {self.directory}",

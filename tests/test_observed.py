@@ -14,7 +14,7 @@ from torch.backends import cuda, mkldnn
 
 import compare
 import train
-from llm_train_bench.apply.attention import _masked
+from llm_train_bench.apply.attention import _inputs
 from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.run import loop
 from llm_train_bench.trace.observed import observe
@@ -205,8 +205,9 @@ def test_gathered_keys_are_masked_and_the_probe_knows_it():
     argv = ["configs/llama-tiny.json", "--cp", 8, "--seq-len", 64]
     assert not plan_of(argv[:1], "train_fsdp.py", 8).work.fsdp.cp > 1
     work = plan_of(argv, "train_fsdp.py", 8, "cpu").work
-    assert not work.fsdp.ulysses and _masked(work)
-    assert not _masked(plan_of([*argv[:1], "--cp", 4], "train_fsdp.py", 8, "cpu").work)
+    assert not work.fsdp.ulysses and _inputs(work, 16, torch.device("cpu"))[3] is not None
+    work = plan_of([*argv[:1], "--cp", 4], "train_fsdp.py", 8, "cpu").work
+    assert _inputs(work, 16, torch.device("cpu"))[3] is None
 
 
 def test_kernels_of_gpus_are_known_by_operators_and_by_names():

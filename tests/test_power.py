@@ -273,16 +273,14 @@ def test_amd(newer, monkeypatch):
 def test_the_second_die_of_a_package_has_no_power_of_its_own():
     """On an MI250X 0 W and a limit of 0 W are no readings."""
     sensor = AmdSensor.__new__(AmdSensor)
-    sensor.handle, sensor.smi = (
-        None,
-        types.SimpleNamespace(
-            AmdSmiException=OSError,
-            AmdSmiTemperatureType=types.SimpleNamespace(HOTSPOT=1),
-            AmdSmiTemperatureMetric=types.SimpleNamespace(CURRENT=0),
-            AmdSmiClkType=types.SimpleNamespace(GFX=0, MEM=4),
-            amdsmi_get_power_info=lambda h: {"average_socket_power": 0},
-            amdsmi_get_power_cap_info=lambda h: {"power_cap": 0},
-        ),
+    sensor.handle, sensor.error = None, OSError
+    sensor.smi = sensor.library = types.SimpleNamespace(
+        AmdSmiException=OSError,
+        AmdSmiTemperatureType=types.SimpleNamespace(HOTSPOT=1),
+        AmdSmiTemperatureMetric=types.SimpleNamespace(CURRENT=0),
+        AmdSmiClkType=types.SimpleNamespace(GFX=0, MEM=4),
+        amdsmi_get_power_info=lambda h: {"average_socket_power": 0},
+        amdsmi_get_power_cap_info=lambda h: {"power_cap": 0},
     )
     assert sensor.sample().power_w is None and sensor.limits() == (None, None)
 

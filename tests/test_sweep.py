@@ -26,7 +26,7 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.machine import cpu_name
 from llm_train_bench.settings.plan import make_plan
-from llm_train_bench.sweep import auto_batch, tune
+from llm_train_bench.sweep import cell_runs, tune
 from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
 from llm_train_bench.sweep.experiment import (
@@ -607,7 +607,7 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
             "tokens_per_sec": 1.0,
         }
 
-    monkeypatch.setattr(auto_batch, "run_cell", run_cell)
+    monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     (cell,) = make_cells(experiment(training={"bsz": 2, "n_steps": 7}), "cpu")
     rows = Rows(tmp_path / "rows.jsonl")
     chosen = with_largest_batch(cell, rows, tmp_path, 9.0, "h100" if largest else None)
@@ -734,7 +734,7 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
         status = "ok" if true[cell] else "oom"
         return {"key": cell_key(short, repeat), "status": status, "tokens_per_sec": true[cell]}
 
-    monkeypatch.setattr(tune, "run_cell", run_cell)
+    monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     rows = Rows(tmp_path / "rows.jsonl")
     found = tune.tune(cells, e, rows, tmp_path, "cpu")
     assert [n for n, _ in ran] == [3] * 9 + [6] * 4

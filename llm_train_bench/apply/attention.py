@@ -32,65 +32,50 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
 
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:
-    T, config = min(work.batch.seq_len, 512), work.config
-    masked = _masked(work)
-    q, k, v = _inputs(work, T, device)
-    mask = torch.empty(T, T, dtype=torch.bool, device=device) if masked else None
+    q, k, v, mask = _inputs(work, min(work.batch.seq_len, 512), device)
+    dropout, gqa = work.config.attention_dropout, q.shape != k.shape
     with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
-        number = torch._fused_sdp_choice(
-            q, k, v, mask, config.attention_dropout, not masked, enable_gqa=q.shape != k.shape
-        )
+        number = torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None, enable_gqa=gqa)
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
     return None
 
 
-def _masked(work: Work) -> bool:
-    """Whether attention gets a mask: of windows, sinks, or one rank's rows among gathered keys."""
-    gathered = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
-    return work.windowed or work.config.sinks or gathered
+def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor | None]:
+    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements); and a mask.
 
-
-def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor]:
-    """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements)."""
+    There is one of windows, of sinks, and of one rank's rows among gathered keys.
+    """
     config, dtype = work.config, AMP_DTYPES[work.amp]
     n, groups = config.num_attention_heads, config.num_key_value_heads
     if device.type == "cuda" and dtype == torch.float32:
         groups = n
     options = {"device": device, "dtype": dtype, "requires_grad": True}
     more = 8 if config.sinks else 0  # model.layers.attend_with_sinks
-    sizes = (
-        (n, config.head_dim + more),
-        (groups, config.head_dim + more),
-        (groups, config.value_dim),
-    )
-    return [torch.zeros(1, heads, T, size, **options) for heads, size in sizes]
+    width = config.head_dim + more
+    sizes = ((n, width), (groups, width), (groups, config.value_dim))
+    gathered = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    masked = work.windowed or config.sinks or gathered
+    mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if masked else None
+    return [*(torch.zeros(1, heads, T, size, **options) for heads, size in sizes), mask]
 
 
 def _probe(work: Work, device: torch.device) -> None:
     """Run the one allowed kernel on a small case of the model's heads."""
-    T, config = 16, work.config
-    mask = _masked(work)
-    q, k, v = _inputs(work, T, device)
-    attn_mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if mask else None
+    config = work.config
+    q, k, v, mask = _inputs(work, 16, device)
     try:
         if device.type == "cpu" and work.attention not in ("flash", "math"):
             raise RuntimeError("No available kernel on a CPU")
         with warnings.catch_warnings():  # torch explains at length why it refused a kernel
             warnings.simplefilter("ignore")
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=attn_mask,
-                dropout_p=config.attention_dropout,
-                is_causal=not mask,
-                enable_gqa=q.shape != k.shape,
-            ).sum().backward()
+            dropout, gqa = config.attention_dropout, q.shape != k.shape
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None, enable_gqa=gqa)
+            y.sum().backward()
     except RuntimeError as error:
         # The second is a GPU's message (torch 2.11).
         if not any(text in str(error) for text in ("No available kernel", "Invalid backend")):
             raise
-        extras = " with a mask" if mask else ""
+        extras = "" if mask is None else " with a mask"
         extras += " and dropout" if config.attention_dropout else ""
         raise UsageError(
             f"--attention {work.attention}: that kernel cannot run {q.shape[1]} heads over {k.shape[1]} "

@@ -1,13 +1,11 @@
-"""torch.compile, block by block: applying it, counting what it did, and saying what failed.
-
-The compiler is imported where it is used: that takes two seconds, and bad input need not wait.
-"""
+"""torch.compile, block by block: applying it, counting what it did, and saying what failed."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
+import operator
 import os
 import sys
 import types
@@ -33,6 +31,9 @@ class CompileCounts:
     graphs_refused: int = 0
     from_cache: int = 0
     generated: int = 0
+
+    def __sub__(self, before: "CompileCounts") -> "CompileCounts":
+        return CompileCounts(*map(operator.sub, vars(self).values(), vars(before).values()))
 
 
 def code_switches(fp8_emulated: bool) -> dict[str, Any]:
@@ -90,9 +91,8 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         block.forward = _named(compiled, f"blocks.{layer}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
     # next chunk would overwrite that.
-    mode = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}.get(
-        mode, mode
-    )
+    graphless = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+    mode = graphless.get(mode, mode)
     chunk = torch.compile(model.loss.chunk_fn, mode=mode, fullgraph=True, dynamic=False)
     model.loss.chunk_fn = _named(chunk, "loss")
 
@@ -146,9 +146,8 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
         advice = "install one (g++; doctor.py says what is missing), or leave out --pt-compile"
     if "CppCompileError" in text and " " in torch.__file__:
         advice = "PyTorch cannot link from a path with a space; move it, or leave out --pt-compile"
-    return CompileError(
-        f"torch.compile failed in {where}: {text or type(error).__name__}; {advice}"
-    )
+    text = text or type(error).__name__
+    return CompileError(f"torch.compile failed in {where}: {text}; {advice}")
 
 
 def _compiler_errors(module: types.ModuleType) -> tuple[type[Exception], ...]:

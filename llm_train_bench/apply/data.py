@@ -94,9 +94,8 @@ class FileTokens(Dataset):
         if epoch not in self.orders:
             if len(self.orders) > 1:  # a batch may straddle two epochs, never three at a time
                 self.orders.pop(min(self.orders))
-            self.orders[epoch] = np.random.default_rng([self.seed, epoch]).permutation(
-                self.n_windows
-            )
+            generator = np.random.default_rng([self.seed, epoch])
+            self.orders[epoch] = generator.permutation(self.n_windows)
         return int(self.orders[epoch][index]) * self.seq_len
 
     def rows(self, first: int, n: int) -> np.ndarray:
@@ -184,10 +183,7 @@ def repeating_last(some: Iterator) -> Iterator:
 
 
 def batches(
-    source: Source,
-    plan: Sequence[int],
-    device: torch.device,
-    n_workers: int = 0,
+    source: Source, plan: Sequence[int], device: torch.device, n_workers: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Micro batches of the plan on the device: (bsz, seq_len) inputs and the labels next to them."""
     if isinstance(source, SyntheticTokens):

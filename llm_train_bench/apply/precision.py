@@ -49,10 +49,7 @@ class LossScaler:
         self.skipped = torch.zeros((), device=device)
 
     def before_step(self, optimizer: torch.optim.Optimizer, scaled_norm: Tensor) -> None:
-        """Tell the optimizer what to divide gradients by and whether to skip; adapt the scale.
-
-        Half the scale after an overflow, twice after 2000 steps without one.
-        """
+        """Tell the optimizer what to divide gradients by and whether to skip; adapt the scale."""
         overflow = (~scaled_norm.isfinite()).float()
         optimizer.grad_scale, optimizer.found_inf = self.scale.clone(), overflow
         self.skipped += overflow

@@ -197,7 +197,7 @@ def _mesh(text: str) -> int | None:
     return None
 
 
-def step_of(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep:
+def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep:
     """A step of an entry's keys; without figures if it has none of them, as one of validation."""
     step = LoggedStep(number)
     for row in SUITES[suite].keys:
@@ -237,7 +237,7 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
         if entry.get("loss") is None:
             continue
         number = int(entry.get("step") or len(steps) + 1)
-        step = step_of(entry, number, TRAINER)
+        step = logged_step(entry, number, TRAINER)
         now = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
         if all(now):
             if seen[0] and now[0] > seen[0] and now[1] > seen[1]:

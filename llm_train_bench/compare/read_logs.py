@@ -20,8 +20,8 @@ from llm_train_bench.compare.log_formats import (
     as_number,
     hugging_face,
     log_of,
+    logged_step,
     parse,
-    step_of,
 )
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.errors import UsageError
@@ -100,7 +100,7 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
     """Steps of entries by key; entries of validation have none of the keys."""
     steps, tokens = [], []
     for entry in entries:
-        step = step_of(entry, int(entry["step"]), suite)
+        step = logged_step(entry, int(entry["step"]), suite)
         if step != LoggedStep(step.step):
             steps.append(step)
             tokens.append((entry.get("tokens"), entry.get("time")))

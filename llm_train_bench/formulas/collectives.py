@@ -336,9 +336,7 @@ def _fsdp_time(
     train, layers = work.trains, [unit for unit in units if unit >= 0]
     again = train and work.fsdp.reshard
     total = exposed = sum(units[-1])
-    if (
-        work.fsdp.pp > 1
-    ):  # once a step: only the first stage's gathers and the last's reductions show
+    if work.fsdp.pp > 1:  # once a step: the first stage's gathers and last's reductions show
         blocks = sum(sum(units[i]) for i in layers)
         return total + blocks, exposed + blocks / work.fsdp.virtual
     behind = 0.0  # reductions may fall behind the backward, and catch up

@@ -55,8 +55,7 @@ class Hardware:
 OPTIONAL = {
     "fp8_tflops": None, "mxfp8": False, "tdp_w": 0.0, "ring_gb_per_s": 20.0, "nic_gb_per_s": 12.5,
     "measured_bf16_tflops": None, "measured_fp8_tflops": None, "usd_per_hour": None, "fitted": {},
-    "peak_clock_mhz": None,
-}  # fmt: skip
+    "peak_clock_mhz": None}  # fmt: skip
 MAY_BE_0 = {"tdp_w"}  # unknown
 
 
@@ -150,13 +149,7 @@ def limited(
     return scaled(dataclasses.replace(gpu, nic_gb_per_s=nic), compute=factor)
 
 
-COMPUTE = (
-    "sustained",
-    "attention_forward",
-    "attention_backward",
-    "cudnn_forward",
-    "cudnn_backward",
-)
+COMPUTE = "sustained attention_forward attention_backward cudnn_forward cudnn_backward".split()
 
 
 def scaled(gpu: Hardware, compute: float = 1.0, others: float = 1.0) -> Hardware:
@@ -291,8 +284,7 @@ def find_hardware(name: str) -> Hardware:
 FAMILIES_OF_DEVICES = {
     "H100, H200": ("H100", "H200", "GH200", "H20"), "A100": ("A100",),
     "B200, B300": ("B200", "B300", "GB200", "GB300"), "L40S": ("L40S",), "MI300X": ("MI300X", "MI325X"),
-    "MI355X": ("MI350X", "MI355X"), "RTX": ("RTX",),
-}  # fmt: skip
+    "MI355X": ("MI350X", "MI355X"), "RTX": ("RTX",)}  # fmt: skip
 
 
 def accuracy_of(name: str, divided: bool) -> dict[str, Any] | None:

@@ -94,18 +94,11 @@ def estimate_memory(
         in_block += max(_passing_activations(work, layer) for layer in work.layers)
         return MemoryEstimate(
             parameters, gradients, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
-            max(in_loss, in_block), apart, host,
-        )  # fmt: skip
+            max(in_loss, in_block), apart, host)  # fmt: skip
     reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
-    in_backward = (
-        lasting
-        + sizes.root_gathered
-        + kept
-        + sizes.copies
-        + (sizes.vocabulary * width if fsdp else head_gradient)
-        + sizes.gathered_blocks
-        + _in_backward(work, work.layers, reduced, fused_norm)
-    )
+    in_backward = lasting + sizes.root_gathered + kept + sizes.copies + sizes.gathered_blocks
+    in_backward += sizes.vocabulary * width if fsdp else head_gradient
+    in_backward += _in_backward(work, work.layers, reduced, fused_norm)
     at_end = parameters + optimizer + gradients
     if fsdp:
         # Gradients of embedding and head are reduced together, last of all.
@@ -115,16 +108,10 @@ def estimate_memory(
         at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
     if work.ddp and work.ddp.mode == "flat" and train:
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
+    gathered, peak = sizes.root_gathered + sizes.gathered_blocks, max(in_loss, in_backward, at_end)
+    logits += head_gradient
     return MemoryEstimate(
-        parameters=parameters,
-        gradients=gradients,
-        optimizer=optimizer,
-        activations=activations,
-        logits=logits + head_gradient,
-        gathered=sizes.root_gathered + sizes.gathered_blocks,
-        peak=max(in_loss, in_backward, at_end),
-        apart=apart,
-        host=host,
+        parameters, gradients, optimizer, activations, logits, gathered, peak, apart, host
     )
 
 
@@ -141,9 +128,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     stream = w * config.hidden_size * work.own_tokens
     ends = (pp_rank == 0) + (pp_rank == fsdp.pp - 1)
     # Streams that come from other groups, and their gradients, each micro batch in a buffer of its own.
-    boundaries = (
-        batch.grad_acc_steps * stream * (2 * len(stages) - ends) * (1 if work.trains else 0)
-    )
+    boundaries = batch.grad_acc_steps * stream * (2 * len(stages) - ends) * work.trains
     if fsdp.virtual == 1:
         flying = min(batch.grad_acc_steps, fsdp.pp - pp_rank)
     else:
@@ -166,15 +151,10 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     # Of the first unit that is reduced: a copy for the collective beside all the others' gradients.
     unit = fsdp.reduce_bytes * max(sizes.block, sizes.root)
     at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
+    gathered, peak = sizes.root_gathered + sizes.gathered_blocks, max(in_loss, in_backward, at_end)
+    kept, logits = flying * kept + boundaries, logits + head_gradient
     return MemoryEstimate(
-        parameters=parameters,
-        gradients=gradients + whole,
-        optimizer=optimizer,
-        activations=flying * kept + boundaries,
-        logits=logits + head_gradient,
-        gathered=sizes.root_gathered + sizes.gathered_blocks,
-        peak=max(in_loss, in_backward, at_end),
-        apart=0.0,
+        parameters, gradients + whole, optimizer, kept, logits, gathered, peak, 0.0
     )
 
 
@@ -247,12 +227,9 @@ def _low_precision_copies(work: Work) -> float:
     torchao keeps none. Without a backward there is nothing to keep them for.
     """
     own = work.compiled or work.fp8 is not None
-    kept = [
-        n for i, n in enumerate(work.block_parameters) if not own or i not in work.recompute.blocks
-    ]
-    if (work.fp8 and work.fp8.backend == "torchao") or (own and not work.trains):
-        kept = []
-    copies = 2.0 * sum(kept)
+    blocks, copies = enumerate(work.block_parameters), 0.0
+    if not (work.fp8 and work.fp8.backend == "torchao") and (work.trains or not own):
+        copies = 2.0 * sum(n for i, n in blocks if not own or i not in work.recompute.blocks)
     if work.fp8 and work.fp8.backend == "te" and not work.trains:  # for the next micro batch
         copies += (work.batch.grad_acc_steps > 1) * sum(work.block_parameters)
     return copies
@@ -319,9 +296,7 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     entry = shared if _keeps_inputs(work) or _te(work) else (0, 0)
     numbers, other = entry[0], other + entry[1]
     if m := config.latent:
-        low = (
-            2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim
-        )  # narrow layers before and after norms
+        low = 2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim  # narrow layers, norms around them
         numbers += low + a + heads * (m.nope_dim + m.value_dim) + a + values
         other += 4 * 2
         if cp > 1:  # what was exchanged in place of what was sent
@@ -342,13 +317,9 @@ def _attention_kept(work: Work) -> tuple[float, float]:
         numbers += fused if fsdp.ulysses else a + 2 * kv * cp
     if _te(work):
         other += a
-    if cp > 1 and not fsdp.ulysses:  # the rows of a mask
-        own = work.batch.seq_len / cp
-        return (
-            numbers * work.gathered_tokens,
-            other * work.gathered_tokens + own * own * (2 * cp + 1) / 4,
-        )
-    return numbers * work.gathered_tokens, other * work.gathered_tokens
+    own = work.batch.seq_len / cp
+    mask = own * own * (2 * cp + 1) / 4 if cp > 1 and not fsdp.ulysses else 0.0  # its rows
+    return numbers * work.gathered_tokens, other * work.gathered_tokens + mask
 
 
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:

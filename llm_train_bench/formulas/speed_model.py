@@ -24,7 +24,7 @@ from llm_train_bench.formulas.flops import attended_keys, attention_width
 from llm_train_bench.formulas.hardware import Constants, Hardware, constants
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
-from llm_train_bench.model.shares import divided, part_shape
+from llm_train_bench.model.shares import part_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,17 @@ class SpeedEstimate:
     """What computation loses beside communication."""
     slowest_s: float = 0.0
     """Waiting for the slowest of several nodes."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The same by the names that are printed."""
+        return {
+            "matmuls": self.matmul_s, "attention": self.attention_s, "memory-bound": self.memory_s,
+            "optimizer": self.optimizer_s, "tokens between ranks": self.tokens_s,
+            "pipeline bubble": self.bubble_s, "exposed communication": self.exposed_s,
+            "hidden communication": self.communication_s - self.exposed_s,
+            "beside communication": self.beside_s, "slowest node": self.slowest_s,
+            "waiting for the host": self.waits_s}  # fmt: skip
 
 
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
@@ -93,21 +104,13 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     travels = micro_steps if fsdp and pp == 1 else 1
     slowest = 1 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
     step += travels * exposed
+    waits = max(0.0, micro - compute - moves)
     return SpeedEstimate(
-        step_s=step * slowest,
-        beside_s=micro_steps * beside,
-        slowest_s=step * (slowest - 1),
-        matmul_s=micro_steps * parts.matmuls,
-        attention_s=micro_steps * parts.attention,
-        memory_s=micro_steps * parts.memory,
-        optimizer_s=optimizer,
-        communication_s=travels * total,
-        exposed_s=travels * exposed,
-        host_s=micro_steps * host,
-        tokens_s=micro_steps * moves,
-        waits_s=micro_steps * max(0.0, micro - compute - moves),
-        bubble_s=bubble,
-    )
+        step_s=step * slowest, slowest_s=step * (slowest - 1), bubble_s=bubble, optimizer_s=optimizer,
+        matmul_s=micro_steps * parts.matmuls, attention_s=micro_steps * parts.attention,
+        memory_s=micro_steps * parts.memory, beside_s=micro_steps * beside,
+        communication_s=travels * total, exposed_s=travels * exposed,
+        host_s=micro_steps * host, tokens_s=micro_steps * moves, waits_s=micro_steps * waits)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,14 +230,10 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple
     tp, ep = (fsdp.tp, fsdp.ep) if fsdp else (1, 1)
     low = work.fp8.layers if work.fp8 else ()
     names, seconds, last = layer_names(config), 0.0, 0.0
-    for kind, (n, k) in config.block_shapes(layer).items():
-        how = divided(config, f"blocks.{layer}.{names[kind]}.weight")
-        n, k = part_shape(
-            config, f"blocks.{layer}.{names[kind]}.weight", (n, k), {"tp": tp, "ep": ep}
-        )
-        tokens = work.own_tokens if kind == "router" or how is None else work.gathered_tokens
-        if how is None and kind != "router":  # the narrow layers of latent attention
-            tokens = work.gathered_tokens
+    for kind, shape in config.block_shapes(layer).items():
+        name = f"blocks.{layer}.{names[kind]}.weight"
+        n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
+        tokens = work.own_tokens if kind == "router" else work.gathered_tokens
         one = matmul_time(work, tokens, n, k, kind in low, gpu, c)
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():

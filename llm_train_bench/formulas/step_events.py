@@ -86,7 +86,7 @@ def simulate_step(
     if spread is not None and work.world > 1:
         n = work.world
         lag += spread * statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
-    costs = [_costs(work, gpu, per_node, group, lag) for group in range(pp)]
+    costs = _costs(work, gpu, per_node, lag)
     clock = _Clock(gpu.platform == "cpu")
     if pp > 1:
         end = _pipeline(work, costs, clock, send_time(work, gpu, per_node, c))
@@ -97,50 +97,34 @@ def simulate_step(
     slowest = 1.0
     if spread is None:
         slowest += c.slowest_node * math.log2(max(1.0, work.world / per_node))
-    stretched = [
-        dataclasses.replace(e, start_s=e.start_s * slowest, end_s=e.end_s * slowest)
-        for e in clock.events
-    ]
-    return stretched, end * slowest
+    times = [(e, slowest * e.start_s, slowest * e.end_s) for e in clock.events]
+    return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], end * slowest
 
 
-def _costs(work: Work, gpu: Hardware, per_node: int, group: int, lag: float) -> _Costs:
-    """What a group's events take. Casts and copies that the formula counts in all lie on the blocks."""
+def _costs(work: Work, gpu: Hardware, per_node: int, lag: float) -> list[_Costs]:
+    """What each group's events take. Casts and copies counted in all lie on the blocks."""
     c = dataclasses.replace(constants(), **gpu.fitted)
-    alone = estimate_speed(work, gpu, per_node)
-    layers, micro = work.layers_of(group), work.batch.grad_acc_steps
-    forward, backward = {}, {}
-    for layer in layers:
-        one, other = block_time(work, layer, gpu, c)
-        forward[layer], backward[layer] = sum(one), sum(other)
-    head = sum(head_time(work, gpu, c)) if work.config.num_hidden_layers - 1 in layers else 0.0
-    moves = token_time(work, gpu, per_node, c, group)
-    blocks = sum(forward.values()) + sum(backward.values())
+    alone, micro = estimate_speed(work, gpu, per_node), work.batch.grad_acc_steps
+    groups = []
+    for group in range(work.fsdp.pp if work.fsdp else 1):
+        layers = work.layers_of(group)
+        passes = {i: [sum(part) for part in block_time(work, i, gpu, c)] for i in layers}
+        last = work.config.num_hidden_layers - 1 in layers
+        head = sum(head_time(work, gpu, c)) if last else 0.0
+        groups.append((group, passes, sum(map(sum, passes.values())), head))
     # Of the slowest group: casts, copies, launches, what is lost beside communication.
     computed = alone.matmul_s + alone.attention_s + alone.memory_s + alone.beside_s
-    whole = max(computed / micro, alone.host_s / micro - moves)
-    counted = max(_counted(work, gpu, g, c) for g in _groups(work))
-    stretch = lag * max(1.0, whole / counted)
-    share = moves / blocks if blocks else 0.0
-    return _Costs(
-        {layer: t * (stretch + share) for layer, t in forward.items()},
-        {layer: t * (stretch + share) for layer, t in backward.items()},
-        head * stretch,
-        unit_times(work, gpu, per_node, c, group) if work.fsdp else {},
-        alone.optimizer_s,
-    )
-
-
-def _groups(work: Work) -> range:
-    return range(work.fsdp.pp if work.fsdp else 1)
-
-
-def _counted(work: Work, gpu: Hardware, group: int, c) -> float:
-    """Seconds of a micro batch that have an event of their own."""
-    layers = work.layers_of(group)
-    blocks = sum(sum(part) for layer in layers for part in block_time(work, layer, gpu, c))
-    last = work.config.num_hidden_layers - 1 in layers
-    return blocks + (sum(head_time(work, gpu, c)) if last else 0.0)
+    counted = max(blocks + head for *_, blocks, head in groups)
+    found = []
+    for group, passes, blocks, head in groups:
+        moves = token_time(work, gpu, per_node, c, group)
+        whole = max(computed / micro, alone.host_s / micro - moves)
+        stretch = lag * max(1.0, whole / counted)
+        each = stretch + (moves / blocks if blocks else 0.0)
+        forward, backward = ({i: t[k] * each for i, t in passes.items()} for k in (0, 1))
+        units = unit_times(work, gpu, per_node, c, group) if work.fsdp else {}
+        found.append(_Costs(forward, backward, head * stretch, units, alone.optimizer_s))
+    return found
 
 
 def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
@@ -270,11 +254,10 @@ def _pipeline(work: Work, costs: list[_Costs], clock: _Clock, send_s: float) -> 
                 seconds = sum(part[layer] for layer in work.stage_layers(stage))
                 if what == "forward" and stage == stages - 1:
                     seconds += cost.head
-                ends[op] = clock.run(
-                    group, "compute", f"{what} stage {stage} #{micro}", seconds, when
-                )
+                name = f"{what} stage {stage} #{micro}"
+                ends[op] = clock.run(group, "compute", name, seconds, when)
                 if (what == "forward" and stage < stages - 1) or (what == "backward" and stage):
-                    clock.run(group, "send", f"{what} stage {stage} #{micro}", send_s, ends[op])
+                    clock.run(group, "send", name, send_s, ends[op])
                 at[group] += 1
                 moved = True
     end = 0.0
@@ -283,10 +266,8 @@ def _pipeline(work: Work, costs: list[_Costs], clock: _Clock, send_s: float) -> 
         for stage in reversed(range(group, stages, pp)) if work.trains else ():
             last = max(t for (what, s, _), t in ends.items() if s == stage and what == "backward")
             for layer in reversed(work.stage_layers(stage)):
-                done = max(
-                    done,
-                    clock.run(group, "network", f"reduce {layer}", cost.units[layer][1], last),
-                )
+                ended = clock.run(group, "network", f"reduce {layer}", cost.units[layer][1], last)
+                done = max(done, ended)
         done = clock.run(group, "network", "reduce the rest", cost.units[-1][1], done)
         end = max(end, clock.run(group, "compute", "optimizer", cost.optimizer, done))
     return end
@@ -307,6 +288,5 @@ def write_trace(events: list[Event], path: Path, names: dict[int, str]) -> None:
             "ph": "X", "cat": "simulated", "name": e.name, "pid": e.group, "tid": streams[e.stream],
             "ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s),
         }
-        for e in events
-    ]  # fmt: skip
+        for e in events]  # fmt: skip
     write_whole(path, json.dumps({"traceEvents": content}) + "\n")

@@ -67,12 +67,14 @@ def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:
     """
     import numpy as np
 
-    means = means_of_parts(sample)
-    if len(means) < 2:
+    x = np.asarray(sample, dtype=np.float64)
+    means = np.array([part.mean() for part in np.array_split(x, min(WINDOW_PARTS, len(x)))])
+    if (k := len(means)) < 2:
         return None
-    low, high = np.percentile(resampled_means(means, seed=0), [2.5, 97.5])
-    center, wider = float(np.mean(sample)), expansion(len(means))
-    middle = float(means.mean())
+    picks = np.random.default_rng(0).integers(0, k, (BOOTSTRAP_SAMPLES, k))
+    low, high = np.percentile(means[picks].mean(axis=1), [2.5, 97.5])
+    wider = STUDENT_T[k - 2] / NORMAL * math.sqrt(k / (k - 1))
+    center, middle = float(np.mean(sample)), float(means.mean())
     low = center - wider * (middle - float(low))
     # With two or three unlike times the interval can reach below 0; times cannot.
     return max(0.0, low) if min(sample) >= 0 else low, center + wider * (float(high) - middle)
@@ -171,24 +173,3 @@ def surely(chances: Sequence[float], error: float = 0.05) -> list[bool]:
             break
         holds[i] = True
     return holds
-
-
-def means_of_parts(sample: Sequence[float]):
-    """Means of up to ten consecutive parts of about equal length, as an array."""
-    import numpy as np
-
-    x = np.asarray(sample, dtype=np.float64)
-    return np.array([part.mean() for part in np.array_split(x, min(WINDOW_PARTS, len(x)))])
-
-
-def resampled_means(values, seed: int):
-    """Means of samples drawn with replacement from an array."""
-    import numpy as np
-
-    picks = np.random.default_rng(seed).integers(0, len(values), (BOOTSTRAP_SAMPLES, len(values)))
-    return values[picks].mean(axis=1)
-
-
-def expansion(k: int) -> float:
-    """How much wider the percentile interval of k values must be to cover as often as it says."""
-    return STUDENT_T[k - 2] / NORMAL * math.sqrt(k / (k - 1))

@@ -99,20 +99,12 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> dict[str, float | int | None]:
     """Peaks in GiB since the last reset, and how often the allocator had to free and retry."""
-    if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        return {
-            "peak_allocated_gib": stats.get("allocated_bytes.all.peak", 0) / GIB,
-            "peak_reserved_gib": stats.get("reserved_bytes.all.peak", 0) / GIB,
-            "allocator_retries": stats.get("num_alloc_retries", 0),
-            "peak_rss_gib": None,
-        }
-    return {
-        "peak_allocated_gib": None,
-        "peak_reserved_gib": None,
-        "allocator_retries": None,
-        "peak_rss_gib": peak_resident_bytes() / GIB,
-    }
+    names = ("peak_allocated_gib", "peak_reserved_gib", "allocator_retries", "peak_rss_gib")
+    if device.type != "cuda":
+        return dict.fromkeys(names) | {"peak_rss_gib": peak_resident_bytes() / GIB}
+    stats = torch.cuda.memory_stats(device)
+    peaks = (stats.get(f"{kind}_bytes.all.peak", 0) / GIB for kind in ("allocated", "reserved"))
+    return dict(zip(names, (*peaks, stats.get("num_alloc_retries", 0), None), strict=True))
 
 
 def memory_now(device: torch.device) -> float | None:

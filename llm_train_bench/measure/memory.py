@@ -82,15 +82,10 @@ class MemoryReport:
         together = buckets or self.result.batch.grad_acc_steps > 1
         either = sum if together else max
         workspace = peak - parameters - states - either((activations, self.gradients))
-        self.result.memory = Memory(
-            step=step,
-            parameters_gib=parameters / GIB,
-            gradients_gib=self.gradients / GIB,
-            optimizer_gib=states / GIB,
-            activations_gib=activations / GIB,
-            workspace_gib=workspace / GIB,
-            peak_gib=peak / GIB,
-        )
+        kinds = dict(parameters=parameters, gradients=self.gradients, optimizer=states,
+                     activations=activations, workspace=workspace, peak=peak)  # fmt: skip
+        sizes = {f"{kind}_gib": size / GIB for kind, size in kinds.items()}
+        self.result.memory = Memory(step=step, **sizes)
 
 
 def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:

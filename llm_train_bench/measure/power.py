@@ -124,10 +124,7 @@ class PowerMeter:
         )
 
     def _throttled(self) -> dict[str, float] | None:
-        """Part of the window for which each reason held the clocks down; None if nothing tells.
-
-        The device's counters give it where they move: they miss nothing. Otherwise the samples do.
-        """
+        """Part of the window for which each reason held the clocks down; None if nothing tells."""
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
         parts = {reason: n / len(sampled) for reason, n in counted.items()}

@@ -121,10 +121,7 @@ class StepLog:
         grad_norm: Tensor | None,
         wish: Tensor | None = None,
     ) -> None:
-        """End the step: send its values to the CPU without waiting, and hand on what has passed.
-
-        `wish` is any number that the loop will ask for two steps later.
-        """
+        """End the step: send its values to the CPU without waiting, and hand on what has passed."""
         # If gradients are offloaded to the CPU, their norm is there too.
         norm = loss.new_full((), -1.0) if grad_norm is None else grad_norm.to(loss.device)
         on_device = torch.stack((loss, norm) if wish is None else (loss, norm, wish))

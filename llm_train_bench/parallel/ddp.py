@@ -130,17 +130,13 @@ class Zero1:
         """Update this rank's rows, and gather everybody's."""
         rank, world = dist.get_rank(), dist.get_world_size()
         for parameter, share in self.pairs:
-            # Set anew: a checkpoint may have changed the parameter.
-            for whole, own in ((parameter, share.to_local()), (parameter.grad, None)):
-                size = -(-whole.shape[0] // world)
-                rows = whole[min(rank * size, len(whole)) : min((rank + 1) * size, len(whole))]
-                if own is None:
-                    share.grad = type(share.data).from_local(
-                        rows, share.device_mesh, share.placements, run_check=False,
-                        shape=share.shape, stride=share.stride(),
-                    )  # fmt: skip
-                else:
-                    own.copy_(rows)
+            size = -(-len(parameter) // world)
+            own = slice(rank * size, (rank + 1) * size)
+            share.to_local().copy_(parameter[own])  # a checkpoint may have changed the parameter
+            share.grad = type(share.data).from_local(
+                parameter.grad[own], share.device_mesh, share.placements, run_check=False,
+                shape=share.shape, stride=share.stride(),
+            )  # fmt: skip
         self.inner.step()
         for parameter, share in self.pairs:
             share.grad = None

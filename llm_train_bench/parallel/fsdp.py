@@ -33,12 +33,11 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     `dense`; experts are apart from them where their mesh is another one. A router that computes
     in fp32 is gathered apart in fp32.
     """
-    amp, options = work.amp, work.fsdp
-    reduce = torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32
+    options = work.fsdp
     fixed = {p for name, p in model.named_parameters() if name.endswith(".correction")}
     policy = MixedPrecisionPolicy(
-        param_dtype=None if amp == "off" else AMP_DTYPES[amp],
-        reduce_dtype=reduce,
+        param_dtype=None if work.amp == "off" else AMP_DTYPES[work.amp],
+        reduce_dtype=torch.bfloat16 if options.reduce_dtype == "bf16" else torch.float32,
         # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
         cast_forward_inputs=False,
     )
@@ -46,27 +45,25 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         "ignored_params": fixed,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": options.reshard,
     }
     exact = common | {"mp_policy": dataclasses.replace(policy, param_dtype=None)}
-    ahead = options.prefetch
-    again = options.reshard
-    units = []
+    ahead, units = options.prefetch, []
     for layer, block in model.blocks.items():
         other_mesh = options.tp * options.ep > 1
         apart = [block.mlp.experts] if other_mesh and work.config.has_experts(int(layer)) else []
         for experts in apart:
-            fully_shard(experts, mesh=meshes["experts"], reshard_after_forward=again, **common)
+            fully_shard(experts, mesh=meshes["experts"], **common)
         if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
             apart.append(block.mlp.router)
-            fully_shard(apart[-1], mesh=meshes["dense"], reshard_after_forward=again, **exact)
-        fully_shard(block, mesh=meshes["dense"], reshard_after_forward=again, **common)
+            fully_shard(apart[-1], mesh=meshes["dense"], **exact)
+        fully_shard(block, mesh=meshes["dense"], **common)
         units.append([block, *apart])
-    fully_shard(model, mesh=meshes["stage"], reshard_after_forward=False, **common)
+    fully_shard(model, mesh=meshes["stage"], **common | {"reshard_after_forward": False})
     for i, (block, *_) in enumerate(units if ahead else []):
-        block.set_modules_to_forward_prefetch([*itertools.chain(*units[i + 1 : i + 1 + ahead])])
-        block.set_modules_to_backward_prefetch(
-            [*itertools.chain(*units[max(0, i - ahead) : i][::-1])]
-        )
+        later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
+        block.set_modules_to_forward_prefetch([*itertools.chain(*later)])
+        block.set_modules_to_backward_prefetch([*itertools.chain(*earlier)])
     if options.divided:  # gradients are summed: each rank's loss is divided by all ranks
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)

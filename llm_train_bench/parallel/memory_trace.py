@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llm_train_bench.apply.optimizer import build_optimizer
-from llm_train_bench.apply.precision import AMP_DTYPES, autocast
+from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.work import Work
@@ -26,6 +26,7 @@ from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp
 from llm_train_bench.parallel.layout import RankLayout
+from llm_train_bench.parallel.pipeline import boundary, reduce_in_last
 from llm_train_bench.settings.flags import OptimizerFlags
 
 CPU = torch.device("cpu")
@@ -51,9 +52,8 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
     if work.fsdp and work.fsdp.virtual > 1:
         raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
     if work.compiled or work.fp8:
-        raise UsageError(
-            "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
-        )
+        text = "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
+        raise UsageError(text)
     rank = pp_rank * work.fsdp.ranks if pp_rank else 0
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,7 +68,9 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             apply_fsdp(model, layout.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
-            mock.patch.object(F, "rms_norm", _as_on_gpu),
+            mock.patch.object(
+                F, "rms_norm", lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)
+            ),
             mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
             mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
         ):
@@ -85,13 +87,7 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
     shape = (batch.micro_batch, model.seq_len)
     inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
     if not model.first:
-        dtype = torch.float32 if work.amp == "off" else AMP_DTYPES[work.amp]
-        shape = (
-            batch.micro_batch,
-            model.seq_len // (layout.tp * layout.cp),
-            work.config.hidden_size,
-        )
-        inputs = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        inputs = boundary(work, CPU).requires_grad_()
     if fsdp:
         tracker = FSDPMemTracker(model, optimizer)
         tracker.track_inputs((inputs, labels))
@@ -137,10 +133,7 @@ def _pipelined(
     for _ in range(ahead):
         forward()
     for done in range(n_micro if work.trains else 0):
-        last = done == n_micro - 1
-        model.set_requires_gradient_sync(last)
-        model.set_reshard_after_backward(last)
-        model.set_is_last_backward(last)
+        reduce_in_last(model, done == n_micro - 1)
         output = outputs.pop(0)
         output.backward(torch.zeros_like(output))
         del output
@@ -160,10 +153,6 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
-
-
-def _as_on_gpu(x, shape, weight, eps):
-    return _FusedRmsNorm.apply(x, weight)
 
 
 class _FusedAttention(torch.autograd.Function):

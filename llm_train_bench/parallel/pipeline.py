@@ -18,6 +18,20 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.layout import RankLayout
 
 
+def boundary(work: Work, device: torch.device) -> Tensor:
+    """An empty residual stream (B, t, d), which one stage hands to the next."""
+    tokens = work.batch.seq_len // (work.fsdp.tp * work.fsdp.cp)
+    sizes = work.batch.micro_batch, tokens, work.config.hidden_size
+    return torch.empty(sizes, dtype=AMP_DTYPES[work.amp], device=device)
+
+
+def reduce_in_last(model: Transformer, last: bool) -> None:
+    """Let FSDP reduce the gradients of a stage in the last backward of a step alone."""
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+    model.set_is_last_backward(last)
+
+
 class Pipeline(nn.Module):
     """The stages of one rank. Several stages lie pp apart, so that each group of ranks has some early."""
 
@@ -26,29 +40,14 @@ class Pipeline(nn.Module):
         self.config, self.work, self.layout = work.config, work, layout
         self.numbers = range(layout.pp_rank, work.fsdp.stages, layout.pp)
         self.stages = nn.ModuleList(
-            Transformer(
-                work.config,
-                work.batch.seq_len,
-                flex,
-                work.balanced,
-                layout,
-                work.stage_layers(number),
-            )
-            for number in self.numbers
+            Transformer(work.config, work.batch.seq_len, flex, work.balanced, layout, layers)
+            for layers in map(work.stage_layers, self.numbers)
         )
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters under their names in the plain model."""
         for stage in self.stages:
             yield from stage.weights()
-
-    def boundary(self, device: torch.device) -> Tensor:
-        """An empty residual stream (B, t, d), which one stage hands to the next."""
-        work, layout = self.work, self.layout
-        dtype = torch.float32 if work.amp == "off" else AMP_DTYPES[work.amp]
-        tokens = work.batch.seq_len // (layout.tp * layout.cp)
-        sizes = work.batch.micro_batch, tokens, work.config.hidden_size
-        return torch.empty(sizes, dtype=dtype, device=device)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """(B, T) ids and labels, the same on all stages, through all of them without a backward.
@@ -63,7 +62,7 @@ class Pipeline(nn.Module):
 
         for number, stage in zip(self.numbers, self.stages, strict=True):
             if number:
-                x = self.boundary(tokens.device)
+                x = boundary(self.work, tokens.device)
                 dist.recv(x, group_of(number - 1), group)
             x = stage(x, labels)
             if number < n - 1:
@@ -108,10 +107,7 @@ class Pipeline(nn.Module):
 
 
 class _Plain(nn.Module):
-    """A module that PyTorch's schedules take for an unsharded one: `_Stage` tells FSDP what to do.
-
-    A loss becomes (1,), since the schedules concatenate what the last stage returns.
-    """
+    """A module that PyTorch's schedules take for an unsharded one: `_Stage` tells FSDP what to do."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -134,10 +130,9 @@ class _Stage(PipelineStage):
         log: StepLog,
     ):
         work, n = pipeline.work, pipeline.work.fsdp.stages
-        ids = torch.empty(
-            work.batch.micro_batch, work.batch.seq_len, dtype=torch.int64, device="meta"
-        )
-        stream = pipeline.boundary(torch.device("meta")).requires_grad_()
+        shape = work.batch.micro_batch, work.batch.seq_len
+        ids = torch.empty(shape, dtype=torch.int64, device="meta")
+        stream = boundary(work, torch.device("meta")).requires_grad_()
         loss = torch.empty(1, device="meta", requires_grad=True)
         super().__init__(
             _Plain(module), number, n, device,
@@ -155,9 +150,6 @@ class _Stage(PipelineStage):
     def backward_one_chunk(self, *args, **kwargs):
         self.log.mark("idle")
         self.left -= 1
-        last = self.left == 0
-        self.module.set_requires_gradient_sync(last)
-        self.module.set_reshard_after_backward(last)
-        self.module.set_is_last_backward(last)
+        reduce_in_last(self.module, self.left == 0)
         with self.log.part("backward"):
             return super().backward_one_chunk(*args, **kwargs)

@@ -6,7 +6,7 @@ import datetime
 import os
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +108,8 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         # Otherwise the first ends the process before it can say what went wrong on the GPU.
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     if offload:  # the optimizer runs on the CPU, which the ranks of a machine share
-        torch.set_num_threads(
-            max(1, cpu_count() // min(ranks.world, torch.cuda.device_count() or 1))
-        )
+        here = min(ranks.world, torch.cuda.device_count() or 1)
+        torch.set_num_threads(max(1, cpu_count() // here))
     at = private or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _file_store(private, ranks, timeout) if private else _agent_store(ranks, timeout)
@@ -255,6 +254,22 @@ def broadcast(ranks: Ranks, value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def on_main(ranks: Ranks, function: Callable[[], Any]) -> Any:
+    """What the function returns on rank 0, on every rank, and so the UsageError of what it cannot use."""
+    value = problem = None
+    if ranks.main:
+        try:
+            value = function()
+        except OSError as error:
+            problem = f"{error.filename}: cannot be used: {error.strerror}"
+        except UsageError as error:
+            problem = str(error)
+    value, problem = broadcast(ranks, (value, problem))
+    if problem:
+        raise UsageError(problem)
+    return value
 
 
 def meet(ranks: Ranks) -> None:

@@ -25,10 +25,7 @@ from llm_train_bench.start import PARENT, early_wish
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import (
-    PContext,
-    SignalException,
-)
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
@@ -176,6 +173,12 @@ def private_directory() -> Iterator[Path]:
         yield private
 
 
+def reported(failure) -> dict[str, Any]:
+    """What a rank wrote of its failure; nothing where it was killed."""
+    message = failure.error_file_data.get("message")
+    return message if isinstance(message, dict) else {}
+
+
 def first_failure(failures: dict[int, Any]) -> int:
     """The rank that failed first, of those that torchrun's agent names.
 
@@ -184,28 +187,20 @@ def first_failure(failures: dict[int, Any]) -> int:
     it says that this was before anything else.
     """
 
-    def reported(failure) -> dict | None:
-        message = failure.error_file_data.get("message")
-        return message if isinstance(message, dict) else None
-
     def when(rank: int, before_s: int = 0) -> float:
-        report = reported(failures[rank])
-        if report:
+        if report := reported(failures[rank]):
             return report["extraInfo"].get("time_ns", 0)
         return (failures[rank].timestamp - before_s) * 1e9
 
     def told_to_end(rank: int) -> bool:
-        report = reported(failures[rank])
-        if report:
+        if report := reported(failures[rank]):
             return report["message"].startswith("interrupted by")
         return failures[rank].exitcode == -signal.SIGTERM
 
     told = [rank for rank in failures if told_to_end(rank)]
     others = [rank for rank in failures if rank not in told]
     first = min(others, key=lambda rank: when(rank, 10), default=None)
-    ended = min(
-        told, key=lambda rank: (reported(failures[rank]) is None, when(rank)), default=first
-    )
+    ended = min(told, key=lambda rank: (not reported(failures[rank]), when(rank)), default=first)
     if first is None or (reported(failures[ended]) and when(ended) < when(first)):
         return ended
     return first
@@ -216,8 +211,7 @@ def _told(failures: dict[int, Any], prog: str, private: Path, main: bool) -> int
     rank = first_failure(failures)
     first = failures[rank]
     code = first.exitcode if first.exitcode in (2, 3, 4) else 1
-    data = first.error_file_data.get("message")
-    data = data if isinstance(data, dict) else {}
+    data = reported(first)
     text = data.get("message") or (
         f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     )

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import time
 import traceback
@@ -36,6 +37,8 @@ STOPPED_FILE = "stopped"
 # The file by which a launcher says that its SIGQUIT stands for a second signal.
 SECOND_FILE = "second"
 # Signals that ask a run to end.
+# The name of a thread that writes a checkpoint.
+SAVES = "saves"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Their messages say all there is to say.
 EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep, NotFinite)
@@ -109,25 +112,12 @@ def lost_a_rank(error: BaseException) -> bool:
     """Whether a collective failed because its other end is gone or silent."""
     # Messages of gloo, the store, NCCL and RCCL. Their other errors are this rank's own trouble.
     signs = (
-        "closed by peer",
-        "reset by peer",
-        "broken pipe",
-        "timed out waiting",
-        "caused pair closure",
-        "connection was likely closed",
-        "failed to recv",
-        "wait timeout",
-        "socket timeout",
-        "client socket has timed out",
-        "remote process exit",  # -ed, -ing
-        "unexpected exit of a remote peer",
-        "socket closed",
-        "connection timed out",
-        "collective operation timeout",
-        "communicator was aborted",
+        r"(closed|reset) by peer|broken pipe|timed out waiting|caused pair closure|failed to recv"
+        r"|connection was likely closed|(wait|socket) timeout|client socket has timed out"
+        r"|remote process exit|unexpected exit of a remote peer|socket closed|connection timed out"
+        r"|collective operation timeout|communicator was aborted"
     )
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    return isinstance(error, RuntimeError) and re.search(signs, str(error).lower()) is not None
 
 
 def exit_code(error: BaseException) -> int:

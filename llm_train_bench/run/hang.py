@@ -80,7 +80,8 @@ class HangWatch:
                 if number is None or number in ENDING:
                     break
             elif last is not None and last == self.last_step and left == 0.0:
-                self.end(self._no_step(), time.time())
+                text = f"no step in {self.timeout_s:g} s: waits for a rank that is gone"
+                self.end(self._waiting(f"{text}, or is stuck itself"), time.time())
                 break
             elif self.timeout_s and (why := self.broken()):
                 when = time.time()
@@ -88,11 +89,6 @@ class HangWatch:
                     self.end(self._waiting(f"{LOST}: NCCL reports {why}"), when)
                 break
         self.receiver.close()
-
-    def _no_step(self) -> NoStep:
-        return self._waiting(
-            f"no step in {self.timeout_s:g} s: waits for a rank that is gone, or is stuck itself"
-        )
 
     def _waiting(self, text: str) -> NoStep:
         """The error of a waiting rank, with its main thread's stack."""

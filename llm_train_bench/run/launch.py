@@ -23,6 +23,7 @@ from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, le
 from llm_train_bench.run.failures import (
     ENDING,
     PREEMPTED,
+    SAVES,
     STOPPED_FILE,
     exit_code,
     has_parent,
@@ -86,10 +87,7 @@ def train_planned(
 
 
 def refuse_impossible(work: Work, device: torch.device) -> None:
-    """DoesNotFit for a step whose token ids alone are more than the device's memory.
-
-    Others may not fit either; this one would spend minutes before it failed.
-    """
+    """DoesNotFit for a step whose token ids alone are more than the device's memory."""
     need, has = 8 * work.batch.micro_tokens / GIB, memory_gib(device)
     if has and need > has:
         raise DoesNotFit(
@@ -99,10 +97,7 @@ def refuse_impossible(work: Work, device: torch.device) -> None:
 
 
 def free_gib(device: torch.device, ranks: Ranks) -> float | None:
-    """Memory that a rank may plan with [GiB]: a GPU's, or its share of half of a CPU's machine.
-
-    Not what is free just now: ranks that look at different moments must agree.
-    """
+    """Memory that a rank may plan with [GiB]: a GPU's, or its share of half of a CPU's machine."""
     has = memory_gib(device)
     if device.type == "cuda" or not has:
         return has
@@ -138,7 +133,7 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
     with _first_signal_counts(), _heard_while_joining(prog, ranks):
         try:
             code = body() or 0
-            if any(t.name == "saves" for t in threading.enumerate()) and start.is_script():
+            if any(t.name == SAVES for t in threading.enumerate()) and start.is_script():
                 sys.stdout.flush()
                 os._exit(code)  # a save that was given up; it must not outlive the interpreter
             return code

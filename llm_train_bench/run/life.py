@@ -1,15 +1,12 @@
 """One run's directory and its result, whatever ends it."""
 
 import contextlib
-import dataclasses
 import faulthandler
-import json
 import os
 import shutil
 import signal
 import threading
 import time
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -21,7 +18,7 @@ from llm_train_bench.errors import CompileError, UsageError
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.measure.device import peak_memory
 from llm_train_bench.measure.steps import StepLog
-from llm_train_bench.parallel.ranks import Ranks, broadcast, broken_group, tell_next, word_before
+from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main
 from llm_train_bench.results.console import ProgressDisplay, print_header, print_result, say
 from llm_train_bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from llm_train_bench.results.goodput import lineage_before, time_parts
@@ -29,14 +26,7 @@ from llm_train_bench.results.result_files import ResultFile, StepsFile, now
 from llm_train_bench.results.schema import ResumedFrom
 from llm_train_bench.results.tensorboard import TensorBoardFile
 from llm_train_bench.results.trackers import check_trackers, track
-from llm_train_bench.run.checkpoint.lineage import (
-    Attempt,
-    Lease,
-    attempts,
-    begin_attempt,
-    open_place,
-)
-from llm_train_bench.run.checkpoint.manifest import Manifest, check_same_training
+from llm_train_bench.run.checkpoint.lineage import Attempt, attempts, open_place
 from llm_train_bench.run.failures import (
     NO_CAUSE,
     classify,
@@ -47,15 +37,9 @@ from llm_train_bench.run.failures import (
     report,
 )
 from llm_train_bench.run.hang import HangWatch, patience
-from llm_train_bench.run.provenance import default_name, open_result
+from llm_train_bench.run.provenance import open_result
 from llm_train_bench.run.window import Window
 from llm_train_bench.settings.plan import Plan
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: cannot be used: {error.strerror}"
-    return str(error)
 
 
 class Run:
@@ -66,59 +50,28 @@ class Run:
     """
 
     def __init__(
-        self, plan: Plan, device: torch.device, ranks: Ranks, fp8: Fp8, attention_kernel: str | None
+        self,
+        plan: Plan,
+        attempt: Attempt,
+        device: torch.device,
+        ranks: Ranks,
+        fp8: Fp8,
+        attention_kernel: str | None,
     ):
-        self.plan, self.device, self.ranks = plan, device, ranks
-        self.leases: list[Lease] = []
-        self.attempt = self._begin()
-        if before := self.attempt.manifest:
-            schedule = dataclasses.replace(
-                plan.schedule, start=before.step, start_sample=before.samples
-            )
-            self.plan = plan = dataclasses.replace(plan, schedule=schedule)
-        self.saver, self.evaluate, self.sample = None, None, None
+        self.plan, self.attempt, self.device, self.ranks = plan, attempt, device, ranks
+        self.saved_at: float | None = None  # when the loop had waited for the last save
         self.counted = False
         self.fp8 = fp8
         self.scaler = LossScaler(device) if plan.work.amp == "fp16" else None
-        self.directory = self.attempt.directory
+        self.directory = attempt.directory
         self.result = open_result(
-            plan, device, fp8.info, attention_kernel, self.directory.name, self.attempt.lineage
+            plan, device, fp8.info, attention_kernel, self.directory.name, attempt.lineage
         )
-        self.result.notes += self.attempt.notes
-        if before:
+        self.result.notes += attempt.notes
+        if before := attempt.manifest:
             self.result.resumed_from = ResumedFrom(
-                run=before.run, step=before.step, path=str(self.attempt.found)
+                run=before.run, step=before.step, path=str(attempt.found)
             )
-
-    def _begin(self) -> Attempt:
-        """This run's attempt, the same on every rank; UsageError where it cannot go on."""
-        attempt, problem, plan, output = None, None, self.plan, self.plan.output
-        if self.ranks.main:
-            try:
-                count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-                restarts = int(count) if count.isdecimal() else 0
-                name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
-                attempt, self.leases = begin_attempt(
-                    plan.saving, Path(output.output_dir), name, restarts, word_before(), self._check
-                )
-            except (OSError, UsageError) as error:
-                problem = _told(error)
-        attempt, problem = broadcast(self.ranks, (attempt, problem))
-        if problem:
-            raise UsageError(problem)
-        word = {
-            "directory": str(attempt.directory.resolve()),
-            "lineage": attempt.lineage.model_dump(),
-            "places": list(map(str, {*attempt.own, attempt.place} - {None})),
-        }
-        tell_next(self.ranks, json.dumps(word))
-        return attempt
-
-    def _check(self, manifest: Manifest, where: Path) -> None:
-        """UsageError for a checkpoint of another training."""
-        plan = self.plan
-        given = {} if plan.saving.resume_anyway else dataclasses.asdict(plan.args)
-        check_same_training(manifest, where, plan.work, plan.schedule.total, given, plan.data)
 
     def __enter__(self) -> Self:
         self.file = None
@@ -133,14 +86,8 @@ class Run:
         return self
 
     def _open(self) -> None:
-        problem, sinks = None, []
-        if self.ranks.main:
-            try:
-                sinks = self._open_files()
-            except UsageError as error:
-                problem = str(error)
-        if problem := broadcast(self.ranks, problem):
-            raise UsageError(problem)
+        sinks: list = []
+        on_main(self.ranks, lambda: sinks.extend(self._open_files()))
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
         seconds = (lambda: compile_counts().seconds) if self.plan.work.compiled else lambda: 0.0
@@ -171,7 +118,6 @@ class Run:
             self.file = ResultFile(self.directory, plan.schedule.total)
             self.steps = StepsFile(self.directory / "steps.jsonl")
             sinks = [self.steps]
-            self._open_place()
         except FileExistsError as error:
             raise UsageError(
                 f"{error.filename}: exists already; nothing was touched, choose another --run-name "
@@ -183,6 +129,7 @@ class Run:
                 f"--output-dir {plan.output.output_dir}: cannot be written: {error.strerror}; "
                 "choose another"
             ) from None
+        open_place(self.attempt)
         work, device = plan.work, r.device
         flops = flops_per_token(work.config, work.batch.seq_len, False, work.pass_type)
         shown = flops / device.count, device.peak_bf16_tflops
@@ -197,24 +144,9 @@ class Run:
             sinks[-1].describe(r)
         return sinks
 
-    def _open_place(self) -> None:
-        try:
-            open_place(self.attempt, self.leases)
-        except OSError as error:
-            raise UsageError(_told(error)) from None
-
     def _release(self) -> None:
-        for lease in self.leases:
+        for lease in self.attempt.leases:
             lease.release()
-
-    def evaluated(self, step: int) -> None:
-        """Evaluate after a step; its time belongs to no step."""
-        self.end_steps()
-        m, schedule = self.result.metrics, self.plan.schedule
-        m.val_losses.append((step + 1, self.evaluate()))
-        if schedule.window_begin <= step < schedule.window_end - 1:
-            m.window_evaluations = (m.window_evaluations or 0) + 1
-        self.log.start()
 
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""
@@ -300,8 +232,6 @@ class Run:
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
         fill_flop_metrics(r, self.plan.work)
         m.energy_source = self.window.power.source
-        if self.saver:
-            self.saver.report()
         self.count(error)
         if r.profile and m.step_time_median_s:
             r.profile.slowdown = r.profile.step_time_s / m.step_time_median_s
@@ -315,7 +245,7 @@ class Run:
         if r.observed:
             r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
         r.ended_at = now()
-        if self.saver or self.attempt.found:
+        if self.plan.saving.save_every or self.attempt.found:
             with contextlib.suppress(OSError, ValueError, LookupError):  # somebody's else files
                 self._fill_goodput()
         for sink in self.log.sinks:
@@ -329,8 +259,6 @@ class Run:
         finally:  # the directory may be gone, or the disk full
             if error is None:
                 print_result(r)
-        if self.sample is not None:
-            print(f"the model writes:\n{self.sample}\n", flush=True)
         say(f"{r.status}: {self.file.path}")
         for line in track(self.plan.output.track, r, self.directory):
             say(line)
@@ -339,7 +267,7 @@ class Run:
         line, m = self.attempt.lineage, self.result.metrics
         runs = attempts(self.directory.parent, line.name)
         own = [*lineage_before(runs, self.result), self.directory]
-        m.time_parts_s = time_parts(own, time.time(), self.saver and self.saver.saved_at)
+        m.time_parts_s = time_parts(own, time.time(), self.saved_at)
         m.goodput = m.time_parts_s["steps"] / sum(m.time_parts_s.values())
 
     def count(self, error: BaseException | None = None) -> None:

@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from llm_train_bench.measure.memory import MemoryReport
 from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
 from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
 from llm_train_bench.results.result_files import seconds_alive
+from llm_train_bench.run.checkpoint.saver import Saver
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import build_capture, build_profiler, observed_in
@@ -32,26 +34,39 @@ OBSERVE = "observe"
 Passes = Callable[[int], Tensor]
 
 
+class Watcher(Protocol):
+    """Whatever looks at every step from outside: the memory report, a profiler, the saver."""
+
+    def before(self, step: int) -> None:
+        """A step begins."""
+
+    def after(self, step: int) -> None:
+        """The step's work has been given to the device."""
+
+
 def measure(
     run: Run,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     step_fn: Callable[[int, str], None],
+    evaluate: Callable[[], float | None] = lambda: None,
+    saver: Saver | None = None,
 ) -> None:
     """Run the warm-up steps and the measured ones; times, losses and energy go into `run`.
 
     `step_fn(step, phase)` is one optimizer step (build_step). Between the first and the last measured
     step nothing but training happens: no synchronisation, no evaluation; files and screen are served
-    about once a second.
+    about once a second. The validation loss is taken before the first step and after the last one.
     """
     schedule, work = run.plan.schedule, run.plan.work
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
-    watchers = [MemoryReport(run.result, run.log, schedule, looks, model, optimizer), *captures]
-    watchers += [run.saver] if run.saver else []
-    eval_every = run.plan.data.eval_every
+    memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
+    watchers: list[Watcher] = [memory, *captures, *([saver] if saver else [])]
+    eval_every, m = run.plan.data.eval_every, run.result.metrics
+    m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
-    listening = run.saver.listening() if run.saver else contextlib.nullcontext()
+    listening = saver.listening() if saver else contextlib.nullcontext()
     with listening, uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(schedule.start, schedule.total):
@@ -73,9 +88,13 @@ def measure(
                 watcher.after(step)
             if step == schedule.start and run.attempt.found:
                 synchronize(run.device)
-                run.result.metrics.restart_s = seconds_alive()
+                m.restart_s = seconds_alive()
             if eval_every and (step + 1) % eval_every == 0:
-                run.evaluated(step)
+                run.end_steps()
+                m.val_losses.append((step + 1, evaluate()))
+                if schedule.window_begin <= step < schedule.window_end - 1:
+                    m.window_evaluations = (m.window_evaluations or 0) + 1
+                run.log.start()
             if step == schedule.window_end - 1 and step >= schedule.window_begin:
                 synchronize(run.device)
                 run.end_window()
@@ -85,8 +104,10 @@ def measure(
             if step % 1000 == 999:
                 gc.collect(0)  # so that a long run does not leak; takes microseconds
         run.end_steps()
+    m.val_loss = evaluate()
+    if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is no number
+        m.val_perplexity = math.exp(m.val_loss)
     if work.config.experts:
-        m = run.result.metrics
         fullest = gather(run.ranks, fullest_expert(model))
         m.expert_rows_max_over_mean = max((n for n in fullest if n is not None), default=None)
 
@@ -198,7 +219,11 @@ def build_pipelined_passes(run: Run, model: nn.Module, micro_batches: Batches) -
 
 
 def build_step(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer | None, passes: Passes
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    passes: Passes,
+    saver: Saver | None = None,
 ) -> Callable[[int, str], None]:
     """The function of one optimizer step, `step_fn(step, phase)`: passes, clipping, optimizer, log."""
     work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
@@ -232,10 +257,10 @@ def build_step(
                 for parameter in parameters:
                     parameter.grad = None
         wish = None
-        if run.saver is None:
+        if saver is None:
             average_over_ranks(total)
-        else:  # a wish to stop travels with the loss
-            both = torch.stack((total, run.saver.wishes(run.device)))
+        else:  # a stop request, averaged with the loss
+            both = torch.stack((total, saver.wishes(run.device)))
             average_over_ranks(both)
             total, wish = both.unbind()
         if phase != OBSERVE:
@@ -249,20 +274,15 @@ def forward_amp(amp: str, model: nn.Module) -> str:
     return "off" if sharded_modules(model) else amp
 
 
-@contextlib.contextmanager
-def validated(run: Run, model: nn.Module, data: Validation | None) -> Iterator[None]:
-    """The validation loss before and after what happens in here, into `run`; never in the window."""
-    m = run.result.metrics
-    run.evaluate = functools.partial(evaluate, run, model, data)
-    m.val_loss_before = run.evaluate()
-    yield
-    m.val_loss = run.evaluate()
-    if m.val_loss is not None and m.val_loss < 700:  # beyond, e to its power is no number
-        m.val_perplexity = math.exp(m.val_loss)
+def build_evaluation(
+    run: Run, model: nn.Module, data: Validation | None
+) -> Callable[[], float | None]:
+    """A function that returns the validation loss; None without data."""
+    return functools.partial(validation_loss, run, model, data)
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: nn.Module, data: Validation | None) -> float | None:
+def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> float | None:
     """Mean validation loss without dropout, or None without data; never inside the window.
 
     Every rank computes all of it: sharded models need all ranks in each forward. Transformer Engine's

@@ -40,10 +40,7 @@ def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCaptur
 
 
 class TorchCapture:
-    """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it.
-
-    Tracing begins two steps before the first kept one, since starting it takes time.
-    """
+    """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it."""
 
     def __init__(self, run: Run, model: nn.Module):
         self.run, self.flags, self.model = run, run.plan.profile, model
@@ -106,12 +103,8 @@ class TorchCapture:
         path = self.directory / f"rank{self.run.ranks.rank}.pt.trace.json.gz"
         self.profiler.export_chrome_trace(str(path))
         if self.flags.profile_stacks:
-            metric = (
-                "self_cuda_time_total" if self.run.device.type == "cuda" else "self_cpu_time_total"
-            )
-            self.profiler.export_stacks(
-                str(path.with_name(f"rank{self.run.ranks.rank}.stacks")), metric
-            )
+            stacks = path.with_name(f"rank{self.run.ranks.rank}.stacks")
+            self.profiler.export_stacks(str(stacks), f"self_{self.run.device.type}_time_total")
         if self.run.ranks.main:
             self.run.result.profile = self._breakdown(path)
 
@@ -126,20 +119,13 @@ class TorchCapture:
         apart = "math" not in (kernel, work.attention) and not (
             on_cpu and (work.config.attention_dropout or kernel == "flex")
         )
+        fields = {name: getattr(b, name) for name in Profile.model_fields if hasattr(b, name)}
+        fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
+        fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
         return Profile(
+            **fields,
             first_step=self.steps.start,
-            n_steps=b.n_steps,
             in_window=self.run.plan.schedule.captures_in_window,
-            step_time_s=b.step_time_s,
-            classes_s=b.classes_s,
-            communication_overlapped_s=b.communication_overlapped_s,
-            host_gaps=b.host_gaps,
-            costliest=b.costliest,
-            matmul_flops=b.matmul_flops,
-            matmul_tflops=b.matmul_tflops if apart else None,
-            matmul_roof_fraction=(ideal_s and b.matmul_s and ideal_s / b.matmul_s)
-            if apart
-            else None,
         )
 
 
@@ -260,10 +246,7 @@ def attend_in_parts(
     draw: Draw, fused: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any,
     dropout: float, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """What model.layers.attend computes, each part of it as a range; the softmax is fp32.
-
-    A FlexAttention mask has no such parts: it stays `fused`.
-    """
+    """What model.layers.attend computes, each part of it as a range; the softmax is fp32."""
     if mask is not None and not isinstance(mask, Tensor):
         return fused(q, k, v, mask, dropout, scale)
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]

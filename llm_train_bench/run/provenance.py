@@ -32,21 +32,15 @@ from llm_train_bench.settings.machine import installed_version
 from llm_train_bench.settings.plan import Plan, Schedule
 
 
-def _setting(given: dict[str, Any]) -> str:
-    """The headline flags that were chosen, as they stand in a directory's name."""
-    default = defaults(Args)
-    words = []
+def default_name(model: str, given: dict[str, Any]) -> str:
+    """A run's name where none is given: time, model, the headline flags that were chosen, process."""
+    default, words = defaults(Args), ""
     for name, flag in declared(Args).items():
         if flag.headline and given[name] != default[name]:
             value = "" if given[name] is True else str(given[name]).replace("/", "_")
-            words.append(f"-{name.replace('_', '-')}{value}")
-    return "".join(words)[:100]
-
-
-def default_name(model: str, given: dict[str, Any]) -> str:
-    """A run's name where none is given: time, model, chosen flags, process."""
+            words += f"-{name.replace('_', '-')}{value}"
     now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%d-%H%M%S}-{model}{_setting(given)}-{os.getpid()}"
+    return f"{now:%Y%m%d-%H%M%S}-{model}{words[:100]}-{os.getpid()}"
 
 
 def open_result(
@@ -101,23 +95,17 @@ def open_result(
 def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:
     memory = device_memory_gib(device)
     part = name_of_part(device_name(device), memory)
-    known = part
-    if device.type == "cpu" and device_called(threads_of(part, torch.get_num_threads())):
-        known = threads_of(part, torch.get_num_threads())
-    peaks = find_peaks(known, given.peak_tflops, given.peak_fp8_tflops)
-    roof = find_roof(part)
+    threads = threads_of(part, torch.get_num_threads())
+    known = device.type == "cpu" and device_called(threads)
+    peaks = find_peaks(threads if known else part, given.peak_tflops, given.peak_fp8_tflops)
     return Device(
         type=device.type,
         name=device_name(device),
         memory_gib=memory,
         count=ranks,
         hardware=part if device.type == "cpu" else peaks.name,
-        peak_bf16_tflops=peaks.bf16_tflops,
-        peak_fp8_tflops=peaks.fp8_tflops,
-        peak_source=peaks.source,
-        roof_bf16_tflops=roof.bf16_tflops,
-        roof_fp8_tflops=roof.fp8_tflops,
-        roof_source=roof.source,
+        **{f"peak_{key}": value for key, value in vars(peaks).items() if key != "name"},
+        **{f"roof_{key}": value for key, value in vars(find_roof(part)).items()},
     )
 
 

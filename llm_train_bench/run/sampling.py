@@ -15,10 +15,7 @@ TEMPERATURE = 0.8
 
 
 def text_decoder(files: DataFlags, vocab_size: int) -> Callable[[list[int]], str]:
-    """A function from token ids to text: by the tokenizer.json beside the weights or the data, or bytes.
-
-    UsageError where there is no such file, and the vocabulary is not of bytes.
-    """
+    """Token ids to text, by the tokenizer.json beside weights or data, or as bytes; else UsageError."""
     places = [Path(files.init_from)] if files.init_from else []
     if files.data and files.data != "synthetic":
         places += [Path(files.data).parent]

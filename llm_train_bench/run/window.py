@@ -51,8 +51,7 @@ class Window:
         cpu, began = cpu_seconds(), self.cpu_before
         use = self.power.end(self.ranks.rank)
         log.drain()
-        before, after = self.compiled_before, compile_counts()
-        recorded = after.graphs_recorded_again - before.graphs_recorded_again
+        compiled = compile_counts() - self.compiled_before
         if self.device.type == "cpu" and self.ranks.local_rank and use.energy_j is not None:
             # The counter is the whole machine's; its first rank speaks for all.
             use = use.model_copy(update={"energy_j": 0.0, "average_power_w": None})
@@ -60,9 +59,9 @@ class Window:
         times = RankTimes(
             self.ranks.rank, platform.node(), [s.step_time_s for s in measured],
             mean_part_times(measured), use, peak_memory(self.device), self.probe_tflops,
-            compile_s=after.seconds - before.seconds,
-            n_recompilations=after.recompilations - before.recompilations,
-            graphs_recorded=recorded if self.cuda_graphs else None,
+            compile_s=compiled.seconds,
+            n_recompilations=compiled.recompilations,
+            graphs_recorded=compiled.graphs_recorded_again if self.cuda_graphs else None,
             cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),
         )  # fmt: skip
         return gather(self.ranks, times)

@@ -4,9 +4,8 @@ Needs no torch. A combination is supported unless a rule refuses it; every rule 
 what to use instead.
 """
 
+import collections
 import dataclasses
-import itertools
-from collections.abc import Iterator
 
 from llm_train_bench.settings.flags import GRAPH_MODES, SHARDED, Args, Script
 
@@ -20,19 +19,9 @@ AXES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Combination:
-    """One cell of the table. `graphs` are the compile modes that record CUDA graphs.
-
-    The layout is of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
-    """
-
-    entrypoint: str
-    amp: str
-    fp8: str
-    compile: str
-    sac: str
-    layout: str = "data"
+# One cell of the table. `graphs` are the compile modes that record CUDA graphs; the layout is of `tokens`
+# under --tp or --cp, of `experts` under --ep (with or without them).
+Combination = collections.namedtuple("Combination", AXES, defaults=["data"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,64 +37,33 @@ class Rule:
         return all(getattr(combination, axis) in values for axis, values in self.when.items())
 
 
+# fmt: off
 RULES = (
-    Rule(
-        {"fp8": ("te", "torchao"), "amp": ("off", "fp16")},
-        "FP8 matmuls take and give bf16",
-        "--amp bf16",
-    ),
-    Rule(
-        {"fp8": ("te",), "compile": ("on", "graphs")},
-        "Transformer Engine's modules cannot be traced by torch.compile",
-        "--fp8-backend torchao, or leave out --pt-compile",
-    ),
-    Rule(
-        {"fp8": ("te",), "sac": ("op",)},
-        "Transformer Engine's matmuls are hidden from the policy that would keep them",
-        "--sac-policy block, or --fp8-backend torchao",
-    ),
-    Rule(
-        {"compile": ("graphs",), "entrypoint": SHARDED},
-        "CUDA graphs need parameters at fixed addresses, and FSDP gathers them anew",
-        "--compile-mode default or max-autotune-no-cudagraphs",
-    ),
-    Rule(
-        {"layout": ("tokens", "experts"), "entrypoint": ("train.py", "train_ddp.py")},
-        "parts of layers and of samples need a sharded model",
-        "train_fsdp.py or train_pp.py",
-    ),
-    Rule(
-        {"layout": ("tokens", "experts"), "amp": ("fp16",)},
-        "ranks would scale their parts of one loss apart",
-        "--amp bf16",
-    ),
-    Rule(
-        {"entrypoint": ("train_pp.py",), "amp": ("fp16",)},
-        "the first stages would not know the scale that the last one's loss needs",
-        "--amp bf16",
-    ),
-    Rule(
-        {"entrypoint": ("train_pp.py",), "fp8": ("te", "torchao")},
-        "conversion of stages has no test yet",
-        "--amp bf16, or train_fsdp.py",
-    ),
-    Rule(
-        {"layout": ("tokens", "experts"), "fp8": ("te", "torchao")},
-        "layers are converted to FP8 whole",
-        "--amp bf16, or data parallelism alone",
-    ),
-    Rule(
-        {"layout": ("experts",), "sac": ("op",)},
-        "the policy cannot tell gathers of experts from what it keeps",
-        "--sac-policy block",
-    ),
+    Rule({"fp8": ("te", "torchao"), "amp": ("off", "fp16")},
+         "FP8 matmuls take and give bf16", "--amp bf16"),
+    Rule({"fp8": ("te",), "compile": ("on", "graphs")},
+         "Transformer Engine's modules cannot be traced by torch.compile",
+         "--fp8-backend torchao, or leave out --pt-compile"),
+    Rule({"fp8": ("te",), "sac": ("op",)},
+         "Transformer Engine's matmuls are hidden from the policy that would keep them",
+         "--sac-policy block, or --fp8-backend torchao"),
+    Rule({"compile": ("graphs",), "entrypoint": SHARDED},
+         "CUDA graphs need parameters at fixed addresses, and FSDP gathers them anew",
+         "--compile-mode default or max-autotune-no-cudagraphs"),
+    Rule({"layout": ("tokens", "experts"), "entrypoint": ("train.py", "train_ddp.py")},
+         "parts of layers and of samples need a sharded model", "train_fsdp.py or train_pp.py"),
+    Rule({"layout": ("tokens", "experts"), "amp": ("fp16",)},
+         "ranks would scale their parts of one loss apart", "--amp bf16"),
+    Rule({"entrypoint": ("train_pp.py",), "amp": ("fp16",)},
+         "the first stages would not know the scale that the last one's loss needs", "--amp bf16"),
+    Rule({"entrypoint": ("train_pp.py",), "fp8": ("te", "torchao")},
+         "conversion of stages has no test yet", "--amp bf16, or train_fsdp.py"),
+    Rule({"layout": ("tokens", "experts"), "fp8": ("te", "torchao")},
+         "layers are converted to FP8 whole", "--amp bf16, or data parallelism alone"),
+    Rule({"layout": ("experts",), "sac": ("op",)},
+         "the policy cannot tell gathers of experts from what it keeps", "--sac-policy block"),
 )
-
-
-def all_combinations() -> Iterator[Combination]:
-    """Every cell of the table."""
-    for values in itertools.product(*AXES.values()):
-        yield Combination(*values)
+# fmt: on
 
 
 def refusal(combination: Combination) -> Rule | None:
@@ -131,10 +89,7 @@ def combination_of(args: Args, entrypoint: Script) -> Combination:
 def combinations_table() -> str:
     """The table of docs/COMBINATIONS.md: whether a combination works, and in which scripts."""
     columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
-    lines = [
-        f"| | {' | '.join(columns.values())} |",
-        "|---|---|---|---|",
-    ]
+    lines = [f"| | {' | '.join(columns.values())} |", "|---|---|---|---|"]
     rows = [(amp, "off") for amp in AXES["amp"]] + [("bf16", fp8) for fp8 in ("te", "torchao")]
     for amp, fp8 in rows:
         name = f"`--amp {amp}`" if fp8 == "off" else f"`--use-fp8 --fp8-backend {fp8}`"
@@ -145,29 +100,15 @@ def combinations_table() -> str:
 
 
 def _cell(amp: str, fp8: str, compiled: str) -> str:
-    works = {
-        entrypoint: tuple(
-            sac
-            for sac in AXES["sac"]
-            if refusal(Combination(entrypoint, amp, fp8, compiled, sac)) is None
-        )
-        for entrypoint in Script
-    }
-    if not any(works.values()):
-        return "✗"
-    names = {
-        ("off", "block", "op"): "✓",
-        ("off", "block"): "✓ without SAC op",
-        ("off",): "✓ without SAC",
-    }
+    names = {3: "✓", 2: "✓ without SAC op", 1: "✓ without SAC", 0: "✗"}
     parts = {}
-    for entrypoint, sacs in works.items():
-        parts.setdefault(names.get(sacs, "✗"), []).append(entrypoint)
+    for script in Script:
+        cells = [Combination(script, amp, fp8, compiled, sac) for sac in AXES["sac"]]
+        works = sum(refusal(cell) is None for cell in cells)
+        parts.setdefault(names[works], []).append(f"`{script}`")
     if len(parts) == 1:
         return next(iter(parts))
-    return "; ".join(
-        f"{what} in {', '.join(f'`{e}`' for e in where)}" for what, where in parts.items()
-    )
+    return "; ".join(f"{what} in {', '.join(scripts)}" for what, scripts in parts.items())
 
 
 def _flags(rule: Rule) -> list[str]:

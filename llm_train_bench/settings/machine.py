@@ -17,6 +17,11 @@ def detect_platform():
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "sve2", "bf16")
 
 
+def n_cores():
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def cpu_name():
     """The CPU's model name with its instruction sets and cores; `CPU` where the system has no name.
 
@@ -30,7 +35,7 @@ def cpu_name():
     found = {key.strip(): value.strip() for key, value in reversed(pairs)}  # the first processor's
     has = (found.get("flags") or found.get("Features") or "").split()
     sets = " ".join(name for name in INSTRUCTION_SETS if name in has)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = n_cores()
     told = ", ".join(filter(None, (sets, f"{cores} core{'s' * (cores > 1)}")))
     return f"{found.get('model name', 'CPU')} ({told})"
 
@@ -38,11 +43,7 @@ def cpu_name():
 # AMD's builds of these modules have other names.
 ALSO_CALLED = {
     "triton": ("triton-rocm", "pytorch-triton-rocm"),
-    "transformer-engine": (
-        "transformer-engine-rocm7",
-        "transformer-engine-rocm10",
-        "transformer-engine-rocm-torch",
-    ),
+    "transformer-engine": tuple(f"transformer-engine-rocm{s}" for s in ("7", "10", "-torch")),
 }
 
 

@@ -105,6 +105,11 @@ class Schedule:
         return "measure" if step < self.window_end else "profile"
 
 
+def _part(group: type) -> property:
+    """The plan's slice of one group of the flags."""
+    return property(lambda plan: plan.args.part(group), doc=group.__doc__)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """One run, resolved. `args` are kept for the record alone; functions take one of the parts."""
@@ -129,40 +134,13 @@ class Plan:
         """Bytes per rank and step handed to collectives, by kind."""
         return traffic(self.work)
 
-    @property
-    def data(self) -> DataFlags:
-        """Weights, token files, seed."""
-        return self.args.part(DataFlags)
+    data, output, saving = _part(DataFlags), _part(OutputFlags), _part(SaveFlags)
+    profile, ranks, peaks = _part(ProfileFlags), _part(RankFlags), _part(PeakFlags)
 
     @property
     def optimizer(self) -> OptimizerFlags | None:
         """The optimizer and its schedule; None where a step has none."""
         return self.args.part(OptimizerFlags) if self.work.pass_type == "step" else None
-
-    @property
-    def output(self) -> OutputFlags:
-        """Where results go, and which."""
-        return self.args.part(OutputFlags)
-
-    @property
-    def saving(self) -> SaveFlags:
-        """Checkpoints."""
-        return self.args.part(SaveFlags)
-
-    @property
-    def profile(self) -> ProfileFlags:
-        """The contents of a capture."""
-        return self.args.part(ProfileFlags)
-
-    @property
-    def ranks(self) -> RankFlags:
-        """Processes and their patience."""
-        return self.args.part(RankFlags)
-
-    @property
-    def peaks(self) -> PeakFlags:
-        """Peaks and price that the user gave."""
-        return self.args.part(PeakFlags)
 
 
 def make_plan(
@@ -215,17 +193,12 @@ def make_plan(
         pp, virtual = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
         if script is Script.PP:
             _must_divide("--pp", pp, f"{world} ranks", world, least=2)
+        shards = resolve_shards(args.dp_replicate, world // pp)
+        # The stages of a pipeline stay gathered over all micro batches of a step.
+        reshard = args.reshard_after_forward == "always" and pp == 1
         fsdp = Fsdp(
-            shards=resolve_shards(args.dp_replicate, world // pp),
-            replicas=args.dp_replicate,
-            # The stages of a pipeline stay gathered over all micro batches of a step.
-            reshard=args.reshard_after_forward == "always" and pp == 1,
-            reduce_dtype=args.reduce_dtype,
-            prefetch=args.prefetch,
-            cpu_offload=args.cpu_offload,
-            pp=pp,
-            virtual=virtual,
-        )
+            shards, args.dp_replicate, reshard, args.reduce_dtype, args.prefetch, args.cpu_offload,
+            pp=pp, virtual=virtual)  # fmt: skip
         fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
         if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
             raise UsageError(
@@ -241,22 +214,12 @@ def make_plan(
     batch = resolve_batch(batch, seq_len, (fsdp.ranks // (fsdp.tp * fsdp.cp)) if fsdp else world)
     if script is Script.PP:
         check_pipeline(fsdp, config, batch, args.global_bsz)
+    same = {n: getattr(args, n) for n in ("pass_type", "amp", "tf32", "attention", "optimizer")}
     work = Work(
-        config=config,
-        batch=batch,
-        world=world,
-        pass_type=args.pass_type,
-        amp=args.amp,
-        tf32=args.tf32,
-        attention=args.attention,
+        config, batch, world, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
-        recompute=resolve_recompute(args.sac_freq, args.sac_policy, config),
-        optimizer=args.optimizer,
-        balanced=args.route == "balanced",
-        ddp=ddp,
-        fsdp=fsdp,
-    )
+        recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
     flex = resolve_flex(work, platform)
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
@@ -281,7 +244,7 @@ def largest_plan(sized: Callable[[int], Plan], flags: BatchFlags, memory_gib: fl
                 continue
             with contextlib.suppress(
                 UsageError
-            ):  # more than the ranks' share, or too few micro batches
+            ):  # above the ranks' share, or too few micro batches
                 if (plan := sized(n)).needs(plan.work) <= limit:
                     bsz = n
     if not bsz:
@@ -347,14 +310,8 @@ def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int = 1) 
                 f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {flags.bsz} x "
                 f"{data_parallel_size} ranks = {micro}; {nearest} would be"
             )
-    return Batch(
-        micro_batch=flags.bsz,
-        grad_acc_steps=accumulation,
-        data_parallel_size=data_parallel_size,
-        global_batch=micro * accumulation,
-        seq_len=seq_len,
-        tokens_per_step=micro * accumulation * seq_len,
-    )
+    size = micro * accumulation
+    return Batch(flags.bsz, accumulation, data_parallel_size, size, seq_len, size * seq_len)
 
 
 def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
@@ -492,13 +449,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         raise UsageError(
             f"--use-fp8: {config.path} has {what}, which run in high precision alone; leave it out"
         )
-    fp8 = Fp8Work(
-        backend=flags.fp8_backend,
-        recipe=flags.fp8_recipe,
-        emulated=flags.fp8_emulate,
-        all_gather=flags.fp8_all_gather,
-        primary_weights=flags.fp8_primary_weights,
-    )
+    fp8 = Fp8Work(*dataclasses.astuple(flags)[1:])  # in the flags' order
     layers, kept = (_te_layers if fp8.backend == "te" else _torchao_layers)(fp8, work, platform)
     return dataclasses.replace(fp8, layers=layers, high_precision=kept)
 

@@ -22,12 +22,9 @@ def tool(prog: str) -> Callable[[Main], Main]:
         def guarded(argv: Sequence[str]) -> int:
             try:
                 return main(argv)
-            except DoesNotFit as error:
-                print(f"{prog}: {printable(str(error))}", file=sys.stderr)
-                return 4
             except (UsageError, ConfigError) as error:
                 print(f"{prog}: {printable(str(error))}", file=sys.stderr)
-                return 2
+                return 4 if isinstance(error, DoesNotFit) else 2
 
         return guarded
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.hardware import find_hardware
-from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
+from llm_train_bench.formulas.memory_model import largest_batch
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.machine import detect_platform
-from llm_train_bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
+from llm_train_bench.sweep.cell_runs import Rows, probe
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell, plan_of
 
@@ -31,20 +31,14 @@ def with_largest_batch(
     """The setting with the largest micro batch that runs; every attempt is a row (`probe`)."""
 
     def sized(bsz: int) -> Cell:
-        flags = dict(cell.flags) | {"bsz": bsz}
         axes = tuple(dict.fromkeys([*cell.axes, "bsz"]))
-        return dataclasses.replace(cell, flags=tuple(sorted(flags.items())), axes=axes)
+        return dataclasses.replace(cell.with_flags({"bsz": bsz}), axes=axes)
 
     def runs(bsz: int) -> bool:
-        short = dict(sized(bsz).flags) | {"n_steps": 2, "warmup_steps": 3, "no_tensorboard": True}
-        probe = dataclasses.replace(sized(bsz), flags=tuple(sorted(short.items())))
-        key = cell_key(probe, "probe")
         if bsz > most:
             return False
-        if key not in rows.rows:
-            rows.add(run_cell(probe, "probe", directory, timeout_s))
-        row = rows.rows[key]
-        print(f"  --bsz {bsz}: {outcome(row)}  {cell.label()}", flush=True)
+        short = {"bsz": bsz, "n_steps": 2, "warmup_steps": 3, "no_tensorboard": True}
+        row = probe(cell, short, rows, directory, timeout_s, f"--bsz {bsz}")
         return row["status"] == "ok"
 
     first, most = guess_batch(cell, gpu)
@@ -65,11 +59,10 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
         raise UsageError("--auto-bsz tries batches, and bsz is auto, the estimate's; leave one out")
     hardware = find_hardware(gpu) if gpu is not None else None
     platform = hardware.platform if hardware else detect_platform()
-    work = plan_of(args, cell.script, args.nproc, platform).work
+    plan = plan_of(args, cell.script, args.nproc, platform)
 
     def memory(bsz: int) -> float:
-        found = estimate_memory(work.with_micro_batch(bsz), fused_norm=hardware is not None)
-        return found.on_device(work.world) if hardware else found.peak
+        return plan.needs(plan.work.with_micro_batch(bsz))
 
     if hardware is not None:
         return max(1, largest_batch(memory, hardware.memory_gib * 2**30)), math.inf

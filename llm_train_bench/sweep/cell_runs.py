@@ -26,6 +26,7 @@ from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.machine import cpu_name, installed_version
+from llm_train_bench.sweep.experiment import Flags
 from llm_train_bench.sweep.grid import Cell
 
 CellRow = dict[str, Any]
@@ -73,34 +74,23 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         if ended == "timeout" or result is None:
             row |= {"status": ended, "error": why or _last_line(log)}
             return row | {"command": _command(cell, key, runs)}
-    row |= {
-        "status": result.status,
-        "error": result.error,
-        "result": str(_attempts(run)[-1] / "result.json"),
-    }
+    place, batch, device = _attempts(run)[-1], result.batch, result.device
+    if repeat != "probe":
+        _name_for_tensorboard(cell, repeat, directory, place / "tensorboard")
+    row |= {"status": result.status, "error": result.error, "result": str(place / "result.json")}
     row |= {name: getattr(result.metrics, name) for name in CSV_COLUMNS}
     row["memory_gib"], row["memory_kind"] = result.peak_memory
-    row["step_times_s"] = result.step_times_s
-    if repeat != "probe":
-        _name_for_tensorboard(cell, repeat, directory, Path(row["result"]).parent / "tensorboard")
-    row |= {
-        "bsz": result.batch.micro_batch,
-        "seq_len": result.batch.seq_len,
-        "global_batch": result.batch.global_batch,
-        "hardware": result.device.hardware,
-        "n_gpus": result.device.count,
-        "unfit": "; ".join(result.unfit) if result.status == "ok" else "",
-    }
-    return row
+    return row | {
+        "step_times_s": result.step_times_s, "bsz": batch.micro_batch, "seq_len": batch.seq_len,
+        "global_batch": batch.global_batch, "hardware": device.hardware, "n_gpus": device.count,
+        "unfit": "; ".join(result.unfit) if result.status == "ok" else ""}  # fmt: skip
 
 
 def _name_for_tensorboard(cell: Cell, repeat: int | str, directory: Path, events: Path) -> None:
     """Link a run's events below `directory`/tensorboard, by the setting's name in place of a hash."""
     name = re.sub(r"[/\\\0]", "_", f"{cell.label()} #{repeat}")[:200]
     link = directory / "tensorboard" / name
-    with contextlib.suppress(
-        OSError
-    ):  # a file system without links: the runs have their names still
+    with contextlib.suppress(OSError):  # without links the runs have their names still
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
         if events.is_dir():
@@ -112,8 +102,7 @@ def first_of_row(cell: Cell, repeat: int | str) -> CellRow:
     return {
         "key": cell_key(cell, repeat), "repeat": repeat, "script": cell.script,
         "model": model_name(cell.config),
-        "axes": {name: dict(cell.flags).get(name) for name in cell.axes},
-    }  # fmt: skip
+        "axes": {name: dict(cell.flags).get(name) for name in cell.axes}}  # fmt: skip
 
 
 def refuse_foreign_row(row: CellRow, path: Path) -> None:
@@ -146,8 +135,7 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
         process = subprocess.Popen(
             _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
             env=os.environ | dict(cell.environment), start_new_session=True,
-            preexec_fn=functools.partial(_die_with_parent, os.getpid()),
-        )  # fmt: skip
+            preexec_fn=functools.partial(_die_with_parent, os.getpid()))  # fmt: skip
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -229,6 +217,19 @@ def _is_whole(row: Any) -> bool:
     times = row.get("step_times_s", [])
     whole = figure(row.get("tokens_per_sec"), 0) and isinstance(times, list) and times
     return row["status"] != "ok" or bool(whole and all(figure(t, 0) for t in times))
+
+
+def probe(
+    cell: Cell, flags: Flags, rows: "Rows", directory: Path, timeout_s: float, what: str
+) -> CellRow:
+    """The row of a short run of a setting, run now unless it was; a line on the screen says of `what`."""
+    short = cell.with_flags(flags)
+    key = cell_key(short, "probe")
+    if key not in rows.rows:
+        rows.add(run_cell(short, "probe", directory, timeout_s))
+    row = rows.rows[key]
+    print(f"  {what}: {outcome(row)}  {cell.label()}", flush=True)
+    return row
 
 
 class Rows:

@@ -71,10 +71,8 @@ class Experiment(BaseModel, extra="forbid"):
             return [cls._by_either_name(row) for row in value]
         if not isinstance(value, dict):
             return value
-        names = {n: n.replace("-", "_") if isinstance(n, str) else n for n in value}
-        return {
-            names[n]: cls._by_either_name(v) if isinstance(v, dict) else v for n, v in value.items()
-        }
+        inner = {n: cls._by_either_name(v) if isinstance(v, dict) else v for n, v in value.items()}
+        return {n.replace("-", "_") if isinstance(n, str) else n: v for n, v in inner.items()}
 
 
 def check_size(e: Experiment, where: str | Path) -> Experiment:
@@ -180,6 +178,5 @@ def from_command_line(
             grid[flag] = parsed
     e = Experiment(
         experiment="command-line", script=script, models=list(models), training=training, grid=grid,
-        repeats=repeats, timeout_s=timeout_s,
-    )  # fmt: skip
+        repeats=repeats, timeout_s=timeout_s)  # fmt: skip
     return check_size(e, "--set")

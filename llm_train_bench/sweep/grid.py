@@ -29,6 +29,11 @@ class Cell:
         """Model and flags as a command line."""
         return [self.config, *to_argv(dict(self.flags))]
 
+    def with_flags(self, flags: Flags) -> "Cell":
+        """The same with these flags besides."""
+        flags = dict(self.flags) | flags
+        return dataclasses.replace(self, flags=tuple(sorted(flags.items())))
+
     def label(self) -> str:
         """The model and the values on the axes."""
         flags = dict(self.flags)
@@ -51,9 +56,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         raise UsageError(
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
-    combinations = [
-        dict(zip(axes, values, strict=True)) for values in itertools.product(*e.grid.values())
-    ]
+    combinations = (dict(zip(axes, c, strict=True)) for c in itertools.product(*e.grid.values()))
     machine = e.hardware.get(platform)
     if machine and machine.gpu:
         try:
@@ -65,10 +68,8 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
         unknown = sorted(set(flags) - SETTABLE)
         if unknown:
-            near = nearest_flag(unknown[0])
-            raise UsageError(
-                f"{where}: {unknown[0]}: no such flag{near}; {e.script} --help lists them"
-            )
+            what = f"{unknown[0]}: no such flag{nearest_flag(unknown[0])}"
+            raise UsageError(f"{where}: {what}; {e.script} --help lists them")
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
         flags = _with_machine(flags, e, platform, where)
         both = None not in (flags.get("global_bsz"), flags.get("grad_acc_steps"))
@@ -78,9 +79,8 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
                 f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
             )
         names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
-        cell = Cell(
-            e.script, model, tuple(sorted(flags.items())), names, tuple(e.environment.items())
-        )
+        ordered = tuple(sorted(flags.items()))
+        cell = Cell(e.script, model, ordered, names, tuple(e.environment.items()))
         try:
             world = _world(flags, e, machine)
             plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)

@@ -48,9 +48,8 @@ def run_as_jobs(
         raise UsageError("--launcher needs submitit: pip install -e '.[slurm]'") from None
     folder = directory / "jobs"
     known = folder / "submitted.json"
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
-    )
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         general = {"name": "llm-train-bench", "timeout_min": math.ceil(timeout_s / 60) + 10}
@@ -80,17 +79,11 @@ def run_as_jobs(
                 del jobs[key], ids[key]
                 try:
                     row = job.result()
-                except (
-                    Exception
-                ) as error:  # the job was cancelled, ran out of time, or lost its node
-                    told = [line for line in str(error).splitlines() if "Error" in line] or [
-                        str(error)
-                    ]
-                    why = " ".join(told[-1].split())[:500] or type(error).__name__
-                    row = first_of_row(cell, repeat) | {
-                        "status": "failed",
-                        "error": f"job {job.job_id}: {why}",
-                    }
+                except Exception as error:  # cancelled, out of time, or its node was lost
+                    told = [line for line in str(error).splitlines() if "Error" in line]
+                    why = " ".join((told or [str(error)])[-1].split())[:500] or type(error).__name__
+                    row = first_of_row(cell, repeat)
+                    row |= {"status": "failed", "error": f"job {job.job_id}: {why}"}
                 yield row
             write_whole(known, json.dumps(ids) + "\n")
             time.sleep(POLL_S)

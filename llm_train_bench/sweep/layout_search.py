@@ -14,6 +14,7 @@ from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.settings.command_line import to_argv
 from llm_train_bench.settings.flags import Script
 
 # Part of the memory that a plan leaves free: the formula's own error, and imbalance.
@@ -22,6 +23,8 @@ TOKENS_PER_STEP = 4 * 2**20
 # Tokens of a sample from which on ranks share them.
 LONG = 4096
 RECOMPUTED = (None, "1/4", "1/2", "1/1")
+LOSSES = ("pipeline bubble", "tokens between ranks", "exposed communication", "optimizer",
+          "beside communication", "slowest node")  # fmt: skip
 Make = Callable[[dict[str, Any], Script, int], Work]
 
 
@@ -37,22 +40,13 @@ class Layout:
 
     def words(self) -> str:
         """The script and its flags as they are typed."""
-        parts = []
-        for name, value in self.flags.items():
-            flag = f"--{name.replace('_', '-')}"
-            parts.append(flag if value is True else f"{flag} {value}")
-        return f"{self.script} {' '.join(parts)}"
+        return " ".join([self.script, *to_argv(self.flags)])
 
     def loss(self) -> str:
         """What of the step is not computation, the largest first."""
-        s = self.speed
-        parts = {
-            "bubble": s.bubble_s, "tokens between ranks": s.tokens_s,
-            "exposed communication": s.exposed_s, "optimizer": s.optimizer_s,
-            "beside communication": s.beside_s, "slowest node": s.slowest_s,
-        }  # fmt: skip
-        name = max(parts, key=parts.__getitem__)
-        return f"{name} {parts[name] / s.step_s:.0%}"
+        parts = self.speed.parts
+        name = max(LOSSES, key=parts.__getitem__)
+        return f"{name} {parts[name] / self.speed.step_s:.0%}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +92,7 @@ def layouts(
 
 def search(
     config: ModelConfig, gpu: Hardware, gpus: int, per_node: int, memory_gib: float, global_bsz: int,
-    seq_len: int, make: Make, fp8: bool,
-) -> Found:  # fmt: skip
+    seq_len: int, make: Make, fp8: bool) -> Found:  # fmt: skip
     """All layouts, with the least recomputation and the largest micro batches that fit each.
 
     `make(flags, script, gpus)` makes a step of flags, or raises UsageError.
@@ -143,9 +136,8 @@ def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, mak
         one = make({**flags, "bsz": 1}, script, gpus)
     except UsageError:
         return 0
-    best = 0
-    for bsz in powers(min(32, one.batch.grad_acc_steps)):
-        if estimate_memory(one.with_micro_batch(bsz)).on_device(gpus) > limit:
-            break
-        best = bsz
-    return best
+
+    def fits(bsz: int) -> bool:
+        return estimate_memory(one.with_micro_batch(bsz)).on_device(gpus) <= limit
+
+    return max(itertools.takewhile(fits, powers(min(32, one.batch.grad_acc_steps))), default=0)

@@ -23,15 +23,10 @@ def write_csv(rows: list[CellRow], path: Path, gco2_per_kwh: float) -> None:
         if joules := row.get("energy_j"):
             row |= {"kwh": joules / 3.6e6, "gco2": joules / 3.6e6 * gco2_per_kwh}
             row["grid_gco2_per_kwh"] = gco2_per_kwh
-    names = list(
-        dict.fromkeys(name for row in rows for name in row if name not in ("step_times_s", "axes"))
-    )
-    last = [
-        n
-        for n in (*CSV_COLUMNS, "kwh", "gco2", "grid_gco2_per_kwh", "error", "result", "command")
-        if n in names
-    ]
-    names = [n for n in names if n not in last] + last
+    names = dict.fromkeys(name for row in rows for name in row)
+    last = (*CSV_COLUMNS, "kwh", "gco2", "grid_gco2_per_kwh", "error", "result", "command")
+    names = [n for n in names if n not in (*last, "step_times_s", "axes")]
+    names += [n for n in last if any(n in row for row in rows)]
     with path.open("w", newline="", encoding="utf-8") as f:
         writer = csv.DictWriter(f, names, extrasaction="ignore")
         writer.writeheader()
@@ -83,35 +78,19 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
             fast, slow = bootstrap_mean(times) or (None, None)
             low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
-        mfu = [row.get("mfu") for row in ok]
+        mfus = [row.get("mfu") for row in ok]
         memory, kind = max(map(_memory, ok), key=lambda pair: pair[0] or 0.0)
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
         if why := next((row["unfit"] for row in ok if row.get("unfit")), None):
             status = f"unfit: {why}"
-        mean_mfu = None if None in mfu else statistics.fmean(mfu)
-        ranked.append(
-            Ranked(
-                group,
-                label,
-                status,
-                statistics.fmean(rates),
-                low,
-                high,
-                cv,
-                mean_mfu,
-                memory,
-                kind,
-            )
-        )
+        mfu, rate = None if None in mfus else statistics.fmean(mfus), statistics.fmean(rates)
+        ranked.append(Ranked(group, label, status, rate, low, high, cv, mfu, memory, kind))
     order = list(dict.fromkeys(r.group for r in ranked))
-    return sorted(
-        ranked,
-        key=lambda r: (
-            order.index(r.group),
-            r.status.startswith("unfit"),
-            -(r.tokens_per_sec or 0.0),
-        ),
-    )
+
+    def place(r: Ranked) -> tuple[int, bool, float]:
+        return order.index(r.group), r.status.startswith("unfit"), -(r.tokens_per_sec or 0.0)
+
+    return sorted(ranked, key=place)
 
 
 def _memory(row: CellRow) -> tuple[float | None, str | None]:
@@ -127,8 +106,7 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
     """The ranked table on the screen and as Markdown in the sweep's directory."""
     table = markdown_table(
         "setting", "status", "tokens/s", "95 %", "CV", "of the best", "MFU", "memory GiB",
-        left=["status"],
-    )  # fmt: skip
+        left=["status"])  # fmt: skip
     first = {r.group: r for r in reversed(ranked)}
     for r in ranked:
         best = first[r.group]

@@ -4,7 +4,6 @@ The estimate leaves a fifth of the settings, short runs halve these again and ag
 in full, in turn, for an interval.
 """
 
-import dataclasses
 import itertools
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.machine import cpu_name
 from llm_train_bench.settings.plan import Platform
-from llm_train_bench.sweep.cell_runs import Rows, cell_key, outcome, run_cell
+from llm_train_bench.sweep.cell_runs import Rows, probe
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell, plan_of
 
@@ -85,10 +84,9 @@ def halved(field: list[Cell], e: Experiment, rows: Rows, directory: Path) -> lis
     """The two settings that are left after short runs, each round of half as many and twice as long."""
     steps = FIRST_STEPS
     while len(field) > 2:
-        rates = [(_short(cell, steps, e, rows, directory), i) for i, cell in enumerate(field)]
-        ranked = [
-            field[i] for rate, i in sorted(rates, key=lambda pair: (-pair[0], pair[1])) if rate
-        ]
+        rates = [(_short(cell, steps, e, rows, directory), cell) for cell in field]
+        rates.sort(key=lambda pair: -pair[0])  # equal ones stay in their order
+        ranked = [cell for rate, cell in rates if rate]
         if not ranked:
             return field[:1]  # its own row says why nothing runs
         field, steps = ranked[: max(2, len(field) // 2)], 2 * steps
@@ -98,15 +96,10 @@ def halved(field: list[Cell], e: Experiment, rows: Rows, directory: Path) -> lis
 def _short(cell: Cell, steps: int, e: Experiment, rows: Rows, directory: Path) -> float:
     """Tokens/s of a short run, 0 where it failed."""
     flags = dict(cell.flags)
-    whole = flags.get("n_steps", defaults(Args)["n_steps"])
-    flags |= {"n_steps": min(steps, whole), "no_tensorboard": True}
-    flags["warmup_steps"] = min(SHORT_WARMUP, flags.get("warmup_steps", SHORT_WARMUP))
+    steps = min(steps, flags.get("n_steps", defaults(Args)["n_steps"]))
+    warmup = min(SHORT_WARMUP, flags.get("warmup_steps", SHORT_WARMUP))
     if flags.get("pt_compile"):  # its first steps compile
-        flags["warmup_steps"] = max(3, flags["warmup_steps"])
-    short = dataclasses.replace(cell, flags=tuple(sorted(flags.items())))
-    key = cell_key(short, "probe")
-    if key not in rows.rows:
-        rows.add(run_cell(short, "probe", directory, e.timeout_s))
-    row = rows.rows[key]
-    print(f"  {flags['n_steps']} steps: {outcome(row)}  {cell.label()}", flush=True)
+        warmup = 3
+    short = {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
+    row = probe(cell, short, rows, directory, e.timeout_s, f"{steps} steps")
     return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("unfit") else 0.0

@@ -1,12 +1,24 @@
 """The hooks of FP8 in a run, for any library."""
 
 import contextlib
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from llm_train_bench.formulas.work import Fp8Work
 from llm_train_bench.results.schema import Fp8Info
+
+
+def describe_fp8(fp8: Fp8Work, version: str, linear: Collection[nn.Linear]) -> Fp8Info:
+    """A result's account of these converted layers."""
+    return Fp8Info(
+        backend=fp8.backend, version=version, recipe=fp8.recipe, emulated=fp8.emulated,
+        all_gather=fp8.gathered, primary_weights=fp8.primary_weights,
+        n_linear_layers=len(linear), high_precision=fp8.high_precision,
+        n_parameters=sum(module.weight.numel() for module in linear),
+    )  # fmt: skip
 
 
 class Fp8:

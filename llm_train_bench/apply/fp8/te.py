@@ -1,12 +1,14 @@
 """FP8 by Transformer Engine (sources of 2.2 to 2.20): recipes, weights, optimizer, checkpoint."""
 
 import contextlib
+import dataclasses
 import types
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
 from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model import te as te_blocks
@@ -24,20 +26,16 @@ SUPPORT = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_ava
 MODULES = {"attn.qkv": {"qkv"}, "attn.out": {"out"}, "mlp": {"up", "down"}}
 
 
+@dataclasses.dataclass(eq=False)
 class TransformerEngineFp8(Fp8):
     """Transformer Engine's modules under one recipe; `te` is the library."""
 
-    def __init__(
-        self,
-        te: types.ModuleType,
-        recipe,
-        micro_batch: types.SimpleNamespace,
-        info: Fp8Info | None = None,
-        primary_weights: bool = False,
-        both_orientations: bool = False,
-    ):
-        self.te, self.recipe, self.micro_batch, self.info = te, recipe, micro_batch, info
-        self.exact_in_optimizer, self.both_orientations = primary_weights, both_orientations
+    te: types.ModuleType
+    recipe: Any
+    micro_batch: types.SimpleNamespace
+    info: Fp8Info | None = None
+    exact_in_optimizer: bool = False
+    both_orientations: bool = False
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """Under the recipe; the first micro batch of a step casts the weights for the others."""
@@ -119,17 +117,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Transforme
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and te_blocks.layer_of(name) in MODULES.keys() - kept
     ]
-    info = Fp8Info(
-        backend="te",
-        version=version(),
-        recipe=fp8.recipe,
-        emulated=False,
-        all_gather=fp8.primary_weights,
-        primary_weights=fp8.primary_weights,
-        n_linear_layers=len(linear),
-        n_parameters=sum(module.weight.numel() for module in linear),
-        high_precision=fp8.high_precision,
-    )
+    info = describe_fp8(fp8, version(), linear)
     # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
     cached = work.batch.grad_acc_steps > 1 and not fp8.primary_weights
     primary = recipe if fp8.primary_weights else None

@@ -6,7 +6,7 @@ import os
 import torch
 from torch import nn
 
-from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
 from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import Work
@@ -53,17 +53,7 @@ def apply_torchao(model: Transformer, work: Work, device: torch.device) -> Torch
         ),
         module_filter_fn=lambda module, name: name in linear,
     )
-    info = Fp8Info(
-        backend="torchao",
-        version=torchao.__version__,
-        recipe=fp8.recipe,
-        emulated=fp8.emulated,
-        all_gather=fp8.all_gather,
-        n_linear_layers=len(linear),
-        n_parameters=sum(module.weight.numel() for module in linear.values()),
-        high_precision=fp8.high_precision,
-    )
-    return TorchaoFp8(info)
+    return TorchaoFp8(describe_fp8(fp8, torchao.__version__, linear.values()))
 
 
 def _check_device(device: torch.device, recipe: str) -> None:

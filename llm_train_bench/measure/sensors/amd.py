@@ -1,11 +1,10 @@
 """An AMD GPU's readings, through AMD SMI (amdsmi)."""
 
-import contextlib
 import os
 
 import torch
 
-from llm_train_bench.measure.sensors.sensor import Sample
+from llm_train_bench.measure.sensors.sensor import Sample, Sensor
 from llm_train_bench.results.schema import POWER_CAP
 
 # Accumulators in the GPU's metrics. Each grows with `accumulation_counter` while its reason holds
@@ -22,7 +21,7 @@ IDLE_BYTES = 64 * 2**20
 UNSET = (None, "N/A", 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 
 
-class AmdSensor:
+class AmdSensor(Sensor):
     """One GPU. Making it raises what AMD SMI raises: no library, no driver, no such GPU."""
 
     source = "AMD SMI energy counter"
@@ -32,7 +31,8 @@ class AmdSensor:
         smi = getattr(torch.cuda, "amdsmi", None)
         if smi is None:
             import amdsmi as smi
-        self.smi = smi
+        self.smi = self.library = smi
+        self.error = smi.AmdSmiException
         smi.amdsmi_init()
         p = torch.cuda.get_device_properties(device)
         bdf = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
@@ -40,7 +40,7 @@ class AmdSensor:
 
     def joules(self) -> float | None:
         """Energy since the driver was loaded [J]."""
-        count = self._ask("amdsmi_get_energy_count") or {}
+        count = self.ask("amdsmi_get_energy_count") or {}
         # Called `power` up to 6.2, though it is energy; in units of `counter_resolution` [uJ].
         ticks = count.get("energy_accumulator", count.get("power"))
         resolution = count.get("counter_resolution")
@@ -48,7 +48,7 @@ class AmdSensor:
 
     def sample(self) -> Sample:
         """The GPU's readings now."""
-        power = self._ask("amdsmi_get_power_info") or {}
+        power = self.ask("amdsmi_get_power_info") or {}
         names = ("current_socket_power", "average_socket_power", "socket_power")
         # An MI250X's second die reads 0 W: its power counts with the first's.
         watts = [power[name] for name in names if power.get(name) not in (*UNSET, 0)]
@@ -58,24 +58,24 @@ class AmdSensor:
             power_w=watts[0] if watts else None,
             sm_clock_mhz=self._clock(clocks.GFX),
             memory_clock_mhz=self._clock(clocks.MEM),
-            temperature_c=self._ask("amdsmi_get_temp_metric", kinds.HOTSPOT, what.CURRENT),
+            temperature_c=self.ask("amdsmi_get_temp_metric", kinds.HOTSPOT, what.CURRENT),
             reasons=None,
         )
 
     def _clock(self, kind, highest: bool = False) -> float | None:
-        info = self._ask("amdsmi_get_clock_info", kind) or {}
+        info = self.ask("amdsmi_get_clock_info", kind) or {}
         value = info.get("max_clk") if highest else info.get("clk", info.get("cur_clk"))
         return None if value in UNSET else value
 
     def limits(self) -> tuple[float | None, float | None]:
         """The power limit in force [W] and the highest engine clock [MHz]."""
-        cap = (self._ask("amdsmi_get_power_cap_info") or {}).get("power_cap")
+        cap = (self.ask("amdsmi_get_power_cap_info") or {}).get("power_cap")
         watts = None if cap in (*UNSET, 0) else cap / 1e6
         return watts, self._clock(self.smi.AmdSmiClkType.GFX, highest=True)
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:
         """The GPU's tick count, and the ticks in which each reason held the clocks down."""
-        metrics = self._ask("amdsmi_get_gpu_metrics_info") or {}
+        metrics = self.ask("amdsmi_get_gpu_metrics_info") or {}
         ticks = metrics.get("accumulation_counter")
         if ticks in UNSET:
             return 0.0, {}
@@ -87,21 +87,12 @@ class AmdSensor:
 
         Each rank opens every GPU it can see, so a run's other ranks are on this GPU's list too.
         """
-        found = self._ask("amdsmi_get_gpu_process_list")
+        found = self.ask("amdsmi_get_gpu_process_list")
         if not found:
             return None
         held = {p["pid"]: p.get("mem") for p in found if isinstance(p, dict)}
         if os.getpid() not in held:
             return None
         # A process with the driver open is on every GPU's list, even with nothing on this one.
-        return sum(
-            memory in UNSET or memory > IDLE_BYTES
-            for pid, memory in held.items()
-            if pid not in ours
-        )
-
-    def _ask(self, function: str, *args):
-        """A query's answer, or None where this GPU or driver has none."""
-        with contextlib.suppress(self.smi.AmdSmiException, AttributeError):
-            return getattr(self.smi, function)(self.handle, *args)
-        return None
+        others = [memory for pid, memory in held.items() if pid not in ours]
+        return sum(memory in UNSET or memory > IDLE_BYTES for memory in others)

@@ -1,12 +1,11 @@
 """An NVIDIA GPU's readings, through NVML (nvidia-ml-py)."""
 
-import contextlib
 import os
 import time
 
 import torch
 
-from llm_train_bench.measure.sensors.sensor import Sample
+from llm_train_bench.measure.sensors.sensor import Sample, Sensor
 from llm_train_bench.results.schema import POWER_CAP
 
 # Bits of the current clock event reasons (nvml.h); those left out do not mean a slower clock.
@@ -29,7 +28,7 @@ NVML_COUNTERS = {
 INSTANT_POWER = 186  # field [mW]; the older query is an average over a second
 
 
-class NvidiaSensor:
+class NvidiaSensor(Sensor):
     """One GPU. Making it raises what NVML raises: no library, no driver, no such GPU."""
 
     source = "NVML energy counter"
@@ -37,7 +36,8 @@ class NvidiaSensor:
     def __init__(self, device: torch.device):
         import pynvml
 
-        self.nvml = pynvml
+        self.nvml = self.library = pynvml
+        self.error = pynvml.NVMLError
         pynvml.nvmlInit()
         # By UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
@@ -45,58 +45,51 @@ class NvidiaSensor:
 
     def joules(self) -> float | None:
         """Energy since the driver was loaded [J]."""
-        millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3
 
     def sample(self) -> Sample:
         """The GPU's readings now."""
-        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        bits = self.ask("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
-            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+            bits = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons")
         power = self._fields(INSTANT_POWER).get(INSTANT_POWER)
         if power is None:
-            power = self._ask("nvmlDeviceGetPowerUsage")
+            power = self.ask("nvmlDeviceGetPowerUsage")
         return Sample(
             power_w=None if power is None else power / 1e3,
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM),
-            memory_clock_mhz=self._ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_MEM),
-            temperature_c=self._ask("nvmlDeviceGetTemperature", self.nvml.NVML_TEMPERATURE_GPU),
+            sm_clock_mhz=self.ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_SM),
+            memory_clock_mhz=self.ask("nvmlDeviceGetClockInfo", self.nvml.NVML_CLOCK_MEM),
+            temperature_c=self.ask("nvmlDeviceGetTemperature", self.nvml.NVML_TEMPERATURE_GPU),
             reasons=None if bits is None else {n for n, bit in REASONS.items() if bits & bit},
         )
 
     def limits(self) -> tuple[float | None, float | None]:
         """The power limit in force [W] and the highest SM clock [MHz]."""
-        power = self._ask("nvmlDeviceGetEnforcedPowerLimit")
-        clock = self._ask("nvmlDeviceGetMaxClockInfo", self.nvml.NVML_CLOCK_SM)
+        power = self.ask("nvmlDeviceGetEnforcedPowerLimit")
+        clock = self.ask("nvmlDeviceGetMaxClockInfo", self.nvml.NVML_CLOCK_SM)
         return None if power is None else power / 1e3, clock
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:
         """The time [ns], and how long each counted reason has held the clocks down [ns]."""
         values = self._fields(*NVML_COUNTERS.values())
-        return time.perf_counter_ns(), {
-            n: values[f] for n, f in NVML_COUNTERS.items() if f in values
-        }
+        known = {name: values[field] for name, field in NVML_COUNTERS.items() if field in values}
+        return time.perf_counter_ns(), known
 
     def other_processes(self, ours: frozenset[int]) -> int | None:
         """Processes on the GPU that are not ours; None if the driver does not say.
 
         In a container the driver lists process ids of the host; one of them is this process.
         """
-        found = self._ask("nvmlDeviceGetComputeRunningProcesses")
+        found = self.ask("nvmlDeviceGetComputeRunningProcesses")
         if not found:
             return None
         pids = {process.pid for process in found}
         return len(pids - ours) if os.getpid() in pids else len(pids) - 1
 
-    def _ask(self, function: str, *args):
-        """A query's answer, or None where this GPU or driver has none."""
-        with contextlib.suppress(self.nvml.NVMLError, AttributeError):
-            return getattr(self.nvml, function)(self.handle, *args)
-        return None
-
     def _fields(self, *ids: int) -> dict[int, float]:
         """Field values that the GPU supports, by id."""
-        values = self._ask("nvmlDeviceGetFieldValues", list(ids)) or []
+        values = self.ask("nvmlDeviceGetFieldValues", list(ids)) or []
         kinds = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
         return {
             v.fieldId: getattr(v.value, kinds[v.valueType]) for v in values if v.nvmlReturn == 0

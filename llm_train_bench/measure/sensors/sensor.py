@@ -1,9 +1,9 @@
 """Readings of a device's power and clocks, and the sensor of a CPU."""
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
-from typing import Protocol
 
 RAPL = Path("/sys/class/powercap")
 
@@ -19,19 +19,28 @@ class Sample:
     reasons: set[str] | None = None  # why the clocks are held down
 
 
-class Sensor(Protocol):
-    """The queries of llm_train_bench/measure/power.py to a device."""
+class Sensor:
+    """The queries of measure/power.py to a device, answered as by one that says nothing."""
 
     source: str
 
-    def joules(self) -> float | None: ...
-    def sample(self) -> Sample: ...
-    def limits(self) -> tuple[float | None, float | None]: ...
-    def throttle_counters(self) -> tuple[float, dict[str, float]]: ...
-    def other_processes(self, ours: frozenset[int]) -> int | None: ...
+    def limits(self) -> tuple[float | None, float | None]:
+        return None, None
+
+    def throttle_counters(self) -> tuple[float, dict[str, float]]:
+        return 0.0, {}
+
+    def other_processes(self, ours: frozenset[int]) -> int | None:
+        return None
+
+    def ask(self, function: str, *args):
+        """The answer of a GPU's library, or None where this GPU or driver has none."""
+        with contextlib.suppress(self.error, AttributeError):
+            return getattr(self.library, function)(self.handle, *args)
+        return None
 
 
-class RaplSensor:
+class RaplSensor(Sensor):
     """The processor packages of the whole machine, by Linux' running average power limit counters.
 
     Making it raises OSError where they cannot be read, as in most containers and virtual machines.
@@ -62,12 +71,3 @@ class RaplSensor:
         """An empty sample; it reads the counters, so that no wrap is missed."""
         self.joules()
         return Sample()
-
-    def limits(self) -> tuple[None, None]:
-        return None, None
-
-    def throttle_counters(self) -> tuple[float, dict[str, float]]:
-        return 0.0, {}
-
-    def other_processes(self, ours: frozenset[int]) -> None:
-        return None

@@ -1,4 +1,4 @@
-"""The attempts of one training: who may save, where the next goes on, and what is kept. Needs no torch.
+"""The attempts of one training: who may save, where the next goes on, and what is kept.
 
 All attempts of a run are one lineage, and save in one directory. Its record there says which training
 it is, the number of the last attempt, and the process that holds it. An attempt starts from the newest
@@ -20,12 +20,14 @@ from pathlib import Path
 from llm_train_bench.errors import UsageError
 from llm_train_bench.files import write_whole
 from llm_train_bench.model.json_keys import plain_file
+from llm_train_bench.parallel.ranks import Ranks, on_main, tell_next, word_before
 from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import command_began, this_process
 from llm_train_bench.results.schema import Lineage, Writer
 from llm_train_bench.run.checkpoint.durable import Files
 from llm_train_bench.run.checkpoint.manifest import (
     Manifest,
+    check_same_training,
     clean,
     committed,
     find_given,
@@ -34,7 +36,9 @@ from llm_train_bench.run.checkpoint.manifest import (
     step_of,
     verify,
 )
+from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.flags import SaveFlags
+from llm_train_bench.settings.plan import Plan
 from llm_train_bench.strict import Strict
 
 RECORD, LOCK = "lineage.json", "lineage.lock"
@@ -205,6 +209,41 @@ class Attempt:
     own: tuple[Path, ...] = ()
     """All directories in which its lineage saved."""
     notes: list[str] = dataclasses.field(default_factory=list)
+    leases: list[Lease] = dataclasses.field(default_factory=list)
+
+
+def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
+    """The attempt that this run is, the same on every rank, and the plan of the steps that are left.
+
+    UsageError where it cannot resume.
+    """
+    output, leases = plan.output, []
+
+    def check(manifest: Manifest, where: Path) -> None:
+        flags = {} if plan.saving.resume_anyway else dataclasses.asdict(plan.args)
+        check_same_training(manifest, where, plan.work, plan.schedule.total, flags, plan.data)
+
+    def begin() -> Attempt:
+        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        restarts = int(count) if count.isdecimal() else 0
+        name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
+        top, word = Path(output.output_dir), word_before()
+        attempt, held = begin_attempt(plan.saving, top, name, restarts, word, check)
+        leases.extend(held)
+        return attempt
+
+    attempt = on_main(ranks, begin)
+    attempt.leases = leases
+    word = {
+        "directory": str(attempt.directory.resolve()),
+        "lineage": attempt.lineage.model_dump(),
+        "places": list(map(str, {*attempt.own, attempt.place} - {None})),
+    }
+    tell_next(ranks, json.dumps(word))
+    if before := attempt.manifest:
+        left = dataclasses.replace(plan.schedule, start=before.step, start_sample=before.samples)
+        plan = dataclasses.replace(plan, schedule=left)
+    return plan, attempt
 
 
 def begin_attempt(
@@ -316,13 +355,13 @@ def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: floa
     return Attempt(lineage, directory())
 
 
-def open_place(attempt: Attempt, leases: list[Lease]) -> None:
+def open_place(attempt: Attempt) -> None:
     """Take what the attempt holds, now that its run's directory is there, and clear up in it.
 
     Unfinished saves go. What is newer than the checkpoint it starts from did not verify: it is set
     aside, so that its step can be saved again.
     """
-    link = attempt.directory / "checkpoints"
+    link, leases = attempt.directory / "checkpoints", attempt.leases
     if attempt.place and attempt.place not in {lease.place for lease in leases}:
         leases.append(Lease(attempt.place))
     if attempt.place and attempt.place != link.resolve():

@@ -27,9 +27,7 @@ from llm_train_bench.strict import Strict
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(\d{8,})")
 # Flags that the learning rate's curve, or the data, depend on besides the hyperparameters.
-ALSO_EQUAL = ("n_steps", "warmup_steps")
-# Values are replaced by the checkpoint's: what a run started from before does not matter.
-PASSED_OVER = ("init_from",)
+ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab")
 
 
 class StoredTensor(Strict):
@@ -102,20 +100,13 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify(directory: Path, names: Sequence[str] | None = None) -> Manifest:
-    """The manifest of a checkpoint whose files (or those of these names) are as they were written.
-
-    ValueError or OSError otherwise.
-    """
+def verify(directory: Path) -> Manifest:
+    """The manifest of a checkpoint whose files are as they were written; else ValueError or OSError."""
     manifest = read_manifest(directory)
     for name, stored in manifest.files.items():
-        if names is None or name in names:
-            path = plain_file(directory / name)
-            if path.stat().st_size != stored.bytes or checksum(path) != (
-                stored.bytes,
-                stored.crc32,
-            ):
-                raise ValueError(f"{name} is not what was written")
+        path, written = plain_file(directory / name), (stored.bytes, stored.crc32)
+        if path.stat().st_size != stored.bytes or checksum(path) != written:
+            raise ValueError(f"{name} is not what was written")
     return manifest
 
 
@@ -151,11 +142,6 @@ def clean(directory: Path, files: Files) -> None:
             files.remove(path)
 
 
-def directories(given: Path) -> list[Path]:
-    """Directories of checkpoints that a path may mean: itself, a run's, or that of one checkpoint."""
-    return [path for path in (given, given / "checkpoints") if path.is_dir()]
-
-
 def candidates(places: Sequence[Path]) -> list[Path]:
     """All committed checkpoints of some directories, the newest step first."""
     found = [path for place in places for path in committed(place)]
@@ -187,11 +173,10 @@ def find_given(given: Path, notes: list[str]) -> Path:
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"--resume {given}: is damaged: {why}; give another") from None
         return given
-    found = newest(directories(given), notes)
-    if found is None:
-        why = f" ({notes[0]})" if notes else ""
-        raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
-    return found
+    if found := newest([given, given / "checkpoints"], notes):
+        return found
+    why = f" ({notes[0]})" if notes else ""
+    raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
 
 
 def check_same_training(
@@ -214,11 +199,12 @@ def check_same_training(
         )
     if not given:
         return
-    told = {name: given[name] for name in (*sorted(of_kind(LEARNT)), *ALSO_EQUAL, "pad_vocab")}
+    # Not --init-from: what a run started from before does not matter.
+    told = {name: given[name] for name in (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)}
     told |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
     saved = manifest.args | {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
     for name, value in told.items():
-        if name in saved and name not in PASSED_OVER and saved[name] != value:
+        if name in saved and saved[name] != value:
             raise UsageError(
                 f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
                 "the same, or --resume-anyway"

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llm_train_bench.start import early_wish
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from llm_train_bench import __version__
 from llm_train_bench.errors import Interrupted, NotFinite, Preempted
 from llm_train_bench.measure.device import synchronize
-from llm_train_bench.model.stored import encoded
+from llm_train_bench.model.stored import NAMES, encoded
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
@@ -34,21 +33,19 @@ from llm_train_bench.run.checkpoint.manifest import (
 )
 from llm_train_bench.run.checkpoint.training_state import (
     Staging,
-    described,
     file_of,
     load,
     own_shares,
     random_state,
     set_random_state,
     state_tensors,
+    whole_size,
 )
-from llm_train_bench.run.failures import ENDING, Heard, signal_said
+from llm_train_bench.run.failures import ENDING, SAVES, Heard, signal_said
 from llm_train_bench.run.life import Run
 
 # What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
 STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
-# The name of a thread that writes.
-SAVES = "saves"
 # Signals that ask for a save, and then the end.
 WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Time [s] from such a signal to the save, two steps later.
@@ -58,7 +55,7 @@ STOPPING_S = 60.0
 def build_saver(
     run: Run, model: Transformer, optimizer: torch.optim.Optimizer | None
 ) -> "Saver | None":
-    """Set the state that the run goes on from, if any; the saver, if the run saves."""
+    """Load the checkpoint that the run resumes from, if any; the saver, if the run saves."""
     directory, manifest = run.attempt.found, run.attempt.manifest
     if manifest:
         load(directory, manifest, model, optimizer, run.ranks)
@@ -67,8 +64,7 @@ def build_saver(
             for name, value in manifest.scaler.items():
                 getattr(run.scaler, name).fill_(value)
         _resume_dropout(run, directory, manifest)
-    run.saver = Saver(run, model, optimizer) if run.plan.saving.save_every else None
-    return run.saver
+    return Saver(run, model, optimizer) if run.plan.saving.save_every else None
 
 
 def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
@@ -86,17 +82,13 @@ def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
 def layout(run: Run) -> str:
     """Script, ranks and accumulation."""
     work = run.plan.work
-    mesh = dict(work.fsdp.mesh) if work.fsdp else {}
-    mesh |= {
-        n: getattr(work.fsdp, n) for n in ("tp", "cp", "ep") if work.fsdp and work.fsdp.divided
-    }
-    if work.fsdp and work.fsdp.pp > 1:
-        mesh |= {"pp": work.fsdp.pp, "virtual": work.fsdp.virtual}
+    batch, fsdp, mesh = work.batch, work.fsdp, {}
+    if fsdp:
+        names = [*("tp", "cp", "ep") * fsdp.divided, *("pp", "virtual") * (fsdp.pp > 1)]
+        mesh = fsdp.mesh | {name: getattr(fsdp, name) for name in names}
     sizes = ", ".join(f"{k} {v}" for k, v in mesh.items())
-    batch = work.batch
-    return (
-        f"{run.plan.script} on {work.world} ({sizes}), {batch.micro_batch} x {batch.grad_acc_steps}"
-    )
+    micro = f"{batch.micro_batch} x {batch.grad_acc_steps}"
+    return f"{run.plan.script} on {work.world} ({sizes}), {micro}"
 
 
 @dataclasses.dataclass
@@ -106,8 +98,7 @@ class _Share:
     name: str
     size: int = 0
     crc: int = 0
-    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    described: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = dataclasses.field(default_factory=dict)
     finite: bool = True
     error: str | None = None
 
@@ -128,10 +119,7 @@ class _Save:
 
 
 class Saver:
-    """Saves every N steps and at the end, in a thread beside the training; one save at a time.
-
-    `before` and `after` are called around every step, with the same steps on every rank.
-    """
+    """Saves every N steps and at the end, in a thread beside the training; one save at a time."""
 
     def __init__(
         self,
@@ -151,8 +139,8 @@ class Saver:
         self.failed: str | None = None
         self.group = None
         self.stalls: list[float] = []
-        self.writes: list[tuple[int, float]] = []
-        self.saved_at: float | None = None  # when the loop had waited for the last save
+        self.writes: list[float] = []
+        run.result.metrics.n_checkpoints = 0
         before = run.attempt.manifest
         self.last_good = before.step if before else None
         self.data = before.data if before else {}
@@ -189,7 +177,7 @@ class Saver:
                 for number, handler in before.items():
                     signal.signal(number, handler)
             self.finish()
-            self.saved_at = time.time()
+            self.run.saved_at = time.time()
 
     def wishes(self, device: torch.device) -> Tensor:
         """What this rank asks of all, to be averaged over them with the loss of a step."""
@@ -229,25 +217,21 @@ class Saver:
             self._save(step + 1)
 
     def _save(self, step: int, until: float | None = None) -> None:
-        """Copy the state before step number `step`, and write it; the loop waits for the copy alone.
-
-        It is given up at `until` (`time.monotonic()`), or after --save-timeout.
-        """
+        """Copy the state before step number `step`, and write it; the loop waits for the copy alone."""
         start = time.perf_counter()
         self.finish()
         if self.given_up:
             return
-        shares, shapes = {}, {}
+        share, tensors = _Share(file_of(self.run.ranks.rank)), random_state(self.run.device)
         for name, tensor in state_tensors(self.model, self.optimizer):
-            shapes[name] = tensor
-            shares[name] = own_shares(self.model, name, tensor, self.run.ranks)
-        tensors = {key: t for share in shares.values() for key, (t, _) in share.items()}
-        parts = {name: [part for _, part in share.values()] for name, share in shares.items()}
+            own = own_shares(self.model, name, tensor, self.run.ranks)
+            tensors |= {key: part for key, (part, _) in own.items()}
+            share.tensors[name] = StoredTensor(
+                dtype=NAMES[tensor.dtype], shape=whole_size(self.model, name, tensor),
+                parts=[part for _, part in own.values()],
+            )  # fmt: skip
         save = _Save(step, self.staging)
-        copies, event = save.staging.copy(tensors | random_state(self.run.device))
-        share = _Share(
-            file_of(self.run.ranks.rank), parts=parts, described=described(self.model, shapes)
-        )
+        copies, event = save.staging.copy(tensors)
         # A committed step's losses are on disk before it is.
         self.run.end_steps()
         synchronize(self.run.device)
@@ -264,9 +248,10 @@ class Saver:
         self.saving = save
         if self.flags.no_save_async:
             self.finish()
-        self.stalls.append(time.perf_counter() - start)
-        self.run.log.start()
         schedule, m = self.run.plan.schedule, self.run.result.metrics
+        self.stalls.append(time.perf_counter() - start)
+        m.checkpoint_stall_s = sum(self.stalls) / len(self.stalls)
+        self.run.log.start()
         if schedule.window_begin <= step - 1 < schedule.window_end - 1:
             m.window_saves = (m.window_saves or 0) + 1
 
@@ -285,11 +270,10 @@ class Saver:
         if save and save.lasts(0.0):
             self.given_up, self.staging = True, None
             if save.fate.acquire(blocking=False):
-                self._tell(
-                    f"step {save.step} was not saved: given up {when}; no more saves are made"
-                )
+                text = f"step {save.step} was not saved: given up {when}"
             else:  # it is getting its name just now
-                self._tell(f"the save of step {save.step} did not end; no more saves are made")
+                text = f"the save of step {save.step} did not end"
+            self._tell(f"{text}; no more saves are made")
 
     def _write(self, save: _Save, copies: dict, event, share: _Share, content: dict) -> None:
         """In a thread: write this rank's share; rank 0 commits what all have written."""
@@ -298,9 +282,7 @@ class Saver:
         try:
             if event is not None:
                 event.synchronize()
-            problem = None
-            if ranks.main:
-                problem = self._begin(part)
+            problem = self._begin(part) if ranks.main else None
             (problem, *_) = gather(ranks, problem, self.group)
             if problem is None:
                 share.finite = all(
@@ -313,17 +295,14 @@ class Saver:
             else:
                 share.error = problem
             shares = gather(ranks, share, self.group)
-            done = None
-            if ranks.main:
-                done = self._commit(save, part, shares, content)
+            done = self._commit(save, part, shares, content) if ranks.main else None
             (done, *_) = gather(ranks, done, self.group)
             self._conclude(save.step, shares, done, time.perf_counter() - start)
         except Exception as error:  # a save that fails is told, and fails no run
             self.given_up |= ranks.world > 1  # who waits for whom is no longer known
             more = "; no more saves are made" * self.given_up
-            self._tell(
-                f"step {save.step} was not saved: {' '.join(str(error).split())[:200]}{more}"
-            )
+            text = " ".join(str(error).split())[:200]
+            self._tell(f"step {save.step} was not saved: {text}{more}")
 
     def _begin(self, part: Path) -> str | None:
         try:
@@ -350,7 +329,7 @@ class Saver:
             manifest = self._manifest(save.step, shares, content)
             self.files.write(part / MANIFEST, [manifest.text().encode()])
             self.files.synchronize(self.run.steps.fileno())
-            if not all(lease.held() for lease in self.run.leases):
+            if not all(lease.held() for lease in self.run.attempt.leases):
                 raise OSError(None, f"another run saves in {self.directory}")
             if not save.fate.acquire(blocking=False):
                 raise OSError(None, "given up")
@@ -370,13 +349,12 @@ class Saver:
         run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
         with contextlib.suppress(OSError):  # moved away since
             self.data = describe_data(run.plan.data, self.data)
-        kinds = {name: kind for s in shares for name, kind in s.described.items()}
-        tensors = {
-            name: StoredTensor(
-                dtype=dtype, shape=shape, parts=[p for s in shares for p in s.parts.get(name, ())]
-            )
-            for name, (dtype, shape) in kinds.items()
-        }
+        tensors: dict[str, StoredTensor] = {}
+        for name, stored in (item for share in shares for item in share.tensors.items()):
+            if name in tensors:
+                tensors[name].parts.extend(stored.parts)
+            else:
+                tensors[name] = stored
         return Manifest(
             run=run.result.run_name,
             lineage=run.attempt.lineage,
@@ -402,7 +380,11 @@ class Saver:
     ) -> None:
         if problem is None:
             self.last_good, self.failed = step, None
-            self.writes.append((sum(s.size for s in shares), seconds))
+            m, size = self.run.result.metrics, sum(s.size for s in shares)
+            self.writes.append(seconds)
+            m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
+            m.checkpoint_write_s = sum(self.writes) / len(self.writes)
+            m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
             return
         self._tell(f"step {step} was not saved: {problem}")
         if not all(s.finite for s in shares) and self.flags.on_nan == "stop":
@@ -413,14 +395,3 @@ class Saver:
         if self.run.ranks.main:
             self.run.result.notes.append(text)
             say(text)
-
-    def report(self) -> None:
-        """What saving cost, into the run's metrics."""
-        m = self.run.result.metrics
-        m.n_checkpoints = len(self.writes)
-        if self.stalls:
-            m.checkpoint_stall_s = sum(self.stalls) / len(self.stalls)
-        if self.writes:
-            m.checkpoint_bytes = self.writes[-1][0]
-            m.checkpoint_write_s = sum(s for _, s in self.writes) / len(self.writes)
-            m.checkpoint_gb_per_s = m.checkpoint_bytes / m.checkpoint_write_s / 1e9

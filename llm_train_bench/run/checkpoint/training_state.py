@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llm_train_bench.errors import UsageError
 from llm_train_bench.model.shares import divided, whole_shape
-from llm_train_bench.model.stored import DTYPES, NAMES, Part, read_block
+from llm_train_bench.model.stored import DTYPES, Part, read_block
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
@@ -59,9 +59,7 @@ def blocks(model: Transformer, name: str, tensor: Tensor, ranks: Ranks) -> list[
     config, layout, plain = model.config, model.layout, name.split("/", 1)[1]
     local, offsets, _, copies, index = place(tensor)
     world, rank = ranks.world // layout.pp, ranks.rank % (ranks.world // layout.pp)
-    if (
-        not tensor.ndim or not copies
-    ):  # no DTensor, or a number: the same on all that have the layer
+    if not tensor.ndim or not copies:  # the same on all that have the layer
         copies, index = world, rank
     if layout.pp > 1 and plain == "embed.weight" and config.tie_word_embeddings:
         # The first stage and the last have it: those before the last rank come first.
@@ -200,8 +198,3 @@ def whole_size(model: Transformer, name: str, tensor: Tensor) -> list[int]:
     if not tensor.ndim:
         return []
     return list(whole_shape(model.config, name.split("/", 1)[1], tensor.shape))
-
-
-def described(model: Transformer, tensors: dict[str, Tensor]) -> dict[str, tuple[str, list[int]]]:
-    """Format and whole shape of each tensor."""
-    return {name: (NAMES[t.dtype], whole_size(model, name, t)) for name, t in tensors.items()}
