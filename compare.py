@@ -1,12 +1,11 @@
 """Compare results: ratios with intervals, cost, plots, a report; and whether something got slower.
 
     python compare.py runs/A runs/B --tokens 1e12
-    python compare.py results/ megatron.log --log-seq-len 4096 --output-dir comparison
+    python compare.py results/ megatron.log --log seq-len=4096 --output-dir comparison
     python compare.py runs/ --baseline baselines.json --tolerance 5%
 
-Reads our result.json and results.csv, the benchmark JSON of another suite, and logs of 17 others, from
-Megatron-LM to nanoGPT; directories are searched. docs/COMPARE.md has the details.
-Needs no torch.
+Reads our result.json and results.csv, the JSON of a comparison suite, and logs of other trainers, from
+Megatron-LM to nanoGPT; directories are searched. docs/COMPARE.md has the details. Needs no torch.
 """
 
 import dataclasses
@@ -20,7 +19,7 @@ import llm_train_bench.start  # noqa: F401
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
 from llm_train_bench.compare.ratios import Compared, check_prices, compare, prices_of
-from llm_train_bench.compare.records import LogFacts, facts_by_log
+from llm_train_bench.compare.read_logs import facts_of
 from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
 from llm_train_bench.errors import UsageError, printable
 from llm_train_bench.files import shown_path
@@ -32,108 +31,65 @@ from llm_train_bench.sweep.experiment import machines_of
 
 @dataclasses.dataclass(frozen=True)
 class RunsFlags:
-    """The runs to compare."""
+    """The runs to compare.
 
-    results: tuple[str, ...] = positional(
-        "PATH",
-        "result.json, results.csv, another suite's JSON, a log, or directories with any of these.",
-    )
-    reference: str | None = flag(
-        None, "Run that the others are compared with; by default the first comparable one of each group.",
-        metavar="RUN",
-    )  # fmt: skip
-    methodology: Literal["maximum_performance", "identical_config"] = flag(
-        "maximum_performance", "identical_config: runs are not compared if any setting differs."
-    )
-    one_model: bool = flag(
-        False,
-        "Compare all runs of one length with each other, whatever their files call the model.",
-    )
+    results: result.json, results.csv, another suite's JSON, a log, or directories with any of
+        these.
+    reference: Run that the others are compared with. By default the first comparable one of each
+        group.
+    methodology: identical_config: runs are not compared if any setting differs.
+    one_model: Compare all runs of one length with each other, whatever their files call the model.
+    log: Facts that logs of other suites lack: seq-len, gpus, hardware, global-batch, model or
+        parameters. Applies to all logs, or to one as LOG:KEY=VALUE.
+    log_pattern: Read any other log by a regular expression with named groups, such as
+        (?P<time_ms>[0-9.]+).
+    """
+
+    results: tuple[str, ...] = positional("PATH ...", ())
+    reference: str | None = flag(None, metavar="RUN")
+    methodology: Literal["maximum_performance", "identical_config"] = flag("maximum_performance")
+    one_model: bool = flag(False)
+    log: tuple[str, ...] = flag((), metavar="[LOG:]KEY=VALUE")
+    log_pattern: str | None = flag(None, metavar="REGEX")
 
 
 @dataclasses.dataclass(frozen=True)
 class ReportFlags:
-    """The report."""
+    """The report.
 
-    output_dir: str | None = flag(
-        None,
-        "Write compare.csv, compare.json, runs.csv, compare.md and report.html here.",
-        metavar="DIR",
-    )
-    tokens: float | None = flag(None, "Tokens of a whole training, for the days it takes.", above=0)
+    output_dir: Write compare.csv, compare.json, runs.csv, compare.md and report.html here. With
+        --baseline: gate.md, a comment for a pull request, and benchmark.json for
+        github-action-benchmark.
+    tokens: Tokens of a whole training, for its days.
+    experiment: Experiment file with prices and power limits by platform.
+    usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
+    """
 
-
-@dataclasses.dataclass(frozen=True)
-class PriceFlags:
-    """Prices and power."""
-
-    experiment: str | None = flag(
-        None, "Experiment file with prices and TDP by platform.", metavar="FILE.yaml"
-    )
-    usd_per_hour: tuple[str, ...] = flag(
-        (),
-        'Prices as HARDWARE=US$ per GPU-hour, for example "H100 SXM=2.5".',
-        metavar="HARDWARE=US$",
-    )
-    tdp_w: tuple[str, ...] = flag((), "Power limits as HARDWARE=W.", metavar="HARDWARE=W")
-
-
-@dataclasses.dataclass(frozen=True)
-class LogFlags:
-    """Facts that logs of other suites do not tell: of all, or of one as LOG=VALUE."""
-
-    log_seq_len: tuple[str, ...] = flag(
-        (), "Sequence length of logs that do not tell it.", metavar="[LOG=]N"
-    )
-    log_gpus: tuple[str, ...] = flag(
-        (), "GPUs of the log that does not tell how many.", metavar="[LOG=]N"
-    )
-    log_hardware: tuple[str, ...] = flag(
-        (), "GPU of the log that does not tell which.", metavar="[LOG=]HARDWARE"
-    )
-    log_global_batch: tuple[str, ...] = flag(
-        (), "Samples of a step over all GPUs, of logs that do not tell it.", metavar="[LOG=]N"
-    )
-    log_model: tuple[str, ...] = flag(
-        (), "Model of a log that does not tell it; otherwise its file's name.", metavar="[LOG=]NAME"
-    )
-    log_parameters: tuple[str, ...] = flag(
-        (), "Parameters of the model, for TFLOP/s and MFU of a log without them.", metavar="[LOG=]N"
-    )
+    output_dir: str | None = flag(None, metavar="DIR")
+    tokens: float | None = flag(None, above=0)
+    experiment: str | None = flag(None, metavar="FILE.yaml")
+    usd_per_hour: tuple[str, ...] = flag((), metavar="HARDWARE=US$")
 
 
 @dataclasses.dataclass(frozen=True)
 class GateFlags:
-    """The gate against baselines."""
+    """The gate against baselines.
 
-    baseline: str | None = flag(
-        None, "Check results against these baselines: one line each, exit code 1 if one got worse.",
-        metavar="FILE",
-    )  # fmt: skip
-    tolerance: str = flag(
-        "5%", "Allowed loss of speed, and growth of memory.", metavar="PERCENT",
-        needs="baseline",
-    )  # fmt: skip
-    update_baselines: bool = flag(False, "Make the results the baselines.", needs="baseline")
-    allow_new: bool = flag(
-        False, "Results without a baseline are named, and do not fail.", needs="baseline"
-    )
-    allow_missing: bool = flag(
-        False, "Baselines of this machine without a result are named, and do not fail.",
-        needs="baseline",
-    )  # fmt: skip
-    markdown: str | None = flag(
-        None, "Write the gate's verdicts here, as a comment for a pull request.", metavar="FILE",
-        needs="baseline",
-    )  # fmt: skip
-    benchmark_json: str | None = flag(
-        None, "Write the gate's figures here, for github-action-benchmark (customBiggerIsBetter).",
-        metavar="FILE", needs="baseline",
-    )  # fmt: skip
+    baseline: Judge the results by these baselines. The exit code is 1 if one got worse.
+    tolerance: Allowed loss of speed, and growth of memory.
+    update_baselines: Make the results the baselines.
+    allow: What does not fail the gate: new, results without a baseline; missing, baselines of this
+        machine without a result.
+    """
+
+    baseline: str | None = flag(None, metavar="FILE")
+    tolerance: str = flag("5%", metavar="PERCENT", needs="baseline")
+    update_baselines: bool = flag(False, needs="baseline")
+    allow: tuple[Literal["new", "missing"], ...] = flag((), needs="baseline")
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareArgs(GateFlags, LogFlags, PriceFlags, ReportFlags, RunsFlags):
+class CompareArgs(GateFlags, ReportFlags, RunsFlags):
     """Compare training runs of any suite, or check results against baselines."""
 
 
@@ -145,21 +101,13 @@ def main(argv: Sequence[str]) -> int:
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
         check_bounds(args)
+        directory = args.output_dir and Path(args.output_dir)
         if args.baseline:
-            if args.output_dir:
-                raise UsageError("--output-dir: the gate writes no report; leave out --baseline")
-            allowed = ["NO BASELINE"] * args.allow_new + ["NOT MEASURED"] * args.allow_missing
-            files = [file and Path(file) for file in (args.markdown, args.benchmark_json)]
+            statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
+            allowed = [statuses[what] for what in args.allow]
             path, update = Path(args.baseline), args.update_baselines
-            return gate(args.results, path, args.tolerance, update, allowed, *files)
-        facts = LogFacts(
-            facts_by_log("log-seq-len", args.log_seq_len, int),
-            facts_by_log("log-gpus", args.log_gpus, int),
-            facts_by_log("log-hardware", args.log_hardware, str),
-            facts_by_log("log-global-batch", args.log_global_batch, int),
-            facts_by_log("log-model", args.log_model, str),
-            facts_by_log("log-parameters", args.log_parameters, float),
-        )
+            return gate(args.results, path, args.tolerance, update, allowed, directory)
+        facts = facts_of(args.log, args.log_pattern)
         records = read_records(args.results, say, facts)
         facts.refuse_unused()
         for record in records:
@@ -172,14 +120,14 @@ def main(argv: Sequence[str]) -> int:
                 record.model, record.model_hash = "one model", None
         identical = args.methodology == "identical_config"
         machines = machines_of(args.experiment) if args.experiment else {}
-        prices = prices_of(machines, args.usd_per_hour, args.tdp_w)
+        prices = prices_of(machines, args.usd_per_hour)
         check_prices(prices, records)
         rows = compare(records, prices, args.tokens, args.reference, identical)
         remarks = sweep_remarks(args.results) + list(not_told(rows))
         written = ""
-        if args.output_dir:  # before anything is printed: nobody may read that to its end
+        if directory:  # before anything is printed: nobody may read that to its end
             priced = bool(args.usd_per_hour or args.experiment)
-            written = write(rows, Path(args.output_dir), args.tokens, remarks, priced)
+            written = write(rows, directory, args.tokens, remarks, priced)
         show_comparison(rows, args.tokens)
         for line in remarks:
             say(line)
@@ -196,7 +144,7 @@ def not_told(rows: Sequence[Compared]) -> Iterator[str]:
     alone = [row.record for row in rows if not row.record.model_told]
     if len(alone) > 1 or (alone and len({row.group for row in rows}) > 1):
         names = ", ".join(shown_path(record.path) for record in alone)
-        yield f"not compared with others, since a log does not tell its model: {names}; use --log-model"
+        yield f"not compared with others, their logs lack the model: {names}; use --log LOG:model=NAME"
 
 
 def say(text: str) -> None:

@@ -6,9 +6,6 @@ Looks only: it changes nothing, and ends nobody's process. Exit code 1 if someth
 Needs no library, since it must report a missing one.
 """
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -27,8 +24,10 @@ import llm_train_bench.start  # noqa: F401
 
 from llm_train_bench.errors import printable
 from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.settings.command_line import parse_dataclass
+from llm_train_bench.settings.flags import flag
 from llm_train_bench.settings.machine import detect_platform, installed_version, n_cores
-from llm_train_bench.settings.tool_main import run_tool
+from llm_train_bench.settings.tool_main import run_tool, tool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +62,20 @@ LIBRARIES = (
 )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True)
+class DoctorArgs:
+    """Report what this machine has, what is missing for which feature, and what to do.
+
+    json: Print JSON instead of a table.
+    """
+
+    json: bool = flag(False)
+
+
+@tool("doctor.py")
 def main(argv: Sequence[str]) -> int:
     """Look at everything, print it, and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="doctor.py",
-        description="Say what this machine has, what is missing for which feature, and what to do.",
-        epilog="ok: there. --: missing, a feature is not there. !!: nothing will run, exit code 1. "
-        "Looks only: it changes nothing, and ends nobody's process.",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        print(f"doctor.py: {unknown[0]}: no such option; see doctor.py --help", file=sys.stderr)
-        return 2
+    args = parse_dataclass(DoctorArgs, argv, "doctor.py")
     kind = detect_platform()
     parts = machine(), drivers(kind), libraries(kind), [compiler()], torch_sees(kind), settings()
     findings = list(itertools.chain(*parts))

@@ -34,22 +34,20 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 @dataclasses.dataclass(frozen=True)
 class PrepareArgs:
-    """Turn text files into token files: train.bin and val.bin."""
+    """Turn text files into token files: train.bin and val.bin.
 
-    inputs: tuple[str, ...] = positional(
-        "TEXT", "Text files, or directories to take .txt, .md, .rst and .py files from.", ()
-    )
-    output_dir: str = flag("data", "Where train.bin and val.bin are written.", metavar="DIR")
-    stdlib: bool = flag(
-        False, "Take the sources of Python's own standard library, which every machine has."
-    )
-    tokenizer: str | None = flag(
-        None, "A Hugging Face tokenizer.json; by default each byte is a token (vocabulary 256).",
-        metavar="FILE",
-    )  # fmt: skip
-    val_fraction: float = flag(
-        0.1, "Part of the documents that goes into val.bin instead.", at_least=0, below=1
-    )
+    inputs: Text files, or directories of .txt, .md, .rst and .py files.
+    output_dir: Directory of train.bin and val.bin.
+    stdlib: Use the sources of Python's standard library, which every machine has.
+    tokenizer: A Hugging Face tokenizer.json. By default each byte is a token (vocabulary 256).
+    val_fraction: Fraction of the documents that goes into val.bin.
+    """
+
+    inputs: tuple[str, ...] = positional("[TEXT ...]", ())
+    output_dir: str = flag("data", metavar="DIR")
+    stdlib: bool = flag(False)
+    tokenizer: str | None = flag(None, metavar="FILE")
+    val_fraction: float = flag(0.1, at_least=0, below=1)
 
 
 @tool("prepare_data.py")

@@ -25,12 +25,11 @@ import llm_train_bench.start  # noqa: F401
 
 from pydantic import ValidationError
 
-from llm_train_bench.compare.gate import gate
 from llm_train_bench.errors import UsageError, printable
 from llm_train_bench.files import write_whole
 from llm_train_bench.results.result_files import first_problem
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import Script, changed, check_bounds, flag, flag_of, positional
+from llm_train_bench.settings.flags import changed, check_bounds, flag, flag_of, positional
 from llm_train_bench.settings.machine import detect_platform
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.tool_main import run_tool, tool
@@ -52,46 +51,49 @@ from llm_train_bench.sweep.tune import tune
 
 @dataclasses.dataclass(frozen=True)
 class SettingsFlags:
-    """The settings to run."""
+    """The settings to run.
 
-    experiment: str = positional("[FILE.yaml]", "An experiment file; without one, --models and "
-        "--set say what to run.", "")  # fmt: skip
-    models: tuple[str, ...] = flag((), "Model configs; with an experiment file, those of its "
-        "models to run.", metavar="CONFIG")  # fmt: skip
-    script: Literal[tuple(map(str, Script))] = flag("train.py", "Script that runs them.")
-    set: tuple[str, ...] = flag((), "flag=value for all, or flag=value,value,... for an axis of "
-        "the grid.", metavar="FLAG=VALUE")  # fmt: skip
-    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto", "Platform, for its part of "
-        "the experiment file; auto looks at the drivers.")  # fmt: skip
+    experiment: An experiment file. Without one, --models and --set describe the runs.
+    models: Model configs. With an experiment file, those of its models to run.
+    script: Script to run.
+    set: flag=value for all runs, or flag=value,value,... for an axis of the grid.
+    platform: Platform, for its part of the experiment file. auto looks at the drivers.
+    """
+
+    experiment: str = positional("[FILE.yaml]", "")
+    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
+    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFlags:
-    """How they run."""
+    """How they run.
 
-    repeats: int = flag(1, "How often each setting runs; interleaved, so that a drifting machine "
-        "drifts for all.", at_least=1)  # fmt: skip
-    timeout_s: float = flag(3600.0, "Seconds after which a run is ended.", above=0)
-    auto_bsz: bool = flag(False, "Find the largest --bsz that runs, for each setting, and use it.")
-    tune: bool = flag(False, "Find the fastest setting and run few: the estimate keeps a fifth, "
-        "short runs halve these, and the two best run in full, in turn, five times.")  # fmt: skip
-    output_dir: str | None = flag(None, "Where rows, results and tables go; by default sweeps/ and "
-        "the experiment's name.", metavar="DIR")  # fmt: skip
-    launcher: Literal["here", "slurm", "local"] = flag("here", "Runs go one after the other on "
-        "this machine, or as jobs of SLURM; local: as processes, all at once, to try it.")  # fmt: skip
-    slurm: tuple[str, ...] = flag((), "What sbatch is told, as submitit names it: partition=gpu "
-        "gpus_per_node=8 exclusive=true.", metavar="KEY=VALUE")  # fmt: skip
-    cooldown: float = flag(0.0, "Seconds of rest before each run, so that all begin as cool.",
-        at_least=0)  # fmt: skip
-    grid_gco2_per_kwh: float = flag(445.0, "Grams of CO2 per kWh, for the CO2 of each run; the "
-        "default is the world's mean of 2024 (IEA, Electricity 2025).", above=0)  # fmt: skip
-    baseline: str | None = flag(None, "Judge the runs by these baselines at the end, as compare.py "
-        "does: exit code 1 if one got worse.", metavar="FILE")  # fmt: skip
-    tolerance: str = flag("5%", "Allowed loss of speed, and growth of memory.", metavar="PERCENT",
-        needs="baseline")  # fmt: skip
-    update_baselines: bool = flag(False, "Make the runs the baselines.", needs="baseline")
-    retry: bool = flag(False, "Run again what failed or timed out before in the same --output-dir.")
-    dry_run: bool = flag(False, "Print the settings and stop.")
+    repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
+    timeout_s: Seconds after which a run is ended.
+    auto_bsz: Find the largest --bsz that runs for each setting, and use it.
+    tune: Find the fastest setting with few runs. The estimate keeps a fifth of the settings, short
+        runs halve these, and the two best run in full, alternating, five times.
+    output_dir: Directory of rows, results and tables. By default sweeps/ and the experiment's
+        name.
+    slurm: Submit each run as a SLURM job, with sbatch options as submitit names them:
+        partition=gpu gpus_per_node=8 exclusive=true.
+    cooldown: Seconds of rest before each run, so that all start equally cool.
+    retry: Repeat runs that failed or timed out earlier in the same --output-dir.
+    dry_run: Print the settings and stop.
+    """
+
+    repeats: int = flag(1, at_least=1)
+    timeout_s: float = flag(3600.0, above=0)
+    auto_bsz: bool = flag(False)
+    tune: bool = flag(False)
+    output_dir: str | None = flag(None, metavar="DIR")
+    slurm: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
+    cooldown: float = flag(0.0, at_least=0)
+    retry: bool = flag(False)
+    dry_run: bool = flag(False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +111,10 @@ def main(argv: Sequence[str]) -> int:
     cells = make_cells(experiment, platform, where)
     if args.auto_bsz:
         check_auto_batch(experiment)
-    if args.tune and (args.auto_bsz or args.launcher != "here"):
-        other = "--auto-bsz" if args.auto_bsz else f"--launcher {args.launcher}"
-        raise UsageError(f"--tune and {other} do not go together; leave one out")
+    if args.tune and (args.auto_bsz or args.slurm):
+        raise UsageError(
+            f"--tune does not work with {'--auto-bsz' if args.auto_bsz else '--slurm'}; leave one out"
+        )
     unlike = differences(experiment)
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):
@@ -126,12 +129,8 @@ def main(argv: Sequence[str]) -> int:
                 "make them equal, or take maximum_performance"
             )
         print("identical_config: the platforms' hyperparameters are the same")
-    if args.launcher != "slurm" and args.slurm:
-        raise UsageError("--slurm: needs --launcher slurm")
-    if args.launcher != "here" and args.cooldown:
-        raise UsageError("--cooldown: is for runs on this machine; leave it out, or --launcher")
-    if args.baseline and not args.update_baselines and not Path(args.baseline).exists():
-        raise UsageError(f"--baseline {args.baseline}: no such file; --update-baselines makes it")
+    if args.slurm and args.cooldown:
+        raise UsageError("--cooldown is for runs on this machine; leave out --slurm")
     if args.dry_run:
         for cell in cells:
             settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]
@@ -157,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         # The directory may hold rows of other settings, from an earlier form of the experiment.
         measured = run_all(cells, experiment, rows, directory, args, platform)
-        write_csv(measured, directory / "results.csv", args.grid_gco2_per_kwh)
+        write_csv(measured, directory / "results.csv")
         show_ranking(rank(measured), directory)
     except KeyboardInterrupt:
         print(f"\nsweep.py: interrupted; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
@@ -166,12 +165,7 @@ def main(argv: Sequence[str]) -> int:
         what = f"{error.filename or directory}: {error.strerror}"
         print(f"sweep.py: {what}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
         return 1
-    if not any(row["status"] == "ok" for row in measured):
-        return 1
-    if not args.baseline:
-        return 0
-    places = [str(Path(row["result"]).parent) for row in measured if row["status"] == "ok"]
-    return gate(places, Path(args.baseline), args.tolerance, args.update_baselines)
+    return 0 if any(row["status"] == "ok" for row in measured) else 1
 
 
 def read(args: SweepArgs) -> tuple[Experiment, str]:
@@ -179,13 +173,15 @@ def read(args: SweepArgs) -> tuple[Experiment, str]:
     if args.experiment:
         if given := changed(args, ("set", "script", "repeats", "timeout_s")):
             raise UsageError(
-                f"{flag_of(given)} and an experiment file, which says that itself: leave one out"
+                f"{flag_of(given)}: the experiment file sets it already; leave one out"
             )
         experiment = read_experiment(args.experiment)
         names = {model: {model, Path(model).stem} for model in experiment.models}
         if lost := [name for name in args.models if not any(name in n for n in names.values())]:
             known = ", ".join(Path(model).stem for model in names)
-            raise UsageError(f"--models {lost[0]}: {args.experiment} has none such; it has {known}")
+            raise UsageError(
+                f"--models {lost[0]}: unknown model of {args.experiment}; available: {known}"
+            )
         chosen = [m for m in names if not args.models or names[m] & set(args.models)]
         return experiment.model_copy(update={"models": chosen}), args.experiment
     if not args.models:
@@ -228,11 +224,10 @@ def run_all(
         print(f"rows from before: {done}", flush=True)
     start = time.monotonic()
     labels = {cell_key(cell, repeat): cell.label() for cell, repeat in todo}
-    if args.launcher == "here":
-        fresh = _run_here(todo, directory, experiment.timeout_s, args.cooldown)
+    if args.slurm:
+        fresh = run_as_jobs(todo, directory, experiment.timeout_s, options_of(args.slurm))
     else:
-        options = options_of(args.slurm)
-        fresh = run_as_jobs(todo, directory, experiment.timeout_s, args.launcher, options)
+        fresh = _run_here(todo, directory, experiment.timeout_s, args.cooldown)
     for i, row in enumerate(fresh):
         rows.add(row)
         measured.append(row)

@@ -38,16 +38,16 @@ Key = TypeVar("Key")
 
 @dataclasses.dataclass(frozen=True)
 class ReportArgs:
-    """Say where the time of a traced step went, and what changed between two traces."""
+    """Say where the time of a traced step went, and what changed between two traces.
 
-    traces: tuple[str, ...] = positional(
-        "TRACE [TRACE]",
-        "One trace, or two to compare: .json or .json.gz; or a directory with those of all ranks.",
-    )
-    json: bool = flag(False, "Print JSON in place of tables.")
-    html: str | None = flag(
-        None, "Write a timeline of all ranks here, of a directory's traces.", metavar="FILE"
-    )
+    traces: One trace (.json or .json.gz), two to compare, or a directory with those of all ranks.
+    json: Print JSON instead of tables.
+    html: Write a timeline of all ranks in a directory.
+    """
+
+    traces: tuple[str, ...] = positional("TRACE [TRACE]", ())
+    json: bool = flag(False)
+    html: str | None = flag(None, metavar="FILE")
 
 
 @tool("trace_report.py")

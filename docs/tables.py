@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.settings.combinations import combinations_table
+from llm_train_bench.settings.rules import combinations_table
 
 DOCS = Path(__file__).parent
 COMBINATIONS = re.compile(r"<!-- combinations -->\n\n\|.*?\n\n(- .*\n)+", re.DOTALL)

@@ -6,6 +6,7 @@ in `ModelConfig.unknown_keys`. Defaults of absent keys are those of transformers
 """
 
 import dataclasses
+import difflib
 import hashlib
 import json
 from pathlib import Path
@@ -176,8 +177,10 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     try:
         raw = parse_json(plain_file(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        shipped = ", ".join(sorted(p.stem for p in Path("configs").glob("*-*.json")))
-        hint = f"; configs/ has: {shipped}" if shipped else ""
+        shipped = sorted(p.stem for p in Path("configs").glob("*-*.json"))
+        near = difflib.get_close_matches(path.stem, shipped, n=1, cutoff=0.7)
+        hint = f"; configs/ has: {', '.join(shipped)}" if shipped else ""
+        hint = f"; did you mean configs/{near[0]}.json?" if near else hint
         raise ConfigError(f"{path}: no such file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

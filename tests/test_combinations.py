@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from llm_train_bench.errors import UsageError
-from llm_train_bench.settings.combinations import (
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import SHARDED
+from llm_train_bench.settings.rules import (
     AXES,
     RULES,
     Combination,
@@ -19,8 +21,6 @@ from llm_train_bench.settings.combinations import (
     combinations_table,
     refusal,
 )
-from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import SHARDED
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,

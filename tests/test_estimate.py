@@ -21,6 +21,8 @@ from benchmarks.estimate_vs_published import (
     published_rows,
 )
 from llm_train_bench.apply.precision import autocast
+from llm_train_bench.estimate.memory_trace import traced_memory
+from llm_train_bench.estimate.step_events import simulate_step
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes
 from llm_train_bench.formulas.hardware import accuracy_of, constants, family_of, find_hardware
@@ -33,13 +35,11 @@ from llm_train_bench.formulas.memory_model import (
 )
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time
-from llm_train_bench.formulas.step_events import simulate_step
 from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.layers import apply_rope
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.memory_trace import traced_memory
 from llm_train_bench.settings.flags import Args, defaults
 from tests.helpers import ROOT, plan_of
 

@@ -126,6 +126,10 @@ WORKER_TIMEOUT_S = 120.0
 Validation = tuple[FileTokens, Sequence[int]]
 
 
+# Micro batches of a validation loss.
+VAL_BATCHES = 8
+
+
 def open_data(
     flags: DataFlags, vocab_size: int, batch: Batch, n_steps: int, device: torch.device
 ) -> tuple[Source, Validation | None]:
@@ -140,7 +144,7 @@ def open_data(
         return source, None
     val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0, flags.data_dtype)
     # No window twice, unless there are too few for one batch.
-    n_batches = max(1, min(flags.val_batches, val_source.n_windows // bsz))
+    n_batches = max(1, min(VAL_BATCHES, val_source.n_windows // bsz))
     n_samples = n_batches * bsz
     val_source.check(n_samples)
     return source, (val_source, range(0, n_samples, bsz))

@@ -42,7 +42,7 @@ def optimizer_of(
             # If fp16 overflows in the first step, the fused kernel leaves this buffer unfilled.
             optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
         return optimizer
-    return (fp8 or Fp8()).adamw(groups, lr=flags.lr, betas=(flags.beta1, flags.beta2))
+    return (fp8 or Fp8()).adamw(groups, lr=flags.lr, betas=(0.9, 0.95))
 
 
 def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:

@@ -399,28 +399,30 @@ def assert_no_regression(
 
 
 def gate(
-    paths: Sequence[str], path: Path, text: str, update: bool, allowed: Collection[str] = (),
-    markdown: Path | None = None, benchmark_json: Path | None = None,
-) -> int:  # fmt: skip
+    paths: Sequence[str],
+    path: Path,
+    text: str,
+    update: bool,
+    allowed: Collection[str] = (),
+    directory: Path | None = None,
+) -> int:
     """Judge results by the baselines in `path`, or `update` those; returns the exit code.
 
-    `text` is the tolerance as it was given. The verdicts go to `markdown` as a comment for a pull
-    request, the figures to `benchmark_json` as github-action-benchmark takes them.
+    `text` is the tolerance as given. The `directory` gets gate.md, a comment for a pull request, and
+    benchmark.json, the figures for github-action-benchmark (customBiggerIsBetter).
     """
     tolerance = tolerance_of(text)
     if update:
-        if markdown or benchmark_json:
-            raise UsageError(
-                "--update-baselines judges nothing; leave out --markdown, --benchmark-json"
-            )
+        if directory:
+            raise UsageError("--update-baselines judges nothing; leave out --output-dir")
         return update_baselines(paths, path)
     verdicts = judge_all(paths, path, tolerance)
     code = gate_code(verdicts, allowed)
-    # Files first: nobody may read the lines to their end.
-    if markdown:
-        write_whole(markdown, comment(verdicts, code))
-    if benchmark_json:
-        write_whole(benchmark_json, json.dumps(benchmark_points(verdicts), indent=1) + "\n")
+    if directory:  # before the lines: nobody may read those to their end
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / "gate.md", comment(verdicts, code))
+        points = json.dumps(benchmark_points(verdicts), indent=1)
+        write_whole(directory / "benchmark.json", points + "\n")
     for verdict in verdicts:
         print(printable(verdict.line))
     if not any(verdict.judged for verdict in verdicts):

@@ -22,7 +22,10 @@ UNITS = {
 
 @dataclasses.dataclass
 class LoggedStep:
-    """One logged step: rates per GPU or in total, memory in GiB; mean_time_s is since the first step."""
+    """One logged step: rates per GPU or in total, memory in GiB.
+
+    `mean_time_s` and `elapsed_s` are since the first step.
+    """
 
     step: int
     time_s: float | None = None
@@ -37,6 +40,7 @@ class LoggedStep:
     global_batch: int | None = None
     seq_len: int | None = None
     mean_time_s: float | None = None
+    elapsed_s: float | None = None
 
 
 @dataclasses.dataclass
@@ -264,8 +268,8 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
 
 
 def as_number(value: Any) -> Any:
-    """A number that newer releases print as text."""
+    """A number that is written as text."""
     try:
-        return float(value) if isinstance(value, str) else value
+        return float(value.replace(",", "")) if isinstance(value, str) else value
     except ValueError:
         return value

@@ -184,31 +184,25 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
 
 
 def prices_of(
-    machines: Mapping[str, tuple[float | None, float | None]],
-    usd_per_hour: Sequence[str],
-    tdp_w: Sequence[str],
+    machines: Mapping[str, tuple[float | None, float | None]], usd_per_hour: Sequence[str]
 ) -> Prices:
-    """Prices and power of an experiment's machines, and of the flags, which go before them.
+    """Prices and power limits of an experiment's machines; prices of the flag override them.
 
     `machines` gives US$ per hour and W by the name of the hardware.
     """
     usd = {name: price for name, (price, _) in machines.items() if price}
     watts = {name: power for name, (_, power) in machines.items() if power}
-    for flag, given, into in (
-        ("usd-per-hour", usd_per_hour, usd),
-        ("tdp-w", tdp_w, watts),
-    ):
-        for text in given:
-            name, equals, value = text.rpartition("=")
-            try:
-                number = float(value)
-            except ValueError:
-                number = 0.0
-            if not equals or not 0 < number < math.inf:
-                raise UsageError(f"--{flag} {text}: must be HARDWARE=NUMBER above 0")
-            with contextlib.suppress(UsageError):  # or it is the user's own machine
-                name = find_hardware(name).name
-            into[name] = number
+    for text in usd_per_hour:
+        name, equals, value = text.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if not equals or not 0 < number < math.inf:
+            raise UsageError(f"--usd-per-hour {text}: must be HARDWARE=NUMBER above 0")
+        with contextlib.suppress(UsageError):  # or it is the user's own machine
+            name = find_hardware(name).name
+        usd[name] = number
     return Prices(usd, watts, set(machines))
 
 

@@ -7,9 +7,11 @@ any such line is refused. If a log holds several runs, the last one is taken.
 import csv
 import dataclasses
 import functools
+import itertools
+import math
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,17 @@ from llm_train_bench.compare.log_formats import (
     logged_step,
     parse,
 )
-from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
+from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.hardware import device_called
 from llm_train_bench.model.json_keys import parse_json
 
 KNOWN = tuple(SUITES)
+# Groups of --log-pattern: the quantity of a step that each is, and its unit.
+GROUPS = {field.name: (field.name, 1.0) for field in dataclasses.fields(LoggedStep)} | {
+    "time_ms": ("time_s", 1e-3),
+    "mfu_percent": ("mfu", 0.01),
+}
 # The column by which a file of JSON lines is known.
 SIGN_KEYS = {
     "NeMo Automodel": "tps",
@@ -39,10 +46,63 @@ SIGN_KEYS = {
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:
     """The run of a log; `facts` add what it does not say. UsageError if no suite wrote it."""
-    log = parse_log(path.read_text(encoding="utf-8", errors="replace"))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    log = parse_by(facts.pattern, text) if facts.pattern else None
+    log = log or parse_log(text)
     if log is None:
-        raise UsageError(f"{path}: no line of {', '.join(KNOWN[:-1])} or {KNOWN[-1]} in it")
+        raise UsageError(
+            f"{path}: no line of {', '.join(KNOWN[:-1])} or {KNOWN[-1]} in it; --log-pattern reads any"
+        )
     return [record_of(log, path, facts)]
+
+
+def facts_of(texts: Sequence[str], pattern: str | None) -> LogFacts:
+    """The facts of --log, as KEY=VALUE or LOG:KEY=VALUE; UsageError for what is none."""
+    names = {key: (name, kind) for name, (key, kind) in FACTS.items()}
+    facts: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        match = re.fullmatch(rf"(?:(.+):)?({'|'.join(names)})=(.+)", text, re.DOTALL)
+        if not match:
+            raise UsageError(
+                f"--log {text}: must be [LOG:]KEY=VALUE with one of {', '.join(names)}"
+            )
+        name, kind = names[match[2]]
+        try:
+            value = kind(match[3])
+        except ValueError:
+            value = 0
+        if kind is not str and not 0 < value < math.inf:
+            what = "a whole number" if kind is int else "a number"
+            raise UsageError(f"--log {text}: must be {what} above 0")
+        facts.setdefault(name, {})[match[1] or ""] = value
+    return LogFacts(user_pattern(pattern) if pattern else None, **facts)
+
+
+def user_pattern(text: str) -> re.Pattern:
+    """--log-pattern, whose groups name quantities of a step; UsageError for one that reads nothing."""
+    try:
+        pattern = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"--log-pattern {text}: is no regular expression: {error}") from None
+    wrong = [name for name in pattern.groupindex if name not in GROUPS]
+    if wrong or not pattern.groupindex.keys() - {"step"}:
+        what = f"unknown group {wrong[0]}" if wrong else "names no group, as (?P<time_ms>[0-9.]+)"
+        raise UsageError(f"--log-pattern {text}: {what}; groups: {', '.join(GROUPS)}")
+    return pattern
+
+
+def parse_by(pattern: re.Pattern, text: str) -> Log | None:
+    """The log whose lines match a user's pattern; None where none does."""
+    steps = []
+    for match in filter(None, map(pattern.search, text.splitlines())):
+        values = {name: as_number(value) for name, value in match.groupdict("").items()}
+        step = LoggedStep(int(values.get("step") or len(steps)))
+        for name, value in values.items():
+            field, factor = GROUPS[name]
+            if field != "step" and isinstance(value, float) and (field == "loss" or value > 0):
+                setattr(step, field, value * factor)
+        steps.append(step)
+    return Log(steps, "--log-pattern") if steps else None
 
 
 def parse_log(text: str) -> Log | None:
@@ -61,13 +121,18 @@ def parse_log(text: str) -> Log | None:
         ]
         said = {n: value for n in names if (value := getattr(last, n)) is not None}
         log = dataclasses.replace(log, **said, steps=log.steps[begin:], earlier_steps=begin)
-    by_step = {step.step: step for step in log.steps}  # several ranks may print the same
+    by_step: dict[
+        int, LoggedStep
+    ] = {}  # several ranks may print the same, and a step several lines
+    for step in log.steps:
+        known = {k: v for k, v in vars(step).items() if v is not None}
+        by_step[step.step] = dataclasses.replace(by_step.get(step.step, step), **known)
     log.steps = [by_step[number] for number in sorted(by_step)]
-    # A mean since the first step, as progress bars show: the time of what lies between two lines.
-    for before, step in zip(log.steps, log.steps[1:], strict=False):
-        if before.mean_time_s and step.mean_time_s:
-            spent = step.step * step.mean_time_s - before.step * before.mean_time_s
-            step.time_s = max(spent / (step.step - before.step), 0.0) or None
+    # A time or a mean since the first step: the time of what lies between two lines.
+    for before, step in itertools.pairwise(log.steps):
+        ends = [s.elapsed_s or s.step * (s.mean_time_s or 0.0) for s in (before, step)]
+        if all(ends):
+            step.time_s = max((ends[1] - ends[0]) / (step.step - before.step), 0.0) or None
     return log
 
 
@@ -206,10 +271,10 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     per_gpu = means["tokens_per_sec_per_gpu"]
     total = means["tokens_per_sec"]
     samples = means["samples_per_sec"] or log.samples_per_sec
-    if per_gpu is None and total is None:
-        if times and log.tokens_per_step:
-            total = log.tokens_per_step * len(times) / sum(times)
-        elif times and log.micro_batch and length and log.suite == "litgpt":
+    if times and log.tokens_per_step:
+        total = log.tokens_per_step * len(times) / sum(times)
+    elif per_gpu is None and total is None:
+        if times and log.micro_batch and length and log.suite == "litgpt":
             per_gpu = log.micro_batch * length * len(times) / sum(times)
         elif times and batch and length:
             # Each step with its own batch: it may still be growing.
@@ -225,13 +290,17 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
         total = per_gpu * n
     if total is None and per_gpu is None:
         whole = times and not samples
-        supply = {"--log-seq-len": length, "--log-global-batch": batch or not whole}
+        supply = {"seq-len": length, "global-batch": batch or not whole}
         missing = [flag for flag, value in supply.items() if not value]
         if not (times or samples):
             missing = ["any time"]
-        notes.append(f"no tokens/s: the log does not tell {' and '.join(missing)}")
+        notes.append(
+            f"no tokens/s: the log lacks {' and '.join(missing)}; --log KEY=VALUE supplies them"
+        )
     elif per_gpu is None:
-        notes.append("no tokens/s per GPU: the log does not tell how many; --log-gpus does")
+        notes.append(
+            "no tokens/s per GPU: the log does not tell how many; --log gpus=N supplies it"
+        )
     losses = [(s.step, s.loss) for s in steps if s.loss is not None]
     device, convention = device_called(hardware), log.suite
     if parameters and per_gpu and not means["tflops"] and not means["mfu"]:

@@ -2,79 +2,70 @@
 
 import dataclasses
 import math
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llm_train_bench.errors import UsageError, printable_data
 
+# Facts that --log supplies: the key, and its type.
+FACTS = {
+    "seq_len": ("seq-len", int),
+    "n_gpus": ("gpus", int),
+    "hardware": ("hardware", str),
+    "global_batch": ("global-batch", int),
+    "model": ("model", str),
+    "parameters": ("parameters", float),
+}
 
-@dataclasses.dataclass(frozen=True)
+
 class LogFacts:
-    """Facts that logs do not say themselves, given by the user: of all, or by a log's name or path."""
+    """Facts that logs do not tell: each by the log's name or path, or by "" for all logs.
 
-    seq_len: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    n_gpus: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    hardware: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    global_batch: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    model: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    unnamed: list[str] = dataclasses.field(default_factory=list, compare=False)
-    """Logs that took the hardware said of all."""
-    used: set[tuple[str, str]] = dataclasses.field(default_factory=set, compare=False)
-    """Facts, and the log by whose name each was asked for."""
+    `pattern` is --log-pattern's.
+    """
 
-    def of(self, path: Path, name: str, told: Any) -> Any:
-        """A fact of one log; UsageError where the log told another, or two would take one hardware."""
-        given, flag = getattr(self, name), FACT_FLAGS[name]
-        key = next((key for key in (str(path), path.name, path.stem) if key in given), None)
-        self.used.add((name, key or ""))
-        own = None if key is None else given[key]
-        value = given.get("") if own is None else own
+    def __init__(self, pattern: re.Pattern | None = None, **facts: Mapping[str, Any]):
+        self.pattern, self.facts = pattern, facts
+        self.unnamed: list[str] = []  # logs that took the hardware of all
+        self.used: set[tuple[str, str]] = set()  # facts, and the log that each was asked for
+
+    def of(self, path: Path, name: str, in_log: Any) -> Any:
+        """A fact of one log; UsageError where the log has another, or two would take one hardware."""
+        facts, key = self.facts.get(name, {}), FACTS[name][0]
+        log = next((log for log in (str(path), path.name, path.stem) if log in facts), None)
+        self.used.add((name, log or ""))
+        value = facts.get(log or "")
         if value is None:
-            return told
-        if told is not None:
-            text = isinstance(value, str)
-            if not (str(told).lower().startswith(value.lower()) if text else told == value):
-                raise UsageError(f"--{flag} {value}: {path} says {told}; name a log: LOG=VALUE")
-            return told
-        if own is None and name == "hardware":
+            return in_log
+        if in_log is not None:
+            same = (
+                str(in_log).lower().startswith(value.lower())
+                if key == "hardware"
+                else in_log == value
+            )
+            if not same:
+                raise UsageError(f"--log {key}={value}: {path} says {in_log}; use LOG:{key}=VALUE")
+            return in_log
+        if log is None and name == "hardware":
             self.unnamed.append(str(path))
             if len(self.unnamed) > 1:
+                logs = " and ".join(self.unnamed)
                 raise UsageError(
-                    f"--{flag} {value}: {' and '.join(self.unnamed)} do not tell theirs; name each: "
-                    "LOG=VALUE LOG=VALUE"
+                    f"--log hardware={value}: {logs} lack theirs; use LOG:hardware=NAME for each"
                 )
         return value
 
     def refuse_unused(self) -> None:
         """UsageError for a fact of a log that is not among those read."""
-        for name, flag in FACT_FLAGS.items():
-            for log in getattr(self, name):
+        for name, logs in self.facts.items():
+            for log in logs:
                 if log and (name, log) not in self.used:
-                    raise UsageError(f"--{flag} {log}=...: no log that is read has this name")
-
-
-FACT_FLAGS = {
-    "seq_len": "log-seq-len", "n_gpus": "log-gpus", "hardware": "log-hardware",
-    "global_batch": "log-global-batch", "model": "log-model", "parameters": "log-parameters",
-}  # fmt: skip
-
-
-def facts_by_log(flag: str, texts: Sequence[str], kind: type) -> dict[str, Any]:
-    """Values given as VALUE, of all logs (""), or LOG=VALUE; UsageError for what is none."""
-    found = {}
-    for text in texts:
-        log, _, value = text.rpartition("=")
-        try:
-            found[log] = kind(value)
-        except ValueError:
-            found[log] = 0
-        if not found[log] or (kind is not str and not 0 < found[log] < math.inf):
-            what = {int: "a whole number above 0", float: "a number above 0", str: "a name"}[kind]
-            raise UsageError(f"--{flag} {text}: must be {what}, or LOG=VALUE")
-    return found
+                    raise UsageError(
+                        f"--log {log}:{FACTS[name][0]}=...: no log of this name was read"
+                    )
 
 
 @dataclasses.dataclass

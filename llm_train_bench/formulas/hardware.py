@@ -230,28 +230,19 @@ def name_of_part(device_name: str, memory_gib: float | None) -> str:
     return device_name
 
 
-def find_peaks(
-    device_name: str, user_bf16: float | None = None, user_fp8: float | None = None
-) -> Peaks:
+def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:
     """The peaks of the device of that name (`name_of_part`).
 
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
-    `user_bf16` (--peak-tflops) and `user_fp8` (--peak-fp8-tflops) override the file.
+    `user_bf16` (--peak-tflops) overrides the file.
     """
-    found = Peaks(device_name, None, None, "unknown")
+    known = Peaks(device_name, None, None, "unknown")
     if listed := device_called(device_name):
-        found = Peaks(listed.name, listed.bf16_tflops, listed.fp8_tflops, listed.source)
-    told = {"--peak-tflops": user_bf16, "--peak-fp8-tflops": user_fp8}
-    flags = [flag for flag, value in told.items() if value is not None]
-    if not flags:
-        return found
-    rest = [found.source] if len(flags) == 1 and found.bf16_tflops is not None else []
-    return Peaks(
-        found.name,
-        user_bf16 or found.bf16_tflops,
-        user_fp8 or found.fp8_tflops,
-        ", ".join(flags) + "".join(f"; else {source}" for source in rest),
-    )
+        known = Peaks(listed.name, listed.bf16_tflops, listed.fp8_tflops, listed.source)
+    if user_bf16 is None:
+        return known
+    rest = f"; else {known.source}" if known.bf16_tflops is not None else ""
+    return Peaks(known.name, user_bf16, known.fp8_tflops, f"--peak-tflops{rest}")
 
 
 def find_hardware(name: str) -> Hardware:

@@ -58,7 +58,7 @@ class Fp8Work:
     all_gather: bool = False
     primary_weights: bool = False
     layers: tuple[str, ...] = ("qkv", "out", "up", "down")
-    high_precision: dict[str, str] = dataclasses.field(default_factory=dict)
+    high_precision: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def gathered(self) -> bool:
@@ -68,14 +68,14 @@ class Fp8Work:
 
 @dataclasses.dataclass(frozen=True)
 class Ddp:
-    """DDP's buckets [MiB], and the format in which gradients are reduced: `off` is fp32, or `bf16`.
+    """DDP's buckets [MiB], and the format in which gradients are reduced.
 
     `mode` says what is reduced at once; without `overlap` after backward. With `zero1` each rank has a
     share of the optimizer's state.
     """
 
     bucket_cap_mb: float = 25.0
-    grad_compression: str = "off"
+    reduce_dtype: str = "fp32"
     mode: str = "bucketed"
     overlap: bool = True
     zero1: bool = False
@@ -88,7 +88,7 @@ class Ddp:
     @property
     def reduce_bytes(self) -> int:
         """Bytes of a reduced gradient's number."""
-        return 2 if self.grad_compression == "bf16" else 4
+        return 2 if self.reduce_dtype == "bf16" else 4
 
 
 @dataclasses.dataclass(frozen=True)

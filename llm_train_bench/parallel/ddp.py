@@ -167,7 +167,7 @@ def apply_ddp(
         # Without accumulation every step has the same graph; no_sync would break that promise.
         static_graph=grad_acc_steps == 1,
     )
-    if options.grad_compression == "bf16":
+    if options.reduce_dtype == "bf16":
         ddp.register_comm_hook(None, reduce_in_bf16)
     return ddp
 

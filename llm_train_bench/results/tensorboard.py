@@ -116,12 +116,13 @@ class TensorBoardFile:
         from torch.utils.tensorboard.summary import hparams
 
         default, flags = defaults(Args), declared(Args)
-        names = [name.replace("-", "_") for name in result.args["hparams"]] or [
-            k
+        given = {"model": result.model.name} | {
+            k: v
             for k, v in result.args.items()
-            if flags[k].kind is not OUTPUT and k != "config" and v != default[k]
-        ]
-        given = {"model": result.model.name} | {name: result.args[name] for name in names}
+            if k != "config"
+            and flags[k].kind is not OUTPUT
+            and (flags[k].headline or v != default[k])
+        }
         known = {
             k: v if isinstance(v, bool | int | float | str) else str(v).lower()
             for k, v in given.items()

@@ -74,7 +74,7 @@ def train_planned(
     args = parse_args(argv, script)
     if not has_parent():
         check_started_by_launcher(args.part(RankFlags))
-    if not args.save_every or args.no_save_on_signal:
+    if not args.save_every:
         start.refuse_wishes()
     device = pick_device(args.device, ranks.local_rank)
     script, platform = Script(script), platform_of(device)
@@ -205,7 +205,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     from llm_train_bench.run.agent import run_agent
 
     args = parse_args(argv, prog)
-    if not args.save_every or args.no_save_on_signal:
+    if not args.save_every:
         start.refuse_wishes()
     cuda = args.device != "cpu" and torch.cuda.is_available()
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)

@@ -61,7 +61,7 @@ class TorchCapture:
             self.run.device,
             schedule=self._action,
             # On a CPU a matmul's name says nothing of its format.
-            record_shapes=self.flags.profile_shapes or self.run.device.type == "cpu",
+            record_shapes=self.flags.profile_stacks or self.run.device.type == "cpu",
             with_stack=self.flags.profile_stacks,
             # Without it the stacks are in the trace but not in what export_stacks reads.
             experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)

@@ -97,7 +97,7 @@ def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:
     part = name_of_part(device_name(device), memory)
     threads = threads_of(part, torch.get_num_threads())
     known = device.type == "cpu" and device_called(threads)
-    peaks = find_peaks(threads if known else part, given.peak_tflops, given.peak_fp8_tflops)
+    peaks = find_peaks(threads if known else part, given.peak_tflops)
     return Device(
         type=device.type,
         name=device_name(device),

@@ -3,41 +3,61 @@
 import contextlib
 import dataclasses
 import difflib
-import functools
 import inspect
-import io
-import os
-import re
+import shutil
+import textwrap
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_type_hints
-
-import tyro
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llm_train_bench.errors import UsageError
-from llm_train_bench.settings.checks import check, foreign
-from llm_train_bench.settings.flags import Args, Script, declared, defaults, flag_of
+from llm_train_bench.settings.flags import (
+    Args,
+    Script,
+    declared,
+    defaults,
+    flag_of,
+    help_texts,
+    to_argv,
+)
+from llm_train_bench.settings.machine import version_text
+from llm_train_bench.settings.rules import check, foreign
 
 Parsed = TypeVar("Parsed")
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def parse_args(argv: Sequence[str], script: str) -> Args:
     """Parse and check; UsageError in one line on bad input. `--help` prints and exits with 0."""
     script = Script(script)
-    if any(word == "--from" or word.startswith("--from=") for word in argv):
-        from llm_train_bench.settings.run_file import with_file  # needs YAML
-
-        argv, _ = with_file(argv, script)
-    args = parse_dataclass(Args, argv, script, script)
-    refuse_foreign(argv, script)
-    words = {word.replace("_", "-").split("=")[0] for word in argv}
-    if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in words:
+    words = with_file(argv, script)[0]
+    args = parse_dataclass(Args, words, script, script)
+    refuse_foreign(words, script)
+    if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in map(_name, words):
         raise UsageError(
-            "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; "
-            "leave it out for 2 x --pp"
+            "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; leave it out "
+            "for 2 x --pp"
         )
     return check(args, script)
+
+
+def with_file(
+    argv: Sequence[str], script: Script | None, kind: type = Args, prog: str = ""
+) -> tuple[list[str], Any]:
+    """A command line with `--from FILE` replaced by what the file holds, and that; None without.
+
+    Flags and a config on the command line override the file's.
+    """
+    if not any(_name(word) == "--from" for word in argv):
+        return list(argv), None
+    from llm_train_bench.settings.run_file import split_from  # needs YAML
+
+    words, file = split_from(argv, script)
+    config = [] if "config" in parse_words(kind, words, prog or str(script)) else [file.config]
+    if config == [None]:
+        raise UsageError("--from: its file names no config; give the model's config")
+    return [*config, *words, *to_argv(file.flags)], file
 
 
 def refuse_foreign(argv: Sequence[str], script: Script) -> None:
@@ -53,180 +73,202 @@ def refuse_foreign(argv: Sequence[str], script: Script) -> None:
 RENAMED = {"--context-length": "--seq-len", "--batch-size": "--bsz", "--measure-steps": "--n-steps"}
 REPLACED = {
     "--reduce-freq": "gradients are reduced once a step, after --grad-acc-steps micro batches",
-    "--ckpt-freq": "use --save-every, and --resume auto to go on (docs/RELIABILITY.md)",
-    "--no-sync": "no step waits for the device here, and times are exact all the same (docs/METRICS.md)",
+    "--ckpt-freq": "use --save-every, and --resume auto to resume (docs/RELIABILITY.md)",
+    "--no-sync": "no step waits for the device, and times are exact all the same (docs/METRICS.md)",
     "--backend": "the script is the backend: train_ddp.py, train_fsdp.py or train_pp.py",
     "--num-steps": "use --n-steps",
     "--warmup": "use --warmup-steps",
     "--local-batch-size": "use --bsz",
     "--micro-batch-size": "use --bsz",
     "--output": "use --output-dir; compare.py and sweep.py write the CSV",
+    "--no-ddp-overlap": "use --ddp-mode bucketed-after or parameter-after",
+    "--grad-compression": "use --reduce-dtype bf16",
+    "--fp8-primary-weights": "use --fp8-all-gather with --fp8-backend te",
 }
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MODEL_SIZES = ("small", "medium", "large", "xl", "2.7B")
 
 
 def translated(argv: Sequence[str]) -> list[str]:
-    """A command line of a predecessor in our words; UsageError that names what replaces a flag."""
+    """A command line of an earlier tool in our words; UsageError that names what replaces a flag."""
     words: list[str] = []
     for word in argv:
-        name, _, value = word.partition("=")
+        name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name in REPLACED:
-            raise UsageError(f"{name}: is another suite's flag; {REPLACED[name]}")
-        if name in RENAMED or name == "--model-size":
-            words += [RENAMED.get(name, name), value] if value else [RENAMED.get(name, name)]
-        else:
-            words.append(word)
-    at = {word: i for i, word in enumerate(words)}
-    if "--model-size" in at:
-        i = at["--model-size"]
-        size = words[i + 1] if i + 1 < len(words) else ""
+            raise UsageError(f"{name}: is a flag of an earlier tool; {REPLACED[name]}")
+        words.append(RENAMED[name] + equals + value if name in RENAMED else word)
+    for i in reversed([i for i, word in enumerate(words) if _name(word) == "--model-size"]):
+        inline = "=" in words[i]
+        size = words[i].partition("=")[2] if inline else "".join(words[i + 1 : i + 2])
         if size not in MODEL_SIZES:
             raise UsageError(
-                f"--model-size {size}: there are {', '.join(MODEL_SIZES)}; or name a config"
+                f"--model-size {size}: must be {_either(MODEL_SIZES)}; or give a config"
             )
-        words[i : i + 2] = []
+        words[i : i + 2 - inline] = []
         words.insert(0, str(CONFIGS / f"cs336-{size.lower()}.json"))
     for flag in ("--nsys-start", "--nsys-end"):  # -1 switched it off
-        for spelt in (flag, flag.replace("-", "_").replace("__", "--", 1)):
-            for i in reversed([i for i, word in enumerate(words) if word == spelt]):
-                if words[i + 1 : i + 2] == ["-1"]:
-                    del words[i : i + 2]
-        words = [word for word in words if word.replace("_", "-") != f"{flag}=-1"]
+        for i in reversed([i for i, word in enumerate(words) if _name(word) == flag]):
+            if words[i].endswith("=-1") or words[i + 1 : i + 2] == ["-1"]:
+                words[i : i + 2 - ("=" in words[i])] = []
     return ["forward-backward" if word == "forward_backward" else word for word in words]
 
 
-def to_argv(flags: Mapping[str, Any]) -> list[str]:
-    """Flags as a command line: true is the bare flag, false and null leave it out."""
-    words = []
-    for name, value in flags.items():
-        flag = flag_of(name)
-        if value is True:
-            words.append(flag)
-        elif isinstance(value, list | tuple):
-            words += [flag, *map(str, value)] if value else []
-        elif value is not None and value is not False:
-            words += [flag, str(value)]
-    return words
+def _name(word: str) -> str:
+    """A flag without its value, as --help spells it."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def parse_dataclass(
     kind: type[Parsed], argv: Sequence[str], prog: str, script: Script | None = None
 ) -> Parsed:
-    """A command line as a dataclass of flags; what cannot be parsed is a UsageError.
+    """A command line as a dataclass of flags; UsageError for what cannot be parsed.
 
-    --help prints and exits with 0.
+    --help and --version print and exit with 0.
     """
-    if {"-h", "--help"} & set(argv):
-        _print_help(kind, prog, script)
-    if issubclass(kind, Args):
-        argv = translated(argv)
-    for before, word in zip(("", *argv), argv, strict=False):
-        if not word or re.fullmatch(r"--[\w-]+=", word):
-            name = word.rstrip("=") or (before if before.startswith("--") else "an argument")
-            raise UsageError(f"{name}: is empty; was a variable of the shell not set?")
-    for field in dataclasses.fields(kind):  # the values of the first would be lost
-        name = flag_of(field.name)
-        if isinstance(field.default, tuple) and [w.replace("_", "-") for w in argv].count(name) > 1:
-            raise UsageError(f"{name}: is given twice; give all values after one {name}")
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages), _columns("500"):
-            found = tyro.cli(
-                _parser(kind), prog=prog, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,)
-            )
-    except SystemExit:
-        text = _first_message(messages.getvalue())
-        raise UsageError(f"{text}{_nearest(argv, kind)}; see {prog} --help") from None
-    return kind(**{f.name: getattr(found, f.name) for f in dataclasses.fields(kind)})
+    for asked, text in (("--version", version_text), ("--help", help_text), ("-h", help_text)):
+        if asked in argv:
+            with contextlib.suppress(BrokenPipeError):  # --help | head
+                print(text(kind, prog, script) if text is help_text else text())
+            raise SystemExit(0)
+    values = parse_words(kind, argv, prog)
+    flags = declared(kind)
+    for name, flag in flags.items():
+        if defaults(kind)[name] is dataclasses.MISSING and name not in values:
+            example = "; give a model config, for example configs/gpt2-125m.json"
+            raise UsageError(f"{flag.metavar} is missing{example if name == 'config' else ''}")
+    return kind(**{name: values.get(name, default) for name, default in defaults(kind).items()})
 
 
-def _print_help(kind: type, prog: str, script: Script | None) -> NoReturn:
+def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
+    """The values of the flags on a command line by name; UsageError for what cannot be parsed."""
+    words = translated(argv) if issubclass(kind, Args) else list(argv)
+    hints, flags = get_type_hints(kind), declared(kind)
+    values: dict[str, Any] = {}
+    places = [name for name, flag in flags.items() if flag.positional]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            _take_positional(word, places, hints, values, prog)
+            continue
+        flag, equals, inline = word.partition("=")
+        flag = flag.replace("_", "-")
+        name = flag.removeprefix("--").replace("-", "_")
+        if name not in flags or flags[name].positional:
+            raise UsageError(f"{flag}: unknown flag{_nearest(flag, map(flag_of, flags), prog)}")
+        if hints[name] is bool:
+            if equals:
+                raise UsageError(f"{flag}: takes no value; leave out ={inline}")
+            values[name] = True
+            continue
+        several = get_origin(hints[name]) is tuple
+        if several and name in values:
+            raise UsageError(f"{flag}: is given twice; give all values after one {flag}")
+        texts = [inline] if equals else []
+        while not equals and words and not words[0].startswith("--") and (several or not texts):
+            texts.append(words.pop(0))
+        if "" in texts:
+            raise UsageError(f"{flag}: is empty; was a variable of the shell not set?")
+        if not texts:
+            raise UsageError(f"{flag}: needs a value: {allowed(hints[name])}")
+        parsed = [_value(flag, text, hints[name]) for text in texts]
+        values[name] = tuple(parsed) if several else parsed[0]
+    return values
+
+
+def _take_positional(
+    word: str, places: list[str], hints: Mapping[str, Any], values: dict[str, Any], prog: str
+) -> None:
+    """Put a word that is no flag into the first place that is free, or that takes several."""
+    if not word:
+        raise UsageError("an argument: is empty; was a variable of the shell not set?")
+    for name in places:
+        if get_origin(hints[name]) is tuple:
+            values[name] = (*values.get(name, ()), word)
+            return
+        if name not in values:
+            values[name] = word
+            return
+    raise UsageError(f"{word}: unexpected argument; see {prog} --help")
+
+
+def _options(hint: Any) -> list[Any]:
+    """The types that a flag's value may have."""
+    if get_origin(hint) is tuple:
+        hint = get_args(hint)[0]
+    parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    return [part for part in parts if part is not type(None)]
+
+
+def allowed(hint: Any) -> str:
+    """The values that a flag takes, in words."""
+    names = {int: "a whole number", float: "a number", str: "text"}
+    words = []
+    for option in _options(hint):
+        words += get_args(option) if get_origin(option) is Literal else [names[option]]
+    return _either(words)
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _value(flag: str, text: str, hint: Any) -> Any:
+    """A flag's value of its text; UsageError with the values that are allowed."""
+    for option in _options(hint):
+        if get_origin(option) is Literal:
+            if text in get_args(option):
+                return text
+        else:
+            with contextlib.suppress(ValueError):
+                return option(text)
+    near = [w for o in _options(hint) if get_origin(o) is Literal for w in get_args(o)]
+    hint_at = difflib.get_close_matches(text, near, n=1)
+    maybe = f"; did you mean {hint_at[0]}?" if hint_at else ""
+    raise UsageError(f"{flag} {text}: must be {allowed(hint)}{maybe}")
+
+
+def _nearest(flag: str, known: Iterable[str], prog: str) -> str:
+    """What a mistyped flag was meant to be, if one is near; else where to look."""
+    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else f"; see {prog} --help"
+
+
+def help_text(kind: type, prog: str, script: Script | None) -> str:
     """The flags in the groups that declare them; with a `script` only those that it takes."""
-    groups = {}
+    flags, hints, default, texts = (
+        declared(kind), get_type_hints(kind), defaults(kind), help_texts(kind)
+    )  # fmt: skip
+    width = min(110, shutil.get_terminal_size((110, 24)).columns)
+    places = [f"{flags[n].metavar}" for n in flags if flags[n].positional]
+    lines = [
+        f"usage: {' '.join([prog, *places])} [flags]",
+        "",
+        inspect.getdoc(kind).split("\n\n")[0],
+    ]
     for base in reversed(kind.__mro__):
-        names = [n for n in inspect.get_annotations(base) if n in declared(kind)]
-        if script:
-            names = [n for n in names if script in declared(kind)[n].scripts]
+        names = [n for n in inspect.get_annotations(base) if n in flags]
+        names = [n for n in names if script is None or script in flags[n].scripts]
         if names:
-            title = base.__name__.removesuffix("Flags").removesuffix("Args").lower()
-            group = _parser(kind, tuple(names))
-            told = base is not kind and base.__doc__.rstrip(".").lower() != title
-            group.__doc__ = base.__doc__ if told else ""
-            groups[title] = group
-    parser = dataclasses.make_dataclass(kind.__name__, list(groups.items()), frozen=True)
-    parser.__doc__ = kind.__doc__
-    markers = tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff  # it would read sources
-    config = tyro.conf.FlagCreatePairsOff, *markers
-    with contextlib.suppress(BrokenPipeError):  # --help | head
-        tyro.cli(parser, prog=prog, args=["--help"], config=config)
-    raise SystemExit(0)
+            lines += ["", f"{inspect.getdoc(base).splitlines()[0].rstrip('.')}:"]
+        for n in names:
+            value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
+            left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
+            quiet = default[n] in (None, (), "", dataclasses.MISSING) or isinstance(
+                default[n], bool
+            )
+            text = texts[n] if quiet else f"{texts[n]} (default: {default[n]})"
+            right = textwrap.wrap(text, width - 30, break_on_hyphens=False) or [""]
+            if len(left) > 28:
+                lines.append(left)
+                left = ""
+            lines.append(f"{left:<29} {right[0]}".rstrip())
+            lines += [f"{'':30}{line}" for line in right[1:]]
+    return "\n".join(lines)
 
 
-@functools.cache
-def _parser(kind: type, names: tuple[str, ...] | None = None) -> type:
-    """These flags of a dataclass, or all, as the parsing library reads them."""
-    hints, default, flags = get_type_hints(kind), defaults(kind), declared(kind)
-    fields = [(n, *_argument(hints[n], default[n], flags[n])) for n in names or flags]
-    parser = dataclasses.make_dataclass(kind.__name__, fields, frozen=True)
-    parser.__doc__ = kind.__doc__
-    return parser
-
-
-def _argument(hint: Any, default: Any, flag: Any) -> tuple[Any, Any]:
-    """A flag's type with its help, and its field."""
-    options = get_args(hint)
-    optional = isinstance(hint, types.UnionType) and type(None) in options
-    plain = next(o for o in options if o is not type(None)) if optional else hint
-    metavar = flag.metavar or {int: "N", float: "X", str: "TEXT"}.get(plain)
-    # A default that says nothing is not shown.
-    quiet = default is None or isinstance(default, bool) or default in ((), "", dataclasses.MISSING)
-    shown = f"(default: {default})" if not quiet else ""
-    if default is dataclasses.MISSING:
-        shown = "(required)"
-    given = tyro.conf.arg(help=flag.help, metavar=metavar, help_behavior_hint=shown)
-    annotated = (
-        Annotated[hint, given, tyro.conf.Positional] if flag.positional else Annotated[hint, given]
-    )
-    if default is dataclasses.MISSING:
-        return annotated, dataclasses.field()
-    return annotated, dataclasses.field(default=default)
-
-
-def _nearest(argv: Sequence[str], kind: type) -> str:
-    """The flag that a mistyped one was meant to be, if one is near."""
-    known = [flag_of(name) for name, flag in declared(kind).items() if not flag.positional]
-    for word in argv:
-        name = word.partition("=")[0].replace("_", "-")
-        if name.startswith("--") and name not in (*known, "--help"):
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            return f"; did you mean {near[0]}?" if near else ""
-    return ""
-
-
-@contextlib.contextmanager
-def _columns(width: str):
-    """A terminal so wide that no message is broken into lines."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = width
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("COLUMNS", None)
-        else:
-            os.environ["COLUMNS"] = before
-
-
-def _first_message(panel: str) -> str:
-    """The message of the parser's boxed error text (drawn in ASCII or not), on one line."""
-    lines = [line.strip("│╭╮╰╯ ") for line in panel.splitlines()][1:]  # the first is the title
-    message: list[str] = []
-    for line in lines:
-        if set(line) <= {"─", "-"}:  # a rule stands below the title or ends the message
-            if message:
-                break
-        else:
-            message.append(line)
-    return re.sub(r"\s+", " ", " ".join(message)) or "bad arguments"
+def _metavar(hint: Any) -> str:
+    names = {int: "N", float: "X", str: "TEXT"}
+    parts = _options(hint)
+    word = "|".join("|".join(get_args(p)) if get_origin(p) is Literal else names[p] for p in parts)
+    return f"{word} ..." if get_origin(hint) is tuple else word

@@ -1,14 +1,16 @@
 """The flags of the training scripts, each declared once with bounds, scripts and kind. Needs no torch.
 
-The class that declares a flag is its group in --help, headed by the docstring. Checks, help, compare.py,
-the gate and TensorBoard read what a flag declares here.
+A class is a group of flags in --help: its docstring holds the title and the help of each flag. Checks,
+help, compare.py, the gate and TensorBoard read what a flag declares here.
 """
 
 import dataclasses
 import enum
 import functools
+import inspect
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 from llm_train_bench.errors import UsageError
@@ -49,7 +51,6 @@ class Flag:
     Values outside the bounds are refused; `needs` names the flag without which this one has no meaning.
     """
 
-    help: str
     kind: Kind | None = None
     scripts: tuple[Script, ...] = EVERYWHERE
     at_least: float | None = None
@@ -62,442 +63,345 @@ class Flag:
     positional: bool = False
 
 
-def flag(default: Any, help: str, kind: Kind | None = None, **declared: Any) -> Any:
+def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
     """A field of a dataclass of flags; `declared` are the fields of `Flag`."""
-    content = {"flag": Flag(help, kind, **declared)}
+    content = {"flag": Flag(kind, **declared)}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=content)
     return dataclasses.field(default=default, metadata=content)
 
 
-def positional(metavar: str, help: str, default: Any = dataclasses.MISSING, kind=None) -> Any:
+def positional(metavar: str, default: Any = dataclasses.MISSING, kind: Kind | None = None) -> Any:
     """A field that stands on the command line without a flag."""
-    return flag(default, help, kind, metavar=metavar, positional=True)
+    return flag(default, kind, metavar=metavar, positional=True)
+
+
+Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex"]
+Recipe = Literal[
+    "auto",
+    "delayed",
+    "current",
+    "blockwise",
+    "mxfp8",
+    "tensorwise",
+    "rowwise",
+    "rowwise_with_gw_hp",
+]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
+Reshard = Literal["always", "never"]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFlags:
-    """Model."""
+    """Model.
 
-    config: str = positional(
-        "CONFIG", "Model: a Hugging Face config.json, or a directory that holds one. Or --from FILE: the "
-        "config and flags of a result.json, or of YAML; flags after it go before the file's.",
-        kind=LENGTH,
-    )  # fmt: skip
-    route: Literal["learned", "balanced"] = flag(
-        "learned", "Experts of a token: those its router chooses, or in turn, as in published tables.",
-        LEARNT, headline=True,
-    )  # fmt: skip
+    config: Model: a Hugging Face config.json, or a directory with one. Or use --from FILE, the
+        config and flags of a result.json or YAML file; later flags override the file.
+    route: How experts are chosen for a token: by the learned router, or round-robin (balanced).
+    """
+
+    config: str = positional("CONFIG", kind=LENGTH)
+    route: Literal["learned", "balanced"] = flag("learned", LEARNT, headline=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchFlags:
-    """Batch and length of the run."""
+    """Batch and length of the run.
 
-    bsz: int | Literal["auto"] = flag(
-        4, "Micro batch [samples per device]; auto is the largest that leaves a tenth of the device's "
-        "memory, by the estimate.", SPEED, at_least=1, headline=True, metavar="N|auto",
-    )  # fmt: skip
-    seq_len: int | None = flag(
-        None, "Sequence length [tokens]; by default the model's own maximum, at most 4096.", LEARNT,
-        above=0, headline=True,
-    )  # fmt: skip
-    grad_acc_steps: int = flag(
-        1, "Micro batches accumulated into one optimizer step; train_pp.py takes 2 x --pp in place of 1.",
-        SPEED, at_least=1, headline=True,
-    )  # fmt: skip
-    global_bsz: int | None = flag(
-        None,
-        "Samples of one optimizer step over all ranks; sets --grad-acc-steps, and must divide evenly.",
-        LENGTH, at_least=1,
-    )  # fmt: skip
-    n_steps: int = flag(50, "Measured steps.", LENGTH, at_least=1, at_most=10**7)
-    warmup_steps: int = flag(
-        10, "Steps before the measured ones: compilation, autotuning, allocator; timed apart.", LENGTH,
-        at_least=0, at_most=10**7,
-    )  # fmt: skip
-    warmup_seconds: float | None = flag(
-        None, "Seconds of work before the measured steps, so that a GPU's clocks are those of a long "
-        "run; matmuls fill up what warm-up steps leave. By default 10 on a GPU, none on a CPU.", LENGTH,
-        at_least=0, at_most=3600,
-    )  # fmt: skip
-    pass_type: Literal["forward", "forward-backward", "step"] = flag(
-        "step", "What a step is: forward alone (no gradients), with backward, or the full training step.",
-        LEARNT,
-    )  # fmt: skip
-    no_fit_check: bool = flag(
-        False, "Start on a GPU even where the estimate says that its memory cannot suffice.", OUTPUT
-    )
+    bsz: Micro batch [samples per device]. auto: the largest that leaves a tenth of the device's
+        memory free, by the estimate.
+    seq_len: Sequence length [tokens]. By default the model's maximum, at most 4096.
+    grad_acc_steps: Micro batches accumulated into one optimizer step. train_pp.py uses 2 x --pp
+        instead of 1.
+    global_bsz: Samples of one optimizer step over all ranks. Sets --grad-acc-steps; must divide
+        evenly.
+    n_steps: Measured steps.
+    warmup_steps: Steps before the measured ones (compilation, autotuning, allocator), timed
+        separately.
+    warmup_seconds: Seconds of work before the measured steps, so that a GPU reaches the clocks of
+        a long run. Matmuls fill the rest. By default 10 on a GPU, none on a CPU.
+    pass_type: A step is the forward pass, forward and backward, or the full training step.
+    no_fit_check: Start on a GPU even if the estimate says that its memory cannot suffice.
+    """
+
+    bsz: int | Literal["auto"] = flag(4, SPEED, at_least=1, headline=True, metavar="N|auto")
+    seq_len: int | None = flag(None, LEARNT, above=0, headline=True)
+    grad_acc_steps: int = flag(1, SPEED, at_least=1, headline=True)
+    global_bsz: int | None = flag(None, LENGTH, at_least=1)
+    n_steps: int = flag(50, LENGTH, at_least=1, at_most=10**7)
+    warmup_steps: int = flag(10, LENGTH, at_least=0, at_most=10**7)
+    warmup_seconds: float | None = flag(None, LENGTH, at_least=0, at_most=3600)
+    pass_type: Literal["forward", "forward-backward", "step"] = flag("step", LEARNT)
+    no_fit_check: bool = flag(False, OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionFlags:
-    """Device and number formats."""
+    """Device and number formats.
 
-    device: Literal["auto", "cuda", "cpu"] = flag(
-        "auto",
-        "Device; auto takes a GPU (NVIDIA or AMD, both called cuda) if there is one.",
-        OUTPUT,
-    )
-    amp: Literal["bf16", "fp16", "off"] = flag(
-        "bf16", "Mixed precision of the matmuls; parameters stay fp32. off is true fp32.", SPEED,
-        headline=True,
-    )  # fmt: skip
-    tf32: bool = flag(False, "Let fp32 matmuls use TF32 tensor cores (NVIDIA).", SPEED)
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = flag(
-        "auto", "Attention kernel; auto lets PyTorch choose. flex is for sliding windows.", SPEED
-    )
+    device: auto uses a GPU (NVIDIA or AMD, both named cuda) if there is one.
+    amp: Mixed precision of matmuls; parameters stay in fp32. off is plain fp32.
+    tf32: Allow TF32 tensor cores in fp32 matmuls (NVIDIA).
+    attention: Attention kernel. auto lets PyTorch choose; flex is for sliding windows.
+    """
+
+    device: Literal["auto", "cuda", "cpu"] = flag("auto", OUTPUT)
+    amp: Literal["bf16", "fp16", "off"] = flag("bf16", SPEED, headline=True)
+    tf32: bool = flag(False, SPEED)
+    attention: Attention = flag("auto", SPEED)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Flags:
-    """FP8."""
+    """FP8.
 
-    use_fp8: bool = flag(False, "Run the linear layers of the blocks in FP8.", SPEED, headline=True)
-    fp8_backend: Literal["auto", "te", "torchao"] = flag(
-        "auto",
-        "FP8 library; auto takes the one that has the recipe. Without a recipe it takes te, or torchao "
-        "with --pt-compile or emulation.",
-        SPEED, needs="use_fp8",
-    )  # fmt: skip
-    fp8_recipe: Literal[
-        "auto", "delayed", "current", "blockwise", "mxfp8", "tensorwise", "rowwise", "rowwise_with_gw_hp"
-    ] = flag(
-        "auto",
-        "How tensors are scaled to FP8; te: current (default), delayed, blockwise, mxfp8; torchao: "
-        "tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16).",
-        SPEED, needs="use_fp8",
-    )  # fmt: skip
-    fp8_emulate: bool = flag(
-        False,
-        "Compute what FP8 would, in higher precision, on any device (torchao); says nothing of speed.",
-        SPEED, needs="use_fp8",
-    )  # fmt: skip
-    fp8_all_gather: bool = flag(
-        False, "Gather the blocks' weights in FP8 (torchao, tensorwise).", SPEED, needs="use_fp8",
-        scripts=(Script.FSDP,),
-    )  # fmt: skip
-    fp8_primary_weights: bool = flag(
-        False, "Keep and gather the blocks' weights in FP8; the optimizer has fp32 ones (te).", SPEED,
-        needs="use_fp8", scripts=(Script.FSDP,),
-    )  # fmt: skip
+    use_fp8: Run the linear layers of the blocks in FP8.
+    fp8_backend: FP8 library. auto picks the one that has the recipe; without a recipe te, or
+        torchao with --pt-compile or --fp8-emulate.
+    fp8_recipe: Scaling of tensors to FP8. te: current (default), delayed, blockwise, mxfp8.
+        torchao: tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16).
+    fp8_emulate: Compute the FP8 results in higher precision, on any device (torchao). Not a
+        measure of speed.
+    fp8_all_gather: Gather the weights of the blocks in FP8. torchao: with the tensorwise recipe.
+        te: the weights are kept in FP8, and the optimizer holds fp32 copies.
+    """
+
+    use_fp8: bool = flag(False, SPEED, headline=True)
+    fp8_backend: Literal["auto", "te", "torchao"] = flag("auto", SPEED, needs="use_fp8")
+    fp8_recipe: Recipe = flag("auto", SPEED, needs="use_fp8")
+    fp8_emulate: bool = flag(False, SPEED, needs="use_fp8")
+    fp8_all_gather: bool = flag(False, SPEED, needs="use_fp8", scripts=(Script.FSDP,))
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileFlags:
-    """Compilation."""
+    """Compilation.
 
-    pt_compile: bool = flag(
-        False, "Compile each block and the loss with torch.compile.", SPEED, headline=True
-    )
-    compile_mode: Literal[
-        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = flag(
-        "default", "Mode of torch.compile; reduce-overhead and max-autotune use CUDA graphs.", SPEED
-    )
+    pt_compile: Compile each block and the loss with torch.compile.
+    compile_mode: Mode of torch.compile. reduce-overhead and max-autotune use CUDA graphs.
+    """
+
+    pt_compile: bool = flag(False, SPEED, headline=True)
+    compile_mode: CompileMode = flag("default", SPEED)
 
 
 @dataclasses.dataclass(frozen=True)
 class RecomputeFlags:
-    """Activation checkpointing."""
+    """Activation checkpointing.
 
-    sac_freq: str | None = flag(
-        None, "In backward, recompute activations of q out of every p blocks: 1/1 all, 1/4 every fourth.",
-        SPEED, metavar="Q/P", headline=True,
-    )  # fmt: skip
-    sac_policy: Literal["block", "op"] = flag(
-        "block",
-        "What a chosen block recomputes: block all of it, op all but matmuls, attention, collectives.",
-        SPEED,
-    )
+    sac_freq: Recompute the activations of q out of every p blocks in backward: 1/1 all, 1/4 every
+        fourth.
+    sac_policy: What is recomputed in a chosen block: block recomputes everything, op everything
+        except matmuls, attention and collectives.
+    """
+
+    sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True)
+    sac_policy: Literal["block", "op"] = flag("block", SPEED)
 
 
 @dataclasses.dataclass(frozen=True)
 class DataFlags:
-    """Weights and data."""
+    """Weights and data.
 
-    init_from: str | None = flag(
-        None, "Directory of Hugging Face safetensors to start from, instead of random values.", LEARNT,
-        metavar="DIR",
-    )  # fmt: skip
-    pad_vocab: int = flag(
-        1, "Pad embedding and head to a multiple of this many rows (128 helps); the loss is unchanged.",
-        SPEED, at_least=1,
-    )  # fmt: skip
-    data: str = flag(
-        "synthetic",
-        "Training tokens: synthetic (random, made on the device) or a .bin file (prepare_data.py).",
-        LEARNT, metavar="FILE",
-    )  # fmt: skip
-    data_dtype: Literal["auto", "uint16", "uint32"] = flag(
-        "auto",
-        "Format of token files that have no header, as nanoGPT's; auto refuses them.",
-        LEARNT,
-    )
-    val_data: str | None = flag(
-        None, "A .bin file to report a validation loss on, before and after training.", LENGTH,
-        metavar="FILE",
-    )  # fmt: skip
-    val_batches: int = flag(8, "Micro batches of the validation loss.", LENGTH, at_least=1)
-    eval_every: int = flag(
-        0, "Report the validation loss every so many steps, too; 0 never.", LENGTH, needs="val_data",
-        at_least=0, metavar="N",
-    )  # fmt: skip
-    n_workers: int = flag(
-        0, "Data loading processes; 0 reads in the training process.", OUTPUT, at_least=0
-    )
-    seed: int = flag(
-        0, "Seed of parameters, data order, synthetic tokens and dropout.", LEARNT, at_least=0,
-        at_most=2**63 - 1,
-    )  # fmt: skip
+    init_from: Directory of Hugging Face safetensors to start from, instead of random values.
+    pad_vocab: Pad embedding and head to a multiple of this many rows (128 is faster). The loss is
+        unchanged.
+    data: Training tokens: synthetic (random, made on the device), or a .bin file of
+        prepare_data.py.
+    data_dtype: Format of token files without a header, such as nanoGPT's. auto refuses them.
+    val_data: A .bin file for a validation loss before and after training.
+    eval_every: Also evaluate the validation loss every N steps; 0 never.
+    n_workers: Data loading processes; 0 reads in the training process.
+    seed: Seed of parameters, data order, synthetic tokens and dropout.
+    """
+
+    init_from: str | None = flag(None, LEARNT, metavar="DIR")
+    pad_vocab: int = flag(1, SPEED, at_least=1)
+    data: str = flag("synthetic", LEARNT, metavar="FILE")
+    data_dtype: Literal["auto", "uint16", "uint32"] = flag("auto", LEARNT)
+    val_data: str | None = flag(None, LENGTH, metavar="FILE")
+    eval_every: int = flag(0, LENGTH, needs="val_data", at_least=0)
+    n_workers: int = flag(0, OUTPUT, at_least=0)
+    seed: int = flag(0, LEARNT, at_least=0, at_most=2**63 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerFlags:
-    """Optimizer."""
+    """Optimizer.
 
-    optimizer: Literal["adamw", "sgd"] = flag(
-        "adamw", "Optimizer (fused); sgd has momentum 0.9.", LEARNT
-    )
-    lr: float = flag(6e-4, "Peak learning rate.", LEARNT, at_least=0)
-    min_lr_ratio: float = flag(
-        0.1,
-        "Learning rate at the cosine's end (the last measured step), as a fraction of the peak.",
-        LEARNT, at_least=0, at_most=1,
-    )  # fmt: skip
-    lr_warmup_steps: int = flag(
-        10, "Steps before the peak learning rate; it rises linearly to it.", LEARNT, at_least=0
-    )
-    weight_decay: float = flag(
-        0.1, "Weight decay of matrices; vectors have none.", LEARNT, at_least=0
-    )
-    beta1: float = flag(0.9, "AdamW's beta 1.", LEARNT, at_least=0, below=1)
-    beta2: float = flag(0.95, "AdamW's beta 2.", LEARNT, at_least=0, below=1)
-    grad_clip: float = flag(1.0, "Largest gradient norm; 0 turns clipping off.", LEARNT, at_least=0)
+    optimizer: Fused optimizer; adamw has betas 0.9 and 0.95, sgd a momentum of 0.9.
+    lr: Peak learning rate.
+    min_lr_ratio: Final learning rate of the cosine schedule, as a fraction of the peak.
+    lr_warmup_steps: Steps of linear warm-up of the learning rate.
+    weight_decay: Weight decay of matrices; vectors have none.
+    grad_clip: Largest gradient norm; 0 turns clipping off.
+    """
+
+    optimizer: Literal["adamw", "sgd"] = flag("adamw", LEARNT)
+    lr: float = flag(6e-4, LEARNT, at_least=0)
+    min_lr_ratio: float = flag(0.1, LEARNT, at_least=0, at_most=1)
+    lr_warmup_steps: int = flag(10, LEARNT, at_least=0)
+    weight_decay: float = flag(0.1, LEARNT, at_least=0)
+    grad_clip: float = flag(1.0, LEARNT, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputFlags:
-    """Output."""
+    """Output.
 
-    output_dir: str = flag("runs", "Where the run's directory is made.", OUTPUT, metavar="DIR")
-    run_name: str | None = flag(
-        None, "Name of the run's directory; by default date, time, model and process id.", OUTPUT,
-        metavar="NAME",
-    )  # fmt: skip
-    export: bool = flag(
-        False, "At the end, write the model as Hugging Face safetensors into the run's directory.",
-        OUTPUT,
-    )  # fmt: skip
-    sample: int = flag(
-        0, "At the end, print so many tokens of text that the model writes.", OUTPUT,
-        scripts=(Script.ONE,), at_least=0,
-    )  # fmt: skip
-    no_tensorboard: bool = flag(False, "Do not write TensorBoard scalars.", OUTPUT)
-    hparams: tuple[str, ...] = flag(
-        (), "Flags that TensorBoard's HPARAMS tab lists; by default those that differ from their own "
-        "default.", OUTPUT,
-    )  # fmt: skip
-    track: tuple[Literal["wandb", "mlflow", "openmetrics", "mllog", "csv"], ...] = flag(
-        (), "Hand on the run at its end: to W&B (offline where nobody is logged in), MLflow, or as "
-        "OpenMetrics, MLPerf's log or one row of a CSV in its directory.", OUTPUT,
-    )  # fmt: skip
+    output_dir: Parent directory of the run's directory.
+    run_name: Name of the run's directory. By default date, time, model and process id.
+    export: At the end, export the model as Hugging Face safetensors.
+    sample: At the end, generate N tokens of text.
+    no_tensorboard: Do not write TensorBoard scalars.
+    track: Export the run at its end to W&B (offline if not logged in), MLflow or an OpenMetrics
+        file.
+    """
+
+    output_dir: str = flag("runs", OUTPUT, metavar="DIR")
+    run_name: str | None = flag(None, OUTPUT, metavar="NAME")
+    export: bool = flag(False, OUTPUT)
+    sample: int = flag(0, OUTPUT, scripts=(Script.ONE,), at_least=0)
+    no_tensorboard: bool = flag(False, OUTPUT)
+    track: tuple[Literal["wandb", "mlflow", "openmetrics"], ...] = flag((), OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveFlags:
-    """Saving and going on."""
+    """Checkpoints and resuming.
 
-    save_every: int = flag(
-        0, "Save the training state every so many steps, and at the end; 0 never.", OUTPUT, at_least=0,
-        metavar="N",
-    )  # fmt: skip
-    save_keep: int = flag(
-        2, "Checkpoints that are kept, the newest ones.", OUTPUT, needs="save_every", at_least=2
-    )
-    save_dir: str | None = flag(
-        None, "Where checkpoints go, below the run's name; by default into the run's directory.", OUTPUT,
-        metavar="DIR",
-    )  # fmt: skip
-    save_timeout: float = flag(
-        600.0, "Seconds after which a save is given up.", OUTPUT, needs="save_every", above=0
-    )
-    no_save_on_signal: bool = flag(
-        False, "End at once on SIGTERM, SIGINT or SIGUSR1, without saving first.", OUTPUT,
-        needs="save_every",
-    )  # fmt: skip
-    no_save_async: bool = flag(
-        False, "Wait for each save to be on disk before the next step.", OUTPUT, needs="save_every"
-    )
-    resume: str | None = flag(
-        None,
-        "Go on from a checkpoint: auto, the newest of --run-name and its restarts; or a run's or "
-        "checkpoint's directory.",
-        OUTPUT, metavar="auto|PATH",
-    )  # fmt: skip
-    resume_anyway: bool = flag(
-        False, "Resume although hyperparameters, batch or data differ.", OUTPUT, needs="resume"
-    )
-    on_nan: Literal["stop", "continue"] = flag(
-        "stop", "If the state is not finite when it would be saved: end the run, or go on unsaved.",
-        OUTPUT, needs="save_every",
-    )  # fmt: skip
+    save_every: Save the training state every N steps, at the end, and on SIGTERM, SIGINT or
+        SIGUSR1; 0 never.
+    save_keep: Number of checkpoints to keep, newest first.
+    save_dir: Parent directory of checkpoints. By default they are in the run's directory.
+    save_timeout: Seconds after which a save is abandoned.
+    resume: Resume from a checkpoint. auto: the newest of --run-name and its restarts. PATH: a
+        run's or a checkpoint's directory.
+    resume_anyway: Resume although hyperparameters, batch or data differ.
+    on_nan: What to do if the state to be saved is not finite: stop the run, or continue without
+        saving.
+    """
+
+    save_every: int = flag(0, OUTPUT, at_least=0)
+    save_keep: int = flag(2, OUTPUT, needs="save_every", at_least=2)
+    save_dir: str | None = flag(None, OUTPUT, metavar="DIR")
+    save_timeout: float = flag(600.0, OUTPUT, needs="save_every", above=0)
+    resume: str | None = flag(None, OUTPUT, metavar="auto|PATH")
+    resume_anyway: bool = flag(False, OUTPUT, needs="resume")
+    on_nan: Literal["stop", "continue"] = flag("stop", OUTPUT, needs="save_every")
 
 
 @dataclasses.dataclass(frozen=True)
 class RankFlags:
-    """Several devices."""
+    """Several devices.
 
-    nproc: int | None = flag(
-        None, "Processes to start when no launcher did; by default one per GPU, two on a CPU.", OUTPUT,
-        scripts=SEVERAL, at_least=1,
-    )  # fmt: skip
-    dist_timeout: float = flag(
-        600.0, "Seconds after which a rank gives up waiting for another; NCCL a quarter later.", OUTPUT,
-        scripts=SEVERAL, above=0,
-    )  # fmt: skip
-    max_restarts: int = flag(
-        0, "How often all ranks start again after one failed, from the last checkpoint.", OUTPUT,
-        scripts=SEVERAL, at_least=0,
-    )  # fmt: skip
+    nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
+    dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
+    max_restarts: How often all ranks are restarted from the last checkpoint after one failed.
+    """
+
+    nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
+    dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
+    max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class DdpFlags:
-    """DDP."""
+    """DDP.
 
-    bucket_cap_mb: float = flag(
-        25.0, "Gradients are reduced in buckets of this size [MiB].", SPEED, scripts=(Script.DDP,),
-        above=0,
-    )  # fmt: skip
-    grad_compression: Literal["off", "bf16"] = flag(
-        "off", "Reduce gradients in bf16, halving the traffic.", SPEED, scripts=(Script.DDP,)
-    )
-    ddp_mode: Literal["bucketed", "flat", "parameter"] = flag(
-        "bucketed", "What an all-reduce takes: a bucket of gradients (DistributedDataParallel), all of "
-        "them at once after backward, or each parameter's.", SPEED, scripts=(Script.DDP,),
-    )  # fmt: skip
-    no_ddp_overlap: bool = flag(
-        False, "Reduce gradients after backward, not beside it.", SPEED, scripts=(Script.DDP,)
-    )
-    zero1: bool = flag(
-        False, "Each rank keeps and updates a share of the optimizer's state (ZeRO stage 1).", SPEED,
-        scripts=(Script.DDP,),
-    )  # fmt: skip
+    bucket_cap_mb: Size of the buckets in which gradients are reduced [MiB].
+    ddp_mode: Gradients that one all-reduce takes: a bucket (DistributedDataParallel), one
+        parameter, or all of them after backward (flat). bucketed-after and parameter-after do not
+        overlap with backward.
+    zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
+    """
+
+    bucket_cap_mb: float = flag(25.0, SPEED, scripts=(Script.DDP,), above=0)
+    ddp_mode: DdpMode = flag("bucketed", SPEED, scripts=(Script.DDP,))
+    zero1: bool = flag(False, SPEED, scripts=(Script.DDP,))
 
 
 @dataclasses.dataclass(frozen=True)
 class FsdpFlags:
-    """FSDP."""
+    """FSDP.
 
-    reshard_after_forward: Literal["always", "never"] = flag(
-        "always", "Free gathered blocks after forward, and gather them again in backward; or keep them.",
-        SPEED, scripts=(Script.FSDP,),
-    )  # fmt: skip
-    reduce_dtype: Literal["fp32", "bf16"] = flag(
-        "fp32", "Format in which gradients are reduced.", SPEED, scripts=SHARDED
-    )
-    prefetch: int = flag(
-        1, "Blocks gathered ahead of the one that runs; 0 leaves it to PyTorch.", SPEED,
-        scripts=(Script.FSDP,), at_least=0,
-    )  # fmt: skip
-    dp_replicate: int = flag(
-        1, "Replicas of the sharded model (HSDP); must divide the number of ranks.", SPEED,
-        scripts=SHARDED, at_least=1,
-    )  # fmt: skip
-    tp: int = flag(
-        1, "Ranks that share the heads and the MLP of every block (tensor and sequence parallelism).",
-        SPEED, scripts=SHARDED, at_least=1, headline=True,
-    )  # fmt: skip
-    cp: int = flag(
-        1, "Ranks that share the tokens of every sample (context parallelism).", SPEED,
-        scripts=SHARDED, at_least=1, headline=True,
-    )  # fmt: skip
-    ep: int = flag(
-        1, "Ranks that share the experts of every layer (expert parallelism).", SPEED,
-        scripts=SHARDED, at_least=1, headline=True,
-    )  # fmt: skip
-    cpu_offload: bool = flag(
-        False, "Keep sharded parameters, gradients and optimizer state in host memory.", SPEED,
-        scripts=(Script.FSDP,),
-    )  # fmt: skip
+    reshard_after_forward: always: free gathered blocks after forward and gather them again in
+        backward. never: keep them.
+    reduce_dtype: Format in which gradients are reduced; bf16 halves the traffic (DDP too).
+    prefetch: Blocks gathered ahead of the running one; 0 leaves it to PyTorch.
+    dp_replicate: Replicas of the sharded model (HSDP); must divide the number of ranks.
+    tp: Ranks that share heads and MLP of every block (tensor and sequence parallelism).
+    cp: Ranks that share the tokens of every sample (context parallelism).
+    ep: Ranks that share the experts of every layer (expert parallelism).
+    cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
+    """
+
+    reshard_after_forward: Reshard = flag("always", SPEED, scripts=(Script.FSDP,))
+    reduce_dtype: Literal["fp32", "bf16"] = flag("fp32", SPEED, scripts=SEVERAL)
+    prefetch: int = flag(1, SPEED, scripts=(Script.FSDP,), at_least=0)
+    dp_replicate: int = flag(1, SPEED, scripts=SHARDED, at_least=1)
+    tp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
+    cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
+    ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
+    cpu_offload: bool = flag(False, SPEED, scripts=(Script.FSDP,))
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineFlags:
-    """Pipeline."""
+    """Pipeline.
 
-    pp: int | None = flag(
-        None, "Groups of neighbouring ranks between which the layers are cut into stages; by default 2.",
-        SPEED, scripts=(Script.PP,), at_least=2,
-    )  # fmt: skip
-    pp_virtual: int = flag(
-        1, "Stages of each rank: 1 runs the schedule 1F1B, more run Interleaved1F1B.", SPEED,
-        scripts=(Script.PP,), at_least=1,
-    )  # fmt: skip
+    pp: Groups of neighbouring ranks, each of which has a part of the layers. train_pp.py uses 2 by
+        default.
+    pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
+    """
+
+    pp: int | None = flag(None, SPEED, scripts=(Script.PP,), at_least=2)
+    pp_virtual: int = flag(1, SPEED, scripts=(Script.PP,), at_least=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class ProfileFlags:
-    """Where the time and the memory go."""
+    """Time and memory profiles.
 
-    profile: bool = flag(
-        False, "Capture some steps with torch.profiler: traces per rank, and a breakdown in result.json.",
-        OUTPUT,
-    )  # fmt: skip
-    profile_start: int | None = flag(
-        None, "First captured step, from 0; by default two extra steps after the measured ones.", OUTPUT,
-        needs="profile", at_least=0,
-    )  # fmt: skip
-    profile_steps: int = flag(
-        3, "Captured steps.", OUTPUT, needs="profile", at_least=1, at_most=10**5
-    )
-    profile_shapes: bool = flag(
-        False,
-        "Record the shapes and dtypes of each operator's inputs as well.",
-        OUTPUT,
-        needs="profile",
-    )
-    profile_stacks: bool = flag(
-        False,
-        "Record Python stacks and module names as well, and write them as stacks (flame graphs).",
-        OUTPUT, needs="profile",
-    )  # fmt: skip
-    nsys_start: int | None = flag(
-        None,
-        "First step, from 0, between cudaProfilerStart and -Stop (nsys profile -c cudaProfilerApi).",
-        OUTPUT, at_least=0,
-    )  # fmt: skip
-    nsys_end: int | None = flag(None, "Step after the last of these.", OUTPUT)
-    nsys_ranks: tuple[int, ...] = flag(
-        (), "Ranks that do so; by default all.", OUTPUT, needs="nsys_end"
-    )
-    profile_attention: bool = flag(
-        False, "In captured steps compute attention in parts, a range each: scores, softmax, values.",
-        OUTPUT,
-    )  # fmt: skip
-    no_observe: bool = flag(
-        False, "Do not trace one more step at the end, which shows the kernels that ran.", OUTPUT
-    )
-    memory_snapshot: bool = flag(
-        False,
-        "Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's memory viewer.",
-        OUTPUT,
-    )  # fmt: skip
+    profile: Capture some steps with torch.profiler: traces per rank, and a breakdown in
+        result.json.
+    profile_start: First captured step, from 0. By default two extra steps after the measured ones.
+    profile_steps: Captured steps.
+    profile_stacks: Also record the inputs of operators, Python stacks and module names, and write
+        the stacks for flame graphs.
+    nsys_start: First step, from 0, between cudaProfilerStart and -Stop (nsys profile -c
+        cudaProfilerApi).
+    nsys_end: End step (exclusive).
+    nsys_ranks: Ranks to profile. By default all.
+    profile_attention: In captured steps, compute attention in parts: scores, softmax, values.
+    no_observe: Do not trace one more step at the end to see which kernels ran.
+    memory_snapshot: Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's
+        memory viewer.
+    """
+
+    profile: bool = flag(False, OUTPUT)
+    profile_start: int | None = flag(None, OUTPUT, needs="profile", at_least=0)
+    profile_steps: int = flag(3, OUTPUT, needs="profile", at_least=1, at_most=10**5)
+    profile_stacks: bool = flag(False, OUTPUT, needs="profile")
+    nsys_start: int | None = flag(None, OUTPUT, at_least=0)
+    nsys_end: int | None = flag(None, OUTPUT)
+    nsys_ranks: tuple[int, ...] = flag((), OUTPUT, needs="nsys_end")
+    profile_attention: bool = flag(False, OUTPUT)
+    no_observe: bool = flag(False, OUTPUT)
+    memory_snapshot: bool = flag(False, OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)
 class PeakFlags:
-    """Peaks and price, for the figures."""
+    """Peak and price, for the figures.
 
-    peak_tflops: float | None = flag(
-        None, "Dense BF16 peak of the device [TFLOP/s], where configs/hardware.json does not know it.",
-        OUTPUT, above=0,
-    )  # fmt: skip
-    peak_fp8_tflops: float | None = flag(None, "Dense FP8 peak, likewise.", OUTPUT, above=0)
-    usd_per_hour: float | None = flag(
-        None, "Price of one device [US$/h], for usd_per_million_tokens.", OUTPUT, above=0
-    )
+    peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
+    usd_per_hour: Price of one device [US$/h], for usd_per_million_tokens.
+    """
+
+    peak_tflops: float | None = flag(None, OUTPUT, above=0)
+    usd_per_hour: float | None = flag(None, OUTPUT, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -516,6 +420,17 @@ class Args(  # dataclasses take fields from the last base first
 def declared(kind: Any) -> dict[str, Flag]:
     """The declarations of a dataclass's flags (or of an object's) by name."""
     return {f.name: f.metadata["flag"] for f in dataclasses.fields(kind)}
+
+
+def help_texts(kind: type) -> dict[str, str]:
+    """The help of a dataclass's flags by name, from the docstrings of the classes that declare them."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        paragraphs = re.findall(
+            r"^(\w+): (.+(?:\n    .+)*)", inspect.getdoc(base) or "", re.MULTILINE
+        )
+        texts |= {name: " ".join(text.split()) for name, text in paragraphs}
+    return texts
 
 
 def defaults(kind: Any) -> dict[str, Any]:
@@ -548,6 +463,40 @@ def changed(args: Any, names: Iterable[str]) -> str | None:
 def flag_of(name: str) -> str:
     """A field as it is written on the command line."""
     return f"--{name.replace('_', '-')}"
+
+
+def to_argv(flags: Mapping[str, Any]) -> list[str]:
+    """Flags as a command line: true is the bare flag, false and null leave it out."""
+    words = []
+    for name, value in flags.items():
+        flag = flag_of(name)
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, list | tuple):
+            words += [flag, *map(str, value)] if value else []
+        elif value is not None and value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+def key_values(
+    flag: str, texts: Iterable[str], known: Mapping[str, Callable[[str], Any]]
+) -> dict[str, Any]:
+    """Values given as KEY=VALUE; UsageError for an unknown key, or what is no number above 0."""
+    values = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or key not in known:
+            raise UsageError(f"{flag} {text}: must be KEY=VALUE with one of {', '.join(known)}")
+        try:
+            values[key] = known[key](value)
+        except ValueError:
+            values[key] = 0
+        if not values[key] or (not isinstance(values[key], str) and not 0 < values[key] < math.inf):
+            raise UsageError(
+                f"{flag} {text}: must be above 0" if value else f"{flag} {text}: is empty"
+            )
+    return values
 
 
 def check_bounds(args: Any) -> None:

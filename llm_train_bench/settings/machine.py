@@ -2,7 +2,10 @@
 
 import importlib.metadata
 import os
+import subprocess
 from pathlib import Path
+
+from llm_train_bench import __version__
 
 
 def detect_platform():
@@ -55,3 +58,15 @@ def installed_version(library):
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
+
+
+def version_text():
+    """Version and commit of this project, as --version prints them."""
+    root = Path(__file__).resolve().parents[2]
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "describe", "--always",
+               "--dirty=, modified", "--abbrev=10", "--exclude=*"]  # fmt: skip
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = os.environ.get("BENCH_GIT_SHA", "unknown")
+    return f"llm-train-bench {__version__} (commit {commit})"

@@ -206,8 +206,9 @@ def make_plan(
                 "cannot tell from what it keeps; use --sac-policy block"
             )
     elif script is Script.DDP:
-        overlap = not args.no_ddp_overlap and args.ddp_mode != "flat"
-        ddp = Ddp(args.bucket_cap_mb, args.grad_compression, args.ddp_mode, overlap, args.zero1)
+        mode, _, after = args.ddp_mode.partition("-")
+        overlap = not after and mode != "flat"
+        ddp = Ddp(args.bucket_cap_mb, args.reduce_dtype, mode, overlap, args.zero1)
     batch = args.part(BatchFlags)
     if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
         batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
@@ -449,7 +450,9 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         raise UsageError(
             f"--use-fp8: {config.path} has {what}, which run in high precision alone; leave it out"
         )
-    fp8 = Fp8Work(*dataclasses.astuple(flags)[1:])  # in the flags' order
+    te = flags.fp8_backend == "te"
+    gathers = (False, flags.fp8_all_gather) if te else (flags.fp8_all_gather, False)
+    fp8 = Fp8Work(flags.fp8_backend, flags.fp8_recipe, flags.fp8_emulate, *gathers)
     layers, kept = (_te_layers if fp8.backend == "te" else _torchao_layers)(fp8, work, platform)
     return dataclasses.replace(fp8, layers=layers, high_precision=kept)
 
@@ -512,12 +515,12 @@ def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
         shards, rows, names = work.fsdp.shards, 32 if kind == "mxfp8" else 1, layer_names(config)
         if shards == 1 and kind == "mxfp8":
             raise UsageError(  # torch's FSDP then copies one tensor per weight; mxfp8 has two
-                "--fp8-primary-weights: --fp8-recipe mxfp8 needs two or more ranks; use current"
+                "--fp8-all-gather: --fp8-recipe mxfp8 needs two or more ranks; use current"
             )
         for layer in layers:
             if shapes[layer][0] % (shards * rows):
                 raise UsageError(
-                    f"--fp8-primary-weights: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
+                    f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
                     f"divide over {shards} ranks in multiples of {rows}; leave it out"
                 )
     high = {"head": "always", "embeddings, attention": "no linear layers"}

@@ -11,7 +11,6 @@ import yaml
 
 from llm_train_bench.errors import UsageError
 from llm_train_bench.model.json_keys import plain_file
-from llm_train_bench.settings.command_line import to_argv
 from llm_train_bench.settings.flags import (
     OUTPUT,
     Args,
@@ -74,37 +73,29 @@ class RunFile:
     ranks: int | None = None
 
 
-def with_file(argv: Sequence[str], script: Script | None) -> tuple[list[str], RunFile | None]:
-    """A command line with `--from FILE` replaced by what the file holds, and that.
+def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], RunFile]:
+    """A command line without its `--from FILE`, and what the file holds.
 
-    FILE is a run's result.json, or YAML or JSON with `config`, flags and, if it likes, the `script`,
-    which must be the given one, if any. Flags on the command line override the file's.
+    FILE is a run's result.json, or YAML or JSON with `config`, flags and optionally the `script`, which
+    must then be the given one, if any.
     """
     words = list(argv)
     places = [i for i, word in enumerate(words) if word == "--from" or word.startswith("--from=")]
-    if not places:
-        return words, None
     i = places[0]
     name = words[i].partition("=")[2] or (words[i + 1] if i + 1 < len(words) else "")
     if len(places) > 1 or not name or name.startswith("--"):
-        raise UsageError(
-            "--from takes one file, once: a result.json, or YAML with config and flags"
-        )
+        raise UsageError("--from takes one file: a result.json, or YAML with config and flags")
     del words[i : i + (1 if "=" in words[i] else 2)]
     file = _run_file(Path(name))
     if script and file.script not in (None, script):
-        raise UsageError(
-            f"--from {name}: is for {file.script}; start that, or leave out its script"
-        )
-    # A config that is named beside it overrides the file's.
-    own = words.pop(0) if words and not words[0].startswith("-") else file.config
-    if own is None:
-        raise UsageError(f"--from {name}: config: missing; name the model's config")
+        raise UsageError(f"--from {name}: is for {file.script}; run that, or leave out its script")
     later = {word.partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
-    given = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
-    if script is None:  # how many ranks, says whoever asks
-        given.pop("nproc", None)
-    return [own, *to_argv(given), *words], file
+    flags = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
+    if script is None:  # the caller decides how many ranks there are
+        flags.pop("nproc", None)
+    return words, dataclasses.replace(
+        file, flags=flags, ranks=file.flags.get("nproc") or file.ranks
+    )
 
 
 def _run_file(path: Path) -> RunFile:
@@ -138,13 +129,11 @@ def _run_file(path: Path) -> RunFile:
         wanted, config = given.pop("script", None), given.pop("config", None)
         if wrong := sorted(given.keys() - declared(Args).keys()):
             near = difflib.get_close_matches(wrong[0], declared(Args), n=1, cutoff=0.6)
-            raise UsageError(
-                f"--from {path}: {wrong[0]}: no such flag" + (f"; {near[0]}?" if near else "")
-            )
-        given = {k: "off" if v is False and k in ("amp", "grad_compression") else v
-                 for k, v in given.items()}  # fmt: skip
+            maybe = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{maybe}")
+        given = {k: "off" if v is False and k == "amp" else v for k, v in given.items()}
     if wanted not in (None, *Script):
-        raise UsageError(f"--from {path}: script: there are {', '.join(Script)}")
+        raise UsageError(f"--from {path}: script: must be {', '.join(Script)}")
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
     return RunFile(given, config, wanted and Script(wanted), ranks)

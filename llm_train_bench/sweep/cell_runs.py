@@ -124,9 +124,8 @@ def outcome(row: CellRow) -> str:
 
 def _command(cell: Cell, key: str, runs: Path) -> list[str]:
     script = str(ROOT / cell.script)
-    shown = ["--hparams", *cell.axes] if cell.axes else []
     where = ["--output-dir", str(runs), "--run-name", key]
-    return [sys.executable, script, *cell.argv(), *where, *shown]
+    return [sys.executable, script, *cell.argv(), *where]
 
 
 def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:

@@ -8,8 +8,8 @@ from llm_train_bench.errors import UsageError
 from llm_train_bench.formulas.hardware import find_hardware
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.config import ConfigError, model_name
-from llm_train_bench.settings.command_line import parse_args, to_argv
-from llm_train_bench.settings.flags import SETTABLE, Args, Script, differing, flag_of
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import SETTABLE, Args, Script, differing, flag_of, to_argv
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
 from llm_train_bench.sweep.experiment import Experiment, Flags, Machine, Value, nearest_flag
 
@@ -210,6 +210,6 @@ def plan_of(args: Args, script: str, world: int | None, platform: Platform) -> P
     """The plan of a cell; where the number of ranks is not known, without what hangs on it."""
     platform = "cpu" if args.device == "cpu" else platform
     if world is None:
-        alone = {"global_bsz": None, "dp_replicate": 1, "fp8_primary_weights": False}
+        alone = {"global_bsz": None, "dp_replicate": 1, "fp8_all_gather": False}
         args = dataclasses.replace(args, **alone)
     return make_plan(args, Script(script), world or 1, platform)

@@ -27,7 +27,7 @@ def options_of(texts: Sequence[str]) -> dict[str, Any]:
         if not (equals and key.isidentifier() and value):
             raise UsageError(f"--slurm {text}: must be KEY=VALUE, for example partition=gpu")
         words = {"true": True, "false": False}
-        found[key] = int(value) if value.isdigit() else words.get(value, value)
+        found[key] = int(value) if value.isdecimal() else words.get(value, value)
     return found
 
 
@@ -35,18 +35,19 @@ def run_as_jobs(
     todo: Sequence[tuple[Cell, int]],
     directory: Path,
     timeout_s: float,
-    cluster: str,
     options: Mapping[str, Any],
 ) -> Iterator[CellRow]:
     """Rows of the runs, in the order in which their jobs end. Interrupted, it cancels what is left.
 
+    The option `cluster=local` runs the jobs as processes of this machine, all at once.
     Jobs of a sweep that was killed are waited for, not submitted again.
     """
     try:
         import submitit
     except ImportError:
-        raise UsageError("--launcher needs submitit: pip install -e '.[slurm]'") from None
-    folder = directory / "jobs"
+        raise UsageError("--slurm needs submitit: pip install -e '.[slurm]'") from None
+    options = dict(options)
+    cluster, folder = options.pop("cluster", "slurm"), directory / "jobs"
     known = folder / "submitted.json"
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -56,7 +57,7 @@ def run_as_jobs(
         own = {key if key in GENERAL else f"slurm_{key}": value for key, value in options.items()}
         executor.update_parameters(**general | own)
     except (NameError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"--launcher {cluster}: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(f"--slurm: {' '.join(str(error).split())[:300]}") from None
     ids: dict[str, str] = {}
     if cluster == "slurm":
         with contextlib.suppress(OSError, ValueError):

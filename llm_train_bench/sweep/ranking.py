@@ -12,8 +12,11 @@ from llm_train_bench.results.metrics import CSV_COLUMNS
 from llm_train_bench.sweep.cell_runs import CellRow
 from llm_train_bench.tables import csv_cell, markdown_table, memory_text, number
 
+# Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
+GCO2_PER_KWH = 445.0
 
-def write_csv(rows: list[CellRow], path: Path, gco2_per_kwh: float) -> None:
+
+def write_csv(rows: list[CellRow], path: Path) -> None:
     """All rows, without the lists; a column for each axis.
 
     `kwh` is the energy of the window, `gco2` that times the grid's grams of CO2 per kWh.
@@ -21,10 +24,9 @@ def write_csv(rows: list[CellRow], path: Path, gco2_per_kwh: float) -> None:
     rows = [{"key": row["key"]} | row["axes"] | row for row in rows]
     for row in rows:
         if joules := row.get("energy_j"):
-            row |= {"kwh": joules / 3.6e6, "gco2": joules / 3.6e6 * gco2_per_kwh}
-            row["grid_gco2_per_kwh"] = gco2_per_kwh
+            row |= {"kwh": joules / 3.6e6, "gco2": joules / 3.6e6 * GCO2_PER_KWH}
     names = dict.fromkeys(name for row in rows for name in row)
-    last = (*CSV_COLUMNS, "kwh", "gco2", "grid_gco2_per_kwh", "error", "result", "command")
+    last = (*CSV_COLUMNS, "kwh", "gco2", "error", "result", "command")
     names = [n for n in names if n not in (*last, "step_times_s", "axes")]
     names += [n for n in last if any(n in row for row in rows)]
     with path.open("w", newline="", encoding="utf-8") as f:

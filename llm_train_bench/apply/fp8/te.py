@@ -187,5 +187,5 @@ def check_primary_weights(te: types.ModuleType) -> None:
     """UsageError where the installed version has no FP8 weights that FSDP2 can shard."""
     if not (hasattr(te, "quantized_model_init") and hasattr(te, "QuantizedTensor")):
         raise UsageError(
-            f"--fp8-primary-weights: Transformer Engine {version()} has none that FSDP2 shards; update it"
+            f"--fp8-all-gather: Transformer Engine {version()} has none that FSDP2 shards; update it"
         )

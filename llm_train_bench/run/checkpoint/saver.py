@@ -160,12 +160,11 @@ class Saver:
             elif not self.asked:
                 self.asked, self.number = STOP, number
 
-        if not self.flags.no_save_on_signal:
-            for number in WISHES:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    before[number] = signal.signal(number, wish)
-            if self.run.hang:
-                self.run.hang.spare_first(self.flags.save_timeout + STOPPING_S)
+        for number in WISHES:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, wish)
+        if self.run.hang:
+            self.run.hang.spare_first(self.flags.save_timeout + STOPPING_S)
         try:
             yield
         except (Interrupted, KeyboardInterrupt) as error:
@@ -246,8 +245,6 @@ class Saver:
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
         save.thread.start()
         self.saving = save
-        if self.flags.no_save_async:
-            self.finish()
         schedule, m = self.run.plan.schedule, self.run.result.metrics
         self.stalls.append(time.perf_counter() - start)
         m.checkpoint_stall_s = sum(self.stalls) / len(self.stalls)

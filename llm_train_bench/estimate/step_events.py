@@ -8,7 +8,6 @@ formulas' (speed_model.py, collectives.py); what waits for what is simulated.
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,22 +70,11 @@ class _Costs:
     optimizer: float
 
 
-def simulate_step(
-    work: Work, gpu: Hardware, per_node: int = 8, spread: float | None = None
-) -> tuple[list[Event], float]:
-    """The events of a step, and its seconds.
-
-    `spread` is the relative standard deviation of the ranks' speed. All wait for the slowest, whose
-    expected lag is that of the largest of as many normal deviates (Blom 1958). None: the formula's 1 %
-    for each doubling of the nodes.
-    """
+def simulate_step(work: Work, gpu: Hardware, per_node: int = 8) -> tuple[list[Event], float]:
+    """The events of a step, and its seconds."""
     pp = work.fsdp.pp if work.fsdp else 1
     c = dataclasses.replace(constants(), **gpu.fitted)
-    lag = 1.0
-    if spread is not None and work.world > 1:
-        n = work.world
-        lag += spread * statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
-    costs = _costs(work, gpu, per_node, lag)
+    costs = _costs(work, gpu, per_node)
     clock = _Clock(gpu.platform == "cpu")
     if pp > 1:
         end = _pipeline(work, costs, clock, send_time(work, gpu, per_node, c))
@@ -94,14 +82,12 @@ def simulate_step(
         end = _sharded(work, costs[0], clock)
     else:
         end = _replicated(work, costs[0], clock, gpu, per_node)
-    slowest = 1.0
-    if spread is None:
-        slowest += c.slowest_node * math.log2(max(1.0, work.world / per_node))
+    slowest = 1.0 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
     times = [(e, slowest * e.start_s, slowest * e.end_s) for e in clock.events]
     return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], end * slowest
 
 
-def _costs(work: Work, gpu: Hardware, per_node: int, lag: float) -> list[_Costs]:
+def _costs(work: Work, gpu: Hardware, per_node: int) -> list[_Costs]:
     """What each group's events take. Casts and copies counted in all lie on the blocks."""
     c = dataclasses.replace(constants(), **gpu.fitted)
     alone, micro = estimate_speed(work, gpu, per_node), work.batch.grad_acc_steps
@@ -119,7 +105,7 @@ def _costs(work: Work, gpu: Hardware, per_node: int, lag: float) -> list[_Costs]
     for group, passes, blocks, head in groups:
         moves = token_time(work, gpu, per_node, c, group)
         whole = max(computed / micro, alone.host_s / micro - moves)
-        stretch = lag * max(1.0, whole / counted)
+        stretch = max(1.0, whole / counted)
         each = stretch + (moves / blocks if blocks else 0.0)
         forward, backward = ({i: t[k] * each for i, t in passes.items()} for k in (0, 1))
         units = unit_times(work, gpu, per_node, c, group) if work.fsdp else {}

@@ -14,8 +14,7 @@ from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.settings.command_line import to_argv
-from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.flags import Script, to_argv
 
 # Part of the memory that a plan leaves free: the formula's own error, and imbalance.
 FREE = 0.1
@@ -91,13 +90,19 @@ def layouts(
 
 
 def search(
-    config: ModelConfig, gpu: Hardware, gpus: int, per_node: int, memory_gib: float, global_bsz: int,
-    seq_len: int, make: Make, fp8: bool) -> Found:  # fmt: skip
+    config: ModelConfig,
+    gpu: Hardware,
+    gpus: int,
+    per_node: int,
+    global_bsz: int,
+    seq_len: int,
+    make: Make,
+) -> Found:
     """All layouts, with the least recomputation and the largest micro batches that fit each.
 
     `make(flags, script, gpus)` makes a step of flags, or raises UsageError.
     """
-    limit, found, tried = (1 - FREE) * memory_gib * 2**30, [], 0
+    limit, found, tried = (1 - FREE) * gpu.memory_gib * 2**30, [], 0
     lost: collections.Counter[str] = collections.Counter()
     for script, shared in layouts(config, gpus, per_node, seq_len):
         flags = {**shared, "global_bsz": global_bsz}
@@ -110,7 +115,7 @@ def search(
             lost["does not fit with 1/1 recomputed"] += 1
             continue
         plain = script is not Script.PP and not {"tp", "cp", "ep"} & set(shared)
-        formats = ({}, {"use_fp8": True}) if fp8 and plain else ({},)
+        formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops and plain else ({},)
         for freq, number_format in itertools.product(RECOMPUTED, formats):
             own = {**flags, **number_format} | ({"sac_freq": freq} if freq else {})
             size = _largest(own, script, gpus, limit, make)

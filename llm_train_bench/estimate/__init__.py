@@ -1,0 +1,1 @@
+"""What only estimate.py uses: estimates, plans, simulated steps, traced memory."""

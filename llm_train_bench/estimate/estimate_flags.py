@@ -1,0 +1,104 @@
+"""The flags of estimate.py, and the device and the trainer that they describe. Needs no torch."""
+
+import dataclasses
+from typing import Literal
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.formulas.hardware import Hardware, find_cpu, find_hardware, limited
+from llm_train_bench.formulas.work import Theirs, Work
+from llm_train_bench.settings.flags import Args, flag, key_values
+from llm_train_bench.settings.machine import cpu_name
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateFlags:
+    """The hardware, and what to print.
+
+    gpu: GPU as in configs/hardware.json, or the start of its name: h100, b200, mi300x, ... cpu is this
+        machine, once benchmarks/gemm.py has measured it.
+    gpus: Number of GPUs.
+    per_node: GPUs of one machine, or of one NVLink domain (GB200: 72).
+    parallel: Script for more than one GPU: train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).
+    tokens: Tokens of the whole training, for its days, energy and cost.
+    limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
+    trainer: How another trainer differs: weights=bf16 (no fp32 copies), moments=bf16 or 8bit,
+        logits=whole (no chunked loss), zero=2 (with --parallel ddp), sac=every-other-matmul
+        (torchtitan's op policy).
+    trace: Also count memory by tracing our model under fake tensors (takes seconds).
+    fit: Run some steps here, and compare the memory they take with the formula.
+    calibrate: Correct the estimate by the measurements in a run's result.json.
+    timeline: Simulate the events of the step, and write them as a Chrome trace (open it in Perfetto).
+    plan: Find the fastest layout, recomputation, micro batch and FP8 setting. Takes several GPUs, as in
+        --gpu h100,mi300x.
+    days: With --plan and --tokens: find the number of GPUs that finish in this many days.
+    json: Print JSON instead of tables.
+    """
+
+    gpu: str | None = flag(None, metavar="NAME")
+    gpus: int = flag(1, at_least=1, at_most=2**20)
+    per_node: int = flag(8, at_least=1, at_most=2**20)
+    parallel: Literal["fsdp", "ddp", "pp"] = flag("fsdp")
+    tokens: float | None = flag(None, above=0, at_most=1e16)
+    limit: tuple[str, ...] = flag((), metavar="KEY=VALUE")
+    trainer: tuple[str, ...] = flag((), metavar="KEY=VALUE")
+    trace: bool = flag(False)
+    fit: bool = flag(False)
+    calibrate: str | None = flag(None, metavar="RESULT")
+    timeline: str | None = flag(None, metavar="FILE")
+    plan: bool = flag(False)
+    days: float | None = flag(None, above=0, needs="plan")
+    json: bool = flag(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateArgs(EstimateFlags, Args):
+    """Estimate memory, speed, energy and cost of a training run."""
+
+
+LIMITS = ("power", "clock", "memory", "nic")
+# Keys of --trainer, their values, and what each means for a step.
+TRAINERS: dict[str, dict[str, tuple[str, object]]] = {
+    "weights": {"bf16": ("weight_bytes", 2), "fp32": ("weight_bytes", 4)},
+    "moments": {
+        "fp32": ("moment_bytes", 4),
+        "bf16": ("moment_bytes", 2),
+        "8bit": ("moment_bytes", 1),
+    },
+    "logits": {"whole": ("whole_logits", True)},
+    "zero": {"2": ("zero2", True)},
+    "sac": {"every-other-matmul": ("", None)},
+}
+
+
+def device_of(name: str, wanted: EstimateFlags) -> Hardware:
+    """The device of that name under the limits that the flags give; UsageError for an unknown one."""
+    try:
+        cpu = name.lower() == "cpu"
+        gpu = find_cpu(cpu_name(), wanted.gpus) if cpu else find_hardware(name)
+    except UsageError as error:
+        raise UsageError(f"--gpu {error}") from None
+    limits = dict.fromkeys(LIMITS) | key_values(
+        "--limit", wanted.limit, dict.fromkeys(LIMITS, float)
+    )
+    gpu = limited(gpu, limits["power"], limits["clock"], limits["nic"])
+    return dataclasses.replace(gpu, memory_gib=limits["memory"] or gpu.memory_gib)
+
+
+def as_trained_by(work: Work, wanted: EstimateFlags) -> Work:
+    """The step as another trainer does it; UsageError for a difference that is not known."""
+    fields = {}
+    for key, value in key_values("--trainer", wanted.trainer, dict.fromkeys(TRAINERS, str)).items():
+        if value not in TRAINERS[key]:
+            raise UsageError(f"--trainer {key}={value}: must be {' or '.join(TRAINERS[key])}")
+        if key == "zero" and wanted.parallel != "ddp":
+            raise UsageError("--trainer zero=2 needs --parallel ddp; train_fsdp.py is ZeRO-3")
+        if key == "sac":
+            if not work.recompute.blocks:
+                raise UsageError("--trainer sac=every-other-matmul needs --sac-freq")
+            work = dataclasses.replace(
+                work, recompute=dataclasses.replace(work.recompute, policy=value)
+            )
+        else:
+            name, meaning = TRAINERS[key][value]
+            fields[name] = meaning
+    return dataclasses.replace(work, theirs=Theirs(**fields))

@@ -1,0 +1,51 @@
+"""--fit: a short run here against the memory formula. Needs no torch."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.estimate.estimate_flags import EstimateFlags
+from llm_train_bench.estimate.predict import GIB
+from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.settings.flags import declared, flag_of
+from llm_train_bench.tables import markdown_table
+
+
+def fit_memory(work: Work, argv: list[str]) -> int:
+    """Run the same flags here for a moment, and print measured against estimated memory by kind."""
+    from llm_train_bench.results.result_files import read_result
+
+    if work.world != 1:
+        raise UsageError("--fit runs train.py on one device; leave out --gpus")
+    own = {flag_of(name) for name in declared(EstimateFlags)}
+    given = {word.partition("=")[0].replace("_", "-") for word in argv} - {"--fit"}
+    if wrong := sorted(own & given):
+        raise UsageError(f"{wrong[0]} has no meaning with --fit, which measures on this machine")
+    flags = [a for a in argv if a != "--fit"]
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, str(Path(__file__).parents[2] / "train.py"), *flags]
+        command += [*"--n-steps 1 --warmup-steps 2 --memory-snapshot --output-dir".split(), out]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            print((done.stderr.strip() or "train.py ended without a word").splitlines()[-1],
+                  file=sys.stderr)  # fmt: skip
+            return done.returncode
+        (path,) = Path(out).glob("*/result.json")
+        result = read_result(path)
+    seen, batch = result.memory, result.batch
+    e = estimate_memory(work, fused_norm=result.device.type == "cuda")
+    table = markdown_table("memory", "measured", "estimate", "error")
+    # The gradients of the head are made with the loss and kept like activations.
+    for name in ("parameters", "gradients", "optimizer", "peak"):
+        measured, estimated = getattr(seen, f"{name}_gib"), getattr(e, name) / GIB
+        error = f"{estimated / measured - 1:+.1%}" if measured else ""
+        table.add_row(name, f"{measured:.3f} GiB", f"{estimated:.3f} GiB", error)
+    size = f"micro batch {batch.micro_batch} x {batch.seq_len}"
+    print(f"{result.model.name} on {result.device.name}: {size}")
+    Console(width=120, highlight=False, markup=False).print(table)
+    return 0

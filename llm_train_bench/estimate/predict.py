@@ -1,0 +1,257 @@
+"""The estimate of one setting on one kind of GPU. Needs no torch."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.estimate.estimate_flags import EstimateFlags
+from llm_train_bench.estimate.step_events import simulate_step, write_trace
+from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.formulas.hardware import Hardware, accuracy_of, scaled, threads_of
+from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
+from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.formulas.work import Work
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script, to_argv
+from llm_train_bench.settings.plan import Plan, make_plan
+from llm_train_bench.tables import markdown_table, number
+
+GIB = 2**30
+# Power of a busy GPU against its limit.
+BUSY = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """All that is printed; times in seconds, memory in bytes, rates per GPU."""
+
+    gpu: str
+    gpus: int
+    script: str
+    parameters: int
+    flops_per_token: float
+    global_batch: int
+    memory: MemoryEstimate
+    memory_outside: float
+    """Context, buffers and gaps; negative only if a calibration says so."""
+    memory_limit: float
+    fits: bool
+    largest_bsz: int
+    step_s: float
+    parts_s: dict[str, float]
+    tokens_per_sec: float
+    tokens_per_sec_per_gpu: float
+    mfu: float
+    tokens_per_joule: float | None
+    usd_per_million_tokens: float | None
+    days: float | None
+    usd: float | None
+    kwh: float | None
+    traced_peak: float | None = None
+    simulated_s: float | None = None
+    """The step by its events (--timeline)."""
+    accuracy: dict[str, float] | None = None
+    """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
+
+
+def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
+    """Everything about one setting on one kind of GPU."""
+    work, batch, world = plan.work, plan.work.batch, plan.work.world
+    if work.fp8 and gpu.fp8_tflops is None:
+        raise UsageError(f"--use-fp8: {gpu.name} has no FP8")
+    if work.fp8 and work.fp8.recipe == "mxfp8" and not gpu.mxfp8:
+        raise UsageError(f"--fp8-recipe mxfp8: {gpu.name} has none; use another recipe")
+
+    def whole(bsz: int) -> float:
+        return estimate_memory(work.with_micro_batch(bsz)).on_device(world)
+
+    found, needed = estimate_memory(work), whole(batch.micro_batch)
+    limit = gpu.memory_gib * GIB
+    s = estimate_speed(work, gpu, wanted.per_node)
+    per_second = batch.tokens_per_step / s.step_s
+    flops = flops_per_token(work.config, batch.seq_len, False, work.pass_type)
+    price = plan.peaks.usd_per_hour or gpu.usd_per_hour
+    watts = BUSY * gpu.tdp_w * world
+    seconds = wanted.tokens / per_second if wanted.tokens else None
+    traced = None
+    if wanted.trace:
+        from llm_train_bench.parallel.memory_trace import traced_memory
+
+        traced = traced_memory(work, plan.optimizer)
+    peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
+    return Estimate(
+        gpu=gpu.name, gpus=world, script=plan.script, parameters=count_parameters(work.config),
+        flops_per_token=flops, global_batch=batch.global_batch,
+        memory=found, memory_outside=needed - found.peak, memory_limit=limit, fits=needed <= limit,
+        largest_bsz=largest_batch(whole, limit), traced_peak=traced,
+        step_s=s.step_s, parts_s=s.parts,
+        tokens_per_sec=per_second, tokens_per_sec_per_gpu=per_second / world,
+        mfu=per_second / world * flops / peak, tokens_per_joule=per_second / watts if watts else None,
+        usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
+        days=seconds and seconds / 86400, usd=seconds and price and price * world * seconds / 3600,
+        kwh=seconds and watts and watts * seconds / 3.6e6,
+        accuracy=accuracy_of(gpu.name, work.fsdp is not None and work.fsdp.divided))  # fmt: skip
+
+
+def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
+    """--timeline: simulate the step and write its trace; returns its seconds."""
+    events, seconds = simulate_step(work, gpu, wanted.per_node)
+    groups = work.fsdp.pp if work.fsdp else 1
+    each = work.world // groups
+    names = {g: f"{each} ranks, stages {g}, {g + groups}, ..." for g in range(groups)}
+    if groups == 1:
+        names = {0: f"{each} ranks, all alike"}
+    try:
+        write_trace(events, Path(wanted.timeline), names)
+    except OSError as error:
+        raise UsageError(f"--timeline {wanted.timeline}: {error.strerror}") from None
+    return seconds
+
+
+def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardware, str]:
+    """The device as one measured run found it, and a line on that; UsageError if it was another's.
+
+    All rates of the device are multiplied by the one factor that makes the run's own estimate right.
+    """
+    from llm_train_bench.results.result_files import (
+        read_result,  # needs pydantic, which takes a while
+    )
+
+    if path.is_dir():
+        path = path / "result.json"
+    try:
+        result = read_result(path)
+    except OSError as error:
+        raise UsageError(f"--calibrate {path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UsageError(f"--calibrate {path}: is no result.json of a run") from None
+    # One slow step says nothing of the device: the median, as in benchmarks/calibration.py.
+    measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)
+    if not measured:
+        raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")
+    # Of a peak the list itself may be wrong.
+    if wrong := [mark for mark in result.unfit if mark != "faster than its peak"]:
+        raise UsageError(f"--calibrate {path}: is unfit for comparison: {'; '.join(wrong)}")
+    threads = result.environment.get("torch_threads")
+    if gpu.platform == "cpu" and gpu.name != threads_of(result.device.hardware, threads):
+        raise UsageError(
+            f"--calibrate {path}: was measured on {result.device.hardware} with {threads} threads, and "
+            f"--gpu is {gpu.name}"
+        )
+    hardware = result.device.hardware
+    if hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(f"{hardware}, "):
+        raise UsageError(f"--calibrate {path}: was measured on {hardware}, and --gpu is {gpu.name}")
+    given = parse_args(["--from", str(path)], script)
+    work = make_plan(given, script, result.device.count, gpu.platform).work
+    factor = speed_factor(work, gpu, wanted.per_node, measured)
+    told = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
+    return scaled(gpu, factor, factor), told
+
+
+def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> float:
+    """The factor on all rates of a device by which a step takes the `measured` seconds."""
+
+    def estimated(factor: float) -> float:
+        return estimate_speed(work, scaled(gpu, factor, factor), per_node).step_s
+
+    low, high = 1e-4, 1e4
+    for _ in range(60):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if estimated(middle) > measured else (low, middle)
+    return low
+
+
+def nearest_changes(
+    planned: Callable[[dict[str, Any], int], Plan],
+    work: Work,
+    limit: float,
+    gpu: Hardware,
+    per_node: int,
+) -> list[str]:
+    """The three of some near changes that fit and are fastest, each with its memory and speed.
+
+    `planned(flags, gpus)` makes a plan with other flags; `limit` is in bytes.
+    """
+    gpus, found, seen = work.world, [], {work}
+    sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
+    tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]
+    if not work.recompute.blocks:
+        tries += [({"sac_freq": freq}, gpus) for freq in ("1/4", "1/2", "1/1")]
+    tries += [({"bsz": 1, "sac_freq": "1/1"}, gpus)]
+    if work.fsdp:
+        tries += [({}, gpus * more) for more in (2, 4, 8)]
+        tries += [({"tp": 2 * work.fsdp.tp}, gpus), ({"cp": 2 * work.fsdp.cp}, gpus)]
+    for flags, n in tries:
+        with contextlib.suppress(UsageError):
+            other = planned(flags, n)
+            if other.work in seen or (need := other.needs(other.work)) > limit:
+                continue
+            seen.add(other.work)
+            step_s = estimate_speed(other.work, gpu, per_node).step_s
+            rate = other.work.batch.tokens_per_step / step_s / n
+            words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
+            found.append((rate, f"{words}: {need / GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU"))
+    texts = [text for _, text in sorted(found, reverse=True)[:3]]
+    return texts or ["none of the changes tried; use more GPUs, or larger ones"]
+
+
+def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
+    """The estimate as a table."""
+    m = e.memory
+    table = markdown_table("estimate", "value")
+    row = table.add_row
+    row("parameters", f"{e.parameters / 1e9:,.3f} G")
+    row("FLOPs per token (palm)", f"{e.flops_per_token / 1e9:,.2f} G")
+    row("on", f"{e.gpus} x {e.gpu}, {e.script}, {e.global_batch} samples a step")
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        row(f"memory: {name}", _gib(getattr(m, name)))
+    row("memory: logits and gradients of the head", _gib(m.logits))
+    row("memory: gathered weights", _gib(m.gathered))
+    row("memory: peak of tensors (not all at once)", _gib(m.peak))
+    if traced := e.traced_peak:
+        row("memory: the same by tracing", f"{_gib(traced)} ({m.peak / traced - 1:+.1%})")
+    row("memory: context, buffers, gaps (assumed)", _gib(e.memory_outside))
+    verdict = "fits" if e.fits else "DOES NOT FIT"
+    row(f"memory: all, of {_gib(e.memory_limit)}", f"{_gib(m.peak + e.memory_outside)}: {verdict}")
+    row("largest --bsz that fits", f"{e.largest_bsz:,}")
+    row("step", f"{e.step_s:.4g} s")
+    if simulated := e.simulated_s:
+        row("step, simulated", f"{simulated:.4g} s ({simulated / e.step_s - 1:+.1%})")
+    for name, seconds in e.parts_s.items():
+        if seconds > 1e-6 * e.step_s:
+            row(f"  {name}", f"{seconds:.4g} s")
+    if work.fsdp and work.fsdp.cpu_offload:
+        row("  --cpu-offload", "its transfers are not counted")
+        row("memory of the host, for each", _gib(e.memory.host))
+    row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
+    by_run = "calibrated by one run; not validated"
+    row("how far that may be off", by_run if wanted.calibrate else accuracy_text(e))
+    row("MFU (palm)", f"{e.mfu:.1%}")
+    row(f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f"))
+    if e.usd_per_million_tokens is not None:
+        row("US$ per million tokens", f"{e.usd_per_million_tokens:.4f}")
+    if e.days is not None:
+        row(f"for {wanted.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh")
+        if e.usd is not None:
+            row(f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}")
+    Console(width=140, highlight=False, markup=False).print(table)
+
+
+def accuracy_text(e: Estimate) -> str:
+    """The range of tokens/s in words."""
+    if e.accuracy is None:
+        return "unvalidated: no published row of such a device and layout"
+    n, part = e.accuracy["rows"], e.accuracy["covers_80"]
+    few = ", too few to say much" if n < 5 else ""
+    return f"± {part:.0%}: 80 % of {n} published rows not used in fitting{few}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.2f} GiB"

@@ -1,0 +1,248 @@
+"""Flags that do not work together: one table, for the refusals, docs/COMBINATIONS.md and the tests.
+
+What depends on the model's sizes or the number of ranks is refused in settings/plan.py. Needs no torch.
+"""
+
+import collections
+import dataclasses
+import re
+from pathlib import Path
+from typing import TypeVar
+
+from llm_train_bench.errors import UsageError
+from llm_train_bench.settings.flags import (
+    GRAPH_MODES,
+    SHARDED,
+    Args,
+    Fp8Flags,
+    Script,
+    changed,
+    check_bounds,
+    declared,
+    flag_of,
+    parse_sac_freq,
+)
+
+Checked = TypeVar("Checked", bound=Args)
+
+FP8_RECIPES = {
+    "te": ("current", "delayed", "blockwise", "mxfp8"),
+    "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+}
+
+
+def _divided(a: Args) -> bool:
+    return a.tp * a.cp * a.ep > 1
+
+
+def _te_gathers(a: Args) -> bool:
+    """Whether Transformer Engine keeps the weights in FP8."""
+    return a.fp8_all_gather and a.fp8_backend == "te"
+
+
+# fmt: off
+# Precision, compilation, checkpointing and layouts: the message, and when it applies to (args, script).
+TOGGLES = (
+    ("--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16",
+     lambda a, s: a.use_fp8 and a.amp != "bf16"),
+    ("--fp8-backend te with --pt-compile: torch.compile cannot trace Transformer Engine's modules; use "
+     "--fp8-backend torchao, or leave out --pt-compile",
+     lambda a, s: a.use_fp8 and a.fp8_backend == "te" and a.pt_compile),
+    ("--fp8-backend te with --sac-policy op: the policy cannot see Transformer Engine's matmuls; use "
+     "--sac-policy block, or --fp8-backend torchao",
+     lambda a, s: a.use_fp8 and a.fp8_backend == "te" and a.sac_freq and a.sac_policy == "op"),
+    ("--compile-mode reduce-overhead or max-autotune with sharded parameters: CUDA graphs need fixed "
+     "addresses, and FSDP gathers parameters anew; use --compile-mode default, or "
+     "max-autotune-no-cudagraphs",
+     lambda a, s: s in SHARDED and a.pt_compile and a.compile_mode in GRAPH_MODES),
+    ("--tp, --cp or --ep with train.py or train_ddp.py: these layouts need a sharded model; use "
+     "train_fsdp.py or train_pp.py",
+     lambda a, s: s not in SHARDED and _divided(a)),
+    ("--tp, --cp or --ep with --amp fp16: each rank would scale its part of the loss by itself; use "
+     "--amp bf16",
+     lambda a, s: _divided(a) and a.amp == "fp16"),
+    ("train_pp.py with --amp fp16: the first stages do not know the loss scale of the last; use bf16",
+     lambda a, s: s is Script.PP and a.amp == "fp16"),
+    ("train_pp.py with --use-fp8: FP8 in pipeline stages is not tested yet; use train_fsdp.py",
+     lambda a, s: s is Script.PP and a.use_fp8),
+    ("--tp, --cp or --ep with --use-fp8: only whole layers are converted to FP8; use --amp bf16, or data "
+     "parallelism alone",
+     lambda a, s: _divided(a) and a.use_fp8),
+    ("--ep with --sac-policy op: the policy cannot tell gathered experts from what it keeps; use "
+     "--sac-policy block",
+     lambda a, s: a.ep > 1 and a.sac_freq and a.sac_policy == "op"),
+)
+# All other flags that contradict each other.
+CONTRADICTIONS = (
+    ("--sac-freq needs a backward; use --pass-type forward-backward or step",
+     lambda a, s: a.sac_freq and a.pass_type == "forward"),
+    ("--sac-policy op needs --sac-freq, for example 1/1",
+     lambda a, s: a.sac_policy == "op" and not a.sac_freq),
+    ("--global-bsz sets --grad-acc-steps; give one of the two",
+     lambda a, s: a.global_bsz is not None and a.grad_acc_steps != 1),
+    ("--compile-mode with CUDA graphs: they are recorded in the first three steps; use --warmup-steps 3 "
+     "or more",
+     lambda a, s: a.compile_mode in GRAPH_MODES and a.warmup_steps < 3),
+    ("--compile-mode needs --pt-compile",
+     lambda a, s: a.compile_mode != "default" and not a.pt_compile),
+    ("--run-name must be a plain directory name",
+     lambda a, s: a.run_name is not None
+     and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name))),
+    ("--cpu-offload with --tp, --cp or --ep: gradients are completed on the device; leave one out",
+     lambda a, s: a.cpu_offload and _divided(a)),
+    ("--save-every and --resume need --pass-type step: nothing else changes the weights",
+     lambda a, s: (a.save_every or a.resume) and a.pass_type != "step"),
+    ("--save-every and --resume do not work with --fp8-recipe delayed, nor with --fp8-all-gather of "
+     "--fp8-backend te: that state is Transformer Engine's; leave one out",
+     lambda a, s: (a.save_every or a.resume) and a.use_fp8
+     and (a.fp8_recipe == "delayed" or _te_gathers(a))),
+    ("--resume auto needs --run-name, by which it finds earlier attempts",
+     lambda a, s: a.resume == "auto" and a.run_name is None),
+    ("--save-dir must differ from --output-dir, where runs go",
+     lambda a, s: a.save_dir and Path(a.save_dir).resolve() == Path(a.output_dir).resolve()),
+    ("--save-dir needs --save-every or --resume",
+     lambda a, s: a.save_dir and not (a.save_every or a.resume)),
+    ("--memory-snapshot records the warm-up; use --warmup-steps 2 or more",
+     lambda a, s: a.memory_snapshot and a.warmup_steps < 2),
+    ("--nsys-start and --nsys-end: give both, the first step and the end step",
+     lambda a, s: (a.nsys_start is None) != (a.nsys_end is None)),
+    ("--nsys-end must be above --nsys-start",
+     lambda a, s: None not in (a.nsys_start, a.nsys_end) and a.nsys_end <= a.nsys_start),
+    ("--nsys-start with --profile: two profilers disturb each other; leave out --profile",
+     lambda a, s: a.nsys_start is not None and a.profile),
+    ("--nsys-ranks: ranks are numbered from 0",
+     lambda a, s: a.nsys_ranks and min(a.nsys_ranks) < 0),
+    ("--ddp-mode other than bucketed does not work with CUDA graphs; use --compile-mode default",
+     lambda a, s: a.ddp_mode != "bucketed" and a.compile_mode in GRAPH_MODES),
+    ("--ddp-mode other than bucketed does not work with --reduce-dtype bf16, a hook of "
+     "DistributedDataParallel; leave one out",
+     lambda a, s: s is Script.DDP and a.ddp_mode != "bucketed" and a.reduce_dtype != "fp32"),
+    ("--reduce-dtype bf16 needs --pass-type step",
+     lambda a, s: s is Script.DDP and a.reduce_dtype != "fp32" and a.pass_type != "step"),
+    ("--bucket-cap-mb: --ddp-mode flat and parameter have no buckets; leave one out",
+     lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
+    ("--zero1 needs --pass-type step: nothing else has an optimizer",
+     lambda a, s: a.zero1 and a.pass_type != "step"),
+    ("--zero1 needs --amp bf16 or off, without --use-fp8; or use train_fsdp.py",
+     lambda a, s: a.zero1 and (a.amp == "fp16" or a.use_fp8)),
+    ("--profile-attention needs --profile or --nsys-start: it is for captured steps",
+     lambda a, s: a.profile_attention and not a.profile and a.nsys_start is None),
+    ("--profile-attention: a compiled block has no such parts; leave out --pt-compile",
+     lambda a, s: a.profile_attention and a.pt_compile),
+    ("--amp fp16 with --optimizer sgd: PyTorch has no fused SGD for sharded parameters; use adamw",
+     lambda a, s: s is Script.FSDP and a.amp == "fp16" and a.optimizer == "sgd"),
+    ("--amp fp16 with --cpu-offload: the loss scale is on the GPU, the gradients are not; use --amp bf16",
+     lambda a, s: a.amp == "fp16" and a.cpu_offload),
+    ("--fp8-emulate: Transformer Engine cannot emulate; use --fp8-backend torchao",
+     lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
+    ("--fp8-all-gather of torchao needs --fp8-recipe tensorwise",
+     lambda a, s: a.fp8_all_gather and a.fp8_backend == "torchao" and a.fp8_recipe != "tensorwise"),
+    ("--fp8-all-gather does not work with --cpu-offload; leave one out",
+     lambda a, s: a.fp8_all_gather and a.cpu_offload),
+    ("--fp8-all-gather of Transformer Engine does not work with --fp8-recipe blockwise, --sac-freq, "
+     "--optimizer sgd, --dp-replicate or --export; leave one out",
+     lambda a, s: _te_gathers(a) and (a.fp8_recipe == "blockwise" or a.sac_freq or a.optimizer == "sgd"
+                                      or a.dp_replicate > 1 or a.export)),
+    # Without FP8 its LayerNormMLP dequantizes only weights of the other recipes.
+    ("--fp8-all-gather of Transformer Engine with --fp8-recipe mxfp8 does not work with --val-data; "
+     "leave one out",
+     lambda a, s: _te_gathers(a) and a.fp8_recipe == "mxfp8" and a.val_data),
+)
+# fmt: on
+
+
+def check(args: Checked, script: Script) -> Checked:
+    """The arguments with `auto` resolved; UsageError in one line where a run could not use them."""
+    for name, flag in declared(Args).items():
+        if script not in flag.scripts and changed(args, [name]):
+            raise UsageError(foreign(name, script))
+    check_bounds(args)
+    if args.use_fp8:
+        backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile)
+        args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)
+    if args.sac_freq is not None:
+        parse_sac_freq(args.sac_freq)
+    if message := broken_rule(args, script):
+        raise UsageError(message)
+    return args
+
+
+def broken_rule(args: Args, script: Script) -> str | None:
+    """The message of the first rule that refuses these arguments; None if none does."""
+    rules = (*CONTRADICTIONS, *TOGGLES)
+    return next((message for message, applies in rules if applies(args, script)), None)
+
+
+def foreign(name: str, script: Script) -> str:
+    """The message on a flag of other scripts."""
+    scripts = " or ".join(declared(Args)[name].scripts)
+    return f"{flag_of(name)} has no meaning for {script}; it is for {scripts}"
+
+
+def resolve_fp8(args: Fp8Flags, compiled: bool) -> tuple[str, str]:
+    """Backend and recipe with `auto` resolved; UsageError where they contradict each other."""
+    backend, recipe = args.fp8_backend, args.fp8_recipe
+    if backend == "auto":
+        by_recipe = next((b for b, recipes in FP8_RECIPES.items() if recipe in recipes), None)
+        torchao = compiled or args.fp8_emulate or args.fp8_all_gather
+        backend = by_recipe or ("torchao" if torchao else "te")
+    if recipe == "auto":
+        recipe = FP8_RECIPES[backend][0]
+    if recipe not in FP8_RECIPES[backend]:
+        known = ", ".join(FP8_RECIPES[backend])
+        raise UsageError(f"--fp8-recipe {recipe}: --fp8-backend {backend} supports {known}")
+    return backend, recipe
+
+
+AXES = {
+    "entrypoint": tuple(Script),
+    "amp": ("off", "bf16", "fp16"),
+    "fp8": ("off", "te", "torchao"),
+    "compile": ("off", "on", "graphs"),
+    "sac": ("off", "block", "op"),
+    "layout": ("data", "tokens", "experts"),
+}
+# One cell of the table of toggles. `graphs` are the compile modes that record CUDA graphs; the layout is
+# of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
+Combination = collections.namedtuple("Combination", AXES, defaults=["data"])
+
+
+def refusal(cell: Combination) -> str | None:
+    """The message of the rule that refuses a combination; None if it is supported."""
+    args = Args(
+        config="",
+        amp=cell.amp,
+        use_fp8=cell.fp8 != "off",
+        fp8_backend=cell.fp8,
+        pt_compile=cell.compile != "off",
+        compile_mode=GRAPH_MODES[0] if cell.compile == "graphs" else "default",
+        sac_freq=None if cell.sac == "off" else "1/1",
+        sac_policy=cell.sac if cell.sac == "op" else "block",
+        tp=2 if cell.layout == "tokens" else 1,
+        ep=2 if cell.layout == "experts" else 1,
+    )
+    return broken_rule(args, cell.entrypoint)
+
+
+def combinations_table() -> str:
+    """The tables of docs/COMBINATIONS.md: the combinations that work, and all rules."""
+    columns = {"off": "eager", "on": "`--pt-compile`", "graphs": "with CUDA graphs"}
+    lines = [f"| | {' | '.join(columns.values())} |", "|---|---|---|---|"]
+    rows = [(amp, "off") for amp in AXES["amp"]] + [("bf16", fp8) for fp8 in ("te", "torchao")]
+    for amp, fp8 in rows:
+        name = f"`--amp {amp}`" if fp8 == "off" else f"`--use-fp8 --fp8-backend {fp8}`"
+        cells = [_cell(amp, fp8, compiled) for compiled in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {message}." for message, _ in (*TOGGLES, *CONTRADICTIONS))])
+
+
+def _cell(amp: str, fp8: str, compiled: str) -> str:
+    names = {3: "✓", 2: "✓ without SAC op", 1: "✓ without SAC", 0: "✗"}
+    parts: dict[str, list[str]] = {}
+    for script in Script:
+        cells = [Combination(script, amp, fp8, compiled, sac) for sac in AXES["sac"]]
+        works = sum(refusal(cell) is None for cell in cells)
+        parts.setdefault(names[works], []).append(f"`{script}`")
+    if len(parts) == 1:
+        return next(iter(parts))
+    return "; ".join(f"{what} in {', '.join(scripts)}" for what, scripts in parts.items())
