@@ -72,7 +72,6 @@ class ProcessFlags:
     """How they run.
 
     repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
-    timeout_s: Seconds after which a run is ended.
     auto_bsz: Find the largest --bsz that runs for each setting, and use it.
     tune: Find the fastest setting with few runs. The estimate keeps a fifth of the settings, short
         runs halve these, and the two best run in full, alternating, five times.
@@ -86,7 +85,6 @@ class ProcessFlags:
     """
 
     repeats: int = flag(1, at_least=1)
-    timeout_s: float = flag(3600.0, above=0)
     auto_bsz: bool = flag(False)
     tune: bool = flag(False)
     output_dir: str | None = flag(None, metavar="DIR")
@@ -171,7 +169,7 @@ def main(argv: Sequence[str]) -> int:
 def read(args: SweepArgs) -> tuple[Experiment, str]:
     """The experiment that the arguments name or describe, and its name for messages."""
     if args.experiment:
-        if given := changed(args, ("set", "script", "repeats", "timeout_s")):
+        if given := changed(args, ("set", "script", "repeats")):
             raise UsageError(
                 f"{flag_of(given)}: the experiment file sets it already; leave one out"
             )
@@ -186,7 +184,7 @@ def read(args: SweepArgs) -> tuple[Experiment, str]:
         return experiment.model_copy(update={"models": chosen}), args.experiment
     if not args.models:
         raise UsageError("nothing to run: give an experiment file, or --models")
-    given = args.script, args.models, args.set, args.repeats, args.timeout_s
+    given = args.script, args.models, args.set, args.repeats
     try:
         return from_command_line(*given), "--set"
     except ValidationError as error:

@@ -151,7 +151,6 @@ def from_command_line(
     models: Sequence[str],
     settings: Sequence[str],
     repeats: int,
-    timeout_s: float,
 ) -> Experiment:
     """An experiment from `--set flag=value,value` options: several values make an axis."""
     training: Flags = {}
@@ -177,6 +176,11 @@ def from_command_line(
         else:
             grid[flag] = parsed
     e = Experiment(
-        experiment="command-line", script=script, models=list(models), training=training, grid=grid,
-        repeats=repeats, timeout_s=timeout_s)  # fmt: skip
+        experiment="command-line",
+        script=script,
+        models=list(models),
+        training=training,
+        grid=grid,
+        repeats=repeats,
+    )
     return check_size(e, "--set")
