@@ -133,7 +133,6 @@ def test_a_cpu_that_was_measured_has_an_mfu_and_an_estimate(
     """benchmarks/gemm.py writes it, a run is held against it, --calibrate makes its estimate right."""
     mine = {"name": "My Card", "bf16_tflops": 200, "memory_gib": 31, "memory_tb_per_s": 1}
     path, threads = own_hardware(mine), torch.get_num_threads()
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     gemm.keep_cpu(torch.device("cpu"), seconds=0.01)
     entries = json.loads(path.read_text())["devices"]
     assert entries[0] == mine and entries[-1]["name"] == threads_of(cpu_name(), threads)
