@@ -5,6 +5,7 @@ The first part runs before torch is imported, which reads the environment.
 
 import atexit
 import gc
+import json
 import os
 import random
 import runpy
@@ -105,3 +106,47 @@ def where_it_was():
     before = Path.cwd()
     yield
     os.chdir(before)
+
+
+@pytest.fixture
+def output_of(capsys):
+    """Runs a tool in this process, with words(...) as arguments; what it printed."""
+    from tests.helpers import words
+
+    def run(main, *parts, code=0) -> str:
+        capsys.readouterr()
+        assert main(words(*parts)) == code
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a tool that must end with 2 and one line that holds the message; that line."""
+    from tests.helpers import words
+
+    def run(main, message, *parts) -> str:
+        capsys.readouterr()
+        assert main(words(*parts)) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1, error
+        return error
+
+    return run
+
+
+@pytest.fixture
+def own_hardware(monkeypatch, tmp_path):
+    """Writes the user's own hardware.json, with these devices; its path."""
+    from llm_train_bench.formulas.hardware import devices
+
+    def write(*entries) -> Path:
+        path = tmp_path / "hardware.json"
+        path.write_text(json.dumps({"devices": entries}))
+        monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(path))
+        devices.cache_clear()
+        return path
+
+    yield write
+    devices.cache_clear()

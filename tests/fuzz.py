@@ -6,7 +6,7 @@
 
 Each begins as a right file. Its structure is changed (types, keys, nesting, numbers, texts), or its
 bytes. A tool's output may hold no control characters, no traceback, and no nan in a CSV or JSON.
-tests/test_holes.py runs a few of each.
+tests/test_fuzz.py runs a few of each.
 """
 
 import contextlib
@@ -483,7 +483,7 @@ def kinds() -> dict[str, Kind]:
     (steps,) = texts("tests/sample/plain/steps.jsonl")
     sweep_json = {"experiment": {"methodology": "identical_config"}, "differences": ["lr 1 / 2"],
                   "platform": "cpu", "settings": [["train.py", "x"]]}  # fmt: skip
-    configs = texts("configs/*-tiny.json", "configs/qwen3-0.6b.json", "configs/deepseek-v3.json")
+    configs = texts("configs/*-tiny.json", "configs/qwen2.5-7b.json", "configs/deepseek-v3.json")
     baselines = texts("tests/sample/baselines.json")
     return {
         "config": (".json", configs, load_config),

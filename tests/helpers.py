@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -19,43 +21,25 @@ from llm_train_bench.settings.plan import Plan, make_plan
 ROOT = Path(__file__).parent.parent
 
 LLAMA = dict(
-    model_type="llama",
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    rms_norm_eps=1e-5,
+    model_type="llama", vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=3,
+    num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5,
     rope_theta=500.0,
-)
+)  # fmt: skip
 FAMILIES = {
     "gpt2": dict(
         model_type="gpt2", vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=6,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ),
     "llama": LLAMA
-    | dict(
-        head_dim=12,
-        attention_bias=True,
-        rope_scaling=dict(
-            rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-            original_max_position_embeddings=32,
-        ),
-    ),
+    | dict(head_dim=12, attention_bias=True,
+           rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                             original_max_position_embeddings=32)),
     "llama-linear-tied": LLAMA
-    | dict(
-        tie_word_embeddings=True,
-        mlp_bias=True,
-        rope_scaling=dict(type="linear", factor=2.0),
-    ),
+    | dict(tie_word_embeddings=True, mlp_bias=True, rope_scaling=dict(type="linear", factor=2.0)),
     "mistral": LLAMA | dict(model_type="mistral", sliding_window=9),
     "qwen2": LLAMA
-    | dict(
-        model_type="qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1,
-        tie_word_embeddings=True,
-    ),
+    | dict(model_type="qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1,
+           tie_word_embeddings=True),
     "qwen3": LLAMA | dict(model_type="qwen3", head_dim=16, pad_token_id=3),
     "llama-yarn": LLAMA
     | dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)),
@@ -63,8 +47,7 @@ FAMILIES = {
     | dict(model_type="phi3", pad_token_id=3, hidden_size=96, sliding_window=9, resid_pdrop=0.0,
            embd_pdrop=0.0, partial_rotary_factor=0.75),
     "olmo2": LLAMA | dict(model_type="olmo2"),
-    "smollm3": LLAMA
-    | dict(model_type="smollm3", no_rope_layer_interval=2, pad_token_id=None),
+    "smollm3": LLAMA | dict(model_type="smollm3", no_rope_layer_interval=2, pad_token_id=None),
     "granite": LLAMA
     | dict(model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.3,
            attention_multiplier=0.2, logits_scaling=2.0),
@@ -106,6 +89,29 @@ def write_config(directory: Path, values: dict) -> str:
     path = directory / "config.json"
     path.write_text(json.dumps(values))
     return str(path)
+
+
+def words(*parts) -> list[str]:
+    """An argument list: a text is split at its spaces; lists, paths and numbers stay whole."""
+    found = []
+    for part in parts:
+        found += (
+            part.split() if isinstance(part, str) else part if isinstance(part, list) else [part]
+        )
+    return [str(word) for word in found]
+
+
+def python(*parts, code=0, **environment) -> subprocess.CompletedProcess:
+    """What a new Python process prints, in the repository's root, after a check of its exit code."""
+    command, environment = [sys.executable, *words(*parts)], os.environ | environment
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def train_main(argv: list) -> int:
+    """`train.py`, called as the other tools are."""
+    return run_train(*argv)
 
 
 def run_train(*argv: str) -> int:

@@ -21,7 +21,7 @@ from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.errors import UsageError
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING
-from llm_train_bench.results.result_files import command_began
+from llm_train_bench.results.result_files import command_began, is_alive, this_process
 from llm_train_bench.results.schema import Lineage, Writer
 from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed, newest, verify
@@ -764,3 +764,11 @@ def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
     assert any("2 attempts of one run" in note for note in record.notes)
     losses = dict(faults.losses_of(tmp_path / "runs", "r"))
     assert sorted(losses) == list(range(402))
+
+
+def test_a_dead_writer_is_told_from_a_living_one():
+    me = this_process()
+    assert is_alive(me) is True
+    assert is_alive(me.model_copy(update={"started": me.started + 1})) is False
+    assert is_alive(me.model_copy(update={"host": "elsewhere"})) is None
+    assert is_alive(me.model_copy(update={"boot": "another"})) is False

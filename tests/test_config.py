@@ -14,53 +14,38 @@ from llm_train_bench.formulas.parameters import (
 )
 from llm_train_bench.model.config import ConfigError, load_config, parse_config
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.settings.command_line import parse_args
 from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
 
 SHIPPED = sorted(
     p for p in (ROOT / "configs").glob("*.json") if "model_type" in json.loads(p.read_text())
 )
 EXACT = {
-    "gpt2-125m": 124_439_808,
-    "gpt2-350m": 354_823_168,
-    "gpt2-760m": 758_727_168,
-    "gpt2-1.5b": 1_557_611_200,
-    "llama-3.2-1b": 1_235_814_400,
-    "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496,
-    "llama-2-7b": 6_738_415_616,
-    "mistral-7b-v0.1": 7_241_732_096,
-    "qwen2.5-7b": 7_615_616_512,
-    "llama-3.1-405b": 405_853_388_800,
-    "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704,
-    "gpt-oss-20b": 20_914_757_184,
-    "gpt-oss-120b": 116_829_156_672,
-    "moonlight-16b-a3b": 15_960_108_544,
-    "deepseek-v3": 671_026_404_352,
-    "kimi-k2": 1_026_408_209_408,
-}
+    "gpt2-125m": 124_439_808, "gpt2-350m": 354_823_168, "gpt2-760m": 758_727_168,
+    "gpt2-1.5b": 1_557_611_200, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496, "llama-2-7b": 6_738_415_616, "mistral-7b-v0.1": 7_241_732_096,
+    "qwen2.5-7b": 7_615_616_512, "llama-3.1-405b": 405_853_388_800, "qwen3-30b-a3b": 30_532_122_624,
+    "mixtral-8x7b": 46_702_792_704, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
+    "moonlight-16b-a3b": 15_960_108_544, "deepseek-v3": 671_026_404_352, "kimi-k2": 1_026_408_209_408,
+    "cs336-small": 128_625_408, "cs336-medium": 423_183_360, "cs336-large": 969_411_840,
+    "cs336-xl": 1_998_235_200, "cs336-2.7b": 3_406_809_600,
+}  # fmt: skip
 # Billions that a token uses, as published; gpt-oss's 3.6 and 5.1 leave out the embedding's 0.58.
 ACTIVE = {
-    "qwen3-30b-a3b": 3.3,
-    "mixtral-8x7b": 12.9,
-    "gpt-oss-20b": 3.6 + 0.58,
-    "gpt-oss-120b": 5.13 + 0.58,
-    "moonlight-16b-a3b": 2.9,
-    "deepseek-v3": 37.5,
-    "kimi-k2": 32.9,
-}
+    "qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "gpt-oss-20b": 3.6 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
+    "moonlight-16b-a3b": 2.9, "deepseek-v3": 37.5, "kimi-k2": 32.9,
+}  # fmt: skip
 PROXIES = {"llama-3.1-8b", "llama-3.1-70b", "llama-70b", "llama-3.1-405b", "llama-2-7b",
            "mistral-7b-v0.1", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "deepseek-v3",
            "kimi-k2"}  # fmt: skip
-CS336 = {f"cs336-{size}" for size in ("small", "medium", "large", "xl", "2.7b")}
-NAMED = {
-    *EXACT,
-    *CS336,
-    "gpt2-tiny",
-    "llama-tiny",
-    "moe-tiny",
-    *(f"{name}-proxy" for name in PROXIES),
-}
+TINY = ("gpt2-tiny", "llama-tiny", "moe-tiny")
+NAMED = {*EXACT, *TINY, *(f"{name}-proxy" for name in PROXIES)}
+
+
+@pytest.mark.parametrize("size", ["small", "medium", "large", "xl", "2.7B"])
+def test_cs336_s_models_have_their_names(size):
+    args = parse_args(["--model-size", size, "--device", "cpu"], "train.py")
+    assert Path(args.config).stem == f"cs336-{size.lower()}"
 
 
 def test_all_promised_configs_are_shipped():
@@ -141,25 +126,13 @@ REFUSED = [
     (LLAMA | {"residual_multiplier": 0.22}, "residual_multiplier 0.22: changes the comp"),
     (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5: only 1"),
     (LLAMA | {"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope type 'longrope' is not"),
-    (
-        LLAMA | {"model_type": "gemma2"},
-        "soft-capped scores and logits are not implemented; there are",
-    ),
+    (LLAMA | {"model_type": "gemma2"}, "soft-capped scores and logits are not implemented; there"),
     (FAMILIES["mixtral"] | {"num_local_experts": 0}, "num_local_experts 0: must be at least 1"),
-    (
-        FAMILIES["mixtral"] | {"num_experts_per_tok": 6},
-        "num_experts_per_tok 6: is above num_local_ex",
-    ),
-    (
-        FAMILIES["deepseek_v3"] | {"n_group": 3},
-        "n_group 3: 8 experts do not divide .* 1, 2, 4 would",
-    ),
+    (FAMILIES["mixtral"] | {"num_experts_per_tok": 6}, "tok 6: is above num_local_ex"),
+    (FAMILIES["deepseek_v3"] | {"n_group": 3}, "n_group 3: 8 experts do not .* 1, 2, 4 would"),
     (FAMILIES["deepseek_v3"] | {"topk_group": 5}, "topk_group 5: is above n_group 4"),
     (FAMILIES["deepseek_v3"] | {"topk_group": 1}, "topk_group 1: its groups have fewer experts"),
-    (
-        FAMILIES["deepseek_v3"] | {"scoring_func": "softmax"},
-        'scoring_func "softmax": not implemented',
-    ),
+    (FAMILIES["deepseek_v3"] | {"scoring_func": "softmax"}, 'func "softmax": not implemented'),
     (FAMILIES["qwen3_moe"] | {"mlp_only_layers": [3]}, "must be a list of layers from 0 to 2"),
     (FAMILIES["olmoe"] | {"clip_qkv": 8.0}, "clip_qkv 8.0: only null"),
     (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type 'dynamic' is not"),
@@ -174,6 +147,13 @@ REFUSED = [
     # transformers reads it in neither family.
     (MISTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types.*: changes the comp"),
     (FAMILIES["qwen3_moe"] | {"layer_types": ["full_attention"] * 3}, "layer_types.*: changes th"),
+    (GPT2 | {"n_positions": None}, "n_positions null: must be a whole number, found null"),
+    (GPT2 | {"vocab_size": None}, "vocab_size null: must be a whole number"),
+    (GPT2 | {"n_layer": 20000}, "n_layer 20000: is absurdly large"),
+    (GPT2 | {"initializer_range": 10**400}, "initializer_range: is absurdly large"),
+    (GPT2 | {"n_embd": 10**400}, "n_embd: is absurdly large"),
+    (GPT2 | {"n_embd": 1e400}, "n_embd"),
+    (QWEN2 | {"max_window_layers": None}, "max_window_layers"),
 ]
 
 
@@ -182,7 +162,8 @@ def test_refused_in_one_line_that_names_file_and_key(values, message, tmp_path):
     path = write_config(tmp_path, values)
     with pytest.raises(ConfigError, match=message) as error:
         load_config(path)
-    assert str(error.value).startswith(path) and "\n" not in str(error.value)
+    text = str(error.value)
+    assert text.startswith(path) and "\n" not in text and len(text) < len(path) + 300
 
 
 @pytest.mark.parametrize(
@@ -201,22 +182,18 @@ def test_unreadable_files(text, message, tmp_path):
         load_config(path)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        load_config("x" * 300)
 
 
 def test_metadata_is_ignored_and_strange_keys_are_reported():
     base = parse_config(LLAMA, "x.json")
     extra = {
-        "transformers_version": "4.40.0",
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "pretraining_tp": 2,
-        "rope_scaling": None,
-        "attn_logit_softcapping": None,
-        "quantization_config": None,
-        "_name_or_path": "somewhere",
-        "bos_token_id": 1,
+        "transformers_version": "4.40.0", "torch_dtype": "bfloat16", "use_cache": True,
+        "pretraining_tp": 2, "rope_scaling": None, "attn_logit_softcapping": None,
+        "quantization_config": None, "_name_or_path": "somewhere", "bos_token_id": 1,
         "eos_token_id": [1, 2],
-    }
+    }  # fmt: skip
     same = parse_config(LLAMA | extra, "y.json")
     assert same.hash == base.hash and same.unknown_keys == ()
     odd = parse_config(LLAMA | {"num_key_value_head": 2}, "z.json")
@@ -257,3 +234,30 @@ def test_hash_is_of_the_shape_not_of_the_text(tmp_path):
     assert load_config(spaced, 128).hash == load_config(spaced).hash
     # A new version of this code does not change it either: it is part of a baseline's key.
     assert load_config(ROOT / "configs/gpt2-tiny.json").hash == "3e645ee571da3ebc"
+
+
+FIRST = {
+    "n_layers": 4, "n_heads": 64, "n_kv_heads": 8, "d_embd": 8192, "max_seq_len": 4096,
+    "vocab_size": 128256, "ffn_mult": 1.3, "ffn_factor": 1024, "rope_base": 500000.0, "norm_eps": 1e-05,
+    "d_hid": 28672, "arch_name": "llama",
+}  # fmt: skip
+
+
+def test_configs_of_the_first_version_are_read():
+    """Its 70B proxy is ours; without d_hid the width follows from its two factors, as there."""
+    ours = load_config(ROOT / "configs/llama-70b-proxy.json")
+    for raw in (FIRST, {k: v for k, v in FIRST.items() if k != "d_hid"}):
+        found = parse_config(raw, "old.json")
+        assert count_parameters(found) == count_parameters(ours) and found.unknown_keys == ()
+        shape = (found.intermediate_size, found.rope_theta, found.norm_eps)
+        assert shape == (28672, 500000.0, 1e-5)
+    gpt = {"n_layers": 48, "n_heads": 25, "d_embd": 1600, "max_seq_len": 1024, "vocab_size": 50304,
+           "arch_name": "gpt"}  # fmt: skip
+    found = parse_config(gpt, "old.json")
+    assert found.model_type == "gpt2" and found.intermediate_size == 6400
+    assert count_parameters(found) == EXACT["gpt2-1.5b"] + 47 * 1600
+    assert found.attention_dropout == found.embedding_dropout == 0.0
+    with pytest.raises(ConfigError, match=r'arch_name "bert": not implemented'):
+        parse_config(gpt | {"arch_name": "bert"}, "old.json")
+    with pytest.raises(ConfigError, match="d_embd: missing"):
+        parse_config({"arch_name": "gpt", "vocab_size": 8}, "old.json")

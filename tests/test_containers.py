@@ -22,45 +22,34 @@ import yaml
 
 from llm_train_bench.run.failures import PREEMPTED
 from llm_train_bench.run.provenance import container_image, source_revision
-from tests.helpers import ROOT
+from tests.helpers import ROOT, only_result, python, words
 
 BIN = Path(sys.executable).parent
-# A first line may hold neither spaces nor more than 127 characters; the shell's line, which is a
-# string to Python, may.
-PYTHON = f"""#!/bin/sh
-'''exec' "{sys.executable}" "$0" "$@"
-' '''
-"""
 DOCKERFILES = sorted(ROOT.glob("docker/Dockerfile*"))
 SCRIPTS = [*sorted(ROOT.glob("docker/*.sh")), ROOT / "docker/slurm.sbatch"]
-ENGINE = """{python}import json, os, sys
-from pathlib import Path
-here, argv = Path({state!r}), sys.argv[1:]
-with (here / "calls.jsonl").open("a") as f:
-    f.write(json.dumps([os.path.basename(sys.argv[0]), *argv]) + "\\n")
-said = " ".join(argv)
-if argv[0] == "--version":
-    print({version!r})
-elif argv[0] == "info":
-    if (here / "info_error").exists():
-        sys.exit((here / "info_error").read_text())
-    if "Runtimes" in said:
-        print((here / "runtimes").read_text() if (here / "runtimes").exists() else '{{"nvidia": {{}}}}')
-    if "SecurityOptions" in said:
-        print((here / "security").read_text() if (here / "security").exists() else "[name=seccomp]")
-elif argv[:2] == ["image", "inspect"]:
-    if (here / "no_image").exists():
-        sys.exit(1)
-    if (here / "images").exists() and argv[-1] not in (here / "images").read_text().split():
-        sys.exit(1)
-    print("example.com/bench@sha256:abc" if "RepoDigests" in said else "[]")
-elif argv[:2] == ["container", "inspect"]:
-    if not (here / "container").exists():
-        sys.exit(1)
-    print((here / "container").read_text())
+ENGINE = """#!/bin/sh
+here='{state}'
+printf '%s\\0' "${{0##*/}}" "$@" >> "$here/calls"; echo >> "$here/calls"
+shown() {{ cat "$here/$1" 2> /dev/null || echo "$2"; }}
+case "$*" in
+--version*) echo '{version}' ;;
+info*)
+    if [ -e "$here/info_error" ]; then cat "$here/info_error" >&2; exit 1; fi
+    case "$*" in *Runtimes*) shown runtimes '{{"nvidia": {{}}}}' ;; esac
+    case "$*" in *SecurityOptions*) shown security '[name=seccomp]' ;; esac ;;
+"image inspect "*)
+    for last; do :; done
+    if [ -e "$here/no_image" ]; then exit 1; fi
+    if [ -e "$here/images" ] && ! grep -qxF "$last" "$here/images"; then exit 1; fi
+    case "$*" in *RepoDigests*) echo example.com/bench@sha256:abc ;; *) echo '[]' ;; esac ;;
+"container inspect "*) cat "$here/container" 2> /dev/null || exit 1 ;;
+esac
 """
-
-
+SRUN = """#!/bin/sh
+printf '%s\\0' srun "$@" >> '{state}/calls'; echo >> '{state}/calls'
+[ -e '{state}/environment' ] || env > '{state}/environment'
+exit {code}
+"""
 # Tools that a stranger's machine may have. The simulated one has them only where a test puts them.
 NOT_PLAIN = (
     "docker",
@@ -107,8 +96,17 @@ class Machine:
         file.chmod(file.stat().st_mode | stat.S_IXUSR)
 
     def engine(self, name: str = "docker", version: str = "Docker version 28.2.2") -> None:
-        text = ENGINE.format(python=PYTHON, state=str(self.state), version=version)
-        self.put(name, text)
+        self.put(name, ENGINE.format(state=self.state, version=version))
+
+    def slurm(self, kind: str, code: int = 0) -> None:
+        """A job of two nodes; srun and scontrol record."""
+        self.put(
+            "scontrol", f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\necho node7\necho node8\n'
+        )
+        self.put("srun", SRUN.format(state=self.state, code=code))
+        job = {"SUBMIT_DIR": str(ROOT), "JOB_NODELIST": "node[7-8]", "JOB_ID": "1234"}
+        job |= {"JOB_NUM_NODES": "2"}
+        self.environment |= {f"SLURM_{k}": v for k, v in job.items()} | {"CONTAINER": kind}
 
     def nvidia(self, n: int) -> None:
         lines = "".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})\\n  MIG 1g\\n" for i in range(n))
@@ -124,19 +122,24 @@ class Machine:
         for i in range(n):
             self.file(f"/dev/dri/renderD{128 + i}")
 
-    def launch(self, *argv: str, script: str = "launch.sh", **environment: str):
+    def launch(self, *argv, script: str = "launch.sh", **environment: str):
         done = subprocess.run(
-            ["bash", str(ROOT / "docker" / script), *argv], env=self.environment | environment,
+            ["bash", str(ROOT / "docker" / script), *words(*argv)], env=self.environment | environment,
             capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd="/",
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
 
     def calls(self, *verbs: str) -> list[list[str]]:
-        path = self.state / "calls.jsonl"
+        path = self.state / "calls"
         lines = path.read_text().splitlines() if path.exists() else []
-        return [call for call in map(json.loads, lines) if not verbs or call[1] in verbs]
+        calls = [line.split("\0")[:-1] for line in lines]
+        return [call for call in calls if not verbs or call[1] in verbs]
 
-    def started(self) -> list[str]:
+    def starts(self, *argv, **options) -> list[str]:
+        """The command line of the container that a launch starts or enters; it must not fail."""
+        (self.state / "calls").unlink(missing_ok=True)
+        code, _, self.error = self.launch(*argv, **options)
+        assert code == 0, self.error
         (call,) = self.calls("run", "exec")
         return call
 
@@ -180,11 +183,8 @@ def test_images_are_pinned_labelled_and_not_root(path):
     assert re.findall(r"^USER (\S+)$", text, re.M)[-1] == "1000:1000"
     assert "HEALTHCHECK" in text and "org.opencontainers.image.revision" in text
     # The code and the revision come after the dependencies, so that these stay cached.
-    assert (
-        text.index("install.sh /opt/bench/pyproject")
-        < text.index("COPY . ")
-        < text.index("ARG GIT_SHA=")
-    )
+    places = [text.index(x) for x in ("install.sh /opt/bench/pyproject", "COPY . ", "ARG GIT_SHA=")]
+    assert places == sorted(places)
 
 
 def test_dockerignore_keeps_out_what_is_large_or_private():
@@ -195,16 +195,17 @@ def test_dockerignore_keeps_out_what_is_large_or_private():
 # --- the dependency layer --------------------------------------------------------------------------
 
 
+TORCH = "2.14.0a0+b2c75dd062.nv26.09"
+INSTALL = r"install\.sh /opt/bench/pyproject\.toml /opt/bench (.*)"
+
+
 @pytest.fixture(scope="module")
 def image(tmp_path_factory):
     """A virtual environment that stands for a vendor's image, with the vendor's torch and numpy."""
     directory = tmp_path_factory.mktemp("image")
     subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
     site = next((directory / "venv/lib").glob("python*/site-packages"))
-    for name, version in (
-        ("torch", "2.14.0a0+b2c75dd062.nv26.09"),
-        ("transformer_engine", "2.19.0+abc"),
-    ):
+    for name, version in (("torch", TORCH), ("transformer_engine", "2.19.0+abc")):
         info = site / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -227,21 +228,20 @@ def install(image, *extras, **environment):
 
 def test_dependency_layer_leaves_the_images_own_alone(image):
     directory, python, numpy = image
-    done = install(image, "energy", "fp8")
+    extras = {x for path in DOCKERFILES for x in re.search(INSTALL, path.read_text())[1].split()}
+    assert {"energy", "fp8"} <= extras  # of any image: the union installs, so each image's do
+    done = install(image, *sorted(extras))
     assert done.returncode == 0, done.stderr
-    after = (directory / "llm_train_bench/after.txt").read_text().splitlines()
-    assert "torch==2.14.0a0+b2c75dd062.nv26.09" in after and numpy in after
+    after = (directory / "bench/after.txt").read_text().splitlines()
+    assert f"torch=={TORCH}" in after and numpy in after
     assert "transformer_engine==2.19.0+abc" in after
     names = {line.split("==")[0].lower() for line in after}
     assert {"tyro", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= names
-    version = (directory / "llm_train_bench/torch.version").read_text().strip()
-    assert version == "2.14.0a0+b2c75dd062.nv26.09"
+    version = (directory / "bench/torch.version").read_text().strip()
+    assert version == TORCH
     # Scripts that need no torch run there.
-    for command in (
-        ["estimate.py", "configs/gpt2-125m.json", "--gpu", "h100"],
-        ["compare.py", "--help"],
-    ):
-        ran = subprocess.run([python, *command], cwd=ROOT, capture_output=True, text=True)
+    for command in ("estimate.py configs/gpt2-125m.json --gpu h100", "compare.py --help"):
+        ran = subprocess.run([python, *words(command)], cwd=ROOT, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
     # HEALTHCHECK's own command, against this layer.
     (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", (ROOT / "docker/Dockerfile").read_text())
@@ -249,20 +249,11 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert subprocess.run([python, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_each_images_extras_install(path, image):
-    (extras,) = re.findall(
-        r"install\.sh /opt/bench/pyproject\.toml /opt/bench (.*)", path.read_text()
-    )
-    done = install(image, *extras.split())
-    assert done.returncode == 0, done.stderr
-
-
 def test_build_fails_where_the_images_torch_is_too_old(image):
     directory, *_ = image
     (info,) = (directory / "venv/lib").glob("python*/site-packages/torch-*.dist-info/METADATA")
     text = info.read_text()
-    info.write_text(text.replace("2.14.0a0+b2c75dd062.nv26.09", "2.10.0+rocm7"))
+    info.write_text(text.replace(TORCH, "2.10.0+rocm7"))
     try:
         done = install(image)
     finally:
@@ -279,7 +270,7 @@ def test_build_fails_where_something_would_replace_torch(image):
     python = image[1]
     code = "import importlib.metadata as m; print(m.version('torch'))"
     found = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
-    assert found.strip() == "2.14.0a0+b2c75dd062.nv26.09"
+    assert found.strip() == TORCH
 
 
 def test_build_fails_where_something_was_replaced(image, tmp_path):
@@ -305,15 +296,10 @@ def test_build_fails_where_something_was_replaced(image, tmp_path):
 
 
 def test_a_first_start(ready):
-    code, _, error = ready.launch("python", "train.py", "configs/a b.json", "--bsz", "2")
-    assert code == 0, error
-    call = ready.started()
-    assert call[:2] == ["docker", "run"] and {
-        "--rm",
-        "--init",
-        "--pull=never",
-        "--ipc=host",
-    } <= set(call)
+    command = ["python", "train.py", "configs/a b.json", "--bsz", "2"]
+    call = ready.starts(command)
+    assert call[:2] == ["docker", "run"]
+    assert {"--rm", "--init", "--pull=never", "--ipc=host"} <= set(call)
     assert values(call, "--gpus") == ["all"]
     assert values(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     assert "memlock=-1" in values(call, "--ulimit")
@@ -328,35 +314,34 @@ def test_a_first_start(ready):
     assert any(e.startswith("USER=") for e in given)
     # The command, its spaces kept, comes last.
     image = call.index("llm-train-bench:nvidia")
-    assert call[image + 1 :] == ["bash", "-c", 'exec "$@"', "bash", "python", "train.py",
-                                 "configs/a b.json", "--bsz", "2"]  # fmt: skip
+    assert call[image + 1 :] == ["bash", "-c", 'exec "$@"', "bash", *command]
     assert (ready.home / ".cache/llm-train-bench/llm-train-bench_nvidia/home").is_dir()
 
 
 def test_without_a_command_it_is_a_shell(ready):
-    assert ready.launch()[0] == 0
-    assert ready.started()[-1] == "bash" and "-t" not in ready.started()  # no terminal here
+    call = ready.starts()
+    assert call[-1] == "bash" and "-t" not in call  # no terminal here
 
 
 @pytest.mark.parametrize("script", ["launch.sh", "launch_amd.sh"])
 def test_a_dry_run_needs_no_engine_no_gpu_and_no_image(machine, script):
     """It says what is not here, and prints the line all the same; without --dry-run it fails."""
-    code, out, error = machine.launch("--dry-run", "--gpus", "0,1", "python", "x.py", script=script)
+    code, out, error = machine.launch("--dry-run --gpus 0,1 python x.py", script=script)
     assert code == 0 and out.startswith("docker run ") and out.rstrip().endswith("python x.py")
     assert error.count("not here: ") == 3 and "no docker or podman" in error
     assert machine.launch("ls", script=script)[0] == 1
     machine.engine("podman", "podman version 5.1")
-    assert machine.launch("--dry-run", "ls", script=script)[1].startswith("podman run ")
+    assert machine.launch("--dry-run ls", script=script)[1].startswith("podman run ")
 
 
 def test_images_of_the_first_project_s_names_are_found(ready):
     (ready.state / "images").write_text("llm-train-bench\n")
-    assert ready.launch("ls")[0] == 0 and "BENCH_IMAGE_NAME=llm-train-bench" in ready.started()
+    assert "BENCH_IMAGE_NAME=llm-train-bench" in ready.starts("ls")
 
 
 def test_dry_run_prints_the_line_that_would_run(ready, tmp_path):
     where = tmp_path / "some where"
-    code, out, _ = ready.launch("--dry-run", "--output", str(where), "python", "a b.py")
+    code, out, _ = ready.launch("--dry-run --output", where, "python", ["a b.py"])
     assert code == 0 and ready.calls("run") == []
     words = subprocess.run(["bash", "-c", f"printf '%s\\n' {out}"], capture_output=True, text=True)
     assert words.stdout.splitlines()[:2] == ["docker", "run"]
@@ -366,56 +351,44 @@ def test_dry_run_prints_the_line_that_would_run(ready, tmp_path):
 
 
 def test_chosen_gpus(ready):
-    assert ready.launch("--gpus", "0,1", "true")[0] == 0
-    assert values(ready.started(), "--gpus") == ['"device=0,1"']
+    assert values(ready.starts("--gpus 0,1 true"), "--gpus") == ['"device=0,1"']
 
 
 def test_one_gpu(machine):
     machine.engine()
     machine.nvidia(1)
-    assert machine.launch("--gpus", "0", "true")[0] == 0
-    code, _, error = machine.launch("--gpus", "1", "true")
+    machine.starts("--gpus 0 true")
+    code, _, error = machine.launch("--gpus 1 true")
     assert code == 2 and "there are 1, numbered from 0" in error
 
 
 def test_re_entry_runs_in_the_container_that_is_there(ready):
     (ready.state / "container").write_text(f"true|llm-train-bench:nvidia|{ROOT}")
-    code, _, error = ready.launch("nvidia-smi", "-L", NNODES="2")
-    assert code == 0 and "entering it" in error
-    call = ready.started()
+    call = ready.starts("nvidia-smi -L", NNODES="2")
+    assert "entering it" in ready.error
     # It runs on the image it was started with; the name may mean another one now.
     assert not any(v.startswith("BENCH_IMAGE") for v in values(call, "-e"))
     assert call[:3] == ["docker", "exec", "-i"] and call[-2:] == ["nvidia-smi", "-L"]
     assert "NNODES" in values(call, "-e")
     assert call[call.index("bash") :][:4] == ["bash", "-c", 'exec "$@"', "bash"]
     assert ready.calls("start") == []
-    (ready.state / "calls.jsonl").unlink()
     (ready.state / "container").write_text(f"false|llm-train-bench:nvidia|{ROOT}")
     (ready.state / "no_image").touch()  # it runs, even if its tag is gone
-    assert ready.launch("true")[0] == 0
-    assert len(ready.calls("start")) == 1 and ready.started()[1] == "exec"
+    assert ready.starts("true")[1] == "exec" and len(ready.calls("start")) == 1
 
 
 @pytest.mark.parametrize(
-    ("argv", "container", "message"),
+    ("argv", "tree", "message"),
     [
-        (
-            ["--gpus", "0"],
-            f"true|llm-train-bench:nvidia|{ROOT}",
-            "--gpus: container llm-train-bench-",
-        ),
-        (["--output", "/tmp/x"], f"true|llm-train-bench:nvidia|{ROOT}", "--output: container"),
-        (
-            ["--image", "other:1"],
-            f"true|llm-train-bench:nvidia|{ROOT}",
-            "of llm-train-bench:nvidia",
-        ),
-        ([], "true|llm-train-bench:nvidia|/another/clone", "is of another tree, /another/clone"),
+        ("--gpus 0", ROOT, "--gpus: container llm-train-bench-"),
+        ("--output /tmp/x", ROOT, "--output: container"),
+        ("--image other:1", ROOT, "of llm-train-bench:nvidia"),
+        ("", "/another/clone", "is of another tree, /another/clone"),
     ],
 )
-def test_what_a_running_container_cannot_follow_is_refused(argv, container, message, ready):
-    (ready.state / "container").write_text(container)
-    code, _, error = ready.launch(*argv, "true")
+def test_what_a_running_container_cannot_follow_is_refused(argv, tree, message, ready):
+    (ready.state / "container").write_text(f"true|llm-train-bench:nvidia|{tree}")
+    code, _, error = ready.launch(argv, "true")
     assert code == 1 and message in error and "--name starts another" in error
     assert error.count("\n") == 1 and not ready.calls("run", "exec")
 
@@ -423,45 +396,40 @@ def test_what_a_running_container_cannot_follow_is_refused(argv, container, mess
 @pytest.mark.parametrize("name", ["localhost/other:1", "docker.io/library/other:1"])
 def test_the_image_that_runs_may_be_named_in_full(name, ready):
     (ready.state / "container").write_text(f"true|{name}|{ROOT}")
-    assert ready.launch("--image", "other:1", "true")[0] == 0
+    ready.starts("--image other:1 true")
     assert ready.launch("true", BENCH_IMAGE="another:1")[0] == 1
 
 
 def test_paths_of_the_host_stay_there(ready):
-    assert (
-        ready.launch("true", HIP_PATH="/opt/rocm", TORCH_HOME="/x", HIP_LAUNCH_BLOCKING="1")[0] == 0
-    )
-    names = values(ready.started(), "-e")
+    call = ready.starts("true", HIP_PATH="/opt/rocm", TORCH_HOME="/x", HIP_LAUNCH_BLOCKING="1")
+    names = values(call, "-e")
     assert "HIP_LAUNCH_BLOCKING" in names and not {"HIP_PATH", "TORCH_HOME"} & set(names)
 
 
 def test_the_mounted_trees_revision_is_told(ready):
-    assert ready.launch("true")[0] == 0
     git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    assert f"BENCH_GIT_SHA={head}" in values(ready.started(), "-e")
+    assert f"BENCH_GIT_SHA={head}" in values(ready.starts("true"), "-e")
 
 
 def test_without_a_home_or_a_name(ready):
     ready.put("id", '#!/bin/sh\n[ "$1" = -un ] && exit 1\nexec /usr/bin/id "$@"\n')
     del ready.environment["HOME"]
-    code, _, error = ready.launch("--cache", str(ready.home), "true")
-    assert (code, error) == (0, "")
-    (name,) = values(ready.started(), "--name")
+    (name,) = values(ready.starts("--cache", ready.home, "true"), "--name")
+    assert ready.error == ""
     assert name == f"llm-train-bench-{os.getuid()}-nvidia"
     assert ready.launch("-h")[0] == 0
 
 
 def test_a_directory_that_cannot_be_made_is_one_line(ready):
-    code, _, error = ready.launch("--output", "/dev/null/runs", "true")
+    code, _, error = ready.launch("--output /dev/null/runs true")
     assert code == 1 and error.count("\n") == 1
     assert error.startswith("launch.sh: /dev/null/runs: cannot be made; --output and --cache")
 
 
 def test_docker_with_selinux(ready):
     (ready.state / "security").write_text("[name=selinux]")
-    assert ready.launch("true")[0] == 0
-    assert "label=disable" in values(ready.started(), "--security-opt")
+    assert "label=disable" in values(ready.starts("true"), "--security-opt")
 
 
 def test_rootless_docker_asks_for_no_more_memory_to_lock_than_there_is(ready):
@@ -473,7 +441,8 @@ def test_rootless_docker_asks_for_no_more_memory_to_lock_than_there_is(ready):
         env=ready.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert values(ready.started(), "--ulimit") == ["stack=67108864"]
+    (call,) = ready.calls("run")
+    assert values(call, "--ulimit") == ["stack=67108864"]
 
 
 def test_nodes_wait_for_the_first(machine):
@@ -481,27 +450,20 @@ def test_nodes_wait_for_the_first(machine):
     machine.put("python", '#!/bin/sh\necho "$@"\n')
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        found = {}
         where = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "JOB_ID": "k3v"}
+        torchrun = functools.partial(
+            machine.launch, "train_fsdp.py x.json", script="torchrun_node.sh", **where
+        )
+        found = {}
         for node in ("0", "1", ""):
-            done = subprocess.run(
-                ["bash", str(ROOT / "docker/torchrun_node.sh"), "train_fsdp.py", "x.json"],
-                env=machine.environment | where | {"NODE": node},
-                capture_output=True, text=True, check=True,
-            )  # fmt: skip
-            found[node] = done.stdout
+            code, found[node], _ = torchrun(NODE=node)
+            assert code == 0
     assert "--rdzv-conf is_host=1 train_fsdp.py x.json" in found["0"]
     assert "--rdzv-conf is_host=0 train_fsdp.py x.json" in found["1"]
     assert "is_host" not in found[""] and "--rdzv-id k3v" in found[""]
-    done = subprocess.run(
-        ["bash", str(ROOT / "docker/torchrun_node.sh"), "train_fsdp.py", "x.json"],
-        env=machine.environment | where | {"JOB_COMPLETION_INDEX": "1", "WAIT": "2"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == (
-        f"torchrun_node.sh: nothing answers at 127.0.0.1:{port} after 2 s; is node 0 up?\n"
-    )
+    code, _, error = torchrun(JOB_COMPLETION_INDEX="1", WAIT="2")
+    message = f"nothing answers at 127.0.0.1:{port} after 2 s; is node 0 up?"
+    assert (code, error) == (1, f"torchrun_node.sh: {message}\n")
 
 
 def test_podman(machine):
@@ -510,8 +472,7 @@ def test_podman(machine):
     code, _, error = machine.launch("true")
     assert code == 1 and "nvidia-ctk cdi generate" in error
     machine.file("/etc/cdi/nvidia.yaml")
-    assert machine.launch("--gpus", "1", "true")[0] == 0
-    call = machine.started()
+    call = machine.starts("--gpus 1 true")
     assert call[0] == "podman" and values(call, "--device") == ["nvidia.com/gpu=1"]
     assert "--gpus" not in call and "label=disable" in values(call, "--security-opt")
     assert values(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
@@ -522,80 +483,64 @@ def test_podman(machine):
 def test_rootless_docker_keeps_its_own_user(ready):
     """Root inside is the user outside; the image's own user would be a stranger to the mounts."""
     (ready.state / "security").write_text("[name=seccomp name=rootless]")
-    assert ready.launch("true")[0] == 0
-    assert values(ready.started(), "--user") == ["0:0"]
+    assert values(ready.starts("true"), "--user") == ["0:0"]
 
 
 def test_paths_images_and_visible_devices(ready, tmp_path):
-    code, _, error = ready.launch(
-        "--output",
-        str(tmp_path / "some/where"),
-        "--cpu",
-        "--image",
-        "my:cpu",
-        "true",
-        CUDA_VISIBLE_DEVICES="1",
-    )
-    assert code == 0, error
-    call = ready.started()
+    where, visible = tmp_path / "some/where", {"CUDA_VISIBLE_DEVICES": "1"}
+    call = ready.starts("--output", where, "--cpu --image my:cpu true", **visible)
     assert "my:cpu" in call and "CUDA_VISIBLE_DEVICES" in values(call, "-e")
-    assert any(
-        m.startswith(f"type=bind,src={tmp_path}/some/where,") for m in values(call, "--mount")
-    )
-    (ready.state / "calls.jsonl").unlink()
+    assert any(m.startswith(f"type=bind,src={where},") for m in values(call, "--mount"))
     # The container has GPU 1 alone, and calls it 0.
-    assert ready.launch("--gpus", "1", "true", CUDA_VISIBLE_DEVICES="1")[0] == 0
-    assert "CUDA_VISIBLE_DEVICES" not in values(ready.started(), "-e")
+    call = ready.starts("--gpus 1 true", **visible)
+    assert "CUDA_VISIBLE_DEVICES" not in values(call, "-e")
 
 
 def test_rdma_devices_where_there_are_any(ready):
-    assert ready.launch("true")[0] == 0
-    assert "/dev/infiniband" not in ready.started()
+    assert "/dev/infiniband" not in ready.starts("true")
     ready.file("/dev/infiniband/uverbs0")
     ready.file("/sys/class/infiniband/mlx5_0")
-    (ready.state / "calls.jsonl").unlink()
-    assert ready.launch("true")[0] == 0
-    assert "/dev/infiniband" in values(ready.started(), "--device")
-    assert "IPC_LOCK" in values(ready.started(), "--cap-add")
+    call = ready.starts("true")
+    assert "/dev/infiniband" in values(call, "--device")
+    assert "IPC_LOCK" in values(call, "--cap-add")
 
 
 def test_settings_of_the_host_are_handed_on_and_secrets_are_not(ready):
-    assert ready.launch("true", NCCL_DEBUG="INFO", NNODES="2", HF_TOKEN="secret", PORT="1")[0] == 0
-    given = values(ready.started(), "-e")
-    assert {"NCCL_DEBUG", "NNODES", "PORT"} <= set(given)
-    assert not any("secret" in word or "HF_TOKEN" in word for word in ready.started())
+    call = ready.starts("true", NCCL_DEBUG="INFO", NNODES="2", HF_TOKEN="secret", PORT="1")
+    assert {"NCCL_DEBUG", "NNODES", "PORT"} <= set(values(call, "-e"))
+    assert not any("secret" in word or "HF_TOKEN" in word for word in call)
 
 
 def test_cpu(machine):
     machine.engine()
-    assert machine.launch("--cpu", "true")[0] == 0
-    call = machine.started()
+    call = machine.starts("--cpu true")
     assert "llm-train-bench:cpu" in call and "--gpus" not in call
 
 
 @pytest.mark.parametrize(
     ("prepare", "argv", "code", "message"),
     [
-        (lambda m: None, [], 1, "no docker or podman on PATH; install it"),
-        (lambda m: m.engine(), [], 1, "no nvidia-smi: install NVIDIA's driver"),
-        (lambda m: (m.engine(), m.nvidia(0)), [], 1, "nvidia-smi lists no GPU"),
-        (lambda m: (m.engine(), m.nvidia(1), (m.state / "runtimes").write_text("{}")), [], 1,
+        (lambda m: (m.path / "docker").unlink(), "", 1, "no docker or podman on PATH; install it"),
+        (lambda m: None, "", 1, "no nvidia-smi: install NVIDIA's driver"),
+        (lambda m: m.nvidia(0), "", 1, "nvidia-smi lists no GPU"),
+        (lambda m: (m.nvidia(1), (m.state / "runtimes").write_text("{}")), "", 1,
          "nvidia-ctk runtime configure"),
-        (lambda m: (m.engine(), m.nvidia(1), (m.state / "no_image").write_text("")), [], 1,
+        (lambda m: (m.nvidia(1), (m.state / "no_image").touch()), "", 1,
          "no image llm-train-bench:nvidia; build it: docker build"),
-        (lambda m: (m.engine(), (m.state / "info_error").write_text("Cannot connect")), [], 1,
+        (lambda m: (m.state / "info_error").write_text("Cannot connect\n"), "", 1,
          "sudo systemctl start docker"),
-        (lambda m: (m.engine(), (m.state / "info_error").write_text("permission denied")), [], 1,
+        (lambda m: (m.state / "info_error").write_text("permission denied\n"), "", 1,
          "sudo usermod -aG docker"),
-        (lambda m: m.engine(), ["--engine", "podman"], 1, "no podman on PATH"),
-        (lambda m: m.engine(), ["--gpus", "two"], 2, "must be all, or numbers"),
-        (lambda m: m.engine(), ["--frobnicate"], 2, "no such option"),
-        (lambda m: m.engine(), ["--output", "/tmp/a,b"], 2, "a path with a comma cannot be mounted"),
+        (lambda m: None, "--engine podman", 1, "no podman on PATH"),
+        (lambda m: None, "--gpus two", 2, "must be all, or numbers"),
+        (lambda m: None, "--frobnicate", 2, "no such option"),
+        (lambda m: None, "--output /tmp/a,b", 2, "a path with a comma cannot be mounted"),
     ],
 )  # fmt: skip
 def test_what_is_missing_is_one_line_with_what_helps(machine, prepare, argv, code, message):
+    machine.engine()
     prepare(machine)
-    status, out, error = machine.launch(*argv, "true")
+    status, out, error = machine.launch(argv, "true")
     assert status == code and out == ""
     assert error.count("\n") == 1 and error.startswith("launch.sh: ") and message in error
     assert machine.calls("run", "exec") == []
@@ -609,9 +554,8 @@ def test_an_option_without_its_value(machine):
 @pytest.mark.parametrize("script", ["launch.sh", "launch_amd.sh"])
 def test_help(machine, script):
     code, out, _ = machine.launch("-h", script=script)
-    assert (
-        code == 0 and "--dry-run" in out and f"docker/{script}" in out and "Build the image" in out
-    )
+    assert code == 0
+    assert all(text in out for text in ("--dry-run", f"docker/{script}", "Build the image"))
 
 
 # --- launch_amd.sh ---------------------------------------------------------------------------------
@@ -625,9 +569,8 @@ def test_amd_start(machine):
     if os.getuid() == 0:
         os.chown(machine.root / "dev/kfd", 0, group)
         (machine.root / "dev/kfd").chmod(0o660)
-    code, _, error = machine.launch("true", script="launch_amd.sh", NCCL_IB_HCA="mlx5")
-    assert code == 0 and "sudo sysctl kernel.numa_balancing=0" in error
-    call = machine.started()
+    call = machine.starts("true", script="launch_amd.sh", NCCL_IB_HCA="mlx5")
+    assert "sudo sysctl kernel.numa_balancing=0" in machine.error
     assert values(call, "--device")[:2] == ["/dev/kfd", "/dev/dri"] and "--gpus" not in call
     assert "seccomp=unconfined" in values(call, "--security-opt")
     assert values(call, "--env-file") == [str(ROOT / "docker/amd.env")]
@@ -645,21 +588,19 @@ def test_an_amd_gpu_is_not_each_render_node(machine):
         simd, minor = (1216, 128 + 8 * gpu) if gpu >= 0 else (0, 0)
         path = f"/sys/class/kfd/kfd/topology/nodes/{node}/properties"
         machine.file(path, f"cpu_cores_count 0\nsimd_count {simd}\ndrm_render_minor {minor}\n")
-    assert machine.launch("true", script="launch_amd.sh")[0] == 0
-    assert "NCCL_MIN_NCHANNELS=112" in values(machine.started(), "-e")
-    (machine.state / "calls.jsonl").unlink()
-    assert machine.launch("--gpus", "0,7", "true", script="launch_amd.sh")[0] == 0
+    call = machine.starts("true", script="launch_amd.sh")
+    assert "NCCL_MIN_NCHANNELS=112" in values(call, "-e")
+    call = machine.starts("--gpus 0,7 true", script="launch_amd.sh")
     devices = ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD184"]
-    assert values(machine.started(), "--device") == devices
-    code, _, error = machine.launch("--gpus", "8", "true", script="launch_amd.sh")
+    assert values(call, "--device") == devices
+    code, _, error = machine.launch("--gpus 8 true", script="launch_amd.sh")
     assert code == 2 and "there are 8, numbered from 0" in error
 
 
 def test_some_amd_gpus(machine):
     machine.engine()
     machine.amd(4)
-    assert machine.launch("--gpus", "1,3", "true", script="launch_amd.sh")[0] == 0
-    call = machine.started()
+    call = machine.starts("--gpus 1,3 true", script="launch_amd.sh")
     assert values(call, "--device") == ["/dev/kfd", "/dev/dri/renderD129", "/dev/dri/renderD131"]
     assert "NCCL_MIN_NCHANNELS=112" not in values(call, "-e")
 
@@ -667,15 +608,15 @@ def test_some_amd_gpus(machine):
 @pytest.mark.parametrize(
     ("prepare", "argv", "message"),
     [
-        (lambda m: None, [], "sudo modprobe amdgpu"),
-        (lambda m: m.file("/dev/kfd"), [], "no GPU in /dev/dri"),
-        (lambda m: m.amd(2), ["--gpus", "2"], "there are 2, numbered from 0"),
+        (lambda m: None, "", "sudo modprobe amdgpu"),
+        (lambda m: m.file("/dev/kfd"), "", "no GPU in /dev/dri"),
+        (lambda m: m.amd(2), "--gpus 2", "there are 2, numbered from 0"),
     ],
 )
 def test_amd_missing(machine, prepare, argv, message):
     machine.engine()
     prepare(machine)
-    code, _, error = machine.launch(*argv, "true", script="launch_amd.sh")
+    code, _, error = machine.launch(argv, "true", script="launch_amd.sh")
     assert code != 0 and error.startswith("launch_amd.sh: ") and message in error
     assert machine.calls("run") == []
 
@@ -703,9 +644,7 @@ def manifests(name: str) -> list[dict]:
     return list(yaml.safe_load_all((ROOT / "docker" / name).read_text()))
 
 
-SCHEMAS = {
-    "Service": "service-v1", "Job": "job-batch-v1", "PyTorchJob": "pytorchjob-kubeflow.org-v1",
-}  # fmt: skip
+SCHEMAS = dict(Service="service-v1", Job="job-batch-v1", PyTorchJob="pytorchjob-kubeflow.org-v1")
 
 
 @pytest.mark.parametrize("name", ["kubernetes-job.yaml", "kubernetes-pytorchjob.yaml"])
@@ -730,101 +669,67 @@ def test_manifests_agree_with_themselves():
     assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert container["image"].endswith(environment["BENCH_IMAGE_DIGEST"])
     # A pod that saved and stopped on request is no failure.
-    ignored = [
-        r["onExitCodes"] for r in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in r
-    ]
-    assert ignored == [
-        {"containerName": container["name"], "operator": "In", "values": [PREEMPTED]}
-    ]
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    (ignored,) = [rule["onExitCodes"] for rule in rules if "onExitCodes" in rule]
+    assert ignored == {"containerName": container["name"], "operator": "In", "values": [PREEMPTED]}
     (torch_job,) = manifests("kubernetes-pytorchjob.yaml")
     replicas = torch_job["spec"]["pytorchReplicaSpecs"]
-    assert replicas["Master"]["replicas"] == 1 and isinstance(
-        torch_job["spec"]["nprocPerNode"], str
-    )
+    assert replicas["Master"]["replicas"] == 1
+    assert isinstance(torch_job["spec"]["nprocPerNode"], str)
     for replica in replicas.values():
         assert [c["name"] for c in replica["template"]["spec"]["containers"]] == ["pytorch"]
 
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "docker"])
-def test_slurm_variants(kind, tmp_path):
+def test_slurm_variants(kind, machine):
     """Each variant, against an srun that records its arguments."""
-    fake = tmp_path / "bin"
-    fake.mkdir()
-    record = tmp_path / "calls.jsonl"
-    srun = (
-        f"{PYTHON}import json, os, sys\n"
-        "keys = ('MASTER_ADDR', 'MASTER_PORT', 'NNODES', 'HEAD', 'PORT')\n"
-        f"with open({str(record)!r}, 'a') as f:\n"
-        "    f.write(json.dumps([sys.argv[1:], {k: os.environ.get(k) for k in keys}]) + '\\n')\n"
-    )
-    for name, text in {"scontrol": "#!/bin/sh\necho node7\necho node8\n", "srun": srun}.items():
-        (fake / name).write_text(text)
-        (fake / name).chmod(0o755)
-    environment = {
-        "PATH": f"{fake}:{plain_tools()}",
-        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "1234", "SLURM_JOB_NUM_NODES": "2", "CONTAINER": kind,
-    }  # fmt: skip
-    script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train_fsdp.py", "configs/a b.json"]
+    machine.slurm(kind)
+    command, image = ["train_fsdp.py", "configs/a b.json"], {}
     if kind == "pyxis":
-        done = subprocess.run(script, env=environment, capture_output=True, text=True)
-        assert done.returncode != 0 and "a .sqsh file" in done.stderr
-        environment["IMAGE"] = "/shared/bench.sqsh"
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    calls = [json.loads(line) for line in record.read_text().splitlines()]
-    argv, exported = calls[0]
-    assert exported["MASTER_ADDR"] == "node7" and exported["MASTER_PORT"] == "29734"
-    assert argv[-2:] == ["train_fsdp.py", "configs/a b.json"]
+        code, _, error = machine.launch(command, script="slurm.sbatch")
+        assert code != 0 and "a .sqsh file" in error
+        image = {"IMAGE": "/shared/bench.sqsh"}
+    code, _, error = machine.launch(command, script="slurm.sbatch", **image)
+    assert code == 0, error
+    lines = (machine.state / "environment").read_text().splitlines()
+    argv, exported = machine.calls()[0], set(lines)
+    assert {"MASTER_ADDR=node7", "MASTER_PORT=29734"} <= exported
+    assert argv[-2:] == command
     if kind == "pyxis":
         assert "--container-image=/shared/bench.sqsh" in argv
     if kind == "docker":
-        assert (exported["NNODES"], exported["HEAD"], exported["PORT"]) == ("2", "node7", "29734")
+        assert {"NNODES=2", "HEAD=node7", "PORT=29734"} <= exported
         assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(argv)
         assert "docker/launch.sh" in argv and "docker/torchrun_node.sh" in argv
-        assert calls[-1][0][-3:] == ["rm", "-f", "llm-train-bench-1234"]  # no container is left
+        # No container is left.
+        assert machine.calls()[-1][-3:] == ["rm", "-f", "llm-train-bench-1234"]
 
 
 @pytest.mark.parametrize("kind", ["none", "docker"])
 @pytest.mark.parametrize("code", [75, 1])
-def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, tmp_path):
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho node7\n')
-    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
-    for name in ("scontrol", "srun"):
-        (tmp_path / name).chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{plain_tools()}", "SLURM_SUBMIT_DIR": str(ROOT),
-                   "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1",
-                   "CONTAINER": kind}  # fmt: skip
-    script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train_ddp.py", "x.json"]
-    assert subprocess.run(script, env=environment, capture_output=True).returncode == code
-    assert ("requeue 7" in (tmp_path / "calls").read_text()) == (code == 75)
+def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, machine):
+    machine.slurm(kind, code)
+    assert machine.launch("train_ddp.py x.json", script="slurm.sbatch")[0] == code
+    assert ("requeue 1234" in (machine.state / "scontrol").read_text()) == (code == 75)
 
 
-def test_slurm_refuses_other_engines(tmp_path):
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\n")
-    (tmp_path / "scontrol").chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{plain_tools()}",
-                   "SLURM_SUBMIT_DIR": str(ROOT), "CONTAINER": "lxc",
-                   "SLURM_JOB_NODELIST": "n", "SLURM_JOB_ID": "1"}  # fmt: skip
-    script = ["bash", str(ROOT / "docker/slurm.sbatch"), "train.py"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and "must be none, pyxis or docker" in done.stderr
+def test_slurm_refuses_other_engines(machine):
+    machine.slurm("lxc")
+    code, _, error = machine.launch("train.py", script="slurm.sbatch")
+    assert code == 2 and "must be none, pyxis or docker" in error
 
 
 # --- what a run records ----------------------------------------------------------------------------
 
 
 def test_the_image_is_in_the_result(tmp_path):
-    environment = os.environ | {"BENCH_IMAGE_NAME": "bench:1", "BENCH_IMAGE_DIGEST": "sha256:abc"}
-    argv = ["configs/gpt2-tiny.json", "--seq-len", "16", "--bsz", "1", "--n-steps", "1", "--warmup-steps",
-            "0", "--device", "cpu", "--output-dir", str(tmp_path)]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "train.py", *argv], cwd=ROOT, env=environment, capture_output=True
-    )
-    assert done.returncode == 0
-    (path,) = tmp_path.glob("*/result.json")
-    found = json.loads(path.read_text())["environment"]
-    assert found["image"] == {"name": "bench:1", "digest": "sha256:abc"}
+    environment = {"BENCH_IMAGE_NAME": "bench:1", "BENCH_IMAGE_DIGEST": "sha256:abc"}
+    flags = "--seq-len 16 --bsz 1 --n-steps 1 --warmup-steps 0 --device cpu --output-dir"
+    python("train.py configs/gpt2-tiny.json", flags, tmp_path, **environment)
+    assert only_result(tmp_path)["environment"]["image"] == {
+        "name": "bench:1",
+        "digest": "sha256:abc",
+    }
     assert container_image({}) is None
 
 

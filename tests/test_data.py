@@ -1,12 +1,14 @@
 """Token files and the batches made of them."""
 
 import gzip
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import prepare_data
+from llm_train_bench.apply import data
 from llm_train_bench.apply.data import (
     FileTokens,
     SyntheticTokens,
@@ -19,6 +21,7 @@ from llm_train_bench.apply.tokens import open_tokens, write_tokens
 from llm_train_bench.errors import UsageError
 from llm_train_bench.settings.flags import BatchFlags, DataFlags
 from llm_train_bench.settings.plan import Schedule, resolve_batch
+from tests.helpers import only_result, train_main, words
 
 CPU = torch.device("cpu")
 
@@ -295,3 +298,13 @@ def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     )
     _, (_, firsts) = open_data(flags, 50, batch, 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
+
+
+def test_a_full_shared_memory_is_named(tmp_path, monkeypatch, capsys):
+    write_tokens(tmp_path / "x.bin", [np.arange(5000) % 256], 256)
+    monkeypatch.setattr(data, "WORKER_TIMEOUT_S", 1)
+    monkeypatch.setattr(data.FileTokens, "__getitem__", lambda self, first: time.sleep(60))
+    flags = "configs/gpt2-tiny.json --seq-len 16 --device cpu --n-workers 1 --no-tensorboard --data"
+    assert train_main(words(flags, tmp_path / "x.bin", "--output-dir", tmp_path / "r")) == 2
+    assert "--n-workers 1: no data from them in 1 s" in capsys.readouterr().err
+    assert "shared memory" in only_result(tmp_path / "r")["error"]

@@ -3,7 +3,6 @@
 import importlib.metadata
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 import doctor
 from llm_train_bench.settings.machine import detect_platform
-from tests.helpers import ROOT
+from tests.helpers import python
 
 NVIDIA_SMI = """#!/bin/sh
 case "$1" in
@@ -32,23 +31,17 @@ def put(tmp_path, monkeypatch, name, text):
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_this_machine(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    code = doctor.main(["--json"])
-    found = {f["what"]: f for f in json.loads(capsys.readouterr().out)}
-    assert code == 0 and found["Python"]["found"].startswith(f"{sys.version_info.major}.")
+def test_this_machine(output_of):
+    found = {f["what"]: f for f in json.loads(output_of(doctor.main, "--json"))}
+    assert found["Python"]["found"].startswith(f"{sys.version_info.major}.")
     assert found["torch"]["state"] == "ok" and found["PyTorch"]["found"].startswith("2.")
-    assert doctor.main([]) == 0
-    assert "PyTorch" in capsys.readouterr().out
+    assert "PyTorch" in output_of(doctor.main)
 
 
 def test_without_any_library():
     """As on a fresh machine: -S hides what is installed."""
-    done = subprocess.run(
-        [sys.executable, "-S", "doctor.py"], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": ""},
-    )  # fmt: skip
-    assert done.returncode == 1 and done.stderr == ""
+    done = python("-S doctor.py", code=1, PYTHONPATH="")
+    assert done.stderr == ""
     for name in ("torch", "tyro", "pydantic", "rich", "PyYAML"):
         assert f"!!  {name:18}  not installed" in done.stdout
 
@@ -64,9 +57,8 @@ def test_who_holds_a_gpus_memory(tmp_path, monkeypatch):
     put(tmp_path, monkeypatch, "nvidia-smi", NVIDIA_SMI)
     found = doctor.drivers("nvidia")
     assert [f.what for f in found] == ["GPU 0", "GPU 0 is in use", "GPU 1"]
-    assert (
-        "90800 MiB by process 4711 (python3)" in found[1].found and "kill 4711" in found[1].advice
-    )
+    assert "90800 MiB by process 4711 (python3)" in found[1].found
+    assert "kill 4711" in found[1].advice
 
 
 def test_amd(tmp_path, monkeypatch):
@@ -78,13 +70,9 @@ def test_amd(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("there", "kind"),
-    [
-        ("/dev/nvidiactl", "nvidia"),
-        ("/usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
-        ("/dev/kfd", "amd"),
-        ("/dev/dri", "cpu"),
-    ],
-)
+    [("/dev/nvidiactl", "nvidia"), ("/usr/lib/wsl/lib/libnvidia-ml.so.1", "nvidia"),
+     ("/dev/kfd", "amd"), ("/dev/dri", "cpu")],
+)  # fmt: skip
 def test_whose_gpus_by_what_their_driver_leaves(there, kind, monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == there)
     assert detect_platform() == kind
@@ -111,9 +99,8 @@ def test_missing_libraries_say_how_to_get_them(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     found = {f.what: f for f in doctor.libraries("nvidia")}
-    assert (
-        found["torchao"].state == "missing" and "pip install -e '.[fp8]'" in found["torchao"].advice
-    )
+    assert found["torchao"].state == "missing"
+    assert "pip install -e '.[fp8]'" in found["torchao"].advice
     assert found["tyro"].state == "bad" and found["nvidia-ml-py"].state == "ok"
     assert "amdsmi" not in found
 
@@ -140,16 +127,13 @@ def test_settings_that_slow_a_run_down(monkeypatch):
     assert found["CUDA_VISIBLE_DEVICES"].found == "is empty"
 
 
-def test_bad_flag(capsys):
-    assert doctor.main(["--mend"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_bad_flag(refused):
+    refused(doctor.main, "--mend", "--mend")
 
 
-@pytest.mark.parametrize(
-    "script", ["estimate.py", "sweep.py", "compare.py", "doctor.py", "trace_report.py"]
-)
-def test_every_tool_has_help(script, capsys):
-    module = __import__(script.removesuffix(".py"))
+@pytest.mark.parametrize("tool", ["estimate", "sweep", "compare", "doctor", "trace_report"])
+def test_every_tool_has_help(tool, capsys):
+    module = __import__(tool)
     with pytest.raises(SystemExit) as stop:
         module.main(["--help"])
     text = capsys.readouterr().out

@@ -18,9 +18,10 @@ from llm_train_bench.formulas.hardware import (
     find_peaks,
     name_of_part,
     threads_of,
-)  # fmt: skip
+)
 from llm_train_bench.settings.machine import cpu_name
-from tests.helpers import ROOT, run_train
+from tests import fuzz
+from tests.helpers import run_train, words
 
 DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
@@ -51,31 +52,16 @@ def test_unknown_is_none_never_a_neighbour(name):
     assert find_peaks(name).bf16_tflops is None
 
 
-@pytest.fixture
-def own(monkeypatch, tmp_path):
-    """Writes the user's own hardware.json."""
-
-    def write(*entries):
-        path = tmp_path / "hardware.json"
-        path.write_text(json.dumps({"devices": entries}))
-        monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(path))
-        devices.cache_clear()
-
-    yield write
-    monkeypatch.undo()
-    devices.cache_clear()
-
-
 FOUR = {"name": "My Card", "bf16_tflops": 200.0, "memory_gib": 31.0, "memory_tb_per_s": 1.5}
 
 
-def test_a_gpu_of_ones_own_needs_four_keys(own, capsys):
-    own(FOUR, FOUR | {"name": "NVIDIA H200", "bf16_tflops": 700.0})
+def test_a_gpu_of_ones_own_needs_four_keys(own_hardware, output_of):
+    own_hardware(FOUR, FOUR | {"name": "NVIDIA H200", "bf16_tflops": 700.0})
     assert find_peaks("My Card").bf16_tflops == 200 and find_hardware("my card").memory_gib == 31
     assert find_peaks("NVIDIA H200").bf16_tflops == 700  # one's own goes before
     assert find_peaks("NVIDIA B200").bf16_tflops == 2250
-    assert estimate.main(["configs/gpt2-125m.json", "--gpu", "my card", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    argv = ["configs/gpt2-125m.json", "--gpu", "my card", "--json"]
+    found = json.loads(output_of(estimate.main, argv))
     assert found["gpu"] == "My Card" and found["tokens_per_joule"] is None
     assert 0.05 < found["mfu"] < 0.8
 
@@ -89,8 +75,8 @@ def test_a_gpu_of_ones_own_needs_four_keys(own, capsys):
         (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'"),
     ],
 )
-def test_a_wrong_entry_of_ones_own_is_one_line(own, entry, message):
-    own(entry)
+def test_a_wrong_entry_of_ones_own_is_one_line(own_hardware, entry, message):
+    own_hardware(entry)
     with pytest.raises(UsageError, match=message) as refused:
         devices()
     assert "hardware.json: " in str(refused.value) and "\n" not in str(refused.value)
@@ -117,20 +103,17 @@ def test_the_user_knows_better():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"tdp_w": None}, "entry Box lacks tdp_w"), ({"colour": "grey"}, "entry Box has colour")],
-)
-def test_an_incomplete_entry_is_one_line(change, message, tmp_path, monkeypatch):
+    [({"tdp_w": None}, "entry Box lacks tdp_w"), ({"colour": "grey"}, "entry Box has colour"),
+     ({"a\nb": None}, r"has a\\nb")],
+)  # fmt: skip
+def test_a_wrong_entry_of_ours_is_one_line(change, message, tmp_path):
     entry = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]} | change
-    path = tmp_path / "hardware.json"
     entry = {k: v for k, v in entry.items() if k != "tdp_w" or v is not None}
-    path.write_text(json.dumps({"devices": [*DEVICES, entry]}))
-    monkeypatch.setattr("llm_train_bench.formulas.hardware.HARDWARE_FILE", path)
-    devices.cache_clear()
-    try:
-        with pytest.raises(UsageError, match=message):
-            find_peaks("NVIDIA H200")
-    finally:
-        devices.cache_clear()
+    whole = json.loads(HARDWARE_FILE.read_text()) | {"devices": [*DEVICES, entry]}
+    (tmp_path / "hardware.json").write_text(json.dumps(whole))
+    with pytest.raises(UsageError, match=message) as refused:
+        fuzz.read_hardware(tmp_path / "hardware.json")
+    assert "\n" not in str(refused.value)
 
 
 def test_every_figure_has_a_source_and_fp8_is_dense():
@@ -144,55 +127,43 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
         assert measured is None or 0.45 < measured / d["bf16_tflops"] < 0.95
 
 
-def test_a_cpu_that_was_measured_has_an_mfu_and_an_estimate(tmp_path, monkeypatch, capsys):
+def test_a_cpu_that_was_measured_has_an_mfu_and_an_estimate(
+    own_hardware, tmp_path, monkeypatch, output_of, refused
+):
     """benchmarks/gemm.py writes it, a run is held against it, --calibrate makes its estimate right."""
-    path = tmp_path / "hardware.json"
     mine = {"name": "My Card", "bf16_tflops": 200, "memory_gib": 31, "memory_tb_per_s": 1}
-    path.write_text(json.dumps({"devices": [mine]}))
-    monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(path))
-    monkeypatch.chdir(ROOT)
-    threads = torch.get_num_threads()
+    path, threads = own_hardware(mine), torch.get_num_threads()
+    gemm.keep_cpu(torch.device("cpu"), seconds=0.01)
+    entries = json.loads(path.read_text())["devices"]
+    assert entries[0] == mine and entries[-1]["name"] == threads_of(cpu_name(), threads)
+    e = entries[-1]
+    assert e["bf16_tflops"] >= e["fp32_tflops"] > 0 and e["memory_tb_per_s"] > 0
     devices.cache_clear()
-    try:
-        gemm.keep_cpu(torch.device("cpu"), seconds=0.01)
-        entries = json.loads(path.read_text())["devices"]
-        assert entries[0] == mine and entries[-1]["name"] == threads_of(cpu_name(), threads)
-        e = entries[-1]
-        assert e["bf16_tflops"] >= e["fp32_tflops"] > 0 and e["memory_tb_per_s"] > 0
-        devices.cache_clear()
-        flags = ["configs/gpt2-tiny.json", "--bsz", "8", "--seq-len", "128", "--amp", "off"]
-        run = ["--device", "cpu", "--n-steps", "5", "--warmup-steps", "2", "--run-name", "r"]
-        assert run_train(*flags, *run, "--output-dir", tmp_path) == 0
-        r = json.loads((tmp_path / "r/result.json").read_text())
-        assert r["device"]["peak_bf16_tflops"] == e["bf16_tflops"]
-        assert r["device"]["hardware"] == cpu_name()
-        assert r["metrics"]["mfu"] == pytest.approx(
-            r["metrics"]["model_tflops_per_gpu"] / e["bf16_tflops"]
-        )
-        capsys.readouterr()
-        argv = [*flags, "--gpu", "cpu", "--json"]
-        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 0
-        right = json.loads(capsys.readouterr().out)
-        assert right["step_s"] == pytest.approx(r["metrics"]["step_time_median_s"], rel=1e-3)
-        # One slow step is no slower device.
-        times = r["step_times_s"]
-        r["metrics"] |= {"step_time_mean_s": 3 * sum(times), "window_s": 15 * sum(times)}
-        (tmp_path / "r/result.json").write_text(json.dumps(r))
-        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 0
-        assert json.loads(capsys.readouterr().out)["step_s"] == right["step_s"]
-        argv[2] = "16"
-        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 0
-        assert 1.7 < json.loads(capsys.readouterr().out)["step_s"] / right["step_s"] < 2.0
-        with monkeypatch.context() as patch:  # a run would have so many
-            patch.setenv("OMP_NUM_THREADS", "77")
-            assert estimate.main(argv) == 2
-        assert "77 threads; OMP_NUM_THREADS=77 python benchmarks/gemm.py" in capsys.readouterr().err
-        argv[argv.index("cpu")] = "h100"
-        assert estimate.main([*argv, "--calibrate", str(tmp_path / "r")]) == 2
-        assert "was measured on" in capsys.readouterr().err
-    finally:
-        torch.set_num_threads(threads)
-        devices.cache_clear()
+    flags = "configs/gpt2-tiny.json --seq-len 128 --amp off --bsz"
+    run = f"{flags} 8 --device cpu --n-steps 5 --warmup-steps 2 --run-name r --output-dir"
+    assert run_train(*words(run, tmp_path)) == 0
+    r = json.loads((tmp_path / "r/result.json").read_text())
+    assert r["device"]["peak_bf16_tflops"] == e["bf16_tflops"]
+    assert r["device"]["hardware"] == cpu_name()
+    mfu = r["metrics"]["model_tflops_per_gpu"] / e["bf16_tflops"]
+    assert r["metrics"]["mfu"] == pytest.approx(mfu)
+
+    def step_s(bsz) -> float:
+        argv = (f"{flags} {bsz} --gpu cpu --json --calibrate", tmp_path / "r")
+        return json.loads(output_of(estimate.main, *argv))["step_s"]
+
+    right = step_s(8)
+    assert right == pytest.approx(r["metrics"]["step_time_median_s"], rel=1e-3)
+    # One slow step is no slower device.
+    times = r["step_times_s"]
+    r["metrics"] |= {"step_time_mean_s": 3 * sum(times), "window_s": 15 * sum(times)}
+    (tmp_path / "r/result.json").write_text(json.dumps(r))
+    assert step_s(8) == right and 1.7 < step_s(16) / right < 2.0
+    argv = (f"{flags} 16 --gpu h100 --calibrate", tmp_path / "r")
+    refused(estimate.main, "was measured on", *argv)
+    monkeypatch.setenv("OMP_NUM_THREADS", "77")  # a run would have so many
+    message = "77 threads; OMP_NUM_THREADS=77 python benchmarks/gemm.py"
+    refused(estimate.main, message, f"{flags} 16 --gpu cpu")
 
 
 def processors(name, flags, n=2, key="flags"):

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,10 +17,20 @@ from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.run import loop
 from llm_train_bench.trace.observed import observe
 from llm_train_bench.trace.read_trace import Span, Trace, read_trace
-from tests.helpers import INDUCTOR_LINKS, ROOT, only_result, plan_of, run_train, write_config
+from tests.helpers import (
+    INDUCTOR_LINKS,
+    ROOT,
+    only_result,
+    plan_of,
+    python,
+    run_train,
+    train_main,
+    words,
+    write_config,
+)
 
-TINY = ["configs/gpt2-tiny.json", "--bsz", 2, "--seq-len", 32, "--warmup-steps", 1, "--n-steps", 3,
-        "--device", "cpu", "--no-tensorboard"]  # fmt: skip
+TINY = words("configs/gpt2-tiny.json --bsz 2 --seq-len 32 --warmup-steps 1 --n-steps 3 --device cpu "
+             "--no-tensorboard")  # fmt: skip
 SDP = {
     name: (getattr(cuda, f"{name}_sdp_enabled"), getattr(cuda, f"enable_{name}_sdp"))
     for name in ("flash", "mem_efficient", "math", "cudnn")
@@ -115,17 +123,16 @@ def test_compiled_code_of_one_kernel_is_not_another_s(switches):
 @pytest.mark.parametrize(
     ("flags", "attention", "matmuls"),
     [
-        ([], {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
-        (["--amp", "off"], {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
-        (["--attention", "math", "--amp", "off"],
-         {"forward": ["math"], "backward": ["math"]}, {"aten fp32"}),
-        (["--pass-type", "forward"], {"forward": ["flash"]}, {"aten bf16"}),
-        (["--profile"], {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
+        ("", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
+        ("--amp off", {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
+        ("--attention math --amp off", {"forward": ["math"], "backward": ["math"]}, {"aten fp32"}),
+        ("--pass-type forward", {"forward": ["flash"]}, {"aten bf16"}),
+        ("--profile", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
     ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
-)  # fmt: skip
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path):
-    assert run_train(*TINY, *flags, "--output-dir", tmp_path) == 0
+    assert run_train(*words(TINY, flags, "--output-dir", tmp_path)) == 0
     r = only_result(tmp_path)
     assert r["observed"]["attention"] == attention
     assert set(r["observed"]["matmuls"]) == matmuls and not r["observed"]["mismatches"]
@@ -136,22 +143,21 @@ def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path
     assert r["observed"]["fallbacks"] == [] and r["attention_kernel"] == attention["forward"][0]
 
 
-def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, capsys):
+def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, output_of):
     """Whatever let another kernel run: the table, compare.py, the gate and the report say it."""
     monkeypatch.setattr(train, "select_attention", lambda work, flex, device: "math")
     runs = tmp_path / "runs"
     argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]
-    assert run_train(*argv) == 0
     why = "asked for math attention, flash ran"
-    out = capsys.readouterr().out
+    out = output_of(train_main, argv)
     assert f" {why} |" in out and f"note: unfit for comparison: {why}" in out
     r = only_result(runs)
     assert r["observed"]["mismatches"] == [why] and r["attention_kernel"] == "flash"
-    assert compare.main([str(runs), "--output-dir", str(tmp_path / "out")]) == 0
-    assert f"reference: {why}" in capsys.readouterr().out
+    out = output_of(compare.main, runs, "--output-dir", tmp_path / "out")
+    assert f"reference: {why}" in out
     assert all(why in (tmp_path / "out" / f).read_text() for f in ("report.html", "compare.json"))
-    assert compare.main([str(runs), "--baseline", str(tmp_path / "b"), "--update-baselines"]) == 5
-    assert f"UNFIT a: {why}" in capsys.readouterr().out
+    out = output_of(compare.main, runs, "--update-baselines --baseline", tmp_path / "b", code=5)
+    assert f"UNFIT a: {why}" in out
 
 
 def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
@@ -264,10 +270,7 @@ def test_the_bandwidth_of_collectives_is_what_a_ring_sends():
 
 
 def test_two_ranks_tell_the_bandwidth_of_their_collectives(tmp_path):
-    argv = [*map(str, TINY), "--nproc", "2", "--output-dir", str(tmp_path)]
-    script = [sys.executable, str(ROOT / "train_ddp.py"), *argv]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("train_ddp.py", TINY, "--nproc 2 --output-dir", tmp_path)
     r = only_result(tmp_path)
     use = r["observed"]["collectives"]["all-reduce"]
     assert use["input_bytes"] == pytest.approx(r["metrics"]["all_reduce_bytes"], abs=64)

@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from llm_train_bench.model.config import ConfigError, parse_config
+from llm_train_bench.model.config import ConfigError, load_config, parse_config
 from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
+from tests.faults import SHAPE
 from tests.helpers import FAMILIES, config, only_result, plan_of, run_train
 
 T = 24
@@ -257,3 +258,55 @@ def test_a_trained_model_opens_in_transformers(family, tmp_path):
         logits = theirs(ids[:, :-1]).logits
     expected = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     assert only_result(again)["metrics"]["final_loss"] == pytest.approx(expected.item(), abs=1e-5)
+
+
+def built(config, seed=0) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config, 16)
+    materialize(model, CPU, seed)
+    return model
+
+
+NORM, HEAD, WTE = "transformer.ln_f.weight", "lm_head.weight", "transformer.wte.weight"
+NAN = torch.tensor([float("nan")])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        (HEAD, lambda t: t[WTE] + 0.0, None),
+        (HEAD, lambda t: t[WTE] + 1.0, f"{HEAD} is not {WTE}, though"),
+        (NORM, lambda t: torch.cat((NAN, t[NORM][1:])), "ln_f.weight holds numbers that are not finite"),
+        (NORM, lambda t: t[NORM].to(torch.float8_e4m3fn), "holds F8_E4M3; quantised weights are not"),
+    ],
+    ids=["a tied head", "another head", "nan", "fp8"],
+)  # fmt: skip
+def test_weights_that_the_config_or_the_format_cannot_mean_are_refused(
+    name, spoil, message, tmp_path
+):
+    (tmp_path / "micro.json").write_text(json.dumps(SHAPE))
+    model = built(load_config(tmp_path / "micro.json"))
+    save_pretrained(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: spoil(tensors)}, tmp_path / "model.safetensors")
+    if message is None:
+        assert check_pretrained(model.config, tmp_path)
+        return
+    with pytest.raises(ConfigError, match=message):
+        materialize(model, CPU, 0, check_pretrained(model.config, tmp_path))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_an_index_names_files_beside_it(name, tmp_path):
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="is no name of a file beside it"):
+        check_pretrained(parse_config(SHAPE, "micro.json"), tmp_path)
+
+
+def test_padding_rows_change_no_other_value():
+    """Where vocabulary x width is no multiple of 16, random numbers are drawn otherwise."""
+    odd = SHAPE | {"vocab_size": 31, "n_embd": 6}
+    plain, padded = (built(parse_config(odd, "odd.json", rows)) for rows in (1, 64))
+    assert padded.embed.weight.shape[0] == 64 and not padded.embed.weight[31:].any()
+    assert torch.equal(padded.embed.weight[:31], plain.embed.weight)

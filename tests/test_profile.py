@@ -5,11 +5,7 @@ import functools
 import gzip
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,28 +19,28 @@ from llm_train_bench.run import launch, profiling
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests.helpers import ROOT, only_result, read_steps, run_train, without_inductor
+from tests.helpers import (
+    only_result,
+    python,
+    read_steps,
+    run_train,
+    train_main,
+    without_inductor,
+    words,
+)
 
-TINY = ["configs/llama-tiny.json", "--seq-len", "64", "--bsz", "4", "--device", "cpu", "--amp", "off",
-        "--n-steps", "4", "--warmup-steps", "2"]  # fmt: skip
+TINY = words("configs/llama-tiny.json --seq-len 64 --bsz 4 --device cpu --amp off --n-steps 4 "
+             "--warmup-steps 2")  # fmt: skip
 GIB = 2**30
-
-
-@pytest.fixture(scope="module", autouse=True)
-def in_repository():
-    before = Path.cwd()
-    os.chdir(ROOT)
-    yield
-    os.chdir(before)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """One run with everything switched on."""
     out = tmp_path_factory.mktemp("runs")
-    flags = ["--profile", "--profile-shapes", "--profile-stacks", "--memory-snapshot", "--sac-freq",
-             "1/4", "--pad-vocab", "384", "--peak-tflops", "1", "--output-dir", out]  # fmt: skip
-    assert run_train(*TINY, *flags) == 0
+    flags = ("--profile --profile-shapes --profile-stacks --memory-snapshot --sac-freq 1/4 "
+             "--pad-vocab 384 --peak-tflops 1 --output-dir")  # fmt: skip
+    assert run_train(*words(TINY, flags, out)) == 0
     return out
 
 
@@ -116,7 +112,7 @@ def test_formula_and_recorded_shapes_agree_on_the_matmuls(run, trace):
     assert by_shapes - stopped == pytest.approx(by_formula, rel=1e-9)
 
 
-def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, capsys):
+def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, output_of):
     """The fraction of the measured roof too, which no trace knows. No rate if the run has none."""
     shutil.copytree(next(run.iterdir()), tmp_path / "run")
     path, result = tmp_path / "run/trace/rank0.pt.trace.json.gz", tmp_path / "run/result.json"
@@ -124,17 +120,14 @@ def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, caps
     p = content["profile"]
     p["matmul_roof_fraction"] = 0.61
     result.write_text(json.dumps(content))
-    assert trace_report.main([str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(output_of(trace_report.main, path, "--json"))
     assert found["matmul_tflops"] == pytest.approx(p["matmul_tflops"])
     assert found["classes_s"] == pytest.approx(p["classes_s"])
     assert found["matmul_roof_fraction"] == 0.61
-    assert trace_report.main([str(path)]) == 0
-    assert "while they run, 61.0% of the measured roof" in capsys.readouterr().out
+    assert "while they run, 61.0% of the measured roof" in output_of(trace_report.main, path)
     p["matmul_tflops"], p["matmul_flops"] = None, 1.0  # as with --attention math
     result.write_text(json.dumps(content))
-    assert trace_report.main([str(path), "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)
+    (found,) = json.loads(output_of(trace_report.main, path, "--json"))
     assert found["matmul_flops"] != 1.0
 
 
@@ -168,17 +161,15 @@ def test_hfu_counts_what_is_repeated(run):
     again = matmuls + 4 * 64 * 256
     assert m["hfu"] / m["mfu"] == pytest.approx(1 + again / m["flops_per_token_palm"])
     again = matmuls + 2 * 64 * 256
-    assert m["hfu_causal"] / m["mfu_causal"] == pytest.approx(
-        1 + again / m["flops_per_token_causal"]
-    )
+    causal = 1 + again / m["flops_per_token_causal"]
+    assert m["hfu_causal"] / m["mfu_causal"] == pytest.approx(causal)
 
 
 def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
     """On a device with a known roof: 0.5 TFLOP/s."""
     entry = {"bf16_tflops": 0.5, "fp8_tflops": None, "source": "this test"}
-    (tmp_path / "roofs.json").write_text(
-        json.dumps({device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}})
-    )
+    roofs = {device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}}
+    (tmp_path / "roofs.json").write_text(json.dumps(roofs))
     monkeypatch.setattr("llm_train_bench.formulas.hardware.ROOFS_FILE", tmp_path / "roofs.json")
     flags = ["--amp", "bf16", "--profile", "--output-dir", tmp_path / "runs"]
     assert run_train(*TINY, "--seq-len", 16, "--bsz", 1, *flags) == 0
@@ -193,12 +184,9 @@ def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
 def test_the_nsys_range_holds_the_steps_asked_for(tmp_path, monkeypatch):
     """On a CPU, with a recorder in place of CUDA's profiler and NVTX."""
     calls = []
-    plan_of_a_gpu = functools.partial(launch.make_plan, platform="nvidia")
-    monkeypatch.setattr(
-        launch,
-        "make_plan",
-        lambda args, script, world, platform, **more: plan_of_a_gpu(args, script, world),
-    )
+    make = launch.make_plan
+    of_a_gpu = lambda args, script, world, *_, **__: make(args, script, world, "nvidia")  # noqa: E731
+    monkeypatch.setattr(launch, "make_plan", of_a_gpu)
     monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
@@ -283,9 +271,8 @@ def test_tensorboard_tells_what_ran_and_how_it_ended(run):
     r = only_result(run)
     text = {t: events.Tensors(t)[0].tensor_proto.string_val[0].decode()
             for t in events.Tags()["tensors"] if t.endswith("text_summary")}  # fmt: skip
-    assert {
-        f"run/{n}/text_summary" for n in ("arguments", "model", "device", "environment")
-    } == set(text)
+    parts = ("arguments", "model", "device", "environment")
+    assert {f"run/{part}/text_summary" for part in parts} == set(text)
     assert "| sac_freq | 1/4 |" in text["run/arguments/text_summary"]
     assert f"| git_sha | {r['environment']['git_sha']} |" in text["run/environment/text_summary"]
     by_tokens = events.Scalars("by_tokens/loss")
@@ -321,18 +308,12 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
 
 @pytest.mark.parametrize(
     ("script", "flags"),
-    [
-        ("train_fsdp.py", ["--profile-start", "4", "--profile-steps", "2", "--sac-freq", "1/2"]),
-        ("train_ddp.py", ["--pt-compile"]),
-    ],
-)
+    [("train_fsdp.py", "--profile-start 4 --profile-steps 2 --sac-freq 1/2"),
+     ("train_ddp.py", "--pt-compile")],
+)  # fmt: skip
 def test_every_rank_leaves_a_trace(script, flags, tmp_path):
-    argv = [*TINY, "--profile", "--memory-snapshot", *flags, "--output-dir", str(tmp_path)]
-    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, script, *argv], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    argv = words(TINY, "--profile --memory-snapshot", flags, "--output-dir", tmp_path)
+    python(script, argv, TORCHDYNAMO_DISABLE="1")
     r = Result.model_validate(only_result(tmp_path))
     p = r.profile
     assert p.in_window is ("--profile-start" in flags)
@@ -346,9 +327,8 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
     assert "matmul" not in p.classes_s
     assert sum(p.classes_s.values()) == pytest.approx(p.step_time_s)
     shards = 2 if script == "train_fsdp.py" else 1
-    assert r.memory.parameters_gib == pytest.approx(
-        4 * r.model.n_parameters / GIB / shards, rel=0.01
-    )
+    gib = 4 * r.model.n_parameters / GIB / shards
+    assert r.memory.parameters_gib == pytest.approx(gib, rel=0.01)
     # DDP's buckets hold the gradients all the time, beside the activations.
     m, either = r.memory, sum if shards == 1 else max
     kinds = m.parameters_gib + m.optimizer_gib + either((m.activations_gib, m.gradients_gib))
@@ -360,28 +340,22 @@ def test_every_rank_leaves_a_trace(script, flags, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--profile-steps", "5"], "--profile-steps needs --profile"),
-        (["--profile", "--profile-steps", "0"], "--profile-steps 0: must be at least 1"),
-        (["--profile", "--profile-start", "-1"], "--profile-start -1: must be at least 0"),
-        (
-            ["--profile", "--profile-start", "9"],
-            "a capture may begin at step 8 at the latest",
-        ),
-        (["--nsys-start", "1"], "--nsys-start and --nsys-end go together"),
-        (["--nsys-start", "2", "--nsys-end", "2"], "--nsys-end 2: must be above --nsys-start 2"),
-        (["--nsys-start", "2", "--nsys-end", "3"], "use --profile on a CPU"),
-        (["--profile", "--nsys-start", "2", "--nsys-end", "3"], "two profilers disturb each other"),
-        (["--memory-snapshot", "--warmup-steps", "1"], "looks at the warm-up"),
-        (["--profile-attention"], "--profile-attention needs --profile or --nsys-start"),
-        (["--nsys-ranks", "0"], "--nsys-ranks needs --nsys-end"),
-        (["--nsys-start", "2", "--nsys-end", "3", "--nsys-ranks", "0", "4"], "there are 1 ranks"),
+        ("--profile-steps 5", "--profile-steps needs --profile"),
+        ("--profile --profile-steps 0", "--profile-steps 0: must be at least 1"),
+        ("--profile --profile-start -1", "--profile-start -1: must be at least 0"),
+        ("--profile --profile-start 9", "a capture may begin at step 8 at the latest"),
+        ("--nsys-start 1", "--nsys-start and --nsys-end go together"),
+        ("--nsys-start 2 --nsys-end 2", "--nsys-end 2: must be above --nsys-start 2"),
+        ("--nsys-start 2 --nsys-end 3", "use --profile on a CPU"),
+        ("--profile --nsys-start 2 --nsys-end 3", "two profilers disturb each other"),
+        ("--memory-snapshot --warmup-steps 1", "looks at the warm-up"),
+        ("--profile-attention", "--profile-attention needs --profile or --nsys-start"),
+        ("--nsys-ranks 0", "--nsys-ranks needs --nsys-end"),
+        ("--nsys-start 2 --nsys-end 3 --nsys-ranks 0 4", "there are 1 ranks"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_flags_are_one_line(flags, message, tmp_path, capsys):
-    assert run_train(*TINY, *flags, "--output-dir", tmp_path / "runs") == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+def test_bad_flags_are_one_line(flags, message, tmp_path, refused):
+    refused(train_main, message, TINY, flags, "--output-dir", tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
 

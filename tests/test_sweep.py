@@ -18,49 +18,40 @@ import pytest
 import sweep
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import devices, find_hardware
+from llm_train_bench.errors import UsageError, printable
+from llm_train_bench.formulas.hardware import find_hardware
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.machine import cpu_name
 from llm_train_bench.settings.plan import make_plan
-from llm_train_bench.sweep import cell_runs, tune
+from llm_train_bench.sweep import cell_runs, jobs, tune
+from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
-from llm_train_bench.sweep.experiment import (
-    Experiment,
-    from_command_line,
-    read_experiment,
-    substitute,
-)
+from llm_train_bench.sweep.experiment import from_command_line, read_experiment
 from llm_train_bench.sweep.grid import differences, make_cells
 from llm_train_bench.sweep.ranking import Ranked, rank, show_ranking, write_csv
-from tests.helpers import ROOT, run_train
+from tests import fuzz
+from tests.helpers import ROOT, run_train, words
 
-BASE = dict(experiment="x", models=["configs/gpt2-tiny.json"])
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
+MODEL = "configs/gpt2-tiny.json"
+BASE = dict(experiment="x", models=[MODEL])
+TWO_PLATFORMS = {"nvidia": {"gpus": 8}, "amd": {"gpus": 8}}
 
 
 @pytest.fixture(scope="module")
 def a_result(tmp_path_factory):
     """The directory of a short run."""
-    os.chdir(ROOT)
     out = tmp_path_factory.mktemp("run")
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in FAST.items() if value is not True
-    ]
-    assert run_train("configs/gpt2-tiny.json", *flags, "--no-tensorboard", "--output-dir", out) == 0
+    flags = "--seq-len 32 --n-steps 3 --warmup-steps 1 --device cpu --amp off --no-tensorboard"
+    assert run_train(*words(MODEL, flags, "--output-dir", out)) == 0
     return next(out.iterdir())
 
 
-def experiment(**keys) -> Experiment:
-    return Experiment.model_validate(BASE | keys)
+def experiment(**keys) -> experiments.Experiment:
+    return experiments.Experiment.model_validate(BASE | keys)
 
 
 def write(path, **keys) -> str:
@@ -81,23 +72,27 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def start(path, out, *argv):
+def start(path, out):
     limit = 6 * 2**30  # so that a huge batch runs out of memory
     return subprocess.Popen(
-        [sys.executable, "sweep.py", path, "--output-dir", str(out), *argv],
+        [sys.executable, "sweep.py", path, "--output-dir", str(out)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
     )  # fmt: skip
+
+
+def read_rows(out) -> list[dict]:
+    return [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def killed_and_resumed(tmp_path_factory):
     """Three settings, twice each: one runs out of memory and one has no data. The sweep is killed
     outright during its second run, and started again."""
-    os.chdir(ROOT)
     out = tmp_path_factory.mktemp("sweep")
-    cells = [{"bsz": 2}, {"bsz": 400_000}, {"bsz": 3, "data": "missing.bin"}]
-    path = write(out / "e.yaml", training=FAST, cells=cells, repeats=2, timeout_s=120)
+    cells = [{"bsz": 2, "sac_freq": "1/2"}, {"bsz": 400_000}, {"bsz": 3, "data": "missing.bin"}]
+    training = FAST | {"no_tensorboard": False}
+    path = write(out / "e.yaml", training=training, cells=cells, repeats=2, timeout_s=120)
     first = start(path, out)
     deadline = time.monotonic() + 120
     while not (out / "rows.jsonl").exists() or "\n" not in (out / "rows.jsonl").read_text():
@@ -117,7 +112,7 @@ def killed_and_resumed(tmp_path_factory):
 def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
     out, before, text, code = killed_and_resumed
     assert code == 0, text
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    rows = read_rows(out)
     keys = [row["key"] for row in rows]
     assert len(keys) == len(set(keys)) == 6
     assert [row["repeat"] for row in rows] == [0, 0, 0, 1, 1, 1]  # interleaved
@@ -130,20 +125,28 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
 
 def test_what_goes_wrong_is_a_row(killed_and_resumed):
     out, *_ = killed_and_resumed
-    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    rows = read_rows(out)
     status = {(row["axes"]["bsz"], row["status"]) for row in rows}
     assert status == {(2, "ok"), (400_000, "oom"), (3, "failed")}
     (error,) = {row["error"] for row in rows if row["status"] == "failed"}
     assert "missing.bin: no such file" in error
     with (out / "results.csv").open() as f:
         table = list(csv.DictReader(f))
-    assert len(table) == 6 and {"tokens_per_sec", "step_time_cv", "step_time_std_s"} <= set(
-        table[0]
-    )
-    ok = [row for row in table if row["status"] == "ok"]
-    assert all(float(row["tokens_per_sec"]) > 0 for row in ok)
+    names = {"tokens_per_sec", "step_time_cv", "step_time_std_s"}
+    assert len(table) == 6 and names <= set(table[0])
+    assert all(float(row["tokens_per_sec"]) > 0 for row in table if row["status"] == "ok")
     ranked = (out / "ranked.md").read_text()
     assert ranked.index("bsz=2") < ranked.index("oom") and "100.0%" in ranked
+
+
+def test_tensorboard_names_runs_by_their_setting_and_lists_the_axes(killed_and_resumed):
+    out, *_ = killed_and_resumed
+    assert len(list(out.glob("tensorboard/*"))) == 4
+    for i in range(2):
+        path = out / f"tensorboard/gpt2-tiny bsz=2 sac_freq=1_2 data=none #{i}"
+        assert len(list(path.glob("events.*"))) == 1
+        args = json.loads((path.resolve().parent / "result.json").read_text())["args"]
+        assert args["sac_freq"] == "1/2" and args["hparams"] == ["bsz", "sac_freq", "data"]
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path):
@@ -189,17 +192,15 @@ def test_a_killed_run_says_so(tmp_path):
     assert record.marks == ["status killed"]
 
 
-def test_what_failed_is_run_again_on_request(tmp_path, capsys):
+def test_what_failed_is_run_again_on_request(tmp_path, output_of):
     path = write(tmp_path / "e.yaml", training=FAST | {"init_from": str(tmp_path / "later")})
-    argv = [path, "--output-dir", str(tmp_path / "out")]
-    assert sweep.main(argv) == 1
-    model = Transformer(load_config(ROOT / "configs/gpt2-tiny.json"), 32)
-    save_pretrained(model, tmp_path / "later")
-    assert sweep.main(argv) == 1
-    assert "rows from before: 1\n" in capsys.readouterr().out
-    assert sweep.main([*argv, "--retry"]) == 0
-    (row,) = (tmp_path / "out/rows.jsonl").read_text().splitlines()
-    assert json.loads(row)["status"] == "ok"
+    argv = [path, "--output-dir", tmp_path / "out"]
+    output_of(sweep.main, argv, code=1)
+    save_pretrained(Transformer(load_config(ROOT / MODEL), 32), tmp_path / "later")
+    assert "rows from before: 1\n" in output_of(sweep.main, argv, code=1)
+    output_of(sweep.main, argv, "--retry")
+    (row,) = read_rows(tmp_path / "out")
+    assert row["status"] == "ok"
 
 
 def test_rows_survive_a_torn_line(tmp_path):
@@ -214,6 +215,22 @@ def test_rows_survive_a_torn_line(tmp_path):
     rows.add({"key": "d"} | row)
     del rows
     assert list(Rows(path).rows) == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize("deep", [50_000, 90])
+def test_a_deep_row_of_a_sweep_is_no_row(deep, tmp_path):
+    plain = '{"key": "b", "model": "m", "status": "oom", "axes": {}}'
+    row = f'{{"key": "a", "x": {"[" * deep}{"]" * deep}, {plain[13:]}'
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n{plain}\n")
+    assert list(Rows(tmp_path / "rows.jsonl").rows) == ["b"]
+
+
+def test_names_in_rows_command_nothing(tmp_path):
+    row, name = {"model": "m", "status": "failed"}, printable(fuzz.ESCAPE)
+    spoilt = row | {"key": fuzz.ESCAPE, "axes": {fuzz.ESCAPE: [{fuzz.ESCAPE: fuzz.ESCAPE}]}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(spoilt) + "\n")
+    right = row | {"key": name, "axes": {name: [{name: name}]}}
+    assert Rows(tmp_path / "rows.jsonl").rows == {name: right}
 
 
 @pytest.mark.parametrize("largest", [0, 1, 2, 7, 64, 100, 1000])
@@ -264,16 +281,6 @@ def test_auto_batch_has_a_bound_without_a_gpu():
     assert first > 1000 and most == float("inf")
 
 
-def test_flags_that_the_file_says_itself_are_refused(tmp_path, capsys):
-    path = write(tmp_path / "e.yaml")
-    assert sweep.main([path, "--repeats", "3"]) == 2
-    assert "--repeats and an experiment file" in capsys.readouterr().err
-    argv = ["--models", *BASE["models"], "--set", "bsz=2", "bsz=4"]
-    assert sweep.main(argv) == 2 and "bsz was set before" in capsys.readouterr().err
-    assert sweep.main(["--models", *BASE["models"], "--set", "bsz=["]) == 2
-    assert sweep.main(["--models", *BASE["models"], "--set", "global-bsz=8", "--auto-bsz"]) == 2
-
-
 def test_off_is_off():
     """YAML's `off` is false, but --amp off is a choice."""
     e = from_command_line("train.py", BASE["models"], ["amp=off", "pt-compile=off"], 1, 9)
@@ -282,7 +289,7 @@ def test_off_is_off():
 
 
 def test_identical_config_names_every_difference():
-    machines = {"nvidia": {"gpus": 8, "usd_per_hour": 3}, "amd": {"gpus": 8, "usd_per_hour": 2}}
+    machines = {name: {"gpus": 8, "usd_per_hour": len(name)} for name in TWO_PLATFORMS}
     e = experiment(
         methodology="identical_config", script="train_fsdp.py", hardware=machines,
         training={"bsz": 2, "lr": 3e-4}, platforms={"amd": {"lr": 1e-4, "bsz": 4}},
@@ -351,50 +358,38 @@ def test_one_gpu_on_another_platform_says_nothing_of_this_one():
     assert "nproc" not in dict(cell.flags)
 
 
+BOUND = {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 4}
+
+
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "argv", "message"),
     [
-        ({"methodology": "identical_config"}, "methodology is identical_config"),
-        (
-            {"training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 4}},
-            "which global_bsz would bind",
-        ),
+        ({"methodology": "identical_config"}, "--auto-bsz", "methodology is identical_config"),
+        ({"training": BOUND}, "--auto-bsz", "which global_bsz would bind"),
+        (dict(methodology="identical_config", script="train_fsdp.py", hardware=TWO_PLATFORMS,
+              training={"bsz": 2}, platforms={"amd": {"bsz": 4}}), "",
+         "platforms differ: gpt2-tiny: bsz: nvidia 2, amd 4 (and 1 more)"),
+        ({}, "--repeats 3", "--repeats and an experiment file"),
     ],
-)
-def test_auto_batch_changes_nothing_that_is_fixed(keys, message, tmp_path, capsys):
+)  # fmt: skip
+def test_what_a_file_fixes_is_not_changed(keys, argv, message, tmp_path, refused):
     path = write(tmp_path / "e.yaml", **keys)
-    assert sweep.main([path, "--auto-bsz", "--dry-run", "--platform", "nvidia"]) == 2
-    assert message in capsys.readouterr().err
+    refused(sweep.main, message, [path], argv, "--dry-run --platform nvidia")
 
 
-def test_runs_as_jobs_are_the_same_rows_and_go_on(tmp_path, capsys):
+def test_runs_as_jobs_are_the_same_rows_and_go_on(tmp_path, output_of):
     """Through submitit's local executor; what is done is not run again."""
     pytest.importorskip("submitit")
     path = write(tmp_path / "e.yaml", training=FAST, cells=[{"bsz": 1}])
-    argv = [path, "--launcher", "local", "--output-dir", str(tmp_path / "out")]
-    assert sweep.main(argv) == 0
-    (row,) = [json.loads(line) for line in (tmp_path / "out/rows.jsonl").read_text().splitlines()]
+    argv = [path, "--launcher", "local", "--output-dir", tmp_path / "out"]
+    output_of(sweep.main, argv)
+    (row,) = read_rows(tmp_path / "out")
     assert row["status"] == "ok" and row["tokens_per_sec"] > 0 and row["axes"] == {"bsz": 1}
     assert json.loads((tmp_path / "out/jobs/submitted.json").read_text()) == {}
-    assert sweep.main(argv) == 0
-    assert "rows from before: 1" in capsys.readouterr().out
-
-
-def test_tensorboard_names_runs_by_their_setting_and_lists_the_axes(tmp_path, capsys):
-    argv = ["--models", "configs/gpt2-tiny.json", "--set", "bsz=1", "sac-freq=1/1,1/2", "seq-len=16",
-            "n-steps=2", "warmup-steps=0", "device=cpu", "amp=off"]  # fmt: skip
-    assert sweep.main([*argv, "--output-dir", str(tmp_path)]) == 0
-    assert len(list(tmp_path.glob("tensorboard/*"))) == 2
-    for sac in ("1/1", "1/2"):
-        named = tmp_path / f"tensorboard/gpt2-tiny sac_freq={sac.replace('/', '_')} #0"
-        assert len(list(named.glob("events.*"))) == 1
-        args = json.loads((named.resolve().parent / "result.json").read_text())["args"]
-        assert args["sac_freq"] == sac and args["hparams"] == ["sac_freq"]
+    assert "rows from before: 1" in output_of(sweep.main, argv)
 
 
 def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
-    from llm_train_bench.sweep import jobs
-
     pytest.importorskip("submitit")
     monkeypatch.setattr(jobs, "run_cell", _lost)
     (cell,) = make_cells(experiment(training=FAST), "cpu")
@@ -410,63 +405,36 @@ def _lost(*args):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--models", "llama"], "--models llama: "),
-        (["--slurm", "partition=x"], "--slurm: needs --launcher slurm"),
-        (["--launcher", "local", "--cooldown", "3"], "--cooldown: is for runs on this machine"),
-        (["--launcher", "slurm", "--slurm", "partition"], "--slurm partition: must be KEY=VALUE"),
-        (["--launcher", "slurm"], "--launcher slurm: Could not detect"),
-        (["--grid-gco2-per-kwh", "0"], "must be above 0"),
+        ("--models llama", "--models llama: "),
+        ("--slurm partition=x", "--slurm: needs --launcher slurm"),
+        ("--launcher local --cooldown 3", "--cooldown: is for runs on this machine"),
+        ("--launcher slurm --slurm partition", "--slurm partition: must be KEY=VALUE"),
+        ("--launcher slurm", "--launcher slurm: Could not detect"),
+        ("--grid-gco2-per-kwh 0", "must be above 0"),
     ],
 )
-def test_ways_to_launch_that_cannot_be_are_one_line(argv, message, tmp_path, capsys, monkeypatch):
+def test_ways_to_launch_that_cannot_be_are_one_line(argv, message, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     path = write(tmp_path / "e.yaml", training=FAST)
-    assert sweep.main([path, *argv, "--output-dir", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    refused(sweep.main, message, [path], argv, "--output-dir", tmp_path / "out")
 
 
-def test_some_models_of_a_file(capsys):
-    argv = ["configs/sweeps/gpt2-context.yaml", "--models", "gpt2-350m", "configs/gpt2-125m.json"]
-    assert sweep.main([*argv, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+def test_some_models_of_a_file(output_of):
+    argv = "configs/sweeps/gpt2-context.yaml --models gpt2-350m configs/gpt2-125m.json --dry-run"
+    out = output_of(sweep.main, argv)
     assert out.count("gpt2-350m.json") == out.count("gpt2-125m.json") == 4 and "760m" not in out
 
 
-def test_a_dry_run_prints_lines_for_a_shell(tmp_path, capsys):
+def test_a_dry_run_prints_lines_for_a_shell(tmp_path, output_of):
     path = write(tmp_path / "e.yaml", environment={"A": "b c"}, training={"bsz": 2})
-    assert sweep.main([path, "--dry-run", "--platform", "cpu"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("A='b c' python train.py configs/gpt2-tiny.json --bsz 2")
+    out = output_of(sweep.main, [path], "--dry-run --platform cpu")
+    assert out.startswith("A='b c' python train.py configs/gpt2-tiny.json --bsz 2")
 
 
-def test_flags_of_set_have_predecessors_names_too(capsys):
-    given = ["batch-size=2", "context_length=16", "measure-steps=3,4", "pass-type=forward_backward"]
-    assert sweep.main(["--models", "configs/gpt2-tiny.json", "--dry-run", "--set", *given]) == 0
-    assert (
-        capsys.readouterr()
-        .out.splitlines()[1]
-        .endswith("--bsz 2 --n-steps 4 --pass-type forward-backward --seq-len 16")
-    )
-    twice = ["--set", "batch-size=2", "bsz=4"]
-    assert sweep.main(["--models", "configs/gpt2-tiny.json", "--dry-run", *twice]) == 2
-    assert "bsz was set before" in capsys.readouterr().err
-
-
-def test_another_suites_experiment_file_is_told_ours(tmp_path, capsys):
-    """TensorPrimat's config.yaml has all of `experiment` below it."""
-    (tmp_path / "config.yaml").write_text("experiment:\n  name: x\n  methodology: y\nmodels: {}\n")
-    assert sweep.main([str(tmp_path / "config.yaml"), "--dry-run"]) == 2
-    assert "is another suite's file; docs/MIGRATING.md" in capsys.readouterr().err
-
-
-def test_platforms_that_differ_are_no_identical_config(tmp_path, capsys):
-    machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 8}}
-    path = write(tmp_path / "e.yaml", methodology="identical_config", script="train_fsdp.py",
-                 hardware=machines, training={"bsz": 2}, platforms={"amd": {"bsz": 4}})  # fmt: skip
-    assert sweep.main([path, "--platform", "nvidia", "--dry-run"]) == 2
-    error = capsys.readouterr().err
-    assert "platforms differ: gpt2-tiny: bsz: nvidia 2, amd 4 (and 1 more)" in error
+def test_flags_of_set_have_predecessors_names_too(output_of):
+    theirs = "batch-size=2 context_length=16 measure-steps=3,4 pass-type=forward_backward"
+    line = output_of(sweep.main, f"--models {MODEL} --dry-run --set {theirs}").splitlines()[1]
+    assert line.endswith("--bsz 2 --n-steps 4 --pass-type forward-backward --seq-len 16")
 
 
 def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
@@ -486,10 +454,16 @@ def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
 
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     (tmp_path / "logs").write_text("in the way")
-    path = write(tmp_path / "e.yaml", training=FAST)
-    assert sweep.main([path, "--output-dir", str(tmp_path)]) == 1
+    assert (
+        sweep.main([write(tmp_path / "e.yaml", training=FAST), "--output-dir", str(tmp_path)]) == 1
+    )
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
+
+
+def on_gpus(script, n=8, **keys):
+    """An experiment with a script on so many GPUs of one kind."""
+    return {"script": f"train_{script}.py", "hardware": {"nvidia": {"gpus": n}}} | keys
 
 
 @pytest.mark.parametrize(
@@ -499,41 +473,20 @@ def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
         ({"training": {"bsz": 0}}, "gpt2-tiny: --bsz 0: must be at least 1"),
         ({"training": {"use_fp8": True, "pt_compile": True, "fp8_backend": "te"}}, "cannot be traced"),
         ({"hardware": {"nvidia": {"gpus": 8}}}, "8 GPUs, but train.py runs on one"),
-        (
-            {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
-             "parallel": {"dp_replicate": 2, "dp_shard": 8}},
-            "2 x 8 = 16, but of 8 GPUs there are 8 ranks with data of their own; dp_shard must be 4",
-        ),
+        (on_gpus("fsdp", parallel={"dp_replicate": 2, "dp_shard": 8}),
+         "2 x 8 = 16, but of 8 GPUs there are 8 ranks with data of their own; dp_shard must be 4"),
         ({"training": {"seq_len": 999999}}, "allows at most 256"),
         ({"training": {"bsz": "two"}}, "bsz: 'two' is no value of --bsz"),
-        (
-            {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
-             "training": {"dp_replicate": 3}}, "--dp-replicate 3 does not divide 8 ranks",
-        ),
-        (
-            {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 8}},
-             "training": {"bsz": 4, "global_bsz": 10}}, "not a multiple of --bsz 4 x 8 ranks = 32",
-        ),
-        (
-            {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 8}}, "training": {"nproc": 4}},
-            "nproc 4, but hardware says 8 GPUs",
-        ),
+        (on_gpus("fsdp", training={"dp_replicate": 3}), "--dp-replicate 3 does not divide 8 ranks"),
+        (on_gpus("ddp", training={"bsz": 4, "global_bsz": 10}), "multiple of --bsz 4 x 8 ranks = 32"),
+        (on_gpus("ddp", training={"nproc": 4}), "nproc 4, but hardware says 8 GPUs"),
         ({"hardware": {"nvidia": {"gpu": "h300"}}}, "no such device"),
-        (
-            {"script": "train_fsdp.py", "hardware": {"nvidia": {"gpus": 8}},
-             "parallel": {"dp_shard": 8}, "training": {"dp_replicate": 2}},
-            "dp_replicate is in `parallel` already",
-        ),
-        (
-            {"script": "train_fsdp.py", "hardware": {"amd": {"gpus": 8}}, "parallel": {"dp_shard": 8}},
-            "hardware has no nvidia, so `parallel` has no number of GPUs to share out",
-        ),
-        (
-            {"script": "train_ddp.py", "hardware": {"nvidia": {"gpus": 4}},
-             "training": {"bsz": 2, "grad_acc_steps": 2, "global_bsz": 64}},
-            "global_bsz 64, but 2 (bsz) x 4 ranks with data of their own x 2 (grad_acc_steps) = 16; make "
-            "it 16",
-        ),
+        (on_gpus("fsdp", parallel={"dp_shard": 8}, training={"dp_replicate": 2}),
+         "dp_replicate is in `parallel` already"),
+        (on_gpus("fsdp", parallel={"dp_shard": 8}, hardware={"amd": {"gpus": 8}}),
+         "hardware has no nvidia, so `parallel` has no number of GPUs to share out"),
+        (on_gpus("ddp", 4, training=BOUND | {"global_bsz": 64}), "global_bsz 64, but 2 (bsz) x 4 ranks "
+         "with data of their own x 2 (grad_acc_steps) = 16; make it 16"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
@@ -543,9 +496,25 @@ def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
     assert str(error.value).startswith(("e.yaml: ", "--gpu h300"))
 
 
+HEAD = f"experiment: x\nmodels: [{MODEL}]\n"
+AXES = ("bsz", "seq_len", "n_steps", "seed")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (f"{HEAD}training: {{seed: 010}}", "010 is no plain number"),
+        (f"{HEAD}training: {{bsz: 1:30}}", "1:30 is no plain number"),
+        (f"{HEAD}grid: {{bsz: [1, 2]}}\ncells: [{{bsz: 4}}]", "bsz is in the grid and in cells"),
+        (f"{HEAD}training: &a {{bsz: 2}}\ncells: [*a]\n", "aliases"),
+        ("a: &a [*a]\n", "aliases"),
+        ("experiment: e\nmodels: ['--help']\n", "models.0"),
+        ("experiment: --x\nmodels: [a]\n", "experiment"),
+        (f"{HEAD}grid:\n" + "".join(f"  {name}: {list(range(1, 101))}\n" for name in AXES),
+         "100,000,000 settings"),
+        # TensorPrimat's config.yaml has all of `experiment` below it.
+        ("experiment:\n  name: x\n  methodology: y\nmodels: {}\n",
+         "is another suite's file; docs/MIGRATING.md"),
         ("- a\n- b", "must be a mapping"),
         ("experiment: x\nmodels: [", "not valid YAML"),
         ("experiment: x\nmodels: [a]\ngrid: {bsz: [1]}\ngrid: {lr: [1]}", "grid stands twice"),
@@ -558,19 +527,18 @@ def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
         ("experiment: a/b\nmodels: [a]", "experiment: String should match"),
         ("experiment: ${NOT_SET_ANYWHERE}\nmodels: [a]", "${NOT_SET_ANYWHERE} is not set"),
     ],
-)
-def test_a_wrong_file_is_one_line(text, message, tmp_path, capsys):
-    path = tmp_path / "e.yaml"
-    path.write_text(text)
-    assert sweep.main([str(path), "--output-dir", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1 and "e.yaml" in error
-    assert not (tmp_path / "out").exists()
+)  # fmt: skip
+def test_a_wrong_file_is_one_line(text, message, tmp_path, refused):
+    """At once: none of them makes settings without end."""
+    (tmp_path / "e.yaml").write_text(text)
+    begin, argv = time.monotonic(), [tmp_path / "e.yaml", "--output-dir", tmp_path / "out"]
+    assert "e.yaml" in refused(sweep.main, message, argv, "--platform cpu")
+    assert not (tmp_path / "out").exists() and time.monotonic() - begin < 20
 
 
 def test_substitution():
     environ = {"A": "1", "EMPTY": ""}
-    assert substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
+    assert experiments.substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/sweeps/*.yaml")), ids=lambda p: p.stem)
@@ -582,16 +550,12 @@ def test_ready_files_are_valid(path, platform):
         assert differences(e) == []
 
 
-def test_the_command_line_makes_the_same(capsys):
-    e = from_command_line(
-        "train.py", ["a.json"], ["bsz=2,4", "pt-compile=true", "sac-freq=1/2"], 2, 9
-    )
+def test_the_command_line_makes_the_same():
+    given = words("bsz=2,4 pt-compile=true sac-freq=1/2")
+    e = from_command_line("train.py", ["a.json"], given, 2, 9)
     assert e.grid == {"bsz": [2, 4]} and e.training == {"pt_compile": True, "sac_freq": "1/2"}
     with pytest.raises(UsageError, match="must be flag=value"):
         from_command_line("train.py", ["a.json"], ["nonsense"], 1, 9)
-    assert sweep.main([]) == 2 and "give an experiment file, or --models" in capsys.readouterr().err
-    assert sweep.main(["--models", "none.json", "--set", "bsz=1"]) == 2
-    assert "none.json: no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("largest", "found"), [(5, 5), (0, 1)])
@@ -629,31 +593,16 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
     data.write_bytes(b"1234")
     keys.append(cell_key(cell, 0))
     assert keys[0] == keys[1] and len(set(keys)) == 3
+
     # An edit must not end a running sweep either: its rows are those that were asked for.
-    monkeypatch.setattr(
-        sweep, "run_cell", lambda cell, repeat, directory, timeout_s: edit(cell, repeat)
-    )
-
-    def edit(cell, repeat):
-        row = {
-            "key": cell_key(cell, repeat),
-            "status": "failed",
-            "error": "x",
-            "model": "m",
-            "axes": {},
-        }
+    def edit(cell, repeat, directory, timeout_s):
+        row = {"key": cell_key(cell, repeat), "status": "failed", "model": "m", "axes": {}}
         data.write_bytes(b"123456")
-        return row
+        return row | {"error": "x"}
 
-    argv = [
-        "--models",
-        str(path.parent),
-        "--set",
-        f"data={data}",
-        "--output-dir",
-        str(tmp_path / "o"),
-    ]
-    assert sweep.main(argv) == 1 and "| m " in (tmp_path / "o" / "ranked.md").read_text()
+    monkeypatch.setattr(sweep, "run_cell", edit)
+    argv = ["--models", path.parent, "--set", f"data={data}", "--output-dir", tmp_path / "o"]
+    assert sweep.main(words(argv)) == 1 and "| m " in (tmp_path / "o" / "ranked.md").read_text()
     assert cell.label().startswith("Llama-3.2-1B") and keys[0].startswith("Llama-3.2-1B-")
 
 
@@ -670,11 +619,17 @@ def test_what_cannot_be_told_apart_from_the_best_is_marked(tmp_path, capsys):
     assert sum("1.00 reserved" in line for line in lines) == 3
 
 
+def a_row(key, rate, **more):
+    """A row of rows.jsonl."""
+    return {"key": key, "repeat": 0, "model": "m", "status": "ok", "axes": {"bsz": key}, "mfu": None,
+            "tokens_per_sec": rate, "memory_gib": 1.0, "memory_kind": "resident",
+            "step_times_s": [100 / rate] * 5 if rate else []} | more  # fmt: skip
+
+
 def test_settings_are_ranked_within_their_model_and_length(tmp_path, capsys):
     def row(model, length, bsz, rate):
-        return {"key": f"{model}{length}{bsz}-0", "repeat": 0, "model": model, "status": "ok",
-                "axes": {"bsz": bsz}, "mfu": None, "tokens_per_sec": rate, "memory_gib": 1.0,
-                "memory_kind": "resident", "step_times_s": [1.0] * 5, "seq_len": length}  # fmt: skip
+        return a_row(f"{model}{length}{bsz}-0", rate, model=model, axes={"bsz": bsz}, seq_len=length,
+                     step_times_s=[1.0] * 5)  # fmt: skip
 
     rows = [row("small", 64, 1, 900), row("large", 64, 1, 90), row("large", 64, 2, 100),
             row("large", 128, 1, 50)]  # fmt: skip
@@ -685,16 +640,11 @@ def test_settings_are_ranked_within_their_model_and_length(tmp_path, capsys):
 
 
 def test_ranking_by_hand():
-    def row(key, rate, status="ok"):
-        return {"key": key, "repeat": 0, "model": "m", "status": status, "axes": {"bsz": key},
-                "mfu": None, "tokens_per_sec": rate, "memory_gib": 1.0, "memory_kind": "resident",
-                "step_times_s": [100 / rate] * 5 if rate else []}  # fmt: skip
-
-    rows = [row("a-0", 100), row("b-0", 200), row("a-1", 110), row("b-1", 220), row("a-2", 90),
-            row("b-2", 210), row("c-0", None, "oom")]  # fmt: skip
-    ranked = rank(rows)
+    rates = {"a-0": 100, "b-0": 200, "a-1": 110, "b-1": 220, "a-2": 90, "b-2": 210}
+    rows = [a_row(key, rate) for key, rate in rates.items()]
+    ranked = rank([*rows, a_row("c-0", None, status="oom")])
     assert [r.status for r in ranked] == ["ok", "ok", "oom"]
-    (with_mfu,) = rank([row(f"a-{i}", 100 + i) | {"mfu": 0.3 + i / 100} for i in range(3)])
+    (with_mfu,) = rank([a_row(f"a-{i}", 100 + i, mfu=0.3 + i / 100) for i in range(3)])
     assert with_mfu.mfu == pytest.approx(0.31) and ranked[0].mfu is None
     assert ranked[0].tokens_per_sec == pytest.approx(210) and ranked[1].tokens_per_sec == 100
     # Student's interval of 200, 220 and 210: 4.303 x 10 / sqrt(3) = 24.8 to either side.
@@ -702,9 +652,9 @@ def test_ranking_by_hand():
     assert ranked[0].high == pytest.approx(210 + 24.8, abs=4)
     # With two repeats it is over their steps: times of 1 +- 0.1 s.
     times = np.random.default_rng(0).normal(1, 0.1, 40).tolist()
-    (two,) = rank([row(f"a-{i}", 100) | {"step_times_s": times} for i in range(2)])
+    (two,) = rank([a_row(f"a-{i}", 100, step_times_s=times) for i in range(2)])
     assert 94 < two.low < 99 < two.tokens_per_sec == 100 < 101 < two.high < 106
-    (once,) = rank([row("a-0", 100) | {"step_times_s": [1.0]}])
+    (once,) = rank([a_row("a-0", 100, step_times_s=[1.0])])
     assert once.low is once.high is None
     assert ranked[1].cv == pytest.approx(0.1)
 
@@ -746,50 +696,35 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--auto-bsz"], "--tune and --auto-bsz do not go together"),
-     (["--launcher", "local"], "--tune and --launcher local do not go together"),
-     (["--platform", "nvidia"], "--tune needs to know the GPU"),
-     ([], "does not have")],
+    [("--auto-bsz", "--tune and --auto-bsz do not go together"),
+     ("--launcher local", "--tune and --launcher local do not go together"),
+     ("--platform nvidia", "--tune needs to know the GPU"),
+     ("", "does not have")],
 )  # fmt: skip
-def test_what_tune_needs_is_one_line(argv, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(tmp_path / "none.json"))
-    (tmp_path / "none.json").write_text('{"devices": []}')
-    devices.cache_clear()
-    base = ["--models", "configs/gpt2-tiny.json", "--set", "bsz=1,2", "--tune", "--platform", "cpu"]
-    try:
-        assert sweep.main([*base, *argv, "--output-dir", str(tmp_path / "out")]) == 2
-    finally:
-        devices.cache_clear()
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+def test_what_tune_needs_is_one_line(argv, message, tmp_path, refused, own_hardware):
+    own_hardware()
+    base = f"--models {MODEL} --set bsz=1,2 --tune --platform cpu {argv} --output-dir"
+    refused(sweep.main, message, base, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--set", "nosuchflag=3"], "--set nosuchflag=3: no such flag"),
-     (["--set", "local-batch-size=3"], "another suite's; use --bsz"),
-     (["--set", "reduce-freq=3"], "another suite's; gradients are reduced once a step"),
-     (["--set", "seed=010,8"], "is no value"),
-     (["--set", "bsz=1", "--baseline", "none.json"], "--baseline none.json: no such file")],
+    [("", "give an experiment file, or --models"),
+     ("--models none.json --set bsz=1", "none.json: no such file"),
+     (f"--models {MODEL} --set nosuchflag=3", "--set nosuchflag=3: no such flag"),
+     (f"--models {MODEL} --set local-batch-size=3", "another suite's; use --bsz"),
+     (f"--models {MODEL} --set reduce-freq=3", "another suite's; gradients are reduced once a step"),
+     (f"--models {MODEL} --set seed=010,8", "is no value"),
+     (["--models", MODEL, "--set", "bsz=!!bool 7"], "is no value"),
+     (f"--models {MODEL} --set bsz=[", "bsz=["),
+     (f"--models {MODEL} --set bsz=2 bsz=4", "bsz was set before"),
+     (f"--models {MODEL} --set batch-size=2 bsz=4", "bsz was set before"),
+     (f"--models {MODEL} --set global-bsz=8 --auto-bsz", "global_bsz would bind"),
+     (f"--models {MODEL} --set bsz=1 --baseline none.json", "--baseline none.json: no such file")],
 )  # fmt: skip
-def test_mistakes_are_told_before_anything_runs(argv, message, tmp_path, capsys):
-    out = tmp_path / "out"
-    base = ["--models", "configs/gpt2-tiny.json", *argv, "--output-dir", str(out)]
-    assert sweep.main(base) == 2 and not out.exists()
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("training: {seed: 010}", "010 is no plain number"),
-     ("training: {bsz: 1:30}", "1:30 is no plain number"),
-     ("grid: {bsz: [1, 2]}\ncells: [{bsz: 4}]", "bsz is in the grid and in cells")],
-)  # fmt: skip
-def test_what_yaml_or_a_cell_would_change_silently_is_refused(text, message, tmp_path, capsys):
-    path = tmp_path / "x.yaml"
-    path.write_text(f"experiment: x\nmodels: [configs/gpt2-tiny.json]\n{text}\n")
-    assert sweep.main([str(path), "--dry-run"]) == 2
-    assert message in capsys.readouterr().err
+def test_mistakes_are_told_before_anything_runs(argv, message, tmp_path, refused):
+    refused(sweep.main, message, argv, "--output-dir", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -799,8 +734,7 @@ def test_what_yaml_or_a_cell_would_change_silently_is_refused(text, message, tmp
 def test_a_global_batch_is_of_ranks_with_data_of_their_own(layout, gpus, global_bsz, right):
     """bsz 2 x grad_acc_steps 2 x the plan's data parallel ranks, whatever shares their samples."""
     training = {"bsz": 2, "grad_acc_steps": 2, "global_bsz": global_bsz} | layout
-    e = experiment(script="train_fsdp.py", models=["configs/llama-tiny.json"], training=training,
-                   hardware={"nvidia": {"gpus": gpus}})  # fmt: skip
+    e = experiment(**on_gpus("fsdp", gpus, models=["configs/llama-tiny.json"], training=training))
     if global_bsz != right:
         with pytest.raises(UsageError, match=f"make it {right}"):
             make_cells(e, "nvidia")
@@ -812,8 +746,8 @@ def test_a_global_batch_is_of_ranks_with_data_of_their_own(layout, gpus, global_
 
 @pytest.mark.parametrize(("shard", "fits"), [(2, True), (4, False)])
 def test_dp_shard_is_of_ranks_with_data_of_their_own(shard, fits):
-    e = experiment(script="train_fsdp.py", models=["configs/llama-tiny.json"], training={"tp": 2},
-                   parallel={"dp_shard": shard}, hardware={"nvidia": {"gpus": 4}})  # fmt: skip
+    e = experiment(**on_gpus("fsdp", 4, models=["configs/llama-tiny.json"], training={"tp": 2},
+                             parallel={"dp_shard": shard}))  # fmt: skip
     if fits:
         assert make_cells(e, "nvidia")
         return
@@ -827,12 +761,8 @@ def test_rows_of_another_cpu_are_not_mixed_in_and_unfit_ones_are_marked(tmp_path
         refuse_foreign_row(row, tmp_path)
     refuse_foreign_row({"hardware": cpu_name()}, tmp_path)
     refuse_foreign_row({"hardware": "H100 SXM"}, tmp_path)
-    rows = [
-        {"key": f"m-{i}-0", "status": "ok", "model": "m", "axes": {"i": i}, "seq_len": 8, "mfu": None,
-         "tokens_per_sec": 10.0 * i, "step_times_s": [0.1, 0.1], "memory_gib": 1.0, "memory_kind": None,
-         "unfit": "asked for math attention, flash ran" if i == 2 else ""}
-        for i in (1, 2)
-    ]  # fmt: skip
+    why = "asked for math attention, flash ran"
+    rows = [a_row(f"m-{i}-0", 10.0 * i, axes={"i": i}, unfit=why if i == 2 else "") for i in (1, 2)]
     first, last = rank(rows)
     assert (first.label, first.status) == ("m i=1", "ok")  # the faster one ran another kernel
-    assert last.status == "unfit: asked for math attention, flash ran"
+    assert last.status == f"unfit: {why}"

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,27 +20,28 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.errors import UsageError
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import SCHEMA_VERSION
-from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.run import loop
+from llm_train_bench.run.provenance import describe_environment
+from llm_train_bench.settings.command_line import parse_args, translated
 from llm_train_bench.settings.flags import Args, OptimizerFlags, Script, declared
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,
     only_result,
+    python,
     read_steps,
     run_train,
+    train_main,
     without_inductor,
-)  # fmt: skip
+    words,
+)
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
 FP32 = [*TINY, "--amp", "off"]
-
-
-@pytest.fixture(autouse=True)
-def in_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def losses(tmp_path, name, *argv):
@@ -66,7 +68,6 @@ def run(tmp_path_factory, learnable):
     argv = ["--data", learnable, "--val-data", learnable, "--n-steps", 60, "--warmup-steps", 4,
             "--grad-acc-steps", 2, "--lr", "3e-3", "--output-dir", out, "--peak-tflops", 1.0,
             "--usd-per-hour", 3.6, "--bsz", 8]  # fmt: skip
-    os.chdir(ROOT)
     assert run_train(*FP32, *argv) == 0
     return out
 
@@ -580,3 +581,112 @@ def test_clipping_inside_the_optimizer_is_clipping(max_norm):
         found.append((norm, *(p.detach().clone() for p in model.parameters())))
     for ours, plain in zip(*found, strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-5, atol=1e-7)
+
+
+# --- files, outputs and flags of users --------------------------------------------------------------
+
+
+def test_flags_of_predecessors_are_understood_or_answered():
+    theirs = ("c.json --context_length=8 --batch-size 2 --measure-steps 3 --pass-type forward_backward "
+              "--nsys_start -1 --nsys-end=-1")  # fmt: skip
+    ours = "c.json --seq-len 8 --bsz 2 --n-steps 3 --pass-type forward-backward"
+    assert translated(words(theirs)) == words(ours)
+    for flag, answer in (
+        ("--reduce-freq", "--grad-acc-steps"), ("--ckpt-freq", "--save-every"),
+        ("--no-sync", "docs/METRICS.md"), ("--local-batch-size", "use --bsz"),
+        ("--micro_batch_size", "use --bsz"), ("--model-size", "small, medium, large"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=answer) as error:
+            parse_args(["configs/gpt2-tiny.json", flag, "7"], "train.py")
+        assert str(error.value).startswith(flag.replace("_", "-")) and "\n" not in str(error.value)
+
+
+def test_a_run_is_one_file(tmp_path):
+    """YAML with a config and flags; a result.json is run again as it was; what is typed goes before."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "script: train.py\nconfig: configs/gpt2-tiny.json\nbsz: 3\nseq-len: 16\nn_steps: 2\namp: off\n"
+        "warmup_steps: 1\nno_tensorboard: true\npt_compile: false\nhparams: [bsz, lr]\n"
+    )
+    assert run_train("--from", file, "--output-dir", tmp_path / "a", "--lr", 0.01) == 0
+    first = only_result(tmp_path / "a")
+    typed = {"bsz": 3, "amp": "off", "lr": 0.01, "hparams": ["bsz", "lr"]}
+    assert typed.items() <= first["args"].items()
+    (result,) = (tmp_path / "a").glob("*/result.json")
+    assert run_train(f"--from={result}", "--output-dir", tmp_path / "b", "--seed", 5) == 0
+    again = only_result(tmp_path / "b")
+    unlike = {k for k in first["args"] if first["args"][k] != again["args"][k]}
+    assert unlike == {"output_dir", "seed", "no_tensorboard", "hparams"}
+    assert again["model"]["hash"] == first["model"]["hash"] and again["args"]["lr"] == 0.01
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("bsz: 2\n", "config: missing"),
+        ("config: c.json\nbzs: 2\n", "bzs: no such flag; bsz?"),
+        ("config: c.json\nscript: train_ddp.py\n", "is for train_ddp.py; start that"),
+        ("- 1\n", "must hold names with values"),
+        ("config: c.json\nbsz: 2\nbsz: 3\n", "bsz stands twice"),
+        ("a: [\n", "is neither YAML nor JSON"),
+        ("config: [1]\n", "config: must be a path"),
+    ],
+)
+def test_a_wrong_file_of_a_run_is_one_line(content, message, tmp_path, refused):
+    (tmp_path / "run.yaml").write_text(content)
+    refused(train_main, message, "--from", tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("flags", [["--init-from="], ["--init-from", ""], ["--run-name="]])
+def test_an_empty_value_is_no_default(flags, tmp_path, refused):
+    message = "is empty; was a variable of the shell not set?"
+    refused(train_main, message, FP32, "--output-dir", tmp_path, flags)
+
+
+@pytest.mark.parametrize("where", ["stdout", "stderr"])
+def test_a_closed_output_ends_no_run(where, tmp_path):
+    """As under `| head`: the table goes to the other output, and the result is whole."""
+    code = f"import os, sys; os.close({1 if where == 'stdout' else 2}); "
+    command = words(sys.executable, "train.py", FP32, "--n-steps 2 --output-dir", tmp_path)
+    done = python(
+        ["-c", f"{code}os.open('/dev/full', os.O_WRONLY); os.execv(sys.executable, {command!r})"]
+    )
+    assert only_result(tmp_path)["status"] == "ok"
+    assert "| tokens/s " in (done.stderr if where == "stdout" else done.stdout)
+
+
+def test_a_directory_that_is_removed_during_a_run_costs_only_the_files(
+    tmp_path, monkeypatch, capsys
+):
+    real = loop.optimizer_step
+
+    def remove(*args):
+        shutil.rmtree(tmp_path / "r", ignore_errors=True)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "optimizer_step", remove)
+    assert run_train(*FP32, "--n-steps", 12, "--output-dir", tmp_path / "r") == 1
+    shown = capsys.readouterr()
+    assert "| tokens/s " in shown.out and "is gone; was the run's directory removed?" in shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_secrets_stay_out_of_results(monkeypatch):
+    for name in ("OMP_API_KEY", "NCCL_AUTH", "TORCH_TOKEN", "CUDA_PASSWORD", "GLOO_SECRET"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    settings = describe_environment(torch.device("cpu"))["settings"]
+    assert settings["NCCL_DEBUG"] == "INFO" and "x" not in settings.values()
+
+
+@pytest.mark.parametrize("argv", ["train.py --help", "compare.py x"])
+def test_ctrl_c_during_imports_is_one_line(argv, tmp_path):
+    (tmp_path / "tyro.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = python(argv, code=1, PYTHONPATH=path)
+    assert done.stderr == f"{argv.split()[0]}: interrupted by SIGINT\n"
+
+
+def test_a_python_without_the_libraries_is_told_what_to_type():
+    error = python("-S train.py x", code=1, PYTHONPATH="").stderr
+    assert error.count("\n") == 1 and "has no tyro; activate the environment" in error
