@@ -230,8 +230,8 @@ def _value(flag: str, text: str, hint: Any) -> Any:
 
 def _nearest(flag: str, known: Iterable[str], prog: str) -> str:
     """What a mistyped flag was meant to be, if one is near; else where to look."""
-    near = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
-    return f"; did you mean {near[0]}?" if near else f"; see {prog} --help"
+    near = difflib.get_close_matches(flag[2:], [name[2:] for name in known], n=1, cutoff=0.8)
+    return f"; did you mean --{near[0]}?" if near else f"; see {prog} --help"
 
 
 def help_text(kind: type, prog: str, script: Script | None) -> str:

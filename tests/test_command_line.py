@@ -1,0 +1,127 @@
+"""Every argument error is one line of ours: what, the allowed values, the nearest right one."""
+
+import re
+
+import pytest
+
+import compare
+import doctor
+import estimate
+import prepare_data
+import sweep
+import trace_report
+from llm_train_bench import __version__
+from llm_train_bench.errors import UsageError
+from llm_train_bench.estimate.estimate_flags import EstimateFlags
+from llm_train_bench.model.config import ConfigError
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass
+from llm_train_bench.settings.flags import Args, declared, help_texts
+from llm_train_bench.settings.plan import make_plan
+
+TINY = "configs/gpt2-tiny.json"
+KINDS = (
+    Args, EstimateFlags, sweep.SweepArgs, compare.CompareArgs, prepare_data.PrepareArgs,
+    trace_report.ReportArgs, doctor.DoctorArgs,
+)  # fmt: skip
+MESSAGES = [
+    ("train.py", "", "CONFIG is missing; give a model config, for example configs/gpt2-125m.json"),
+    ("train.py", f"{TINY} --bsz x", "--bsz x: must be a whole number or auto"),
+    ("train.py", f"{TINY} --bsz 0", "--bsz 0: must be at least 1"),
+    ("train.py", f"{TINY} --lr high", "--lr high: must be a number"),
+    ("train.py", f"{TINY} --nope 3", "--nope: unknown flag; see train.py --help"),
+    ("train.py", f"{TINY} --lora 8", "--lora: unknown flag; see train.py --help"),
+    ("train.py", f"{TINY} --seqlen 8", "--seqlen: unknown flag; did you mean --seq-len?"),
+    ("train.py", f"{TINY} --amp bf6", "--amp bf6: must be bf16, fp16 or off; did you mean bf16?"),
+    ("train.py", f"{TINY} --tf32=1", "--tf32: takes no value; leave out =1"),
+    ("train.py", f"{TINY} --bsz", "--bsz: needs a value: a whole number or auto"),
+    ("train.py", f"{TINY} --bsz=", "--bsz: is empty; was a variable of the shell not set?"),
+    ("train.py", f"{TINY} other.json", "other.json: unexpected argument; see train.py --help"),
+    ("train.py", "gpt2-tiny", "gpt2-tiny: no such file; did you mean configs/gpt2-tiny.json?"),
+    ("train.py", f"{TINY} --track csv",
+     "--track csv: must be wandb, mlflow or openmetrics"),
+    ("train.py", f"{TINY} --track wandb --track mlflow",
+     "--track: is given twice; give all values after one --track"),
+    ("train.py", f"{TINY} --save-keep 3", "--save-keep needs --save-every"),
+    ("train.py", f"{TINY} --num-steps 3", "--num-steps: is a flag of an earlier tool; use --n-steps"),
+    ("train.py", f"{TINY} --tp 2",
+     "--tp has no meaning for train.py; it is for train_fsdp.py or train_pp.py"),
+    ("train.py", f"{TINY} --use-fp8 --amp fp16",
+     "--use-fp8 with --amp off or fp16: FP8 matmuls take and return bf16; use --amp bf16"),
+    ("train.py", f"{TINY} --fp8-recipe rowwise", "--fp8-recipe needs --use-fp8"),
+    ("train.py", "--model-size huge",
+     "--model-size huge: must be small, medium, large, xl or 2.7B; or give a config"),
+    ("train_fsdp.py", f"{TINY} --tp 3",
+     f"--tp 3 does not divide heads, key/value heads and MLP of {TINY} (4, 4, 512); 1, 2, 4 would"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("script", "text", "message"), MESSAGES, ids=lambda v: str(v)[:40])
+def test_messages_are_exact(script, text, message):
+    with pytest.raises((UsageError, ConfigError)) as refused:
+        words = re.split(" +", text) if text else []
+        make_plan(parse_args(words, script), script, 1 if script == "train.py" else 2, "cpu")
+    assert str(refused.value) == message
+
+
+TOOLS = [
+    (estimate, [TINY, "--gpu", "h1000"], "estimate.py: --gpu h1000: "),
+    (estimate, ["train_fsdp.py", TINY], f"estimate.py: {TINY}: unexpected argument"),
+    (estimate, ["train_fsdp.py", "--gpu", "h100"],
+     "estimate.py: train_fsdp.py: estimate.py takes no script; use --parallel ddp, fsdp or pp"),
+    (estimate, [TINY, "--gpu", "h100", "--limit", "watts=3"],
+     "estimate.py: --limit watts=3: must be KEY=VALUE with one of power, clock, memory, nic"),
+    (estimate, [TINY, "--gpu", "h100", "--limit", "power=-3"],
+     "estimate.py: --limit power=-3: must be above 0"),
+    (compare, ["x", "--log", "a=1"], "compare.py: --log a=1: must be [LOG:]KEY=VALUE with one of "),
+    (compare, ["x", "--log-pattern", "("], "compare.py: --log-pattern (: is no regular expression: "),
+    (compare, ["x", "--log-pattern", "a"], "compare.py: --log-pattern a: names no group"),
+    (compare, ["x", "--allow", "all"], "compare.py: --allow all: must be new or missing"),
+    (doctor, ["--jsn"], "doctor.py: --jsn: unknown flag; did you mean --json?"),
+    (sweep, ["--models"], "sweep.py: --models: needs a value: text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "argv", "message"), TOOLS, ids=lambda v: str(v)[:40])
+def test_messages_of_tools(tool, argv, message, capsys):
+    assert tool.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_every_flag_has_help_and_there_are_few(capsys):
+    flags = [
+        set(declared(kind)) - {n for n, f in declared(kind).items() if f.positional}
+        for kind in KINDS
+    ]
+    assert sum(map(len, flags)) + 1 <= 125  # --from
+    for kind in KINDS:
+        assert help_texts(kind).keys() == declared(kind).keys()
+        with pytest.raises(SystemExit) as end:
+            parse_dataclass(kind, ["--help"], "x.py")
+        shown = capsys.readouterr().out
+        for name, text in help_texts(kind).items():
+            assert text.split(".")[0].split()[0] in shown and len(text) < 300, name
+        assert end.value.code == 0
+
+
+@pytest.mark.parametrize("script", ["train.py", "train_fsdp.py"])
+def test_version_names_the_commit(script, capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--version"], script)
+    assert re.match(rf"llm-train-bench {__version__} \(commit .+\)\n", capsys.readouterr().out)
+
+
+def test_underscores_negative_numbers_and_order_are_accepted():
+    a = parse_args(["--n_steps=3", "--lr", "1e-3", TINY, "--track", "mlflow", "wandb"], "train.py")
+    assert (a.n_steps, a.lr, a.config, a.track) == (3, 1e-3, TINY, ("mlflow", "wandb"))
+    assert parse_args([TINY, "--bsz", "2", "--bsz", "3"], "train.py").bsz == 3
+    with pytest.raises(UsageError, match=r"--lr -1.0: must be at least 0"):
+        parse_args([TINY, "--lr", "-1"], "train.py")
+
+
+def test_a_config_anywhere_replaces_that_of_a_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"config: {TINY}\nbsz: 2\ntrack: [mlflow]\n")
+    a = parse_args(["--bsz", "3", "configs/llama-tiny.json", "--from", str(path)], "train.py")
+    assert (a.config, a.bsz, a.track) == ("configs/llama-tiny.json", 3, ("mlflow",))
+    assert parse_args(["--from", str(path)], "train.py").config == TINY
