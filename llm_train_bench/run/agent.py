@@ -41,16 +41,15 @@ from llm_train_bench.results.result_files import (
     run_told,
 )
 from llm_train_bench.run.failures import (
-    ENDING,
     LOST,
     NO_CAUSE,
     PREEMPTED,
     SECOND_FILE,
     STOPPED_FILE,
-    Heard,
     first_error,
 )
 from llm_train_bench.run.launch import check_started_by_launcher
+from llm_train_bench.run.signals import ENDING, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import RankFlags, SaveFlags
 
@@ -114,7 +113,8 @@ def run_agent(
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGQUIT)
 
-    with private_directory() as private, handled(stop, saving.save_every > 0):
+    numbers = (*ENDING, *[signal.SIGUSR1] * (saving.save_every > 0))
+    with private_directory() as private, handled_by(stop, numbers):
         os.environ[MEETING] = str(private)
         config, command = configure(private)
         config.signals_to_handle = "none"  # all are handled here
@@ -138,21 +138,9 @@ def run_agent(
                     private / RUN_POINTER, "interrupted", f"interrupted by {name}", (LOST,)
                 )
                 raise Interrupted(name) from None
+        finally:  # this process ends; SLURM tells it to when another node's has ended
+            ignore(numbers)
         return PREEMPTED if (private / STOPPED_FILE).exists() else 0
-
-
-@contextlib.contextmanager
-def handled(stop, saves: bool) -> Iterator[None]:
-    """Give `stop` the signals that ask for an end, and with `saves` the one that asks to save first."""
-    numbers = (*ENDING, *[signal.SIGUSR1] * saves)
-    for number in numbers:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup: that is wanted so
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:  # this process ends; SLURM tells it to when another node's has ended
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,11 @@ import errno
 import json
 import os
 import re
-import signal
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
-from llm_train_bench.start import PARENT, orphaned
+from llm_train_bench.start import PARENT
 
 from llm_train_bench.errors import (
     CompileError,
@@ -27,7 +25,7 @@ from llm_train_bench.errors import (
 from llm_train_bench.files import write_whole
 from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.model.config import ConfigError
-from llm_train_bench.parallel.ranks import MEETING, Ranks
+from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.results.console import say
 
 LOST = "lost another rank"
@@ -36,10 +34,8 @@ PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 STOPPED_FILE = "stopped"
 # The file by which a launcher says that its SIGQUIT stands for a second signal.
 SECOND_FILE = "second"
-# Signals that ask a run to end.
 # The name of a thread that writes a checkpoint.
 SAVES = "saves"
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Their messages say all there is to say.
 EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep, NotFinite)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
@@ -72,40 +68,6 @@ def classify(error: BaseException | None) -> tuple[str, str | None]:
     if lost_a_rank(error):
         return "failed", f"{LOST}, whose own error says why: {text}"
     return "failed", f"{type(error).__name__}: {text}"
-
-
-def signal_said(number: int) -> str:
-    """What a signal means to this process: its name, or why its launcher sent it."""
-    if number == signal.SIGTERM and orphaned():
-        return "the end of its launcher"
-    private = Path(os.environ.get(MEETING, "/nowhere"))
-    if number == signal.SIGQUIT and has_parent() and (private / SECOND_FILE).exists():
-        return "a second signal"
-    return signal.Signals(number).name
-
-
-class Heard:
-    """The signals of a process: the first, and whether another one is a second wish.
-
-    A launcher that is signalled together with its ranks sends them the same once more.
-    """
-
-    COPY_S, AT_ONCE_S = 3.0, 0.2
-
-    def __init__(self, early: int | None = None):
-        self.first: float | None = None
-        self.copied = "TORCHELASTIC_RUN_ID" not in os.environ
-        if early:
-            self.again(early)
-
-    def again(self, number: int) -> bool:
-        """Count a signal; whether it is neither the first nor its copy."""
-        now = time.monotonic()
-        if self.first is None or now < self.first + self.AT_ONCE_S:  # timeout(1) sends it twice
-            self.first = now if self.first is None else self.first
-            return False
-        copied, self.copied = self.copied, True
-        return copied or number == signal.SIGQUIT or now > self.first + self.COPY_S
 
 
 def lost_a_rank(error: BaseException) -> bool:
@@ -215,32 +177,3 @@ def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
         message = {"message": text, "extraInfo": info}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": message}))
-
-
-@contextlib.contextmanager
-def handled_by(handler) -> Iterator[None]:
-    """Send ENDING's signals to this handler inside the block; signal.SIG_IGN ignores them.
-
-    Only in the main thread, where Python's handlers run.
-    """
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number, found in before.items():
-        if found is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, handler_before in before.items():
-            signal.signal(number, handler_before)
-
-
-@contextlib.contextmanager
-def held() -> Iterator[None]:
-    """ENDING's signals act only after the block."""
-    arrived: list[int] = []
-    try:
-        with handled_by(lambda number, frame: arrived.append(number)):
-            yield
-    finally:
-        for number in arrived:
-            signal.raise_signal(number)

@@ -17,7 +17,8 @@ from collections.abc import Callable
 import torch
 
 from llm_train_bench.errors import Interrupted, NoStep
-from llm_train_bench.run.failures import ENDING, LOST, Heard, signal_said
+from llm_train_bench.run.failures import LOST
+from llm_train_bench.run.signals import ENDING, Heard, signal_said
 
 
 def patience(device: torch.device, timeout_s: float) -> float | None:

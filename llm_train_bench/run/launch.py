@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import os
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -21,16 +20,15 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from llm_train_bench.run.failures import (
-    ENDING,
     PREEMPTED,
     SAVES,
     STOPPED_FILE,
     exit_code,
     has_parent,
     report,
-    signal_said,
 )
 from llm_train_bench.run.hang import HangWatch
+from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import RankFlags, SaveFlags, Script, flag_of
 from llm_train_bench.settings.plan import make_plan
@@ -130,7 +128,7 @@ def check_started_by_launcher(flags: RankFlags) -> None:
 
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
     start.imported()
-    with _first_signal_counts(), _heard_while_joining(prog, ranks):
+    with handled_by(end_at_first), _heard_while_joining(prog, ranks):
         try:
             code = body() or 0
             if any(t.name == SAVES for t in threading.enumerate()) and start.is_script():
@@ -167,34 +165,6 @@ def _heard_while_joining(prog: str, ranks: Ranks):
         yield
     finally:
         watch.close()
-
-
-@contextlib.contextmanager
-def _first_signal_counts():
-    """The first signal that asks for an end counts; later ones must not cut the ending off.
-
-    The terminal interrupts a rank; then its agent interrupts it again, to end the ranks it started.
-    """
-
-    def end(number: int, frame) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise _interruption(number)
-
-    before = {number: signal.getsignal(number) for number in ENDING}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as under nohup: whoever started this wants it so
-            signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is end:  # still ours: the first signal sets SIG_IGN
-                signal.signal(number, handler)
-
-
-def _interruption(number: int) -> BaseException:
-    return KeyboardInterrupt() if number == signal.SIGINT else Interrupted(signal_said(number))
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:

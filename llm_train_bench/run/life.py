@@ -27,17 +27,10 @@ from llm_train_bench.results.schema import ResumedFrom
 from llm_train_bench.results.tensorboard import TensorBoardFile
 from llm_train_bench.results.trackers import check_trackers, track
 from llm_train_bench.run.checkpoint.lineage import Attempt, attempts, open_place
-from llm_train_bench.run.failures import (
-    NO_CAUSE,
-    classify,
-    first_error,
-    handled_by,
-    held,
-    keep_error,
-    report,
-)
+from llm_train_bench.run.failures import NO_CAUSE, classify, first_error, keep_error, report
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.provenance import open_result
+from llm_train_bench.run.signals import handled_by, held
 from llm_train_bench.run.window import Window
 from llm_train_bench.settings.plan import Plan
 

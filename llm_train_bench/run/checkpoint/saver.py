@@ -41,13 +41,12 @@ from llm_train_bench.run.checkpoint.training_state import (
     state_tensors,
     whole_size,
 )
-from llm_train_bench.run.failures import ENDING, SAVES, Heard, signal_said
+from llm_train_bench.run.failures import SAVES
 from llm_train_bench.run.life import Run
+from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
 
 # What a rank may ask all to do, as numbers that can be averaged over ranks; or it has stopped.
 STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
-# Signals that ask for a save, and then the end.
-WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Time [s] from such a signal to the save, two steps later.
 STOPPING_S = 60.0
 
@@ -151,7 +150,7 @@ class Saver:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Inside, the first signal is a wish: all ranks save and stop at the same step."""
-        before, heard = {}, Heard(early_wish())
+        heard = Heard(early_wish())
 
         def wish(number: int, frame) -> None:
             if heard.again(number):
@@ -160,21 +159,16 @@ class Saver:
             elif not self.asked:
                 self.asked, self.number = STOP, number
 
-        for number in WISHES:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, wish)
         if self.run.hang:
             self.run.hang.spare_first(self.flags.save_timeout + STOPPING_S)
         try:
-            yield
+            with handled_by(wish, SAVING) as before:
+                yield
         except (Interrupted, KeyboardInterrupt) as error:
             if not isinstance(error, Preempted):
                 self._give_up()  # at once
             raise
         finally:
-            if self.asked != STOPPED:  # then nothing may cut the ending off
-                for number, handler in before.items():
-                    signal.signal(number, handler)
             self.finish()
             self.run.saved_at = time.time()
 
@@ -203,8 +197,7 @@ class Saver:
         why = signal_said(self.number) if self.number else None
         if self.last_good != step:
             raise Preempted(f"{why or 'a signal'}, and could not be saved: {self.failed}")
-        for number in (*ENDING, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_IGN)
+        ignore((*ENDING, signal.SIGUSR1))
         self.asked = STOPPED
         with contextlib.suppress(RuntimeError):  # SLURM ends all ranks when the first has ended
             why = next(filter(None, gather(self.run.ranks, why, self.group)), why)

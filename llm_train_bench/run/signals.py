@@ -1,0 +1,100 @@
+"""Signals: which ask a run to end or to save, and who handles them when."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from llm_train_bench.start import orphaned
+
+from llm_train_bench.errors import Interrupted
+from llm_train_bench.parallel.ranks import MEETING
+from llm_train_bench.run.failures import SECOND_FILE, has_parent
+
+# Signals that ask a run to end.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Signals that ask for a save, and then the end.
+SAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+Handler = Callable[[int, object], None] | signal.Handlers
+
+
+@contextlib.contextmanager
+def handled_by(handler: Handler, numbers: Sequence[int] = ENDING) -> Iterator[dict[int, object]]:
+    """Give these signals to a handler inside the block; yields the handlers before, which come back.
+
+    Signals that are ignored stay so, as under nohup: whoever started this wants it. A handler that the
+    block sets for a signal stays. Only in the main thread, where Python's handlers run.
+    """
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number, old in before.items():
+        if old is not signal.SIG_IGN:
+            signal.signal(number, handler)
+    try:
+        yield before
+    finally:
+        for number, old in before.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """ENDING's signals act only after the block."""
+    arrived: list[int] = []
+    try:
+        with handled_by(lambda number, frame: arrived.append(number)):
+            yield
+    finally:
+        for number in arrived:
+            signal.raise_signal(number)
+
+
+def ignore(numbers: Sequence[int]) -> None:
+    """Nothing may cut the ending off that follows."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def end_at_first(number: int, frame: object) -> None:
+    """A handler: the first signal that asks for an end counts, and later ones are ignored.
+
+    The terminal interrupts a rank; then its agent interrupts it again, to end the ranks it started.
+    """
+    ignore(ENDING)
+    raise KeyboardInterrupt() if number == signal.SIGINT else Interrupted(signal_said(number))
+
+
+def signal_said(number: int) -> str:
+    """What a signal means to this process: its name, or why its launcher sent it."""
+    if number == signal.SIGTERM and orphaned():
+        return "the end of its launcher"
+    private = Path(os.environ.get(MEETING, "/nowhere"))
+    if number == signal.SIGQUIT and has_parent() and (private / SECOND_FILE).exists():
+        return "a second signal"
+    return signal.Signals(number).name
+
+
+class Heard:
+    """The signals of a process: the first, and whether another one is a second wish.
+
+    A launcher that is signalled together with its ranks sends them the same once more.
+    """
+
+    COPY_S, AT_ONCE_S = 3.0, 0.2
+
+    def __init__(self, early: int | None = None):
+        self.first: float | None = None
+        self.copied = "TORCHELASTIC_RUN_ID" not in os.environ
+        if early:
+            self.again(early)
+
+    def again(self, number: int) -> bool:
+        """Count a signal; whether it is neither the first nor its copy."""
+        now = time.monotonic()
+        if self.first is None or now < self.first + self.AT_ONCE_S:  # timeout(1) sends it twice
+            self.first = now if self.first is None else self.first
+            return False
+        copied, self.copied = self.copied, True
+        return copied or number == signal.SIGQUIT or now > self.first + self.COPY_S
