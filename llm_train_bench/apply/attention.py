@@ -25,7 +25,7 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
     torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(name in ("auto", "flex", "efficient"))
     torch.backends.cuda.enable_math_sdp(name in ("auto", "flex", "math"))
-    key_compiled_code(work.fp8 is not None and work.fp8.emulated)
+    key_compiled_code(work.fp8.emulated)
     if name in KERNELS:
         _probe(work, device)
     return "flex" if flex else _chosen_kernel(work, device)
@@ -53,7 +53,7 @@ def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor | Non
     more = 8 if config.sinks else 0  # model.layers.attend_with_sinks
     width = config.head_dim + more
     sizes = ((n, width), (groups, width), (groups, config.value_dim))
-    gathered = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    gathered = work.fsdp.cp > 1 and not work.fsdp.ulysses
     masked = work.windowed or config.sinks or gathered
     mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if masked else None
     return [*(torch.zeros(1, heads, T, size, **options) for heads, size in sizes), mask]

@@ -49,7 +49,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
 
     In a pipeline, of a rank in group `pp_rank`, which has one stage.
     """
-    if work.fsdp and work.fsdp.virtual > 1:
+    if work.fsdp.virtual > 1:
         raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
     if work.compiled or work.fp8:
         text = "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
@@ -59,7 +59,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
         warnings.simplefilter("ignore")
         with torch.device("meta"):
             layout = _EvenLayout(work, rank) if work.fsdp else ALONE
-            layers = work.stage_layers(pp_rank) if work.fsdp and work.fsdp.pp > 1 else None
+            layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
             model = Transformer(
                 work.config, work.batch.seq_len, balanced=True, layout=layout, layers=layers
             )
@@ -82,7 +82,7 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     model.to_empty(device=CPU)
-    optimizer, fsdp, train = build_optimizer(model, flags), work.fsdp is not None, work.trains
+    optimizer, fsdp, train = build_optimizer(model, flags), bool(work.fsdp), work.trains
     batch, layout = work.batch, model.layout
     shape = (batch.micro_batch, model.seq_len)
     inputs, labels = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))

@@ -97,13 +97,13 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
         days=seconds and seconds / 86400, usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
-        accuracy=accuracy_of(gpu.name, work.fsdp is not None and work.fsdp.divided))  # fmt: skip
+        accuracy=accuracy_of(gpu.name, work.fsdp.divided))  # fmt: skip
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     """--timeline: simulate the step and write its trace; returns its seconds."""
     events, seconds = simulate_step(work, gpu, wanted.per_node)
-    groups = work.fsdp.pp if work.fsdp else 1
+    groups = work.fsdp.pp
     each = work.world // groups
     names = {g: f"{each} ranks, stages {g}, {g + groups}, ..." for g in range(groups)}
     if groups == 1:
@@ -227,7 +227,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     for name, seconds in e.parts_s.items():
         if seconds > 1e-6 * e.step_s:
             row(f"  {name}", f"{seconds:.4g} s")
-    if work.fsdp and work.fsdp.cpu_offload:
+    if work.fsdp.cpu_offload:
         row("  --cpu-offload", "its transfers are not counted")
         row("memory of the host, for each", _gib(e.memory.host))
     row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")

@@ -72,13 +72,13 @@ class _Costs:
 
 def simulate_step(work: Work, gpu: Hardware, per_node: int = 8) -> tuple[list[Event], float]:
     """The events of a step, and its seconds."""
-    pp = work.fsdp.pp if work.fsdp else 1
+    pp = work.fsdp.pp
     c = dataclasses.replace(constants(), **gpu.fitted)
     costs = _costs(work, gpu, per_node)
     clock = _Clock(gpu.platform == "cpu")
     if pp > 1:
         end = _pipeline(work, costs, clock, send_time(work, gpu, per_node, c))
-    elif work.fsdp is not None:
+    elif work.fsdp:
         end = _sharded(work, costs[0], clock)
     else:
         end = _replicated(work, costs[0], clock, gpu, per_node)
@@ -92,7 +92,7 @@ def _costs(work: Work, gpu: Hardware, per_node: int) -> list[_Costs]:
     c = dataclasses.replace(constants(), **gpu.fitted)
     alone, micro = estimate_speed(work, gpu, per_node), work.batch.grad_acc_steps
     groups = []
-    for group in range(work.fsdp.pp if work.fsdp else 1):
+    for group in range(work.fsdp.pp):
         layers = work.layers_of(group)
         passes = {i: [sum(part) for part in block_time(work, i, gpu, c)] for i in layers}
         last = work.config.num_hidden_layers - 1 in layers
@@ -148,7 +148,7 @@ def _replicated(work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_nod
     """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
     layers, micro_steps = list(costs.forward), work.batch.grad_acc_steps
     size, filled, done, bucket, overlap = 0.0, 0.0, 0.0, math.inf, False
-    if work.ddp is not None and work.trains:
+    if work.ddp and work.trains:
         size = ddp_bytes(matrices(parameter_shapes(work.config)), work).get("all_reduce", 0.0)
         bucket, overlap = bucket_bytes(work, size), work.ddp.overlap
     numbers = work.block_parameters

@@ -29,9 +29,9 @@ def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
     In a pipeline, of a rank in group `pp_rank`.
     """
     shapes = parameter_shapes(work.config)
-    if work.fsdp is not None:
+    if work.fsdp:
         return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
-    return ddp_bytes(shapes, work) if work.ddp is not None else {}
+    return ddp_bytes(shapes, work) if work.ddp else {}
 
 
 def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
@@ -61,7 +61,7 @@ def fp8_gather_bytes(work: Work) -> float:
 
 def gathered_in_fp8(work: Work, shapes: Shapes) -> set[str]:
     """Names of the weights that FSDP gathers in FP8."""
-    if work.fp8 is None or not work.fp8.gathered:
+    if not work.fp8.gathered:
         return set()
     names = layer_names(work.config)
     ends = tuple(f".{names[layer]}.weight" for layer in work.fp8.layers)
@@ -125,7 +125,7 @@ def rank_parameters(
 ) -> Iterator[tuple[str, Sequence[int], int]]:
     """The parameters of a rank: name, shape of its part in the layout, and ranks that shard that part."""
     fsdp, config = work.fsdp, work.config
-    if fsdp is None:
+    if not fsdp:
         yield from ((name, shape, 1) for name, shape in shapes.items())
         return
     for name, shape in _shapes_of(shapes, work, pp_rank).items():
@@ -287,7 +287,7 @@ def communication_time(
     if work.world == 1:
         return 0.0, 0.0
     shapes = matrices(parameter_shapes(work.config))
-    if work.fsdp is not None:
+    if work.fsdp:
         units = unit_times(work, gpu, per_node, c, pp_rank)
         return _fsdp_time(work, units, compute, forward_part)
     if not work.trains:
@@ -355,7 +355,7 @@ def _fsdp_time(
 
 def token_time(work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0) -> float:
     """Seconds in which tokens of a micro batch move between ranks; nothing hides them."""
-    if work.fsdp is None or not work.fsdp.divided:
+    if not work.fsdp.divided:
         return 0.0
     return sum(
         move.calls

@@ -55,7 +55,7 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     if recompute.policy == "op" and not config.attention_dropout:
         width = 0
     # A compiler repeats only what is needed.
-    fp8_down = work.fp8 is not None and "down" in work.fp8.layers
+    fp8_down = work.fp8 and "down" in work.fp8.layers
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:

@@ -57,7 +57,7 @@ def estimate_memory(
     copies for the backward. In a pipeline it is of the group of ranks that needs most, or of `pp_rank`.
     Experts are thought to get equal numbers of rows.
     """
-    fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp is not None and work.ddp.buckets
+    fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp.buckets
     if fsdp and fsdp.pp > 1:
         groups = range(fsdp.pp) if pp_rank is None else (pp_rank,)
         found = [_of_a_group(work, fused_norm, group) for group in groups]
@@ -106,7 +106,7 @@ def estimate_memory(
         at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards
     else:
         at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
-    if work.ddp and work.ddp.mode == "flat" and train:
+    if work.ddp.mode == "flat" and train:
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
     gathered, peak = sizes.root_gathered + sizes.gathered_blocks, max(in_loss, in_backward, at_end)
     logits += head_gradient
@@ -206,7 +206,7 @@ class _Sizes:
         self.root, self.blocks_here = root, sum(by_block.values())
         self.block = max(by_block.values())
         self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
-        if fsdp is not None and (fsdp.shards > 1 or fsdp.divided):
+        if fsdp.shards > 1 or fsdp.divided:
             self.root_gathered = self.width * self.root
             ahead = self.block * (1 + max(1, fsdp.prefetch)) if fsdp.reshard else self.blocks_here
             width = fp8_gather_bytes(work) if fp8 and fp8.gathered else self.width
@@ -226,11 +226,11 @@ def _low_precision_copies(work: Work) -> float:
     Blocks that make their own copies, in bf16 or twice in FP8, keep them if nothing is recomputed;
     torchao keeps none. Without a backward there is nothing to keep them for.
     """
-    own = work.compiled or work.fp8 is not None
+    own = work.compiled or bool(work.fp8)
     blocks, copies = enumerate(work.block_parameters), 0.0
     if not (work.fp8 and work.fp8.backend == "torchao") and (work.trains or not own):
         copies = 2.0 * sum(n for i, n in blocks if not own or i not in work.recompute.blocks)
-    if work.fp8 and work.fp8.backend == "te" and not work.trains:  # for the next micro batch
+    if work.fp8.backend == "te" and not work.trains:  # for the next micro batch
         copies += (work.batch.grad_acc_steps > 1) * sum(work.block_parameters)
     return copies
 
@@ -273,7 +273,7 @@ def block_activations(work: Work, fused_norm: bool = True, layer: int = 0) -> fl
 
 
 def _te(work: Work) -> bool:
-    return work.fp8 is not None and work.fp8.backend == "te"
+    return work.fp8.backend == "te"
 
 
 def _keeps_inputs(work: Work) -> bool:
@@ -326,7 +326,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
     config, fp8 = work.config, work.fp8
     d, e = config.hidden_size, config.experts
-    tp = work.fsdp.tp if work.fsdp else 1
+    tp = work.fsdp.tp
     if not config.has_experts(layer):
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
@@ -386,7 +386,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
         elif work.recompute.policy == "block":
             total += times * w * work.own_tokens * d
         else:
-            tp = work.fsdp.tp if work.fsdp else 1
+            tp = work.fsdp.tp
             a, kv = config.query_size / tp, config.kv_size / tp
             outputs = d if work.compiled else 2 * d  # compiled, the last matmul's is not kept
             part = 1.0 if work.recompute.policy == "op" else 0.5
@@ -406,7 +406,7 @@ def _backward_buffers(work: Work, layer: int = 0) -> float:
     if config.has_experts(layer):
         rows = work.own_tokens * config.experts.per_token
         return work.matmul_bytes * rows * wide * config.experts.size
-    tp = work.fsdp.tp if work.fsdp else 1
+    tp = work.fsdp.tp
     return work.matmul_bytes * work.gathered_tokens * wide * config.intermediate_size / tp
 
 

@@ -79,7 +79,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         # clipping reads, and scales.
         weight, moment = work.theirs.weight_bytes, work.theirs.moment_bytes
         each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
-        share = 1 / work.world if work.theirs.zero2 or (work.ddp and work.ddp.zero1) else 1
+        share = 1 / work.world if work.theirs.zero2 or (work.ddp.zero1) else 1
         optimizer = (each * share + 3 * weight) * parts.held / rate
     compute = parts.compute
     moves = token_time(work, gpu, per_node, c, parts.pp_rank)
@@ -183,9 +183,9 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _Group
         matmuls, memory = matmuls + head, memory + loss
     parts = rank_matrices(work, pp_rank)
     n = sum(math.prod(part) for _, part, _ in parts)
-    if work.fsdp is None and work.amp != "off" and work.theirs.weight_bytes == 4:
+    if not work.fsdp and work.amp != "off" and work.theirs.weight_bytes == 4:
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
-    if work.fsdp is not None and work.fsdp.shards > 1:
+    if work.fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
         gathers = 2 if train and work.fsdp.reshard else 1
         memory += gathers * 2 * work.matmul_bytes * n / rate
@@ -254,7 +254,7 @@ def _attention(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[flo
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
     keys = attended_keys(seq_len, window, causal=True)
-    tp = work.fsdp.tp if work.fsdp else 1
+    tp = work.fsdp.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
     if cudnn and (window is None or window >= seq_len):
         parts = c.cudnn_forward, c.cudnn_backward
@@ -269,7 +269,7 @@ def _attention(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[flo
 def block_bytes(work: Work, layer: int = 0) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     config, w = work.config, work.matmul_bytes
-    tp = work.fsdp.tp if work.fsdp else 1
+    tp = work.fsdp.tp
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, config.kv_size / tp
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
@@ -287,7 +287,7 @@ def block_bytes(work: Work, layer: int = 0) -> float:
     e = config.experts
     rows = work.own_tokens * e.per_token
     # Rows are put in order and back, sent and received likewise, weighed and added up.
-    moves = 4 + 3 + (4 if work.fsdp and work.fsdp.ep > 1 else 0)
+    moves = 4 + 3 + (4 if work.fsdp.ep > 1 else 0)
     elements += rows * (gated * e.size + moves * d)
     elements += gated * e.shared_size / tp * work.gathered_tokens
     return w * elements + work.own_tokens * e.number * 4 * 6  # scores, in fp32

@@ -60,6 +60,9 @@ class Fp8Work:
     layers: tuple[str, ...] = ("qkv", "out", "up", "down")
     high_precision: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
+    def __bool__(self) -> bool:
+        return bool(self.backend)
+
     @property
     def gathered(self) -> bool:
         """Whether FSDP gathers the converted weights in FP8."""
@@ -79,11 +82,15 @@ class Ddp:
     mode: str = "bucketed"
     overlap: bool = True
     zero1: bool = False
+    used: bool = True
+
+    def __bool__(self) -> bool:
+        return self.used
 
     @property
     def buckets(self) -> bool:
         """Whether DistributedDataParallel does it, whose buckets hold the gradients all the time."""
-        return self.mode == "bucketed" and self.overlap
+        return self.used and self.mode == "bucketed" and self.overlap
 
     @property
     def reduce_bytes(self) -> int:
@@ -113,6 +120,10 @@ class Fsdp:
     """Groups of ranks between which the layers are cut; `shards` and `replicas` are of one group."""
     virtual: int = 1
     """Stages of the pipeline that each of these groups has."""
+    used: bool = True
+
+    def __bool__(self) -> bool:
+        return self.used
 
     @property
     def divided(self) -> bool:
@@ -138,6 +149,9 @@ class Fsdp:
     def reduce_bytes(self) -> int:
         """Bytes of a reduced gradient's number."""
         return 2 if self.reduce_dtype == "bf16" else 4
+
+
+NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 
 
 def alike(work: "Work", layers: Iterable[int]) -> list[tuple[int, int]]:
@@ -166,7 +180,10 @@ class Theirs:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One optimizer step. At most one of `ddp` and `fsdp` is there; without both one device works."""
+    """One optimizer step. At most one of `ddp` and `fsdp` is used; without both one device works.
+
+    What is not used is false: `fsdp` then describes one shard, and `fp8` has no backend.
+    """
 
     config: ModelConfig
     batch: Batch
@@ -175,15 +192,15 @@ class Work:
     amp: str = "bf16"
     tf32: bool = False
     attention: str = "auto"
-    fp8: Fp8Work | None = None
+    fp8: Fp8Work = NO_FP8
     compile_mode: str | None = None  # None: eager
     cuda_graphs: bool = False
     recompute: Recompute = Recompute()
     optimizer: str = "adamw"
     balanced: bool = False
     """Whether experts are dealt out in turn in place of chosen."""
-    ddp: Ddp | None = None
-    fsdp: Fsdp | None = None
+    ddp: Ddp = NO_DDP
+    fsdp: Fsdp = NO_FSDP
     theirs: Theirs = Theirs()
 
     @property
@@ -199,7 +216,7 @@ class Work:
     @property
     def exact_casts(self) -> bool:
         """Whether compiled kernels must round as eager ones do: FP8 scaled by rows needs it."""
-        return self.fp8 is not None and self.fp8.recipe.startswith("rowwise")
+        return self.fp8.recipe.startswith("rowwise")
 
     @property
     def matmul_bytes(self) -> int:
@@ -219,12 +236,12 @@ class Work:
     @property
     def own_tokens(self) -> int:
         """Tokens of a micro batch in this rank's part of the residual stream."""
-        return self.gathered_tokens // (self.fsdp.tp if self.fsdp else 1)
+        return self.gathered_tokens // self.fsdp.tp
 
     @property
     def gathered_tokens(self) -> int:
         """Those of all ranks that share heads: what attention's and the MLP's first layers see."""
-        return self.batch.micro_tokens // (self.fsdp.cp if self.fsdp else 1)
+        return self.batch.micro_tokens // self.fsdp.cp
 
     def stage_layers(self, stage: int) -> range:
         """The blocks of a pipeline's stage: as equal a number in each as can be."""
@@ -233,7 +250,7 @@ class Work:
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        if self.fsdp is None or self.fsdp.pp == 1:
+        if self.fsdp.pp == 1:
             return list(self.layers)
         stages = range(pp_rank, self.fsdp.stages, self.fsdp.pp)
         return [layer for stage in stages for layer in self.stage_layers(stage)]

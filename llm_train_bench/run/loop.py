@@ -164,7 +164,7 @@ def build_passes(
     n_micro, train, graphs = work.batch.grad_acc_steps, work.trains, work.cuda_graphs
     amp, sharded = forward_amp(work.amp, model), sharded_modules(model)
     # Ranks that share a batch each add a part of its gradient; otherwise FSDP and DDP average.
-    share = work.fsdp.ranks if work.fsdp and work.fsdp.divided else 1
+    share = work.fsdp.ranks if work.fsdp.divided else 1
     balances = bool(work.config.experts and work.config.experts.aux_loss)
 
     micro_batches = repeating_last(micro_batches)
@@ -301,6 +301,6 @@ def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> floa
             total += model(inputs, labels)
     model.train()
     reshard(sharded_modules(model))
-    if work.fsdp and work.fsdp.divided:  # each rank's loss is of its own tokens
+    if work.fsdp.divided:  # each rank's loss is of its own tokens
         average_over_ranks(total)
     return (total / len(data[1])).item()

@@ -85,7 +85,7 @@ def open_result(
     kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
     for kind in kinds if work.ddp or work.fsdp else ():
         setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
-    if work.fsdp and work.fsdp.pp > 1:
+    if work.fsdp.pp > 1:
         fsdp, micro = work.fsdp, work.batch.grad_acc_steps
         result.metrics.send_bytes = plan.traffic.get("send", 0)
         result.metrics.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * micro)
@@ -117,7 +117,7 @@ def _notes(
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
     elif work.compile_mode in GRAPH_MODES:
         yield f"--compile-mode {work.compile_mode}: a CPU has no CUDA graphs"
-    if work.fp8 and work.fp8.emulated:
+    if work.fp8.emulated:
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
         yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"

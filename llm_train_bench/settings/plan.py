@@ -16,7 +16,16 @@ from llm_train_bench.errors import DoesNotFit, UsageError
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
-from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
+from llm_train_bench.formulas.work import (
+    NO_DDP,
+    NO_FSDP,
+    Batch,
+    Ddp,
+    Fp8Work,
+    Fsdp,
+    Recompute,
+    Work,
+)
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
@@ -184,7 +193,7 @@ def make_plan(
             "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
         )
     seq_len = resolve_seq_len(args.seq_len, config)
-    fsdp = ddp = None
+    fsdp, ddp = NO_FSDP, NO_DDP
     if script in SHARDED:
         if args.cpu_offload and platform == "cpu":
             raise UsageError(
@@ -422,7 +431,7 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
             "--attention cudnn: under a sliding window's mask its gradients can be NaN "
             "(pytorch/pytorch#196678); use --attention auto"
         )
-    by_tokens = work.fsdp is not None and work.fsdp.cp > 1 and not work.fsdp.ulysses
+    by_tokens = work.fsdp.cp > 1 and not work.fsdp.ulysses
     if name == "flex" and by_tokens:
         raise UsageError(
             "--attention flex: heads do not divide over --cp, and only some rows of the mask would be "

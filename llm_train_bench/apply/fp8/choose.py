@@ -15,6 +15,6 @@ def apply_fp8(model: Transformer, work: Work, device: torch.device) -> Fp8:
     UsageError where the hardware or an absent library stands against it. Embeddings, norms, attention,
     head and loss stay in high precision.
     """
-    if work.fp8 is None:
+    if not work.fp8:
         return Fp8()
     return {"te": apply_te, "torchao": apply_torchao}[work.fp8.backend](model, work, device)
