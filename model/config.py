@@ -21,7 +21,7 @@ from llm_train_bench.model.json_keys import (
     parse_json,
     plain_file,
 )
-from llm_train_bench.model.shapes import Experts, Latent, RopeScaling
+from llm_train_bench.model.shapes import NO_EXPERTS, NO_LATENT, Experts, Latent, RopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +63,10 @@ class ModelConfig:
     raw: dict[str, Any] = dataclasses.field(repr=False, compare=False)
     unknown_keys: tuple[str, ...] = ()
     # What only some families have. `shape` leaves out what is at these defaults.
-    experts: Experts | None = None
+    experts: Experts = NO_EXPERTS
     dense_layers: tuple[int, ...] = ()
     """Layers that have an MLP though `experts` is there."""
-    latent: Latent | None = None
+    latent: Latent = NO_LATENT
     sinks: bool = False
     """A learned score for each head that takes part in the softmax and attends to nothing."""
     rotary_size: int | None = None
@@ -106,13 +106,13 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of an MLP."""
-        return self.experts is not None and layer not in self.dense_layers
+        return bool(self.experts) and layer not in self.dense_layers
 
     def attention_shapes(self) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block's attention."""
         d, heads = self.hidden_size, self.num_attention_heads
         out = {"out": (d, heads * self.value_dim)}
-        if self.latent is None:
+        if not self.latent:
             return {"qkv": (self.query_size + 2 * self.kv_size, d)} | out
         m = self.latent
         query = {"q_down": (m.q_rank, d), "q_up": (self.query_size, m.q_rank)}

@@ -60,6 +60,9 @@ class Experts:
     gain: float = 1.702
     """Of the sigmoid in gpt-oss's activation, which has the limit."""
 
+    def __bool__(self) -> bool:
+        return self.number > 0
+
     @property
     def exact_router(self) -> bool:
         """Whether the router computes in fp32 under every format, as DeepSeek's does."""
@@ -78,3 +81,10 @@ class Latent:
     nope_dim: int
     rope_dim: int
     value_dim: int
+
+    def __bool__(self) -> bool:
+        return self.kv_rank > 0
+
+
+# Of models without them, and false.
+NO_EXPERTS, NO_LATENT = Experts(0, 0, 0), Latent(None, 0, 0, 0, 0)

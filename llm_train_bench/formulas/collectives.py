@@ -20,6 +20,7 @@ from llm_train_bench.formulas.parameters import (
 )
 from llm_train_bench.formulas.work import Batch, Fsdp, Work
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.shapes import NO_EXPERTS
 from llm_train_bench.model.shares import divided, part_shape
 
 
@@ -207,10 +208,10 @@ def token_moves(work: Work, layer: int) -> list[TokenMoves]:
     again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
     back = int(work.trains)
     own, found = work.own_tokens, []
-    experts = config.experts if config.has_experts(layer) else None
+    experts = config.experts if config.has_experts(layer) else NO_EXPERTS
     if fsdp.tp > 1:
         gathered = own * fsdp.tp * config.hidden_size * w
-        places = 2 if experts is None or experts.shared_size else 1
+        places = 2 if not experts or experts.shared_size else 1
         # Each place gathers and reduces forward, and the other way round backward.
         for kind, calls in (
             ("all_gather", places * (1 + back + again)),
@@ -229,12 +230,12 @@ def token_moves(work: Work, layer: int) -> list[TokenMoves]:
             size = tokens * fsdp.cp * kv * w
             found.append(TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp))
             found.append(TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp))
-    if experts is not None and fsdp.ep > 1:
+    if experts and fsdp.ep > 1:
         rows = own * experts.per_token * config.hidden_size * w
         found.append(TokenMoves("all_to_all", 2 * (1 + back + again), rows, fsdp.ep, 1))
         counts = 8 * experts.number
         found.append(TokenMoves("all_to_all", 1 + again, counts, fsdp.ep, 1))
-    if experts is not None and experts.aux_loss and work.trains:
+    if experts.aux_loss and work.trains:
         found.append(TokenMoves("all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1))
     return found
 

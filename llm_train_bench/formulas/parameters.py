@@ -97,7 +97,7 @@ def count_parameters(config: ModelConfig) -> int:
 
 def count_active_parameters(config: ModelConfig) -> int:
     """The parameters that a token uses: of each layer's experts only those that it is sent to."""
-    if config.experts is None:
+    if not config.experts:
         return count_parameters(config)
     unused = config.experts.number - config.experts.per_token
     names = layer_names(config)

@@ -173,7 +173,7 @@ def make_plan(
             return make_plan(small, script, world, platform, config)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args, memory_gib)
-    if args.route == "balanced" and config.experts is None:
+    if args.route == "balanced" and not config.experts:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     unit = 4 if args.amp == "off" else 8  # grouped matmuls load 16 bytes at a time
     if config.experts and (config.hidden_size % unit or config.experts.size % unit):
@@ -362,7 +362,7 @@ def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: i
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     sizes = [heads, kv_heads, *_mlp_sizes(config)]
-    parts = "heads, key/value heads and MLP" if config.latent is None else "heads and MLP"
+    parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
     _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
     _must_divide("--tp", tp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
     _must_divide("--cp", cp, f"--seq-len {seq_len}", seq_len)
@@ -451,8 +451,8 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     """Which of a block's linear layers run in FP8; UsageError where sizes stand against it."""
     config = work.config
     unable = {
-        "experts": config.experts is not None,
-        "latent attention": config.latent is not None,
+        "experts": bool(config.experts),
+        "latent attention": bool(config.latent),
         "norms after its layers": config.norm_after and flags.fp8_backend == "te",
     }
     for what in (name for name, has in unable.items() if has):
