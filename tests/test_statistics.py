@@ -1,5 +1,6 @@
 """Statistics of step times and the figures made of them."""
 
+import functools
 import re
 import time
 import types
@@ -97,10 +98,8 @@ def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
 
 def test_a_true_difference_is_found_as_often_as_welch_s_test_can():
     rng = np.random.default_rng(2)
-    found = [
-        surely([welch_ratio(*(x * (1 + 0.01 * rng.standard_normal(3)) for x in (0.97, 1.0)))[2]])
-        for _ in range(400)
-    ]
+    runs = 1 + 0.01 * rng.standard_normal((400, 2, 3))
+    found = [surely([welch_ratio(0.97 * slow, same)[2]]) for slow, same in runs]
     assert 0.58 <= np.mean(found) <= 0.75  # the bootstrap found 42 to 45 %
 
 
@@ -145,10 +144,8 @@ def test_drift_is_of_the_last_third_to_the_first():
 def window(times, **known):
     """Metrics and notes of a window of such steps; `known` metrics are set before."""
     parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s", "idle_time_s"), 0.0)
-    steps = [
-        types.SimpleNamespace(step=i, loss=1.0, step_time_s=t, optimizer_time_s=t, **parts)
-        for i, t in enumerate(times)
-    ]
+    make = functools.partial(types.SimpleNamespace, loss=1.0, **parts)
+    steps = [make(step=i, step_time_s=t, optimizer_time_s=t) for i, t in enumerate(times)]
     result = types.SimpleNamespace(
         metrics=Metrics(**known), notes=[], step_times_s=[], warmup_step_times_s=[], args={},
         batch=types.SimpleNamespace(tokens_per_step=10, global_batch=2),
@@ -205,15 +202,20 @@ def rank_times(rank, own, probe, **window):
     return RankTimes(rank, "host", [1.0], means, DeviceUse(rank=rank), memory, probe, **window)
 
 
+def filled(ranks, compiled, **metrics):
+    """A result of such ranks."""
+    result = Result.model_construct(
+        metrics=Metrics(**metrics), notes=[], args={"pt_compile": compiled},
+        device=types.SimpleNamespace(type="cuda"),
+    )  # fmt: skip
+    fill_rank_metrics(result, ranks)
+    return result
+
+
 @pytest.mark.parametrize("gathered", [0, 100])
 def test_slow_ranks_and_devices_are_named(gathered):
-    result = Result.model_construct(
-        metrics=Metrics(all_gather_bytes=gathered),
-        notes=[],
-        args={"pt_compile": False},
-        device=types.SimpleNamespace(type="cuda"),
-    )
-    fill_rank_metrics(result, [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)])
+    ranks = [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)]
+    result = filled(ranks, False, all_gather_bytes=gathered)
     m = result.metrics
     assert m.slowest_device == 1 and m.device_imbalance == pytest.approx(1 - 630 / 665)
     assert m.slowest_rank == (None if gathered else 1)
@@ -224,13 +226,9 @@ def test_slow_ranks_and_devices_are_named(gathered):
 
 
 def test_what_any_rank_compiled_inside_the_window_is_everybodys():
-    result = Result.model_construct(
-        metrics=Metrics(), notes=[], args={"pt_compile": True},
-        device=types.SimpleNamespace(type="cuda"),
-    )  # fmt: skip
     late = {"compile_s": 3.0, "n_recompilations": 2, "graphs_recorded": 4}
     quiet = rank_times(0, 1.0, None, graphs_recorded=0)
-    fill_rank_metrics(result, [quiet, rank_times(1, 1.0, None, **late)])
+    result = filled([quiet, rank_times(1, 1.0, None, **late)], True)
     m = result.metrics
     assert (m.window_compile_s, m.window_graphs_recorded) == (3.0, 4)
     assert any("3.0 s (2 recompilations) inside the window" in note for note in result.notes)

@@ -16,17 +16,10 @@ from llm_train_bench.trace.kernel_names import kernel_class, matmul_format, oper
 from llm_train_bench.trace.read_trace import read_trace
 from llm_train_bench.trace.timeline import sweep, union
 from tests import fuzz
+from tests.fuzz import event
 from tests.helpers import ROOT
 
 TRACES = ROOT / "tests/traces"
-
-
-def event(name, start, end, cat="kernel", tid=7, **args):
-    """One event of a trace: kernels are of device 0, the others of the host."""
-    pid = 0 if cat == "kernel" else 1
-    args = {"device": 0, "stream": tid} | args if cat == "kernel" else args
-    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start,
-            "args": args}  # fmt: skip
 
 
 def write_trace(path, events, **more):
