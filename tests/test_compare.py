@@ -321,13 +321,11 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
 
 @pytest.mark.parametrize(
     ("steps", "distinct"),
-    [
-        ([*range(1, 61), 59], 60),
-        ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
-        ([i for i in range(1, 30) for _ in range(8)], 29),
-    ],
+    [([*range(1, 61), 59], 60),
+     ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
+     ([i for i in range(1, 30) for _ in range(8)], 29)],
     ids=["late", "a rank behind", "eight ranks"],
-)
+)  # fmt: skip
 def test_late_lines_of_other_ranks_are_no_new_run(steps, distinct):
     log = parse_log("\n".join(megatron_lines(steps, 100.0)))
     assert [s.step for s in log.steps] == sorted(set(steps)) and len(log.steps) == distinct
@@ -419,22 +417,12 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
 
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
-    [
-        (
-            "performance_metrics",
-            {"tokens_per_second": "5000"},
-            "of a known kind, but not understood",
-        ),
-        (
-            "performance_metrics",
-            {"tokens_per_second": -3.0},
-            "tokens_per_sec is -3.0, not a number",
-        ),
-        ("gpu_info", {"device_name": 5}, "hardware is 5, not text"),
-        (None, {"step_times": [1.0, float("nan"), 1.0]}, "tokens_per_sec is nan"),
-        (None, {"loss_values": ["low"]}, "losses holds 'low', not a number"),
-    ],
-)
+    [("performance_metrics", {"tokens_per_second": "5000"}, "of a known kind, but not understood"),
+     ("performance_metrics", {"tokens_per_second": -3.0}, "tokens_per_sec is -3.0, not a number"),
+     ("gpu_info", {"device_name": 5}, "hardware is 5, not text"),
+     (None, {"step_times": [1.0, float("nan"), 1.0]}, "tokens_per_sec is nan"),
+     (None, {"loss_values": ["low"]}, "losses holds 'low', not a number")],
+)  # fmt: skip
 def test_figures_that_are_none_are_refused(part, changes, message, tmp_path, refused):
     content = json.loads(json.dumps(SUITE))
     if part == "performance_metrics":
