@@ -390,18 +390,26 @@ def examines(path: Path) -> None:
 
 PLAIN, TRACES = ROOT / "tests/sample/plain/result.json", ROOT / "tests/traces"
 SWEEP = "experiment: e\nmodels: [configs/gpt2-tiny.json]\ntraining: {seq_len: 32}\ngrid: {bsz: [1, 2]}\n"
+
+
+def event(
+    name: str, start: float, end: float, cat: str = "kernel", tid: int = 7, **args: Any
+) -> dict:
+    """One event of a trace: kernels are of device 0, the others of the host."""
+    args = {"device": 0, "stream": tid} | args if cat == "kernel" else args
+    return {"ph": "X", "cat": cat, "name": name, "pid": int(cat != "kernel"), "tid": tid, "ts": start,
+            "dur": end - start, "args": args}  # fmt: skip
+
+
+MM = {"External id": 1, "Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}
+LINKED = {"External id": 1, "correlation": 1}
 TRACE = {"traceEvents": [
-    {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 0.0, "dur": 30.0,
-     "pid": 1, "tid": 1},
-    {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1.0, "dur": 3.0, "pid": 1, "tid": 1,
-     "args": {"External id": 1, "Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}},
-    {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 2.0, "dur": 1.0, "pid": 1,
-     "tid": 1, "args": {"External id": 1, "correlation": 1}},
-    {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7,
-     "args": {"device": 0, "stream": 7, "correlation": 1, "External id": 1}},
-    {"ph": "X", "cat": "kernel", "name": "ncclDevKernel_AllReduce", "ts": 15.0, "dur": 5.0, "pid": 0,
-     "tid": 9, "args": {"device": 0, "stream": 9, "Collective name": "allreduce",
-                        "Process Group Name": "0"}}],
+    event("ProfilerStep#1", 0.0, 30.0, "user_annotation", 1),
+    event("aten::mm", 1.0, 4.0, "cpu_op", 1, **MM),
+    event("cudaLaunchKernel", 2.0, 3.0, "cuda_runtime", 1, **LINKED),
+    event("gemm", 10.0, 15.0, **LINKED),
+    event("ncclDevKernel_AllReduce", 15.0, 20.0, tid=9,
+          **{"Collective name": "allreduce", "Process Group Name": "0"})],
     "distributedInfo": {"rank": 0, "world_size": 2},
     "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]}  # fmt: skip
 HOST_TRACE = {"traceEvents": [e for e in TRACE["traceEvents"] if e["cat"] != "kernel"],
@@ -529,13 +537,16 @@ def kinds() -> dict[str, Kind]:
     }  # fmt: skip
 
 
-KINDS = ("config", "tokens", "result", "steps", "log", "trainer", "suite", "table", "lines", "trace",
-         "trace-gz", "experiment", "run", "again", "baselines", "hardware", "rows", "weights",
-         "tokenizer", "manifest")  # fmt: skip
-TOOLS = ("compare:result", "compare:suite", "compare:log", "compare:trainer", "compare:table",
-         "compare:lines", "compare:sweep", "compare:prices", "gate:result", "gate:baselines",
-         "trace:file", "trace:gz", "trace:ranks", "trace:run", "sweep:rows", "sweep:experiment",
-         "estimate:config", "estimate:calibrate", "doctor:amd", "doctor:nvidia")  # fmt: skip
+KINDS = tuple(
+    "config tokens result steps log trainer suite table lines trace trace-gz experiment run again "
+    "baselines hardware rows weights tokenizer manifest".split()
+)
+TOOLS = tuple(
+    "compare:result compare:suite compare:log compare:trainer compare:table compare:lines "
+    "compare:sweep compare:prices gate:result gate:baselines trace:file trace:gz trace:ranks "
+    "trace:run sweep:rows sweep:experiment estimate:config estimate:calibrate doctor:amd "
+    "doctor:nvidia".split()
+)
 SLOW = ("experiment", "run", "again")  # YAML in plain Python
 
 

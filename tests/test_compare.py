@@ -321,13 +321,11 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
 
 @pytest.mark.parametrize(
     ("steps", "distinct"),
-    [
-        ([*range(1, 61), 59], 60),
-        ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
-        ([i for i in range(1, 30) for _ in range(8)], 29),
-    ],
+    [([*range(1, 61), 59], 60),
+     ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
+     ([i for i in range(1, 30) for _ in range(8)], 29)],
     ids=["late", "a rank behind", "eight ranks"],
-)
+)  # fmt: skip
 def test_late_lines_of_other_ranks_are_no_new_run(steps, distinct):
     log = parse_log("\n".join(megatron_lines(steps, 100.0)))
     assert [s.step for s in log.steps] == sorted(set(steps)) and len(log.steps) == distinct
@@ -369,16 +367,13 @@ def test_a_run_of_digits_is_parsed_in_linear_time(suite):
 # --- other files -----------------------------------------------------------------------------------
 
 
-SUITE = {
+SUITE = fuzz.SUITE | {
     "platform": "amd",
     "gpu_info": {"device_count": 8, "device_name": "AMD Instinct MI300X", "software_stack": "rocm"},
     "training_config": {"global_batch_size": 64, "sequence_length": 2048, "num_gpus": 8,
                         "model": "llama"},
-    "performance_metrics": {"tokens_per_second": 40000.0, "tokens_per_second_per_gpu": 5000.0},
-    "memory_metrics": {"peak_memory_allocated_gb": 118.0},
-    "step_times": [22.8, 2.7, *[2.5] * 20],
-    "loss_values": [11.9, 11.8, 11.5],
-    "learning_rates": [1e-5, 2e-5, 3e-5],
+    "memory_metrics": {"peak_memory_allocated_gb": 118.0}, "step_times": [22.8, 2.7, *[2.5] * 20],
+    "loss_values": [11.9, 11.8, 11.5], "learning_rates": [1e-5, 2e-5, 3e-5],
 }  # fmt: skip
 
 
@@ -422,22 +417,12 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
 
 @pytest.mark.parametrize(
     ("part", "changes", "message"),
-    [
-        (
-            "performance_metrics",
-            {"tokens_per_second": "5000"},
-            "of a known kind, but not understood",
-        ),
-        (
-            "performance_metrics",
-            {"tokens_per_second": -3.0},
-            "tokens_per_sec is -3.0, not a number",
-        ),
-        ("gpu_info", {"device_name": 5}, "hardware is 5, not text"),
-        (None, {"step_times": [1.0, float("nan"), 1.0]}, "tokens_per_sec is nan"),
-        (None, {"loss_values": ["low"]}, "losses holds 'low', not a number"),
-    ],
-)
+    [("performance_metrics", {"tokens_per_second": "5000"}, "of a known kind, but not understood"),
+     ("performance_metrics", {"tokens_per_second": -3.0}, "tokens_per_sec is -3.0, not a number"),
+     ("gpu_info", {"device_name": 5}, "hardware is 5, not text"),
+     (None, {"step_times": [1.0, float("nan"), 1.0]}, "tokens_per_sec is nan"),
+     (None, {"loss_values": ["low"]}, "losses holds 'low', not a number")],
+)  # fmt: skip
 def test_figures_that_are_none_are_refused(part, changes, message, tmp_path, refused):
     content = json.loads(json.dumps(SUITE))
     if part == "performance_metrics":

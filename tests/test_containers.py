@@ -51,17 +51,7 @@ printf '%s\\0' srun "$@" >> '{state}/calls'; echo >> '{state}/calls'
 exit {code}
 """
 # Tools that a stranger's machine may have. The simulated one has them only where a test puts them.
-NOT_PLAIN = (
-    "docker",
-    "podman",
-    "nvidia",
-    "rocm",
-    "amd-smi",
-    "srun",
-    "scontrol",
-    "kubectl",
-    "nerdctl",
-)
+NOT_PLAIN = tuple("docker podman nvidia rocm amd-smi srun scontrol kubectl nerdctl".split())
 
 
 @functools.cache
@@ -379,13 +369,11 @@ def test_re_entry_runs_in_the_container_that_is_there(ready):
 
 @pytest.mark.parametrize(
     ("argv", "tree", "message"),
-    [
-        ("--gpus 0", ROOT, "--gpus: container llm-train-bench-"),
-        ("--output /tmp/x", ROOT, "--output: container"),
-        ("--image other:1", ROOT, "of llm-train-bench:nvidia"),
-        ("", "/another/clone", "is of another tree, /another/clone"),
-    ],
-)
+    [("--gpus 0", ROOT, "--gpus: container llm-train-bench-"),
+     ("--output /tmp/x", ROOT, "--output: container"),
+     ("--image other:1", ROOT, "of llm-train-bench:nvidia"),
+     ("", "/another/clone", "is of another tree, /another/clone")],
+)  # fmt: skip
 def test_what_a_running_container_cannot_follow_is_refused(argv, tree, message, ready):
     (ready.state / "container").write_text(f"true|llm-train-bench:nvidia|{tree}")
     code, _, error = ready.launch(argv, "true")
@@ -607,12 +595,10 @@ def test_some_amd_gpus(machine):
 
 @pytest.mark.parametrize(
     ("prepare", "argv", "message"),
-    [
-        (lambda m: None, "", "sudo modprobe amdgpu"),
-        (lambda m: m.file("/dev/kfd"), "", "no GPU in /dev/dri"),
-        (lambda m: m.amd(2), "--gpus 2", "there are 2, numbered from 0"),
-    ],
-)
+    [(lambda m: None, "", "sudo modprobe amdgpu"),
+     (lambda m: m.file("/dev/kfd"), "", "no GPU in /dev/dri"),
+     (lambda m: m.amd(2), "--gpus 2", "there are 2, numbered from 0")],
+)  # fmt: skip
 def test_amd_missing(machine, prepare, argv, message):
     machine.engine()
     prepare(machine)
@@ -726,10 +712,8 @@ def test_the_image_is_in_the_result(tmp_path):
     environment = {"BENCH_IMAGE_NAME": "bench:1", "BENCH_IMAGE_DIGEST": "sha256:abc"}
     flags = "--seq-len 16 --bsz 1 --n-steps 1 --warmup-steps 0 --device cpu --output-dir"
     python("train.py configs/gpt2-tiny.json", flags, tmp_path, **environment)
-    assert only_result(tmp_path)["environment"]["image"] == {
-        "name": "bench:1",
-        "digest": "sha256:abc",
-    }
+    image = only_result(tmp_path)["environment"]["image"]
+    assert image == {"name": "bench:1", "digest": "sha256:abc"}
     assert container_image({}) is None
 
 

@@ -2,17 +2,15 @@
 
 import dataclasses
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections import defaultdict
 
 import pytest
 
 import compare
+import prepare_data
 from docs.tables import with_tables
 from llm_train_bench.formulas.hardware import find_hardware
 from llm_train_bench.formulas.memory_model import estimate_memory
@@ -22,12 +20,10 @@ from llm_train_bench.settings.command_line import parse_args, translated
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 from llm_train_bench.strict import Strict
-from tests.helpers import ROOT
+from tests.helpers import ROOT, python, run_train, without_inductor, words
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -55,11 +51,9 @@ def test_readme_is_what_a_stranger_reads():
 def test_no_table_is_cut_in_two():
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         lines = ["", *path.read_text(encoding="utf-8").splitlines(), ""]
-        starts = [
-            i for i, line in enumerate(lines) if line.startswith("|") and lines[i - 1][:1] != "|"
-        ]
-        for i in starts:
-            assert lines[i + 1].startswith("|-"), f"{path.name}: a table without a head: {lines[i]}"
+        for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+            if line.startswith("|") and before[:1] != "|":
+                assert after.startswith("|-"), f"{path.name}: a table without a head: {line}"
 
 
 def test_steps_file_is_documented():
@@ -121,14 +115,12 @@ TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py"
 
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory):
-    """A directory with one run, for the commands that look at runs."""
-    from tests.helpers import run_train
-
+    """A directory with three runs, for the commands that look at runs."""
     out = tmp_path_factory.mktemp("runs")
-    os.chdir(ROOT)
-    argv = ["configs/gpt2-tiny.json", "--seq-len", "16", "--bsz", "1", "--n-steps", "40", "--run-name",
-            "a", "--warmup-steps", "1", "--device", "cpu", "--output-dir", str(out)]  # fmt: skip
-    assert run_train(*argv) == 0
+    flags = (
+        "--seq-len 16 --bsz 1 --n-steps 40 --warmup-steps 1 --device cpu --run-name a --output-dir"
+    )
+    assert run_train(*words("configs/gpt2-tiny.json", flags, out)) == 0
     # Three runs of a machine that is quieter than this one may be.
     content = json.loads((out / "a/result.json").read_text())
     for name, seconds in (("a", 0.01), ("b", 0.01002), ("c", 0.00998)):
@@ -137,36 +129,27 @@ def a_run(tmp_path_factory):
             "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "other_cpu_fraction": 0.0,
             "step_time_ci95_low_s": 0.999 * seconds, "step_time_ci95_high_s": 1.001 * seconds,
         }  # fmt: skip
-        content |= {
-            "run_name": name,
-            "step_times_s": [seconds, 1.01 * seconds, 0.99 * seconds] * 13,
-        }
+        times = [seconds, 1.01 * seconds, 0.99 * seconds] * 13
+        content |= {"run_name": name, "step_times_s": times}
         (out / name).mkdir(exist_ok=True)
         (out / name / "steps.jsonl").touch()
         (out / name / "result.json").write_text(json.dumps(content))
-    baselines = str(out / "baselines.json")
-    assert compare.main([str(out), "--baseline", baselines, "--update-baselines"]) == 0
+    argv = words(out, "--update-baselines --baseline", out / "baselines.json")
+    assert compare.main(argv) == 0
     return out
 
 
 @pytest.fixture
-def tiny_world(tmp_path, monkeypatch, a_run):
+def tiny_world(tmp_path, a_run):
     """Runs a README command for real; `configs/...` is checked to exist, then made small."""
-    import prepare_data
-    from tests.helpers import run_train, without_inductor
-
-    monkeypatch.chdir(ROOT)
 
     def run(script: str, argv: list[str]) -> None:
         text = tmp_path / "some.txt"
         text.write_text("a line of text\n" * 400)
         if script == "prepare_data.py":
-            given = [
-                str(text) if not a.startswith("-") and a.endswith((".txt", "/")) else a
-                for a in argv
-            ]
-            given = [str(tmp_path / "out") if a.startswith("data/") else a for a in given]
-            assert prepare_data.main(given) == 0
+            argv = [str(tmp_path / "out") if a.startswith("data/") else a for a in argv]
+            argv = [str(text) if re.match(r"[^-].*(\.txt|/)$", a) else a for a in argv]
+            assert prepare_data.main(argv) == 0
             return
         if script in TOOLS:
             small = {"sweep.py": ["--dry-run"]}.get(script, []) if "--dry-run" not in argv else []
@@ -182,8 +165,8 @@ def tiny_world(tmp_path, monkeypatch, a_run):
         assert (ROOT / config).exists()
         prepare_data.main([str(text), "--val-fraction", "0", "--output-dir", str(tmp_path)])
         flags = [str(tmp_path / "train.bin") if f.startswith("data/") else f for f in flags]
-        small = ["--n-steps", "2", "--warmup-steps", "3", "--seq-len", "32", "--bsz", "1",
-                 "--device", "cpu", "--output-dir", str(tmp_path / "runs")]  # fmt: skip
+        small = words("--n-steps 2 --warmup-steps 3 --seq-len 32 --bsz 1 --device cpu --output-dir",
+                      tmp_path / "runs")  # fmt: skip
         if "--use-fp8" in flags:
             small.append("--fp8-emulate")  # what there is without a GPU
         if script == "train.py":
@@ -194,41 +177,26 @@ def tiny_world(tmp_path, monkeypatch, a_run):
             # Four layers, so that --sac-freq 1/4 can choose one.
             tiny = "llama" if "--sac-freq" in flags else "gpt2"
             tiny = "moe" if {"--route", "--ep"} & set(flags) else tiny
-            for name in {"--ep", "--global-bsz"} & set(flags):  # of two ranks
+            many = {"--ep", "--global-bsz"} & set(flags)
+            for name in many:  # of two ranks
                 flags[flags.index(name) + 1] = "2"
-            command = [sys.executable, script, f"configs/{tiny}-tiny.json", *flags, *small]
-            environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
+            small += [] if many else ["--nproc", "1"]
+            python(script, f"configs/{tiny}-tiny.json", flags, small, TORCHDYNAMO_DISABLE="1")
 
     return run
 
 
 MIGRATING = (ROOT / "docs/MIGRATING.md").read_text(encoding="utf-8")
-# Rows of the list of what predecessors offered: their letter and how many.
-ROWS = {"L": 48, "A": 52, "N": 33, "C": 34, "T": 67}
-
-
-def test_every_row_of_the_predecessors_is_answered_once():
-    found = []
-    for line in MIGRATING.splitlines():
-        if match := re.match(r"\| ([LANCT]\d+(?:, [LANCT]\d+)*) \| .+ \|$", line):
-            found += match[1].split(", ")
-    assert sorted(found) == sorted(f"{k}{i}" for k, n in ROWS.items() for i in range(1, n + 1))
 
 
 def replacements() -> list[str]:
     """What stands in the right column for each command of a predecessor, where it is one of ours."""
     found = []
     for line in MIGRATING.splitlines():
-        cells = [
-            cell.replace("\0", "|").strip() for cell in line.replace("\\|", "\0").split("|")[1:-1]
-        ]
+        cells = line.replace("\\|", "\0").split("|")[1:-1]
+        cells = [cell.replace("\0", "|").strip() for cell in cells]
         if len(cells) == 2 and cells[0].startswith("`") and " " in cells[0]:
             found += re.findall(r"`((?:python|torchrun|nsys) [^`]+)`", cells[1])
-    found += re.findall(r"`(python [^`]+)`", MIGRATING.split("| row |")[-1])
     return [c for c in dict.fromkeys(found) if c not in commands(README + TASKS)]
 
 
@@ -262,17 +230,13 @@ def test_their_own_lines_that_call_our_scripts_are_taken_as_written(typed):
     assert (ROOT / words[2]).exists()
 
 
-def test_the_page_s_own_gpu_is_known(tmp_path, monkeypatch):
-    from llm_train_bench.formulas.hardware import devices, find_hardware
-
+def test_the_page_s_own_gpu_is_known(own_hardware):
     (entry,) = re.findall(r"```json\n(.*?)```", TASKS, flags=re.S)
-    (tmp_path / "h.json").write_text(entry)
-    monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(tmp_path / "h.json"))
-    devices.cache_clear()
-    try:
-        assert find_hardware("My GPU").bf16_tflops == 500
-    finally:
-        devices.cache_clear()
+    own_hardware().write_text(entry)
+    assert find_hardware("My GPU").bf16_tflops == 500
+
+
+FOLDERS = "llm_train_bench|benchmarks|model|configs|docker|tests|docs"
 
 
 def test_files_that_pages_name_are_there():
@@ -282,14 +246,13 @@ def test_files_that_pages_name_are_there():
         links = {m.split("#")[0] for m in re.findall(r"\]\(([^)]+)\)", text)}
         for link in links - {""}:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
-        for name in re.findall(
-            r"`((?:llm_train_bench|benchmarks|model|configs|docker|tests|docs)/[\w./-]+)`", text
-        ):
+        for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", text):
             made = name in ("configs/roofs.json",)  # benchmarks/gemm.py makes it
             assert made or (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 PER_NODE = {"train.py": 1, "train_ddp.py": 8, "train_fsdp.py": 8, "train_pp.py": 8}
+START = r"(train\w*\.py) ((?:configs/[\w.-]+\.json|--model-size)[^`#|\n]*)"
 COUNTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 
 
@@ -301,14 +264,11 @@ def commands_on_gpus() -> list[tuple[str, str, int, str, str]]:
     found = []
     for path in [ROOT / "README.md", *PAGES]:
         for line in path.read_text(encoding="utf-8").splitlines():
-            for match in re.finditer(
-                r"(train\w*\.py) ((?:configs/[\w.-]+\.json|--model-size)[^`#|\n]*)", line
-            ):
+            for match in re.finditer(START, line):
                 script, flags = match.groups()
                 after = line[match.end() :].split("| `")[0]
-                told = re.search(r"nproc-per-node (\d+)", line) or re.search(
-                    r"--nproc (\d+)", flags
-                )
+                told = re.search(r"nproc-per-node (\d+)", line)
+                told = told or re.search(r"--nproc (\d+)", flags)
                 count = int(told[1]) if told else PER_NODE[script]
                 if of := re.search(r"on each of (\w+)", after):
                     count = COUNTS[of[1]]

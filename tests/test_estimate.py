@@ -121,12 +121,8 @@ def test_what_streams_keep_apart_is_needed_too():
     assert memory("--bsz 1", "llama-3.1-8b-proxy", shards=None).apart == 0
 
 
-KEPT = [
-    ("gpt2-tiny", {}, []),
-    ("gpt2-tiny", {}, ["--pt-compile"]),
-    ("llama-tiny", {}, ["--pt-compile"]),
-    ("llama-tiny", {"qk_norm": True}, ["--pt-compile"]),
-]
+KEPT = [("gpt2-tiny", {}, ""), ("gpt2-tiny", {}, "--pt-compile"), ("llama-tiny", {}, "--pt-compile"),
+        ("llama-tiny", {"qk_norm": True}, "--pt-compile")]  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "changed", "flags"), KEPT, ids=str)
@@ -135,7 +131,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     T, cpu, kept = 24, torch.device("cpu"), {}
     shape = load_config(f"configs/{model}.json")
     config = dataclasses.replace(shape, num_hidden_layers=1, windows=(None,), **changed)
-    work = plan_of([shape.path, "--bsz", 2, "--seq-len", T, *flags], config=config).work
+    work = work_of(f"{model}.json --bsz 2 --seq-len {T} {flags}", config=config)
     with torch.device("meta"):
         whole = Transformer(config, T)
     block = whole.blocks["0"]
@@ -345,10 +341,8 @@ def test_attentions_backward_and_what_cudnn_does_not_take():
         config = load_config(f"configs/{model}.json")
         assert config.head_dim == head
         for flags, rate in (("", cudnn), ("--attention flash", flash)):
-            whole, forward = (
-                speed(model, 16384, f"{flags} --pass-type {passes}").attention_s
-                for passes in ("forward-backward", "forward")
-            )
+            text = f"{flags} --pass-type forward"
+            whole, forward = (speed(model, 16384, text + x).attention_s for x in ("-backward", ""))
             # The paper counts what a backward computes: five matmuls to the forward's two.
             flops = 5 * 16384**2 * config.query_size * config.num_hidden_layers
             assert flops / (whole - forward) / 1e12 == pytest.approx(rate, rel=0.1)
@@ -701,12 +695,9 @@ def test_what_other_trainers_keep(estimated):
 
 @pytest.mark.parametrize(
     ("model", "gpus", "flags", "within"),
-    [
-        ("mixtral-8x7b-proxy", 64, "", 0.21),
-        ("mixtral-8x7b-proxy", 64, "--ep 8", 0.26),
-        ("mixtral-8x7b-proxy", 16, "--sac-freq 1/1", 0.05),
-    ],
-)
+    [("mixtral-8x7b-proxy", 64, "", 0.21), ("mixtral-8x7b-proxy", 64, "--ep 8", 0.26),
+     ("mixtral-8x7b-proxy", 16, "--sac-freq 1/1", 0.05)],
+)  # fmt: skip
 def test_experts_that_do_not_fill_shards_lie_whole_on_the_first_ranks(model, gpus, flags, within):
     """Eight experts on 64 shards: the formula was three times too low, and said that it fits.
 
@@ -758,12 +749,8 @@ def test_a_run_s_file_is_estimated_in_every_form(tmp_path, output_of):
     (tmp_path / "r.json").write_text(json.dumps(given))
     (tmp_path / "r.yaml").write_text("".join(f"{k}: {v}\n" for k, v in given.items()))
     args = defaults(Args) | {"config": LLAMA, "bsz": 2, "sac_freq": "1/1"}
-    result = {
-        "schema_version": 3,
-        "args": args,
-        "entrypoint": "train_ddp.py",
-        "device": {"count": 16},
-    }
+    result = {"schema_version": 3, "args": args, "entrypoint": "train_ddp.py"}
+    result |= {"device": {"count": 16}}
     (tmp_path / "result.json").write_text(json.dumps(result))
     for name in ("r.json", "r.yaml", "result.json"):
         assert table("--from", tmp_path / name, code=4) == typed, name

@@ -80,17 +80,13 @@ def test_a_fifo_does_not_block(name, reader, tmp_path, refused):
 
 @pytest.mark.parametrize(
     ("name", "text", "reader"),
-    [
-        ("result.json", f'{{"schema_version": 3, "metrics": {DEEP}', "compare"),
-        ("result.json", DEEP, "gate"),
-        ("result.json", DEEP, "calibrate"),
-        ("run.yaml", "config: " + DEEP[:5000], "from"),
-        ("run.yaml", "config: x\nbsz: !!bool 7\n", "from"),
-        ("result.json", '{"schema_version": 2, "args": [1]}', "from"),
-        ("e.yaml", "experiment: !!timestamp x\n", "sweep"),
-        ("index.json", DEEP, "config"),
-    ],
-)
+    [("result.json", f'{{"schema_version": 3, "metrics": {DEEP}', "compare"),
+     ("result.json", DEEP, "gate"), ("result.json", DEEP, "calibrate"),
+     ("run.yaml", "config: " + DEEP[:5000], "from"),
+     ("run.yaml", "config: x\nbsz: !!bool 7\n", "from"),
+     ("result.json", '{"schema_version": 2, "args": [1]}', "from"),
+     ("e.yaml", "experiment: !!timestamp x\n", "sweep"), ("index.json", DEEP, "config")],
+)  # fmt: skip
 def test_foreign_json_and_yaml_is_one_line(name, text, reader, tmp_path, refused):
     (tmp_path / name).write_text(text)
     assert len(refuses(refused, reader, str(tmp_path / name), tmp_path / name)) < 600

@@ -28,19 +28,12 @@ DEVICES = json.loads(HARDWARE_FILE.read_text())["devices"]
 
 @pytest.mark.parametrize(
     ("name", "bf16", "fp8"),
-    [
-        ("NVIDIA H200", 989.4, 1978.9),
-        ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
-        ("NVIDIA H100 PCIe", 756, 1513),
-        ("AMD Instinct MI300X", 1307, 2615),
-        ("AMD Instinct MI250X", 191.5, None),
-        ("NVIDIA A100-SXM4-80GB", 312, None),
-        ("NVIDIA L4", 121, 242.5),
-        ("NVIDIA A10", 125, None),
-        ("NVIDIA GH200 480GB", 989.4, 1978.9),
-        ("Tesla V100-SXM2-16GB", 125, None),
-    ],
-)
+    [("NVIDIA H200", 989.4, 1978.9), ("NVIDIA H100 80GB HBM3", 989.4, 1978.9),
+     ("NVIDIA H100 PCIe", 756, 1513), ("AMD Instinct MI300X", 1307, 2615),
+     ("AMD Instinct MI250X", 191.5, None), ("NVIDIA A100-SXM4-80GB", 312, None),
+     ("NVIDIA L4", 121, 242.5), ("NVIDIA A10", 125, None), ("NVIDIA GH200 480GB", 989.4, 1978.9),
+     ("Tesla V100-SXM2-16GB", 125, None)],
+)  # fmt: skip
 def test_known(name, bf16, fp8):
     peaks = find_peaks(name)
     assert (peaks.bf16_tflops, peaks.fp8_tflops) == (bf16, fp8)
@@ -68,13 +61,11 @@ def test_a_gpu_of_ones_own_needs_four_keys(own_hardware, output_of):
 
 @pytest.mark.parametrize(
     ("entry", "message"),
-    [
-        ({"name": "x"}, "the entry x lacks bf16_tflops"),
-        (FOUR | {"bf16_tflops": 0}, "'My Card': bf16_tflops is 0"),
-        (FOUR | {"tflops": 1}, "has tflops, which no entry has"),
-        (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'"),
-    ],
-)
+    [({"name": "x"}, "the entry x lacks bf16_tflops"),
+     (FOUR | {"bf16_tflops": 0}, "'My Card': bf16_tflops is 0"),
+     (FOUR | {"tflops": 1}, "has tflops, which no entry has"),
+     (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'")],
+)  # fmt: skip
 def test_a_wrong_entry_of_ones_own_is_one_line(own_hardware, entry, message):
     own_hardware(entry)
     with pytest.raises(UsageError, match=message) as refused:

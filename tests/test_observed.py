@@ -122,15 +122,13 @@ def test_compiled_code_of_one_kernel_is_not_another_s(switches):
 
 @pytest.mark.parametrize(
     ("flags", "attention", "matmuls"),
-    [
-        ("", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
-        ("--amp off", {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
-        ("--attention math --amp off", {"forward": ["math"], "backward": ["math"]}, {"aten fp32"}),
-        ("--pass-type forward", {"forward": ["flash"]}, {"aten bf16"}),
-        ("--profile", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
-    ],
+    [("", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
+     ("--amp off", {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
+     ("--attention math --amp off", {"forward": ["math"], "backward": ["math"]}, {"aten fp32"}),
+     ("--pass-type forward", {"forward": ["flash"]}, {"aten bf16"}),
+     ("--profile", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"})],
     ids=lambda x: x if isinstance(x, str) else "",
-)
+)  # fmt: skip
 def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path):
     assert run_train(*words(TINY, flags, "--output-dir", tmp_path)) == 0
     r = only_result(tmp_path)

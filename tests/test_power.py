@@ -19,6 +19,9 @@ from llm_train_bench.results.figures import fill_device_metrics
 from llm_train_bench.results.schema import DeviceUse, Metrics, Result
 
 GPU = torch.device("cuda", 0)
+Some = types.SimpleNamespace
+AMD_TYPES = {"AmdSmiTemperatureType": Some(HOTSPOT=1), "AmdSmiTemperatureMetric": Some(CURRENT=0),
+             "AmdSmiClkType": Some(GFX=0, MEM=4)}  # fmt: skip
 
 
 class Driver:
@@ -44,16 +47,11 @@ def nvml(monkeypatch):
     def unsupported(*args):
         raise NVMLError("Not Supported")
 
-    def fields(handle, ids):
-        def value(i):
-            known = {186: 400_000, 74: driver.capped_ns}
-            kind = 1 if i == 186 else 3
-            content = types.SimpleNamespace(uiVal=known.get(i), ullVal=known.get(i))
-            return types.SimpleNamespace(
-                fieldId=i, valueType=kind, nvmlReturn=0 if i in known else 3, value=content
-            )
-
-        return [value(i) for i in ids]
+    def value(i):
+        known = {186: 400_000, 74: driver.capped_ns}
+        content = Some(uiVal=known.get(i), ullVal=known.get(i))
+        kind, code = 1 if i == 186 else 3, 0 if i in known else 3
+        return Some(fieldId=i, valueType=kind, nvmlReturn=code, value=content)
 
     module = types.ModuleType("pynvml")
     module.NVMLError = NVMLError
@@ -66,15 +64,14 @@ def nvml(monkeypatch):
     module.nvmlDeviceGetMaxClockInfo = lambda h, kind: 1980
     module.nvmlDeviceGetTemperature = lambda h, kind: 61
     module.nvmlDeviceGetEnforcedPowerLimit = lambda h: 700_000
-    module.nvmlDeviceGetFieldValues = fields
+    module.nvmlDeviceGetFieldValues = lambda h, ids: [value(i) for i in ids]
     module.nvmlDeviceGetPowerUsage = unsupported
     module.nvmlDeviceGetComputeRunningProcesses = lambda h: [
-        types.SimpleNamespace(pid=pid) for pid in driver.processes
+        Some(pid=pid) for pid in driver.processes
     ]
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.version, "hip", None)
-    properties = types.SimpleNamespace(uuid="1234")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Some(uuid="1234"))
     monkeypatch.setattr(PowerMeter, "GPU_INTERVAL_S", 0.02)
     return driver
 
@@ -232,20 +229,15 @@ def test_amd(newer, monkeypatch):
     module.AmdSmiException = AmdSmiException
     module.amdsmi_init = lambda: None
     module.amdsmi_get_processor_handle_from_bdf = lambda bdf: bdf
-    module.AmdSmiTemperatureType = types.SimpleNamespace(HOTSPOT=1)
-    module.AmdSmiTemperatureMetric = types.SimpleNamespace(CURRENT=0)
-    module.AmdSmiClkType = types.SimpleNamespace(GFX=0, MEM=4)
+    vars(module).update(AMD_TYPES)
     module.amdsmi_get_energy_count = energy
-    module.amdsmi_get_power_info = lambda h: (
-        {"socket_power": 612, "current_socket_power": "N/A", "average_socket_power": "N/A"}
-        if newer
-        else {"current_socket_power": 65535, "average_socket_power": 612}
-    )
+    power = {"current_socket_power": 65535, "average_socket_power": 612}
+    if newer:
+        power = {"socket_power": 612} | dict.fromkeys(power, "N/A")
+    clock = {"clk" if newer else "cur_clk": 2100, "max_clk": 2105}
+    module.amdsmi_get_power_info = lambda h: power
     module.amdsmi_get_power_cap_info = lambda h: {"power_cap": 750_000_000}
-    module.amdsmi_get_clock_info = lambda h, kind: {
-        "clk" if newer else "cur_clk": 2100,
-        "max_clk": 2105,
-    }
+    module.amdsmi_get_clock_info = lambda h, kind: clock
     module.amdsmi_get_temp_metric = lambda h, kind, what: 58
     module.amdsmi_get_gpu_metrics_info = metrics
     # Process 8 has only opened the driver; the memory of 7 is not known.
@@ -253,7 +245,7 @@ def test_amd(newer, monkeypatch):
         {"pid": os.getpid(), "mem": 2**33}, {"pid": 7}, {"pid": 8, "mem": 2**20},
     ]  # fmt: skip
     monkeypatch.setattr(torch.cuda, "amdsmi", module, raising=False)
-    properties = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x0C, pci_device_id=0)
+    properties = Some(pci_domain_id=0, pci_bus_id=0x0C, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(PowerMeter, "GPU_INTERVAL_S", 0.02)
@@ -265,23 +257,18 @@ def test_amd(newer, monkeypatch):
     assert sensor.other_processes(frozenset({os.getpid(), 7})) == 0
     use, _ = measured(lambda: None)
     assert use.peak_power_w == 612 and use.sm_clock_mean_mhz == 2100 and use.temperature_max_c == 58
-    assert (
-        use.throttled == {"power cap": pytest.approx(0.25, abs=0.02)} and use.other_processes == 1
-    )
+    assert use.throttled == {"power cap": pytest.approx(0.25, abs=0.02)}
+    assert use.other_processes == 1
 
 
 def test_the_second_die_of_a_package_has_no_power_of_its_own():
     """On an MI250X 0 W and a limit of 0 W are no readings."""
     sensor = AmdSensor.__new__(AmdSensor)
     sensor.handle, sensor.error = None, OSError
-    sensor.smi = sensor.library = types.SimpleNamespace(
-        AmdSmiException=OSError,
-        AmdSmiTemperatureType=types.SimpleNamespace(HOTSPOT=1),
-        AmdSmiTemperatureMetric=types.SimpleNamespace(CURRENT=0),
-        AmdSmiClkType=types.SimpleNamespace(GFX=0, MEM=4),
-        amdsmi_get_power_info=lambda h: {"average_socket_power": 0},
-        amdsmi_get_power_cap_info=lambda h: {"power_cap": 0},
-    )
+    sensor.smi = sensor.library = Some(
+        AmdSmiException=OSError, amdsmi_get_power_info=lambda h: {"average_socket_power": 0},
+        amdsmi_get_power_cap_info=lambda h: {"power_cap": 0}, **AMD_TYPES,
+    )  # fmt: skip
     assert sensor.sample().power_w is None and sensor.limits() == (None, None)
 
 
@@ -321,9 +308,8 @@ def test_mean_memory_is_of_all_looks(monkeypatch):
     meter.begin()
     assert meter.end(rank=0).memory_mean_gib == 2.5
     before = memory_now(torch.device("cpu"))
-    with mmap.mmap(
-        -1, 2 * 10**8
-    ) as ballast:  # not the allocator's, which may have so much to spare
+    # Not the allocator's, which may have so much to spare.
+    with mmap.mmap(-1, 2 * 10**8) as ballast:
         ballast.write(b"x" * (2 * 10**8))
         assert 0.15 < memory_now(torch.device("cpu")) - before < 0.45
 
@@ -336,16 +322,14 @@ def test_nvmls_names_are_its_own():
         "thermal (software)": "SwThermalSlowdown", "thermal (hardware)": "HwThermalSlowdown",
         "power brake": "HwPowerBrakeSlowdown",
     }  # fmt: skip
-    assert {
-        name: getattr(pynvml, f"nvmlClocksEventReason{theirs}") for name, theirs in reasons.items()
-    } == nvidia.REASONS
+    bits = {k: getattr(pynvml, f"nvmlClocksEventReason{v}") for k, v in reasons.items()}
+    assert bits == nvidia.REASONS
     counters = {
         "power cap": "SW_POWER_CAP", "sync boost": "SYNC_BOOST",
         "thermal (software)": "SW_THERM_SLOWDOWN", "thermal (hardware)": "HW_THERM_SLOWDOWN",
         "power brake": "HW_POWER_BRAKE_SLOWDOWN",
     }  # fmt: skip
-    assert {
-        name: getattr(pynvml, f"NVML_FI_DEV_CLOCKS_EVENT_REASON_{theirs}")
-        for name, theirs in counters.items()
-    } == nvidia.NVML_COUNTERS
+    prefix = "NVML_FI_DEV_CLOCKS_EVENT_REASON_"
+    fields = {k: getattr(pynvml, prefix + v) for k, v in counters.items()}
+    assert fields == nvidia.NVML_COUNTERS
     assert pynvml.NVML_FI_DEV_POWER_INSTANT == nvidia.INSTANT_POWER

@@ -1,5 +1,6 @@
 """Statistics of step times and the figures made of them."""
 
+import functools
 import re
 import time
 import types
@@ -10,23 +11,14 @@ import torch
 
 from benchmarks.gate import answers
 from llm_train_bench.compare.gate import answer, what_settles
-from llm_train_bench.formulas.time_statistics import (
-    Mean,
-    bootstrap_mean,
-    chance_of,
-    describe,
-    mean_of,
-    student_t,
-    surely,
-    welch_ratio,
-)
+from llm_train_bench.formulas import time_statistics as ts
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.results.figures import RankTimes, fill_rank_metrics, fill_step_metrics
 from llm_train_bench.results.schema import DeviceUse, Metrics, Result
 
 
 def test_against_numpy_and_by_hand():
-    s = describe([1.0, 2.0, 3.0, 4.0, 10.0])
+    s = ts.describe([1.0, 2.0, 3.0, 4.0, 10.0])
     assert s["step_time_median_s"] == 3.0 and s["step_time_mean_s"] == 4.0
     assert s["step_time_std_s"] == pytest.approx(np.sqrt(50 / 4))
     assert s["step_time_cv"] == pytest.approx(np.sqrt(50 / 4) / 4)
@@ -35,7 +27,7 @@ def test_against_numpy_and_by_hand():
 
 
 def test_one_step_has_no_spread():
-    s = describe([0.5])
+    s = ts.describe([0.5])
     assert s["step_time_std_s"] is s["step_time_cv"] is None
     assert s["step_time_ci95_low_s"] is s["step_time_ci95_high_s"] is None
 
@@ -44,7 +36,7 @@ def coverage(draw, n, rounds=300):
     """How often the interval of the mean holds the truth."""
     held = 0
     for _ in range(rounds):
-        low, high = bootstrap_mean(1 + 0.01 * draw(n))
+        low, high = ts.bootstrap_mean(1 + 0.01 * draw(n))
         held += low <= 1 <= high
     return held / rounds
 
@@ -57,7 +49,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(n):
     held = 0
     for _ in range(300):
         a, b = (x * (1 + 0.01 * rng.standard_normal(n)) for x in (1, 2))
-        low, high, _ = welch_ratio(a, b)
+        low, high, _ = ts.welch_ratio(a, b)
         held += low <= 0.5 <= high
     assert 0.91 <= held / 300 <= 0.99
 
@@ -77,10 +69,10 @@ def test_intervals_of_steps_that_follow_each_other():
 
 def test_student_s_t_is_the_tables():
     for degrees, quantile in ((1, 12.706), (2, 4.303), (4.0, 2.776), (8, 2.306), (1e9, 1.960)):
-        assert student_t(0.975, degrees) == pytest.approx(quantile, abs=1e-3)
-        assert chance_of(quantile, degrees) == pytest.approx(0.05, abs=1e-4)
-    assert student_t(0.99, 2) == pytest.approx(6.965, abs=1e-3)
-    assert student_t(0.95, 7.3) == pytest.approx(1.883, abs=1e-3)
+        assert ts.student_t(0.975, degrees) == pytest.approx(quantile, abs=1e-3)
+        assert ts.chance_of(quantile, degrees) == pytest.approx(0.05, abs=1e-4)
+    assert ts.student_t(0.99, 2) == pytest.approx(6.965, abs=1e-3)
+    assert ts.student_t(0.95, 7.3) == pytest.approx(1.883, abs=1e-3)
 
 
 def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
@@ -89,18 +81,16 @@ def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
     alone = together = 0
     for _ in range(400):
         reference, *others = 1 + 0.01 * rng.standard_normal((13, 3))
-        chances = [welch_ratio(other, reference)[2] for other in others]
+        chances = [ts.welch_ratio(other, reference)[2] for other in others]
         alone += min(chances) <= 0.05
-        together += any(surely(chances))
+        together += any(ts.surely(chances))
     assert together / 400 <= 0.075 < 0.15 < alone / 400
 
 
 def test_a_true_difference_is_found_as_often_as_welch_s_test_can():
     rng = np.random.default_rng(2)
-    found = [
-        surely([welch_ratio(*(x * (1 + 0.01 * rng.standard_normal(3)) for x in (0.97, 1.0)))[2]])
-        for _ in range(400)
-    ]
+    runs = 1 + 0.01 * rng.standard_normal((400, 2, 3))
+    found = [ts.surely([ts.welch_ratio(0.97 * slow, same)[2]]) for slow, same in runs]
     assert 0.58 <= np.mean(found) <= 0.75  # the bootstrap found 42 to 45 %
 
 
@@ -117,38 +107,36 @@ def test_the_gate_s_answers_are_seldom_wrong(before, now):
 
 
 def test_one_run_against_one_has_no_answer_and_the_runs_that_settle_it_do():
-    one, other = mean_of([1.0]), mean_of([0.5])
+    one, other = ts.mean_of([1.0]), ts.mean_of([0.5])
     assert answer(other, one, 0.05) == "UNCERTAIN" and "3 runs" in what_settles(other, one, 0.05)
-    was, now = mean_of([0.99, 1.0, 1.01]), mean_of([0.928, 0.948, 0.938])
+    was, now = ts.mean_of([0.99, 1.0, 1.01]), ts.mean_of([0.928, 0.948, 0.938])
     assert answer(now, was, 0.05) == "UNCERTAIN"
     (n,) = map(int, re.findall(r"(\d+) runs", what_settles(now, was, 0.05)))
-    more = [Mean(mean.value, n, mean.std, n - 1) for mean in (now, was)]
+    more = [ts.Mean(mean.value, n, mean.std, n - 1) for mean in (now, was)]
     assert n > 3 and answer(*more, 0.05) == "SLOWER"
-    near = mean_of([0.9501, 0.9401, 0.9601])
+    near = ts.mean_of([0.9501, 0.9401, 0.9601])
     assert "so near the tolerance" in what_settles(near, was, 0.05)
 
 
 def test_intervals_are_no_wider_than_need_be():
-    low, high = bootstrap_mean(np.random.default_rng(0).normal(1.0, 0.1, 40))
+    low, high = ts.bootstrap_mean(np.random.default_rng(0).normal(1.0, 0.1, 40))
     # Width of a 95 % normal interval: 2 x 1.96 x 0.1 / sqrt(40) = 0.062.
     assert 0.04 < high - low < 0.1
-    assert bootstrap_mean([1.0]) is None
-    low, high = bootstrap_mean([0.1, 1.0])
+    assert ts.bootstrap_mean([1.0]) is None
+    low, high = ts.bootstrap_mean([0.1, 1.0])
     assert low == 0.0 and high > 2  # two values say little, but no time is negative
 
 
 def test_drift_is_of_the_last_third_to_the_first():
-    assert describe([1.0] * 3 + [7.0] * 3 + [1.5] * 3)["step_time_drift"] == pytest.approx(0.5)
-    assert describe([1.0] * 8)["step_time_drift"] is None
+    assert ts.describe([1.0] * 3 + [7.0] * 3 + [1.5] * 3)["step_time_drift"] == pytest.approx(0.5)
+    assert ts.describe([1.0] * 8)["step_time_drift"] is None
 
 
 def window(times, **known):
     """Metrics and notes of a window of such steps; `known` metrics are set before."""
     parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s", "idle_time_s"), 0.0)
-    steps = [
-        types.SimpleNamespace(step=i, loss=1.0, step_time_s=t, optimizer_time_s=t, **parts)
-        for i, t in enumerate(times)
-    ]
+    make = functools.partial(types.SimpleNamespace, loss=1.0, **parts)
+    steps = [make(step=i, step_time_s=t, optimizer_time_s=t) for i, t in enumerate(times)]
     result = types.SimpleNamespace(
         metrics=Metrics(**known), notes=[], step_times_s=[], warmup_step_times_s=[], args={},
         batch=types.SimpleNamespace(tokens_per_step=10, global_batch=2),
@@ -205,15 +193,20 @@ def rank_times(rank, own, probe, **window):
     return RankTimes(rank, "host", [1.0], means, DeviceUse(rank=rank), memory, probe, **window)
 
 
+def filled(ranks, compiled, **metrics):
+    """A result of such ranks."""
+    result = Result.model_construct(
+        metrics=Metrics(**metrics), notes=[], args={"pt_compile": compiled},
+        device=types.SimpleNamespace(type="cuda"),
+    )  # fmt: skip
+    fill_rank_metrics(result, ranks)
+    return result
+
+
 @pytest.mark.parametrize("gathered", [0, 100])
 def test_slow_ranks_and_devices_are_named(gathered):
-    result = Result.model_construct(
-        metrics=Metrics(all_gather_bytes=gathered),
-        notes=[],
-        args={"pt_compile": False},
-        device=types.SimpleNamespace(type="cuda"),
-    )
-    fill_rank_metrics(result, [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)])
+    ranks = [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)]
+    result = filled(ranks, False, all_gather_bytes=gathered)
     m = result.metrics
     assert m.slowest_device == 1 and m.device_imbalance == pytest.approx(1 - 630 / 665)
     assert m.slowest_rank == (None if gathered else 1)
@@ -224,13 +217,9 @@ def test_slow_ranks_and_devices_are_named(gathered):
 
 
 def test_what_any_rank_compiled_inside_the_window_is_everybodys():
-    result = Result.model_construct(
-        metrics=Metrics(), notes=[], args={"pt_compile": True},
-        device=types.SimpleNamespace(type="cuda"),
-    )  # fmt: skip
     late = {"compile_s": 3.0, "n_recompilations": 2, "graphs_recorded": 4}
     quiet = rank_times(0, 1.0, None, graphs_recorded=0)
-    fill_rank_metrics(result, [quiet, rank_times(1, 1.0, None, **late)])
+    result = filled([quiet, rank_times(1, 1.0, None, **late)], True)
     m = result.metrics
     assert (m.window_compile_s, m.window_graphs_recorded) == (3.0, 4)
     assert any("3.0 s (2 recompilations) inside the window" in note for note in result.notes)

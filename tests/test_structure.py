@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, python
 
 ROOMS = ("run", "parallel", "measure", "compare", "sweep", "apply", "results", "trace", "settings",
          "formulas")  # fmt: skip
@@ -107,12 +107,12 @@ def test_nothing_below_the_plan_asks_for_a_script_by_name():
         text = path.read_text(encoding="utf-8")
         if name_of(path) != "llm_train_bench.settings.flags":
             assert not re.search(r"[=!]= \"train\w*\.py\"", text), path
-        if f"{path.parent.name}" not in ("settings", "sweep", "compare"):
+        if path.parent.name not in ("settings", "sweep", "compare"):
             assert not re.search(r"Script\.(ONE|DDP|FSDP|PP)", text), path
-        if name_of(path) not in ("llm_train_bench.settings.flags", "llm_train_bench.settings.plan"):
-            assert (
-                name_of(path) == "llm_train_bench.settings.checks" or "parse_sac_freq" not in text
-            ), path
+        if name_of(path) not in (
+            f"llm_train_bench.settings.{x}" for x in ("flags", "plan", "checks")
+        ):
+            assert "parse_sac_freq" not in text, path
 
 
 def test_no_two_things_share_a_name():
@@ -143,10 +143,7 @@ def test_what_only_reads_files_starts_without_torch():
         "    importlib.import_module(name)\n    if 'torch' in sys.modules:\n"
         "        found.append(name)\n        break\nprint(json.dumps(found))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert json.loads(done.stdout) == []
+    assert json.loads(python(["-c", code]).stdout) == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -172,8 +169,7 @@ def test_architecture_page_shows_the_tree_as_it_is():
 
 def test_help_needs_no_torch_and_a_model_no_compiler():
     """Each would take seconds of every start."""
-    run = [sys.executable, "-X", "importtime", "train_fsdp.py", "--help"]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = python("-X importtime train_fsdp.py --help")
     assert "--sac-freq" in done.stdout and not re.search(r"\btorch\b", done.stderr)
     code = """
 import sys, torch
@@ -183,7 +179,7 @@ with torch.device("meta"):
     Transformer(load_config("configs/moe-tiny.json"), 32)
 assert "torch._dynamo" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    python(["-c", code])
 
 
 def test_a_model_package_of_the_user_is_not_taken_for_ours(tmp_path):

@@ -404,15 +404,13 @@ def _lost(*args):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        ("--models llama", "--models llama: "),
-        ("--slurm partition=x", "--slurm: needs --launcher slurm"),
-        ("--launcher local --cooldown 3", "--cooldown: is for runs on this machine"),
-        ("--launcher slurm --slurm partition", "--slurm partition: must be KEY=VALUE"),
-        ("--launcher slurm", "--launcher slurm: Could not detect"),
-        ("--grid-gco2-per-kwh 0", "must be above 0"),
-    ],
-)
+    [("--models llama", "--models llama: "),
+     ("--slurm partition=x", "--slurm: needs --launcher slurm"),
+     ("--launcher local --cooldown 3", "--cooldown: is for runs on this machine"),
+     ("--launcher slurm --slurm partition", "--slurm partition: must be KEY=VALUE"),
+     ("--launcher slurm", "--launcher slurm: Could not detect"),
+     ("--grid-gco2-per-kwh 0", "must be above 0")],
+)  # fmt: skip
 def test_ways_to_launch_that_cannot_be_are_one_line(argv, message, tmp_path, refused, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     path = write(tmp_path / "e.yaml", training=FAST)
@@ -454,9 +452,8 @@ def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
 
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
     (tmp_path / "logs").write_text("in the way")
-    assert (
-        sweep.main([write(tmp_path / "e.yaml", training=FAST), "--output-dir", str(tmp_path)]) == 1
-    )
+    path = write(tmp_path / "e.yaml", training=FAST)
+    assert sweep.main([path, "--output-dir", str(tmp_path)]) == 1
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "logs: " in err and "rows kept: 0" in err
 
@@ -564,12 +561,8 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
         flags = dict(cell.flags)
         assert repeat == "probe" and flags["n_steps"] == 2
         status = "ok" if flags["bsz"] <= largest else "oom"
-        return {
-            "key": cell_key(cell, repeat),
-            "status": status,
-            "error": None,
-            "tokens_per_sec": 1.0,
-        }
+        row = {"key": cell_key(cell, repeat), "status": status, "tokens_per_sec": 1.0}
+        return row | {"error": None}
 
     monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     (cell,) = make_cells(experiment(training={"bsz": 2, "n_steps": 7}), "cpu")

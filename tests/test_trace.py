@@ -15,17 +15,10 @@ from llm_train_bench.trace.kernel_names import kernel_class, matmul_format, oper
 from llm_train_bench.trace.read_trace import read_trace
 from llm_train_bench.trace.timeline import sweep, union
 from tests import fuzz
+from tests.fuzz import event
 from tests.helpers import ROOT
 
 TRACES = ROOT / "tests/traces"
-
-
-def event(name, start, end, cat="kernel", tid=7, **args):
-    """One event of a trace: kernels are of device 0, the others of the host."""
-    pid = 0 if cat == "kernel" else 1
-    args = {"device": 0, "stream": tid} | args if cat == "kernel" else args
-    return {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start,
-            "args": args}  # fmt: skip
 
 
 def write_trace(path, events, **more):
@@ -226,14 +219,9 @@ def test_recorded_steps_add_up(name):
     other = rasterized(trace, begin, end)
     step = b.step_time_s * 1e6
     compute = sum(v for k, v in b.classes_s.items() if k not in ("communication", "copies", "idle"))
-    for ours, theirs in (
-        (compute, other["compute"]),
-        (b.classes_s["communication"], other["communication"]),
-        (b.classes_s["copies"], other["copies"]),
-        (b.classes_s["idle"], other["idle"]),
-        (b.communication_overlapped_s, other["hidden"]),
-    ):
-        assert 1e6 * ours == pytest.approx(theirs, abs=0.01 * step)
+    ours = b.classes_s | {"compute": compute, "hidden": b.communication_overlapped_s}
+    for kind, theirs in other.items():
+        assert 1e6 * ours[kind] == pytest.approx(theirs, abs=0.01 * step), kind
 
 
 def test_what_the_recorded_steps_were():
@@ -386,15 +374,10 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, refused):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"cat": "kernel", "args": {"device": {}}},
-        {"cat": "cuda_runtime", "args": {"correlation": [1]}},
-        {"tid": [1]},
-        {"args": {"Input type": 3}},
-        {"args": {"Input Dims": 7}},
-        {"args": "text"},
-    ],
-)
+    [{"cat": "kernel", "args": {"device": {}}},
+     {"cat": "cuda_runtime", "args": {"correlation": [1]}}, {"tid": [1]},
+     {"args": {"Input type": 3}}, {"args": {"Input Dims": 7}}, {"args": "text"}],
+)  # fmt: skip
 def test_an_event_of_no_known_form_is_one_line(change, tmp_path, refused):
     path = write_trace(tmp_path / "t.json", [MM | change])
     refused(trace_report.main, f"trace_report.py: {path}: has an event", path)
@@ -480,11 +463,9 @@ def test_real_traces_of_two_ranks(tmp_path, output_of):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        ("tests/logs", "tests/logs: holds no trace of torch.profiler"),
-        ("tests/traces tests/traces", "is a directory; give it alone"),
-        ("tests/traces/rocm_mi300x_ddp.json.gz --html x.html", "--html: needs a directory"),
-    ],
-)
+    [("tests/logs", "tests/logs: holds no trace of torch.profiler"),
+     ("tests/traces tests/traces", "is a directory; give it alone"),
+     ("tests/traces/rocm_mi300x_ddp.json.gz --html x.html", "--html: needs a directory")],
+)  # fmt: skip
 def test_what_is_no_run_is_one_line(argv, message, refused):
     refused(trace_report.main, message, argv)
