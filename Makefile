@@ -69,9 +69,18 @@ bytes:
 fuzz: $(READY)
 	CASES="$(CASES)" KINDS="$(KINDS)" $(BIN)/python -m tests.fuzz
 
-# A benchmark that fails (a limit, an absent library) does not stop the others.
-each = @failed=; for name in $(2); do echo "== $$name"; $(1) benchmarks/$$name.py || failed="$$failed $$name"; \
+# A benchmark that fails (a limit, an absent library) does not stop the others. With colons it is a sweep, its
+# model, micro batch and length; the batches of number-formats take 42 to 123 GiB in bf16, eager.
+each = @failed=; for name in $(2); do echo "== $$name"; case $$name in \
+	*:*) set -- $$(echo $$name | tr : ' '); out=sweeps/$$1-$$2; \
+	  BSZ=$$3 SEQ_LEN=$$4 $(1) sweep.py configs/sweeps/$$1.yaml --models $$2 --output-dir $$out && \
+	  $(1) compare.py $$out/runs --output-dir $$out/comparison;; \
+	*) $(1) benchmarks/$$name.py;; esac || failed="$$failed $$name"; \
 	done; test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+FORMATS = gpt2-125m:128:1024 gpt2-1.5b:32:1024 llama-3.1-8b-proxy:8:4096 llama-8b-16:5:4096 llama-70b-proxy:4:4096
+GPU_BENCHES = gemm numerics overhead loss recompute:gpt2-1.5b:16:1024 recompute:llama-70b-proxy:2:4096 \
+  $(FORMATS:%=number-formats:%) peers
+BENCHES = loss overhead peers numerics gemm recompute:llama-tiny:4:256 gate
 
 # If the machine's own Python has torch with CUDA or ROCm: make gpu-facts PY=python3 OUT=folder. Each takes
 # nine minutes at most and packs all that it found into one archive in OUT. In gpu-test PART chooses tests
@@ -84,10 +93,10 @@ gpu-facts gpu-compare gpu-test: gpu-%: $(if $(filter $(BIN)/python,$(PY)),$(READ
 gpu-check: gpu-test gpu-bench
 
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
-	$(call each,$(PY),gemm numerics overhead loss recompute precision peers)
+	$(call each,$(PY),$(GPU_BENCHES))
 
 bench: $(READY)
-	$(call each,$(BIN)/python,loss overhead peers numerics gemm recompute gate)
+	$(call each,$(BIN)/python,$(BENCHES))
 
 # The images, built and run for real by buildah: as root; ten minutes. docker/image_test.sh explains.
 image-test:

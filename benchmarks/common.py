@@ -1,31 +1,39 @@
 """Interleaved timing and result files of the benchmarks."""
 
-import contextlib
+import argparse
 import datetime
-import functools
-import gc
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from llm_train_bench.files import write_whole
+from llm_train_bench.files import ROOT, write_whole
+from llm_train_bench.formulas.hardware import devices, own_hardware_file
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_name, synchronize
 from llm_train_bench.parallel.ranks import ALONE
-from llm_train_bench.results.result_files import read_result, storable
+from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.provenance import describe_environment
 from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script
+from llm_train_bench.settings.plan import make_plan
+from llm_train_bench.tables import markdown_table, show_whole
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation
+
+
+class ContestantEnded(RuntimeError):
+    """A contestant failed or did not end; the others go on without it."""
 
 
 def device_of_runs() -> torch.device:
@@ -64,70 +72,6 @@ def interleave(
     return times
 
 
-class ContestantEnded(Exception):
-    """A contestant's process is gone; its own words are on the screen."""
-
-
-@contextlib.contextmanager
-def processes(
-    script: str, names: dict[str, str], flags: Sequence[str] = (), alone: bool = False
-) -> Iterator[dict[str, Callable[[], float]]]:
-    """One process per contestant, started as `script --contestant WHAT FLAGS`; see `serve`.
-
-    They are apart, so that no contestant's process settings (allocator, threads) favour another. With
-    `alone` one lives only while it is asked: the device's memory is too small for all.
-    """
-
-    def start(name: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            [sys.executable, script, "--contestant", names[name], *flags],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def end(process: subprocess.Popen) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.wait()
-
-    def ask_once(name: str) -> float:
-        process = start(name)
-        try:
-            return ask(process)
-        finally:
-            end(process)
-
-    started = {} if alone else {name: start(name) for name in names}
-
-    def ask(process: subprocess.Popen) -> float:
-        try:
-            print("run", file=process.stdin, flush=True)
-        except BrokenPipeError:
-            raise ContestantEnded("its process ended") from None
-        if not (line := process.stdout.readline()):
-            raise ContestantEnded(f"its process ended with {process.wait()}")
-        return float(line)
-
-    try:
-        if alone:
-            yield {name: functools.partial(ask_once, name) for name in names}
-        else:
-            yield {name: functools.partial(ask, process) for name, process in started.items()}
-    finally:
-        for process in started.values():
-            end(process)
-
-
-def serve(run: Callable[[], float]) -> None:
-    """Be a contestant: for every line that comes in, run and answer with the seconds per step."""
-    for _ in sys.stdin:
-        with contextlib.redirect_stdout(sys.stderr):
-            seconds = run()
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # the others need room as well
-        print(seconds, flush=True)
-
-
 def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:
     """Mean seconds of n calls, the device idle before and after."""
     synchronize(device)
@@ -151,21 +95,46 @@ def run_train(*argv: object) -> Result:
     return read_result(path)
 
 
-def run_train_apart(*argv: object) -> Result:
-    """The same in a separate process, which nothing of earlier runs can reach.
+def seconds_apart(*command: object) -> float:
+    """The seconds that a Python program prints at its end, in a process of its own.
 
-    Raises RuntimeError with its last line if it fails (out of memory too) or does not end.
+    Nothing of other contestants (allocator, threads, memory) can favour it. ContestantEnded on failure.
     """
-    command = [sys.executable, str(RESULTS.parents[1] / "train.py"), *map(str, argv)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RUN_S)
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no end after {LONGEST_RUN_S} s") from None
+    done = subprocess.run([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-        raise RuntimeError(lines[-1] if lines else f"exit code {done.returncode}")
-    (path,) = Path(str(argv[argv.index("--output-dir") + 1])).glob("*/result.json")
-    return read_result(path)
+        raise ContestantEnded(f"its process ended with {done.returncode}")
+    return float(done.stdout.split()[-1])
+
+
+def run_train_apart(
+    *argv: object, script: str = "train.py", output_dir: Path | None = None
+) -> Result:
+    """The result of `SCRIPT ARGV...` in a separate process, which nothing of earlier runs can reach.
+
+    ContestantEnded has its last line if it fails (out of memory too) or does not end.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        out = output_dir or Path(temporary)
+        command = [sys.executable, ROOT / script, *map(str, argv), "--output-dir", out]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RUN_S)
+        except subprocess.TimeoutExpired:
+            raise ContestantEnded(f"no end after {LONGEST_RUN_S} s") from None
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
+            raise ContestantEnded(lines[-1] if lines else f"exit code {done.returncode}")
+        (path,) = out.glob("*/result.json")
+        return read_result(path)
+
+
+def median_step(*argv: object, script: str = "train.py") -> float:
+    """Median seconds of a measured step of `SCRIPT ARGV...`, in a process of its own."""
+    return run_train_apart(*argv, script=script).metrics.step_time_median_s
+
+
+def work_of(argv: list[str], script: str = "train.py", ranks: int = 1) -> Work:
+    """The work of a step of `SCRIPT ARGV...` on CPUs, as the formulas take it."""
+    return make_plan(parse_args(argv, script), Script(script), ranks, "cpu").work
 
 
 def time_train(*argv: object) -> float:
@@ -184,7 +153,6 @@ def report(
 
     A ratio "a over b" is b's time over a's, round by round: above 1, a is faster.
     """
-    device = device_of_runs()
     rows = {
         n: {"min_s": min(t), "median_s": statistics.median(t), "all_s": t} for n, t in times.items()
     }
@@ -197,49 +165,60 @@ def report(
             "max": max(pairs),
             "of_minima": min(times[b]) / min(times[a]),
         }
-    print(f"\n{name}: {about}\n\n| what | min [ms] | median [ms] |\n|---|---:|---:|")
-    for n, row in rows.items():
-        print(f"| {n} | {1e3 * row['min_s']:.2f} | {1e3 * row['median_s']:.2f} |")
-    print("\n| speed ratio | median | of minima | range |\n|---|---:|---:|---|")
-    for label, r in compared.items():
-        print(
-            f"| {label} | {r['median']:.3f} | {r['of_minima']:.3f} | {r['min']:.3f}-{r['max']:.3f} |"
-        )
-    save(name, {"about": about, "times": rows, "ratios": compared}, device)
+    print(f"\n{name}: {about}\n")
+    show(
+        ("what", "min [ms]", "median [ms]"),
+        [(n, f"{1e3 * r['min_s']:.2f}", f"{1e3 * r['median_s']:.2f}") for n, r in rows.items()],
+    )
+    show(
+        ("speed ratio", "median", "of minima", "range"),
+        [
+            (n, f"{r['median']:.3f}", f"{r['of_minima']:.3f}", f"{r['min']:.3f}-{r['max']:.3f}")
+            for n, r in compared.items()
+        ],
+    )
+    save(name, {"about": about, "times": rows, "ratios": compared})
     return {label: r["median"] for label, r in compared.items()}
 
 
-def run_record(result: Result) -> dict:
-    """The kept part of a run: its figures, and all that tells whether to trust them."""
-    kept = result.model_dump(mode="json", include={
-        "args", "batch", "fp8", "attention_kernel", "metrics", "memory", "devices", "notes",
-        "step_times_s", "warmup_step_times_s", "started_at",
-    })  # fmt: skip
-    kept["model"] = {"name": result.model.name, "n_parameters": result.model.n_parameters}
-    memory_gib, memory_kind = result.peak_memory
-    kept |= {"memory_gib": memory_gib, "memory_kind": memory_kind, "unfit": result.unfit}
-    return storable(kept)
+def show(columns: Iterable[str], rows: Iterable[Iterable[str]], left: Iterable[str] = ()) -> None:
+    """Print a table as Markdown; figures go right, the first column and those in `left` go left."""
+    table = markdown_table(*columns, left=tuple(left))
+    for row in rows:
+        table.add_row(*row)
+    show_whole(table)
+
+
+def rounds_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+    """A benchmark's parser with --rounds."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def keep_devices(entries: list[dict[str, Any]]) -> Path:
+    """Write entries into the user's own hardware.json, in place of those of the same names."""
+    path, names = own_hardware_file(), {entry["name"] for entry in entries}
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"devices": []}
+    others = [entry for entry in content["devices"] if entry.get("name") not in names]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content | {"devices": others + entries}, indent=1) + "\n")
+    devices.cache_clear()
+    return path
 
 
 def save(
-    name: str,
-    content: dict,
-    device: torch.device,
-    directory: Path = RESULTS,
-    replaces: Path | None = None,
+    name: str, content: dict, device: torch.device | None = None, directory: Path = RESULTS
 ) -> Path:
-    """Write a result file that says where and when it was measured; returns its path.
-
-    With `replaces` it takes the place of an earlier file, and has all that was in that one.
-    """
-    now = datetime.datetime.now(datetime.UTC)
+    """Write a result file that says where and when it was measured; returns its path."""
+    now, device = datetime.datetime.now(datetime.UTC), device or device_of_runs()
     environment = describe_environment(device)
     environment.pop("hostname")  # of no use to a reader, and private
     content = {"benchmark": name, "date": f"{now:%Y-%m-%d}", "device": device_name(device),
                "environment": environment, **content}  # fmt: skip
     directory.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
-    path = replaces or directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"
+    path = directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"
     write_whole(path, json.dumps(content, indent=1) + "\n")
     print(f"\nwrote {path.name}", flush=True)
     return path

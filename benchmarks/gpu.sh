@@ -3,7 +3,7 @@
 #     OUT=FOLDER benchmarks/gpu.sh facts|compare|test        (make gpu-facts, gpu-compare, gpu-test)
 # Results, traces and logs go into one archive, OUT/NAME.tgz, whatever fails; one above 15 MiB is cut into
 # pieces, OUT/NAME.tgz.00 and so on (cat them). PY is the Python that has torch.
-# DRY=1 prints the commands; SMALL=1 runs them on tiny models, on a CPU too, to try this script itself.
+# DRY=1 prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-}
@@ -43,12 +43,7 @@ if [ "${memory:-999999}" -lt 120000 ]; then
   llama=$work/llama-8b-8.json layers=8 bsz_small="--bsz 64" bsz="--bsz 12" bsz_llama="--bsz 3 --seq-len 4096"
 fi
 sed "s/\"num_hidden_layers\": 32/\"num_hidden_layers\": $layers/" configs/llama-3.1-8b.json >"$llama"
-steps="--n-steps 25 --warmup-steps 20" T="--seq-len 1024" fp8="--use-fp8"
-if [ -n "${SMALL:-}" ]; then
-  gpt_small=configs/gpt2-tiny.json gpt=configs/gpt2-tiny.json llama=configs/llama-tiny.json
-  steps="--n-steps 2 --warmup-steps 3" T="--seq-len 64" fp8="--use-fp8 --fp8-emulate"
-  bsz_small="--bsz 2" bsz="--bsz 2" bsz_llama="--bsz 2 --seq-len 64"
-fi
+steps="--n-steps 25 --warmup-steps 20" T="--seq-len 1024"
 
 # Run a command for at most so many seconds of the nine minutes; what it prints goes into a log of its own.
 run() {
@@ -81,17 +76,16 @@ case $what in
     compiled gpt2-125m $gpt_small $bsz_small $T $pad --profile
     compiled gpt2-1.5b $gpt $bsz $T $pad --profile
     compiled llama-8b-16 "$llama" $bsz_llama --profile
-    compiled llama-8b-16-fp8 "$llama" $bsz_llama $fp8
-    compiled gpt2-1.5b-fp8 $gpt $bsz $T $pad $fp8
+    compiled llama-8b-16-fp8 "$llama" $bsz_llama --use-fp8
+    compiled gpt2-1.5b-fp8 $gpt $bsz $T $pad --use-fp8
     run gemm 90 "$py" benchmarks/gemm.py $gpt "$llama" --seconds 0.15 --heat 10
     ;;
   compare)
     # The peer that users of each shape compile; a whole GPT-2 1.5B takes the compiler a minute.
     shapes=(gpt2-125m gpt2-1.5b llama-8b-16) peers=(nanogpt nanogpt torchtitan)
-    [ -z "${SMALL:-}" ] || shapes=(gpt2 llama) peers=(nanogpt torchtitan)
     for i in "${!shapes[@]}"; do
       run "peers-${shapes[i]}" 130 "$py" benchmarks/peers.py --shapes "${shapes[i]}" --peers "${peers[i]}" \
-        --modes compiled --alone --rounds 1
+        --modes compiled --rounds 1
     done
     run loss 60 "$py" benchmarks/loss.py
     compiled flash $gpt_small $bsz_small $T --pad-vocab 128 --attention flash

@@ -1,7 +1,7 @@
 """Models of peers, written anew to their present code, for benchmarks/peers.py and bytes.py.
 
-nanoGPT's GPT-2, and the Llama blocks of litgpt and torchtitan. They take the tensors of a Hugging Face
-checkpoint, so that all start from the same weights.
+nanoGPT's GPT-2, and the Llama blocks of litgpt and torchtitan. They take the tensors of our own model,
+so that all start from the same weights.
 """
 
 import torch
@@ -119,51 +119,27 @@ class Peer(nn.Module):
             x = block(x, rope)
         return self.norm(x)
 
-    @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take the weights of a Hugging Face checkpoint of the same shape."""
-        own = dict(self.named_parameters())
-        left = set(own)
-
-        def put(name: str, value: Tensor) -> None:
-            rows = value.shape[0]  # the vocabulary may be padded
-            own[name][:rows].copy_(value)
-            own[name][rows:].zero_()
-            left.discard(name)
-
-        gpt = self.kind == "nanogpt"
-        names = GPT_NAMES if gpt else LLAMA_NAMES
-        for i in range(self.c.num_hidden_layers):
-            prefix = f"transformer.h.{i}" if gpt else f"model.layers.{i}"
-            for mine, theirs in names.items():
-                for kind in ("weight", "bias") if gpt else ("weight",):
-                    parts = [tensors[f"{prefix}.{part}.{kind}"] for part in theirs]
-                    if self.kind == "torchtitan" and mine == "qkv":
-                        parts = [*(neighbours(p, self.c.head_dim) for p in parts[:2]), parts[2]]
-                    value = torch.cat(parts)
-                    transposed = gpt and kind == "weight" and "norm" not in mine
-                    put(f"blocks.{i}.{mine}.{kind}", value.t() if transposed else value)
-        put("norm.weight", tensors["transformer.ln_f.weight" if gpt else "model.norm.weight"])
-        if gpt:
-            put("norm.bias", tensors["transformer.ln_f.bias"])
-            put("positions.weight", tensors["transformer.wpe.weight"][: len(self.positions.weight)])
-        embed = tensors["transformer.wte.weight" if gpt else "model.embed_tokens.weight"]
-        if "embed.weight" in own:
-            put("embed.weight", embed)
-        if "head.weight" in left:
-            put("head.weight", tensors.get("lm_head.weight", embed))
-        assert not left, left
+        """Take the parameters of our own model of the same shape."""
+        renamed = {}
+        for name, value in tensors.items():
+            for ours, theirs in NAMES.items():
+                name = name.replace(ours, theirs)
+            if "gate_up" in name:
+                for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
+                    renamed[name.replace("gate_up", part)] = half
+                continue
+            if "qkv" in name and self.kind == "torchtitan":
+                size, kv = self.c.head_dim, self.c.num_key_value_heads * self.c.head_dim
+                turned, still = value[:-kv], value[-kv:]
+                value = torch.cat([neighbours(turned, size), still])
+            renamed[name] = value
+        if self.c.tie_word_embeddings:
+            renamed["head.weight"] = renamed["embed.weight"]
+        self.load_state_dict(renamed)
 
 
-GPT_NAMES = {
-    "norm_1": ["ln_1"], "qkv": ["attn.c_attn"], "out": ["attn.c_proj"],
-    "norm_2": ["ln_2"], "up": ["mlp.c_fc"], "down": ["mlp.c_proj"],
-}  # fmt: skip
-LLAMA_NAMES = {
-    "norm_1": ["input_layernorm"], "norm_2": ["post_attention_layernorm"],
-    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], "out": ["self_attn.o_proj"],
-    "gate": ["mlp.gate_proj"], "up": ["mlp.up_proj"], "down": ["mlp.down_proj"],
-}  # fmt: skip
+NAMES = {"attn_norm": "norm_1", "mlp_norm": "norm_2", "attn.": "", "mlp.": "", "lm_head": "head"}
 
 
 def neighbours(weight: Tensor, size: int) -> Tensor:

@@ -1,25 +1,22 @@
 """Our train.py and train_ddp.py against other trainers: one model, weights, data, precision, in turn.
 
-    python benchmarks/peers.py [--shapes gpt2 llama ...] [--ranks 1|2] [--rounds N] [--defaults] [--alone]
+    python benchmarks/peers.py [--shapes gpt2 llama ...] [--ranks 1|2] [--rounds N]
 
 transformers in the barest loop and by its Trainer, nanoGPT (GPT-2), litgpt and torchtitan (Llama; all
 three written anew in peer_models.py), each as its users run it: eager, and compiled (torchtitan by
 block). Before anything is timed, each must give the loss and the gradient norm of ours for one batch;
-who does not is out. All processes are tuned alike (freed memory is kept, no garbage collection within
-steps); with --defaults the peers keep Python's and PyTorch's own settings. On a CPU 6 layers, 6 heads,
-384 wide, T 256, B 8, vocabulary 256, fp32; on a GPU GPT-2 124M and 1.5B, and an 8B Llama's shape of 16
-layers, bf16.
+who does not is out. Each round of each has a process of its own; all are tuned alike (freed memory is
+kept, no garbage collection within steps). On a CPU 6 layers, 6 heads, 384 wide, T 256, B 8, vocabulary
+256, fp32; on a GPU GPT-2 124M and 1.5B, and an 8B Llama's shape of 16 layers, bf16.
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +25,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
 
-from benchmarks.common import interleave, processes, report, serve, time_steps, time_train
+from benchmarks.common import (
+    ROOT,
+    interleave,
+    report,
+    rounds_parser,
+    run_train_apart,
+    seconds_apart,
+    time_steps,
+)
 from benchmarks.peer_models import Peer
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.measure.device import keep_freed_memory, synchronize
@@ -38,14 +42,12 @@ from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run.loop import uncollected
 
 # Not by pick_device, which tunes the process for our own runs.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
 AMP = "bf16" if GPU else "off"
-ROOT = Path(__file__).parent.parent
 SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256}
@@ -82,15 +84,16 @@ def shape_of(name: str) -> tuple[dict[str, Any], int, int, int]:
     return raw | changes, B, T, steps
 
 
-def written(name: str, directory: Path) -> Path:
-    """The shape's config, and our own freshly made weights, as a Hugging Face checkpoint."""
-    raw, _, T, _ = shape_of(name)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw))
-    model = our_model(directory, T)
+def write_checkpoint(shape: str, directory: Path) -> None:
+    """Our own fresh weights as a Hugging Face checkpoint; our loss and norm of the first batch."""
+    raw, B, T, _ = shape_of(shape)
+    for name in ("config.json", "plain.json"):  # the first becomes the checkpoint's
+        (directory / name).write_text(json.dumps(raw))
+    model, ids = our_model(directory, T), first_batch(raw, B, T)
     save_pretrained(model, directory)
-    (directory / "plain.json").write_text(json.dumps(raw))
-    return directory
+    with autocast(AMP, DEVICE):
+        loss = model(ids[:, :-1], ids[:, 1:])
+    (directory / "ours.json").write_text(json.dumps(agreement(loss, model)))
 
 
 def our_model(directory: Path, T: int) -> Transformer:
@@ -109,7 +112,7 @@ def peer_model(peer: str, directory: Path, T: int) -> torch.nn.Module:
             directory, dtype=torch.float32, attn_implementation="sdpa"
         ).to(DEVICE)
     model = Peer(load_config(directory / "config.json"), peer, T)
-    model.load(load_file(directory / "model.safetensors"))
+    model.load(our_model(directory, T).state_dict())
     return model.to(DEVICE)
 
 
@@ -135,10 +138,8 @@ def first_batch(raw: dict[str, Any], B: int, T: int) -> torch.Tensor:
     return torch.randint(raw["vocab_size"], (B, T + 1), generator=generator).to(DEVICE)
 
 
-def build_peer(
-    peer: str, compiled: bool, shape: str, directory: Path, ranks: int
-) -> Callable[[], float]:
-    """A function that runs a peer's steps, warmed up: seconds per step. Checks its loss first."""
+def time_peer(peer: str, compiled: bool, shape: str, directory: Path) -> float:
+    """Seconds of a peer's step after its warm-up; its loss and norm are held against ours first."""
     raw, B, T, steps = shape_of(shape)
     module = peer_model(peer, directory, T)
     ids = first_batch(raw, B, T)
@@ -149,14 +150,14 @@ def build_peer(
     if any(abs(a / b - 1) > TOLERANCE for a, b in zip(found, expected, strict=True)):
         raise SystemExit(f"{peer}: loss and gradient norm are {found}, ours {expected}; not timed")
     if peer == "trainer":
-        return functools.partial(trainer_steps, module, raw, B, T, steps, compiled)
+        return trainer_steps(module, raw, B, T, steps, compiled)
     called = module
     if compiled and peer == "torchtitan":
         for block in module.blocks:
             block.compile(fullgraph=True)
     elif compiled:
         called = torch.compile(module)
-    if ranks > 1:
+    if dist.is_initialized():
         called = torch.nn.parallel.DistributedDataParallel(called)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=BETAS, fused=True)
 
@@ -169,13 +170,10 @@ def build_peer(
         optimizer.step()
         optimizer.zero_grad()
 
-    def run() -> float:
-        time_steps(step, WARMUP, DEVICE)
-        if ranks > 1:
-            dist.barrier()
-        return time_steps(step, steps, DEVICE)
-
-    return run
+    time_steps(step, WARMUP, DEVICE)
+    if dist.is_initialized():
+        dist.barrier()
+    return time_steps(step, steps, DEVICE)
 
 
 def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> float:
@@ -185,7 +183,7 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
             synchronize(DEVICE)
-            times.append(__import__("time").perf_counter())
+            times.append(time.perf_counter())
 
     n = WARMUP + steps
     data = [{"input_ids": x, "labels": x} for x in torch.randint(raw["vocab_size"], (n * B, T))]
@@ -200,139 +198,87 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
     return (times[-1] - times[WARMUP - 1]) / steps
 
 
-def build_ours(compiled: bool, shape: str, directory: Path, ranks: int) -> Callable[[], float]:
-    """The same of our own scripts, model and all built anew."""
+def time_ours(compiled: bool, shape: str, directory: Path, ranks: int) -> float:
+    """The same of our own scripts."""
     _, B, T, steps = shape_of(shape)
     argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", AMP, "--lr", LR,
-            "--n-steps", steps, "--warmup-steps", WARMUP]  # fmt: skip
-    argv += ["--pt-compile"] * compiled
-    if ranks == 1:
-        return functools.partial(time_train, *argv)
-
-    def run() -> float:
-        with tempfile.TemporaryDirectory() as out:
-            argv_ = [*argv, "--nproc", ranks, "--warmup-seconds", 0, "--output-dir", out]
-            command = [sys.executable, str(ROOT / "train_ddp.py"), *map(str, argv_)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-            (path,) = Path(out).glob("*/result.json")
-            return read_result(path).metrics.step_time_mean_s
-
-    return run
+            "--n-steps", steps, "--warmup-steps", WARMUP, "--warmup-seconds", 0]  # fmt: skip
+    argv += ["--pt-compile"] * compiled + ["--nproc", ranks] * (ranks > 1)
+    script = "train.py" if ranks == 1 else "train_ddp.py"
+    return run_train_apart(*argv, script=script).metrics.step_time_mean_s
 
 
-def contestant(name: str, ranks: int, defaults: bool) -> None:
-    """Be one: `shape/peer/eager|compiled/directory`. With several ranks the others are started here."""
+def contestant(name: str) -> None:
+    """Be a rank of a peer, `shape/peer/eager|compiled/directory`; rank 0 prints the seconds."""
     shape, peer, mode, directory = name.split("/", 3)
-    compiled, folder = mode == "compiled", Path(directory)
     rank = int(os.environ.get("RANK", 0))
-    if peer == "ours":
-        serve(build_ours(compiled, shape, folder, ranks))
-        return
-    others = []
-    if ranks > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-        if rank == 0:
-            with contextlib.closing(__import__("socket").create_server(("127.0.0.1", 0))) as s:
-                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-            os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
-            for i in range(1, ranks):
-                others.append(subprocess.Popen(
-                    [sys.executable, *sys.argv], env=os.environ | {"RANK": str(i)},
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                ))  # fmt: skip
+    if GPU:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        keep_freed_memory()
+    if "RANK" in os.environ:
         dist.init_process_group("nccl" if GPU else "gloo")
-    tuned = contextlib.nullcontext()
-    if not defaults:
-        tuned = uncollected()
-        if not GPU:
-            keep_freed_memory()
-    with tuned:
-        run = build_peer(peer, compiled, shape, folder, ranks)
-        if ranks == 1:
-            serve(run)
-        elif rank == 0:
-            serve(functools.partial(_together, run, 1))
-            _together(lambda: 0.0, 0)
-        else:
-            while _told():
-                run()
-    for process in others:
-        process.wait()
+    with uncollected():
+        seconds = time_peer(peer, mode == "compiled", shape, Path(directory))
+    if rank == 0:
+        print(seconds)
+    if "RANK" in os.environ:
+        dist.destroy_process_group()
 
 
-def _together(run: Callable[[], float], go_on: int) -> float:
-    """Tell the other ranks to run too, or to end."""
-    dist.broadcast(torch.tensor([go_on]), 0)
-    return run()
-
-
-def _told() -> bool:
-    word = torch.zeros(1, dtype=torch.int64)
-    dist.broadcast(word, 0)
-    return bool(word)
-
-
-@contextlib.contextmanager
-def prepared(shape: str) -> Iterator[Path]:
-    """A directory with the checkpoint, and our loss and gradient norm of the first batch."""
-    with tempfile.TemporaryDirectory() as top:
-        folder = written(shape, Path(top))
-        (folder / "ours.json").write_text(json.dumps(our_agreement(shape, folder)))
-        if GPU:
-            torch.cuda.empty_cache()  # the contestants need it
-        yield folder
-
-
-def our_agreement(shape: str, folder: Path) -> tuple[float, float]:
-    """Our loss and gradient norm of the first batch."""
-    raw, B, T, _ = shape_of(shape)
-    model, ids = our_model(folder, T), first_batch(raw, B, T)
-    with autocast(AMP, DEVICE):
-        loss = model(ids[:, :-1], ids[:, 1:])
-    return agreement(loss, model)
+def contestants(args: argparse.Namespace, shape: str, peers: list[str], directory: Path) -> dict:
+    """By name, functions that run ours and the peers, each in a process or ranks of its own."""
+    launcher = []
+    if args.ranks > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", args.ranks]
+        threads = max(1, torch.get_num_threads() // args.ranks)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    functions = {}
+    for mode in args.modes:
+        functions[f"ours {mode}"] = functools.partial(
+            time_ours, mode == "compiled", shape, directory, args.ranks
+        )
+        for peer in peers:
+            name = f"{shape}/{peer}/{mode}/{directory}"
+            functions[f"{peer} {mode}"] = functools.partial(
+                seconds_apart, *launcher, __file__, "--contestant", name
+            )
+    return functions
 
 
 def main() -> None:
     """Time all contestants of each shape, and report the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = rounds_parser(__doc__, 5)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--defaults", action="store_true", help="peers without our process tuning")
-    parser.add_argument(
-        "--modes", nargs="*", default=["eager", "compiled"], choices=["eager", "compiled"]
-    )
-    parser.add_argument(
-        "--alone", action="store_true", help="a process a run: all do not fit at once"
-    )
+    modes = ["eager", "compiled"]
+    parser.add_argument("--modes", nargs="*", default=modes, choices=modes)
     parser.add_argument("--peers", nargs="*", help="these alone")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
-        contestant(args.contestant, args.ranks, args.defaults)
+        contestant(args.contestant)
         return
-    given = ["--ranks", str(args.ranks)] + ["--defaults"] * args.defaults
     for shape in args.shapes:
-        wanted = args.peers or PEERS["gpt2" if shape.startswith("gpt2") else "llama"]
+        peers = args.peers or PEERS["gpt2" if shape.startswith("gpt2") else "llama"]
         if args.ranks > 1:
-            wanted = [peer for peer in wanted if peer != "trainer"]
+            peers = [peer for peer in peers if peer != "trainer"]
         raw, B, T, _ = shape_of(shape)
-        with prepared(shape) as folder:
-            modes = args.modes
-            names = {f"{peer} {mode}": f"{shape}/{peer}/{mode}/{folder}"
-                     for mode in modes for peer in ("ours", *wanted)}  # fmt: skip
-            with processes(__file__, names, given, args.alone) as contestants:
-                times = interleave(contestants, args.rounds, first=int(args.alone))
+        with tempfile.TemporaryDirectory() as top:
+            write_checkpoint(shape, Path(top))
+            if GPU:
+                torch.cuda.empty_cache()  # the contestants need it
+            functions = contestants(args, shape, peers, Path(top))
+            times = interleave(functions, args.rounds, first=1)
         pairs = {f"ours / {peer}, {mode}": (f"ours {mode}", f"{peer} {mode}")
-                 for mode in modes for peer in wanted
+                 for mode in args.modes for peer in peers
                  if f"{peer} {mode}" in times and f"ours {mode}" in times}  # fmt: skip
         about = (
             f"a training step of {shape}: T {T}, B {B} a rank, V {raw['vocab_size']}, "
-            f"{'bf16' if GPU else 'fp32'}, {args.ranks} rank(s), peers "
-            f"{'with default settings' if args.defaults else 'tuned alike'}; transformers "
+            f"{'bf16' if GPU else 'fp32'}, {args.ranks} rank(s), tuned alike; transformers "
             f"{transformers.__version__}"
         )
-        report(f"peers-{shape}-{args.ranks}{'-defaults' * args.defaults}", times, pairs, about)
+        report(f"peers-{shape}-{args.ranks}", times, pairs, about)
 
 
 if __name__ == "__main__":
