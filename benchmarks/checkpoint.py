@@ -7,12 +7,13 @@ Ours writes with a checksum and synchronises files and names; theirs synchronise
 """
 
 import json
-import shutil
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -61,16 +62,13 @@ def main(argv: list[str]) -> None:
     optimizer.step()
     state = {name: tensor.clone() for name, tensor in state_tensors(model, optimizer)}
     gb = sum(t.numel() * t.element_size() for t in state.values()) / 1e9
-    staging, times = Staging(torch.device("cpu")), {"ours": [], "theirs": []}
+    staging = Staging(torch.device("cpu"))
+    ways = {"ours": lambda top: ours(state, staging, top), "theirs": lambda top: theirs(state, top)}
+    times = {name: [] for name in ways}
     for _ in range(ROUNDS + 1):  # the first warms both up
-        for name in times:
+        for name, save in ways.items():
             with tempfile.TemporaryDirectory(dir=".") as top:
-                found = (
-                    ours(state, staging, Path(top)) if name == "ours" else theirs(state, Path(top))
-                )
-                times[name].append(found)
-                shutil.rmtree(top)
-                Path(top).mkdir()
+                times[name].append(save(Path(top)))
     print(f"{config.name}: {gb:.2f} GB, {ROUNDS} rounds, torch {torch.__version__}")
     medians = {}
     for name, found in times.items():

@@ -7,9 +7,7 @@ again, in turn. Wanted: the interval of winner / best includes 0.98 or more; els
 On a CPU benchmarks/gemm.py must have measured it. About half an hour on two cores.
 """
 
-import argparse
 import json
-import random
 import statistics
 import sys
 import tempfile
@@ -18,7 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import sweep
-from benchmarks.common import device_of_runs, save
+from benchmarks.common import rounds_parser, save
+from llm_train_bench.formulas.time_statistics import bootstrap_mean
 
 WANTED = 0.98
 GRID = ["bsz=1,2,4,8", "sac-freq=none,1/2,1/1", "amp=off,bf16", "pt-compile=false,true"]
@@ -48,18 +47,9 @@ def best_of(rows: list[dict]) -> dict:
     return json.loads(max(rates, key=lambda axes: statistics.fmean(rates[axes])))
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """The middle 95 % of means of ratios drawn again and again with replacement."""
-    draw = random.Random(0)
-    means = sorted(statistics.fmean(draw.choices(ratios, k=len(ratios))) for _ in range(4000))
-    return means[100], means[-100]
-
-
 def main() -> int:
     """Tune, sweep, compare; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    args = parser.parse_args()
+    args = rounds_parser(__doc__, 7).parse_args()
     with tempfile.TemporaryDirectory() as top:
         tuned = swept(Path(top) / "tuned", "--set", *GRID, *FIXED, "--tune")
         grid = swept(Path(top) / "grid", "--set", *GRID, *FIXED)
@@ -71,7 +61,8 @@ def main() -> int:
                 place = Path(top) / f"round{i}-{len(again[1])}-{axes == best}"
                 (row,) = swept(place, "--set", *given, *FIXED)
                 rates.append(row["tokens_per_sec"])
-    low, high = interval([a / b for a, b in zip(*again, strict=True)])
+    ratios = [a / b for a, b in zip(*again, strict=True)]
+    low, high = bootstrap_mean(ratios) or (ratios[0], ratios[0])
     in_full = len({json.dumps(row["axes"]) for row in tuned if row["repeat"] != "probe"})
     looked_at = len({json.dumps(row["axes"]) for row in tuned})
     content = {
@@ -79,12 +70,11 @@ def main() -> int:
         "cells": N_CELLS, "cells_tuner_ran": looked_at, "cells_in_full": in_full,
         "winner": winner, "grid_best": best,
         "tokens_per_sec": {"winner": again[0], "best": again[1]},
-        "ratio": {"mean": statistics.fmean(a / b for a, b in zip(*again, strict=True)),
-                  "low": low, "high": high},
+        "ratio": {"mean": statistics.fmean(ratios), "low": low, "high": high},
         "grid": [{"axes": row["axes"], "tokens_per_sec": row["tokens_per_sec"]} for row in grid],
     }  # fmt: skip
     print(f"winner {winner}, best of the grid {best}: {low:.3f} to {high:.3f}")
-    save("tuner", content, device_of_runs())
+    save("tuner", content)
     return 0 if high >= WANTED else 1
 
 
