@@ -21,20 +21,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from llm_train_bench.files import write_whole
 from llm_train_bench.formulas.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Fp8Work, Work
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.results.result_files import read_result
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
+from llm_train_bench.tables import markdown_table, show_whole
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = Path(__file__).parent / "published"
@@ -132,25 +128,6 @@ def covering(values: list[float], share: float = 0.8) -> float:
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
-def own_rows() -> list[dict]:
-    """The same for our own GPU results in benchmarks/results, at any depth."""
-    rows = []
-    for path in sorted((Path(__file__).parent / "results").rglob("result.json")):
-        r = read_result(path)
-        if r.device.type != "cuda" or r.status != "ok" or not r.metrics.tokens_per_sec_per_gpu:
-            continue
-        flags = [f for f in r.command[2:] if f != "--profile"]
-        rows.append(
-            {
-                "source": "ours", "split": "hold", "gpu": r.device.hardware, "gpus": r.device.count,
-                "config": r.args["config"], "seq_len": r.batch.seq_len, "bsz": r.batch.micro_batch,
-                "script": r.entrypoint, "flags": shlex.join(flags), "note": r.run_name,
-                "tokens_per_sec_per_gpu": r.metrics.tokens_per_sec_per_gpu,
-            }
-        )  # fmt: skip
-    return rows
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -159,16 +136,12 @@ def main() -> None:
         "--write", action="store_true", help="Write configs/accuracy.json and the plot."
     )
     args = parser.parse_args()
-    table = Table(box=box.MARKDOWN)
-    for name in ("rows", "kind", "family"):
-        table.add_column(name)
-    for name in ("n", "median error", "80 % within", "from", "to", "beyond 15 %"):
-        table.add_column(name, justify="right")
+    figures = ("n", "median error", "80 % within", "from", "to", "beyond 15 %")
+    table = markdown_table("rows", "kind", "family", *figures, left=("kind", "family"))
     accuracy: dict[str, dict] = {}
     for split, name in (("fit", "fitted"), ("hold", "held")):
-        rows = [*published_rows(split), *(own_rows() if split == "hold" else ())]
-        families = by_family(rows)
-        for (kind, family), found in families.items():
+        rows = published_rows(split)
+        for (kind, family), found in by_family(rows).items():
             beyond = sum(abs(e) > OUTLIER for e in found)
             table.add_row(
                 name, kind, family, str(len(found)), f"{statistics.median(map(abs, found)):.1%}",
@@ -181,7 +154,7 @@ def main() -> None:
                 }  # fmt: skip
         if args.rows:
             show(rows)
-    Console(width=120, highlight=False).print(table)
+    show_whole(table)
     memory = memory_errors(published_rows())
     for kind in ("allocated", "reserved"):
         found = [error for _, k, error in memory if k == kind]
@@ -201,9 +174,8 @@ def main() -> None:
 
 def show(rows) -> None:
     """A table of these rows."""
-    table = Table(box=box.MARKDOWN)
-    for name in ("source", "setting", "published", "estimate", "error", "note"):
-        table.add_column(name)
+    columns = ("source", "setting", "published", "estimate", "error", "note")
+    table = markdown_table(*columns, left=("setting", "note"))
     for row, error in zip(rows, errors(rows), strict=True):
         published = row["tokens_per_sec_per_gpu"]
         model = Path(row["config"]).stem if isinstance(row["config"], str) else row.get("model", "")
@@ -213,10 +185,10 @@ def show(rows) -> None:
         )
         mark = " *" if abs(error) > OUTLIER else ""
         table.add_row(
-            row.get("file", row["source"]), setting, f"{published:,.0f}",
+            row["file"], setting, f"{published:,.0f}",
             f"{published * (1 + error):,.0f}", f"{error:+.1%}{mark}", row.get("note", ""),
         )  # fmt: skip
-    Console(width=260, highlight=False).print(table)
+    show_whole(table)
 
 
 def draw(path: Path) -> None:

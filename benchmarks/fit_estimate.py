@@ -9,7 +9,6 @@ never read. `--write` puts the values into configs/hardware.json. Needs no torch
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import sys
@@ -18,14 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.estimate_vs_published import PER_NODE, published_rows, step_of
-from llm_train_bench.formulas import hardware, speed_model
-from llm_train_bench.formulas.hardware import HARDWARE_FILE, constants, family_of
-
-
-def divided(row: dict) -> bool:
-    """Whether ranks share a batch, experts or layers in a row."""
-    return any(flag in row["flags"] for flag in ("--tp", "--cp", "--ep", "--pp"))
+from benchmarks.estimate_vs_published import PER_NODE, PLAIN, kind_of, published_rows, step_of
+from llm_train_bench.formulas import hardware
+from llm_train_bench.formulas.hardware import HARDWARE_FILE, Hardware, constants, family_of
+from llm_train_bench.formulas.speed_model import estimate_speed
+from llm_train_bench.formulas.work import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,7 @@ GROUPS = [
     # A matmul's part of the highest rate anybody measured cannot be above 1; half a tile is 64 rows.
     Group(
         "all, from data parallel rows of H100 and H200",
-        lambda row: family_of(row["gpu"]) == "H100, H200" and not divided(row),
+        lambda row: family_of(row["gpu"]) == "H100, H200" and kind_of(row) == PLAIN,
         {
             "sustained": steps(0.86, 1.0, 0.02),
             "half_side": steps(40, 120, 20),
@@ -78,49 +74,23 @@ GROUPS = [
 ]
 
 
-def error_of(rows: Iterable[dict], values: dict[str, float], fitted: bool) -> float:
-    """Mean |log(estimated / published)| with these constants, of a device's own or of all."""
-    base = constants()
-    common = base if fitted else dataclasses.replace(base, **values)
-    total, n = 0.0, 0
-    for row in rows:
-        work, gpu = prepared(row["file"], row["index"])
-        if fitted:
-            gpu = dataclasses.replace(gpu, fitted=gpu.fitted | values)
-        before = speed_model.constants
-        speed_model.constants = lambda: common
-        try:
-            step_s = speed_model.estimate_speed(work, gpu, PER_NODE.get(row["gpu"], 8)).step_s
-        finally:
-            speed_model.constants = before
+def error_of(steps: Iterable[tuple[dict, Work, Hardware]], values: dict[str, float]) -> float:
+    """Mean |log(estimated / published)| of rows, whose devices have these constants."""
+    errors = []
+    for row, work, gpu in steps:
+        gpu = dataclasses.replace(gpu, fitted=gpu.fitted | values)
+        step_s = estimate_speed(work, gpu, PER_NODE.get(row["gpu"], 8)).step_s
         rate = work.batch.tokens_per_step / row["gpus"] / step_s
-        total, n = total + abs(math.log(rate / row["tokens_per_sec_per_gpu"])), n + 1
-    return total / n
-
-
-@functools.cache
-def prepared(file: str, index: int):
-    """A row's step and device."""
-    return step_of([row for row in published_rows("fit") if row["file"] == file][index])
-
-
-def numbered(rows: Iterable[dict]) -> list[dict]:
-    """The rows, each with its number in its file."""
-    seen: dict[str, int] = {}
-    found = []
-    for row in rows:
-        index = seen.get(row["file"], 0)
-        seen[row["file"]] = index + 1
-        found.append(row | {"index": index})
-    return found
+        errors.append(abs(math.log(rate / row["tokens_per_sec_per_gpu"])))
+    return sum(errors) / len(errors)
 
 
 def fit(group: Group) -> dict[str, float]:
     """The values with the least error, one constant moved at a time until none moves."""
-    rows = [row for row in numbered(published_rows("fit")) if group.rows(row)]
+    rows = [(row, *step_of(row)) for row in published_rows("fit") if group.rows(row)]
     own = hardware.find_hardware(group.devices[0]).fitted if group.devices else {}
     start = {name: own.get(name, getattr(constants(), name)) for name in group.grids}
-    best, least = dict(start), error_of(rows, start, bool(group.devices))
+    best, least = dict(start), error_of(rows, start)
     print(f"{group.name}: {len(rows)} rows, mean error before {math.expm1(least):.1%}")
     moved = True
     while moved:
@@ -128,7 +98,7 @@ def fit(group: Group) -> dict[str, float]:
         for name, grid in group.grids.items():
             for value in grid:
                 tried = best | {name: value}
-                found = error_of(rows, tried, bool(group.devices))
+                found = error_of(rows, tried)
                 if found < least - 1e-6:
                     best, least, moved = tried, found, True
     print(f"  after {math.expm1(least):.1%}: {best}")
@@ -148,7 +118,6 @@ def main() -> None:
         HARDWARE_FILE.write_text(with_values(text, group, values), encoding="utf-8")
         hardware.devices.cache_clear()
         hardware.constants.cache_clear()
-        prepared.cache_clear()
 
 
 def with_values(text: str, group: Group, values: dict[str, float]) -> str:

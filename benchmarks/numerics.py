@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import prepare_data
-from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save
+from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save, show
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 from llm_train_bench.results.result_files import read_losses
 
@@ -79,33 +79,8 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
     }
 
 
-def plot(curves: dict[str, np.ndarray], path: Path) -> None:
-    """Loss curves, and below them their distance from the reference, as a PNG."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        print(f"no plot: {error}; pip install matplotlib", file=sys.stderr)
-        return
-
-    figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True)
-    for name, losses in curves.items():
-        top.plot(losses, label=name, linewidth=1)
-        bottom.plot(100 * (losses / curves[REFERENCE] - 1), linewidth=1)
-    top.set_ylabel("training loss [nats/token]")
-    top.legend(fontsize=8)
-    bottom.set_ylabel(f"distance from {REFERENCE} [%]")
-    bottom.set_xlabel("step")
-    bottom.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Train every setting in a separate process, report, plot; see `exit_code`."""
+    """Train every setting in a separate process, and report; see `exit_code`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
@@ -130,9 +105,8 @@ def main(argv: list[str] | None = None) -> int:
         needs_noise = [ALSO_EXACT] if "fp32 compile" in wanted else []
         for name in dict.fromkeys([REFERENCE, *needs_noise, *wanted]):
             out = Path(directory) / name.replace(" ", "-")
-            argv = [*common, "--data", text / "train.bin", *known[name], "--output-dir", out]
             try:
-                run_train_apart(*argv)
+                run_train_apart(*common, "--data", text / "train.bin", *known[name], output_dir=out)
             except RuntimeError as error:  # an absent library, or a failure of this setting alone
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
@@ -145,30 +119,24 @@ def main(argv: list[str] | None = None) -> int:
     verdicts = {
         n: judge(n, c, reference, noise) for n, c in curves.items() if reference is not None
     }
-    show(verdicts, curves)
-    content = {
-        "config": args.config,
-        "steps": args.steps,
-        "verdicts": verdicts,
-        "failed": failed,
-        "losses": {n: c.tolist() for n, c in curves.items()},
-    }
-    path = save("numerics", content, device, args.output_dir)
-    if verdicts:
-        plot(curves, path.with_suffix(".png"))
+    show_verdicts(verdicts, curves)
+    losses = {n: c.tolist() for n, c in curves.items()}
+    content = {"config": args.config, "steps": args.steps, "verdicts": verdicts, "failed": failed,
+               "losses": losses}  # fmt: skip
+    save("numerics", content, device, args.output_dir)
     return exit_code(verdicts, wanted if args.settings else [REFERENCE])
 
 
-def show(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> None:
+def show_verdicts(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> None:
     """The verdicts as a table."""
-    print("\n| setting | final loss | largest distance, first 20 | last quarter [95 %] | limit | |")
-    print("|---|---:|---:|---:|---:|---|")
+    rows = []
     for name, v in verdicts.items():
         interval = ", ".join(f"{end:+.2%}" for end in v["interval"] or ())
-        print(
-            f"| {name} | {curves[name][-1]:.4f} | {v['early']:.1e} | {v['final']:+.2%} "
-            f"[{interval}] | {v['limit']:g} | {'ok' if v['ok'] else 'BEYOND'} |"
-        )
+        rows.append((name, f"{curves[name][-1]:.4f}", f"{v['early']:.1e}",
+                     f"{v['final']:+.2%} [{interval}]", f"{v['limit']:g}",
+                     "ok" if v["ok"] else "BEYOND"))  # fmt: skip
+    columns = "setting", "final loss", "largest distance, first 20", "last quarter [95 %]", "limit"
+    show((*columns, "verdict"), rows)
 
 
 def exit_code(verdicts: dict[str, dict], needed: list[str]) -> int:

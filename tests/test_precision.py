@@ -586,7 +586,6 @@ def test_numerics_gate_in_small(tmp_path, capsys):
     assert set(content["verdicts"]) == {"fp32", "bf16", "fp8 tensorwise"}
     assert content["verdicts"]["fp8 tensorwise"]["early"] > content["verdicts"]["bf16"]["early"] > 0
     assert content["losses"]["fp32"][-1] < content["losses"]["fp32"][0] - 0.5
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_numerics_gate_fails_for_what_is_beyond_a_limit_or_could_not_be_judged():
