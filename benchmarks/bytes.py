@@ -115,12 +115,14 @@ def pretend() -> None:
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.CDLL(os.environ["LD_PRELOAD"]).set_count(100)  # more than torch asks about
     always = lambda value: lambda *_, **__: value  # noqa: E731
-    answers = dict(
+    both = dict(
         is_available=True, device_count=1, current_device=0, get_device_properties=H200,
-        get_device_capability=(9, 0), get_device_name=H200.name, is_bf16_supported=True,
-        _is_compiled=True,
-        synchronize=None, is_initialized=False, get_rng_state=torch.zeros(16, dtype=torch.uint8),
-        set_rng_state=None, _lazy_init=None, set_device=None, is_current_stream_capturing=False,
+        is_bf16_supported=True, synchronize=None,
+    )  # fmt: skip
+    answers = both | dict(
+        get_device_capability=(9, 0), get_device_name=H200.name, _is_compiled=True, _lazy_init=None,
+        is_initialized=False, get_rng_state=torch.zeros(16, dtype=torch.uint8), set_rng_state=None,
+        set_device=None, is_current_stream_capturing=False,
     )  # fmt: skip
     for name, value in answers.items():
         setattr(torch.cuda, name, always(value))
@@ -128,11 +130,9 @@ def pretend() -> None:
     interface = torch._dynamo.device_interface.CudaInterface
     interface.Worker.get_device_properties = staticmethod(always(H200))
     interface.Worker.current_device = staticmethod(always(0))
-    answers = dict(
-        is_available=True, current_device=0, device_count=1, get_compute_capability=90,
-        is_bf16_supported=True, is_triton_capable=True, raise_if_triton_unavailable=None,
-        get_device_properties=H200, synchronize=None, maybe_exchange_device=0, exchange_device=0,
-        get_raw_stream=0, memory_allocated=0,
+    answers = both | dict(
+        get_compute_capability=90, is_triton_capable=True, raise_if_triton_unavailable=None,
+        maybe_exchange_device=0, exchange_device=0, get_raw_stream=0, memory_allocated=0,
     )  # fmt: skip
     for name, value in answers.items():
         setattr(interface, name, staticmethod(always(value)))
@@ -199,75 +199,44 @@ class Pointer:
         return Pointer(self.name, self.offset + offset)
 
 
+def highest(x, axis):  # a reduction's result only has to have its shape
+    return value(np.max(x, axis=axis))
+
+
+# What the kernels call of triton.language, triton_helpers and libdevice, as far as addresses ask.
+LANGUAGE = dict(
+    program_id=lambda axis: value(0),
+    arange=lambda start, end: value(np.arange(start, end)),
+    full=lambda shape, x, dtype=None: value(np.full(shape, x)),
+    zeros=lambda shape, dtype=None: value(np.zeros(shape)),
+    range=lambda start, end, step=1, **_: range(int(start), int(end), int(step)),
+    where=lambda condition, a, b: value(np.where(condition, a, b)),
+    broadcast_to=lambda x, *shape: value(x).broadcast_to(*shape),
+    reshape=lambda x, shape: value(np.reshape(x, shape)),
+    expand_dims=lambda x, axis: value(np.expand_dims(x, axis)),
+    maximum=lambda a, b: value(np.maximum(a, b)),
+    minimum=lambda a, b: value(np.minimum(a, b)),
+    online_softmax_combine=lambda high, total, x, _: (value(high + x),) * 2,
+    online_softmax_reduce=lambda high, total, axis, _: (highest(high, axis),) * 2,
+    welford_reduce=lambda x, mean, m2, weight, first: (value(x + mean),) * 3,
+    welford=lambda mean, m2, weight, axis: (highest(mean, axis),) * 3,
+    device_assert_then=lambda condition, message, x: x,
+) | dict.fromkeys(("sum", "max", "min", "max2", "min2", "any"), highest)
+
+
 class Language:
     """triton.language, its helpers and libdevice, for program 0 of `programs`; notes every address."""
 
     def __init__(self, programs: float, integers: set[str]):
-        self.programs, self.integers = programs, integers
+        self.num_programs, self.integers = lambda axis: value(int(programs)), integers
         self.touched = collections.defaultdict(list)
 
-    def __getattr__(self, name):  # a function of elements, or a type
+    def __getattr__(self, name):  # one of the table, or else a function of elements, or a type
         def elementwise(*args, **_):
             arrays = [a for a in args if isinstance(a, np.ndarray)]
             return value(functools.reduce(np.add, arrays)) if arrays else value(0.0)
 
-        return elementwise
-
-    def program_id(self, axis):
-        return value(0)
-
-    def num_programs(self, axis):
-        return value(int(self.programs))
-
-    def arange(self, start, end):
-        return value(np.arange(start, end))
-
-    def full(self, shape, x, dtype=None):
-        return value(np.full(shape, x))
-
-    def zeros(self, shape, dtype=None):
-        return value(np.zeros(shape))
-
-    def range(self, start, end, step=1, **_):
-        return range(int(start), int(end), int(step))
-
-    def where(self, condition, a, b):
-        return value(np.where(condition, a, b))
-
-    def broadcast_to(self, x, *shape):
-        return value(x).broadcast_to(*shape)
-
-    def reshape(self, x, shape):
-        return value(np.reshape(x, shape))
-
-    def expand_dims(self, x, axis):
-        return value(np.expand_dims(x, axis))
-
-    def sum(self, x, axis):
-        return value(np.max(x, axis=axis))
-
-    max = min = max2 = min2 = any = sum
-
-    def maximum(self, a, b):
-        return value(np.maximum(a, b))
-
-    def minimum(self, a, b):
-        return value(np.minimum(a, b))
-
-    def online_softmax_combine(self, high, total, x, _):
-        return (value(high + x),) * 2
-
-    def online_softmax_reduce(self, high, total, axis, _):
-        return (self.sum(high, axis),) * 2
-
-    def welford_reduce(self, x, mean, m2, weight, first):
-        return (value(x + mean),) * 3
-
-    def welford(self, mean, m2, weight, axis):
-        return (self.sum(mean, axis),) * 3
-
-    def device_assert_then(self, condition, message, x):
-        return x
+        return LANGUAGE.get(name, elementwise)
 
     def touch(self, pointer, mask, kind):
         index, mask = np.broadcast_arrays(pointer.offset, True if mask is None else mask)
@@ -283,8 +252,8 @@ class Language:
         self.touch(pointer, mask, "write")
 
     def atomic_add(self, pointer, x, mask=None, **_):
-        self.touch(pointer, mask, "read")
-        self.touch(pointer, mask, "write")
+        self.load(pointer, mask)
+        self.store(pointer, x, mask)
 
 
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "i64": 8, "i32": 4, "i16": 2, "i8": 1,
@@ -357,18 +326,18 @@ class Kernel:
                 )
             )
         total = 0.0
+        item = {name: ITEM_SIZES[self.signature[name][1:]] for name, _, _ in buffers}
         most = {(same, kind): n for _, same, n in buffers for kind in ("read", "write")}
         touched = collections.defaultdict(list)
         for name, same, _ in buffers:
             written = tl.touched[name, "write"]
             # What a kernel itself wrote just before is in the cache.
             read = [] if written and name.startswith("out_ptr") else tl.touched[name, "read"]
-            touched[same, "read"] += [ITEM_SIZES[self.signature[name][1:]] * i for i in read]
-            touched[same, "write"] += [ITEM_SIZES[self.signature[name][1:]] * i for i in written]
+            touched[same, "read"] += [item[name] * i for i in read]
+            touched[same, "write"] += [item[name] * i for i in written]
         for key, addresses in touched.items():
-            size = ITEM_SIZES[self.signature[key[0]][1:]]
             distinct = len(np.unique(np.concatenate(addresses))) if addresses else 0
-            total += min(distinct * programs * size, most[key])
+            total += min(distinct * programs * item[key[0]], most[key])
         return total
 
 
@@ -660,20 +629,21 @@ PHASES = ("forward", "backward", "optimizer")
 
 def totals(launches: list[Launch]) -> dict[str, float]:
     """Sums over the launches, all linear in the depth."""
-    found = {"matmul_tflop": sum(x.flops for x in launches if x.kind == "matmul") / 1e12}
-    found["attention_tflop"] = sum(x.flops for x in launches if x.kind == "attention") / 1e12
-    for kind in KINDS:
-        found[f"{kind}_gb"] = sum(x.bytes for x in launches if x.kind == kind) / 1e9
+
+    def gb(some: list[Launch]) -> float:
+        return sum(x.bytes for x in some) / 1e9
+
+    kinds = {kind: [x for x in launches if x.kind == kind] for kind in KINDS}
+    found = {f"{k}_tflop": sum(x.flops for x in kinds[k]) / 1e12 for k in ("matmul", "attention")}
+    found |= {f"{kind}_gb": gb(some) for kind, some in kinds.items()}
     for phase in PHASES:
         some = [x for x in launches if x.phase == phase]
-        found[f"{phase}_gb"] = sum(x.bytes for x in some) / 1e9
+        found[f"{phase}_gb"] = gb(some)
         found[f"{phase}_ms"] = 1e3 * sum(x.seconds for x in some)
     # What is neither a matmul nor attention nor the optimizer.
-    found["elementwise_gb"] = (
-        sum(x.bytes for x in launches if x.kind in ("triton", "eager") and x.phase != "optimizer")
-        / 1e9
-    )
-    found["gb"] = sum(x.bytes for x in launches) / 1e9
+    others = [x for x in launches if x.kind in ("triton", "eager") and x.phase != "optimizer"]
+    found["elementwise_gb"] = gb(others)
+    found["gb"] = gb(launches)
     found["kernels"] = sum(x.kernels for x in launches)
     found["ms"] = 1e3 * sum(x.seconds for x in launches)
     return found
