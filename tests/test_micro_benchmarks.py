@@ -33,7 +33,8 @@ def test_collectives_run_and_estimates_take_their_rate(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_TRAIN_BENCH_HARDWARE", str(own))
     argv = ["--nproc", "2", "--device", "cpu", "--mib", "0.01", "1", "--rounds", "1", "--no-save",
             "--hardware", "h100"]  # fmt: skip
-    (tmp_path / "hardware.json").write_text('{"devices": []}')
+    own.write_text('{"devices": []}')
+    known = find_hardware("h100")
     done = subprocess.run(
         [sys.executable, "benchmarks/collectives.py", *argv],
         cwd=ROOT,
@@ -48,6 +49,7 @@ def test_collectives_run_and_estimates_take_their_rate(tmp_path, monkeypatch):
         found = find_hardware("h100")
         assert found.ring_gb_per_s == entry["ring_gb_per_s"] < 100
         assert found.bf16_tflops == 989.4 and found.fitted and found.fp8_tflops
+        assert found.peak_clock_mhz == known.peak_clock_mhz and found.peak_clock_mhz
     finally:
         devices.cache_clear()
 
