@@ -7,7 +7,6 @@ the peak of the backward [MiB]. They are timed in turn, round after round; minim
 CPU the memory is what autograd keeps, and there is no peak.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,12 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.nn.functional as F
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import save
+from benchmarks.common import rounds_parser, save, show
 from llm_train_bench.measure.device import pick_device, synchronize
 
 MIB = 2**20
@@ -83,11 +79,10 @@ def measure(function: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, 
 
 def main() -> None:
     """Measure, print and save."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = rounds_parser(__doc__, 5)
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--bsz", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-save", action="store_true", help="Only print.")
     args = parser.parse_args()
     device = pick_device("auto")
@@ -103,16 +98,12 @@ def main() -> None:
                 for _ in range(3)
             ]
             rows += of_one_size(ways, inputs, args.rounds)
-    table = Table(box=box.MARKDOWN)
     columns = {
         "head_size": "D", "length": "T", "attention": "attention", "forward": "forward ms: min, median",
         "backward": "backward ms", "kept_mib": "kept MiB", "backward_peak_mib": "backward's peak",
     }  # fmt: skip
-    for title in columns.values():
-        table.add_column(title)
-    for row in rows:
-        table.add_row(*(cell(row, name) for name in columns))
-    Console(width=140, highlight=False).print(table)
+    cells = [[cell(row, name) for name in columns] for row in rows]
+    show(columns.values(), cells, left=("attention",))
     if not args.no_save:
         save("attention", {"bsz": args.bsz, "rounds": args.rounds, "rows": rows}, device)
 

@@ -10,8 +10,10 @@ writes an entry for the user's own hardware.json with the measured `ring_gb_per_
 """
 
 import argparse
-import json
+import dataclasses
+import os
 import statistics
+import subprocess
 import sys
 import time
 import warnings
@@ -22,14 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.common import save
+from benchmarks.common import keep_devices, rounds_parser, save, show
 from llm_train_bench.errors import UsageError
-from llm_train_bench.files import write_whole
-from llm_train_bench.formulas.hardware import devices, find_hardware, own_hardware_file
+from llm_train_bench.formulas.hardware import find_hardware
 from llm_train_bench.measure.device import pick_device, synchronize
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, join, leave
 
@@ -100,40 +98,12 @@ def keep_for_estimates(name: str, rows: list[dict]) -> None:
     largest = max(row["mib"] for row in rows)
     kinds = ("all_gather", "reduce_scatter")
     rate = min(r["bus_gb_per_s"] for r in rows if r["mib"] == largest and r["kind"] in kinds)
-    known, path = find_hardware(name), own_hardware_file()
-    entry = {
-        "name": known.name, "driver_names": list(known.driver_names), "bf16_tflops": known.bf16_tflops,
-        "memory_gib": known.memory_gib, "memory_tb_per_s": known.memory_tb_per_s,
-    }  # fmt: skip
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"devices": []}
-    same = [e for e in content["devices"] if e.get("name") == known.name]
-    if same:
-        entry = same[0]
-    else:  # all that is known of it, so that the user's entry hides nothing
-        more = ("fp8_tflops", "fp32_tflops", "mxfp8", "tdp_w", "nic_gb_per_s", "measured_bf16_tflops",
-                "measured_fp8_tflops", "usd_per_hour", "fitted")  # fmt: skip
-        entry |= {key: getattr(known, key) for key in more}
-        content["devices"].append(entry)
+    # All that is known of it, so that the user's entry hides nothing.
+    entry = dataclasses.asdict(find_hardware(name))
     entry["ring_gb_per_s"] = round(rate, 2)
-    entry["source"] = (
-        f"{entry.get('source', known.source)}; ring_gb_per_s: benchmarks/collectives.py"
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content, indent=1) + "\n")
-    devices.cache_clear()
-    print(f"ring_gb_per_s of {known.name}: {rate:.1f}, in {path}")
-
-
-def worker(rank: int, world: int, args: argparse.Namespace, meeting: str) -> None:
-    """One rank that this script started."""
-    import os
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    device = pick_device(args.device, rank)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=world)
-    run(device, Ranks(rank, world, rank), args)
-    dist.destroy_process_group()
+    entry["source"] += "; ring_gb_per_s: benchmarks/collectives.py"
+    path = keep_devices([entry])
+    print(f"ring_gb_per_s of {entry['name']}: {rate:.1f}, in {path}")
 
 
 def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:
@@ -143,36 +113,27 @@ def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:
     rows = measure(device, ranks, args.mib, args.rounds)
     if not ranks.main:
         return
-    table = Table(box=box.MARKDOWN)
-    for name in ("collective", "MiB", "ms: min, median", "bus GB/s"):
-        table.add_column(name, justify="left" if name == "collective" else "right")
-    for row in rows:
-        low, middle = (1e3 * s for s in row["seconds"])
-        table.add_row(row["kind"], f"{row['mib']:g}", f"{low:.3f}, {middle:.3f}",
-                      f"{row['bus_gb_per_s']:.2f}")  # fmt: skip
     print(f"{ranks.world} ranks, {device.type}")
-    Console(width=100, highlight=False).print(table)
+    show(
+        ("collective", "MiB", "ms: min, median", "bus GB/s"),
+        [(row["kind"], f"{row['mib']:g}", ", ".join(f"{1e3 * s:.3f}" for s in row["seconds"]),
+          f"{row['bus_gb_per_s']:.2f}") for row in rows],
+    )  # fmt: skip
     if args.hardware:
         keep_for_estimates(args.hardware, rows)
     if not args.no_save:
         save("collectives", {"ranks": ranks.world, "rounds": args.rounds, "rows": rows}, device)
 
 
-def main() -> None:
-    """Join a launcher's ranks, or start one a device."""
-    import os
-    import tempfile
-
-    import torch.multiprocessing as mp
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    """Join a launcher's ranks, or start one a device; returns the exit code."""
+    parser = rounds_parser(__doc__, 5)
     parser.add_argument(
         "--nproc", type=int, help="Ranks to start; by default one a GPU, two on a CPU."
     )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--mib", type=float, nargs="+", default=[0.001, 0.1, 1, 10, 100],
                         help="Sizes of the whole tensor [MiB].")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--hardware", metavar="NAME", help="Keep the rate for estimates of this GPU."
     )
@@ -187,16 +148,17 @@ def main() -> None:
             join(ranks, device, 600)
             run(device, ranks, args)
             leave()
-            return
+            return 0
         cuda = args.device != "cpu" and torch.cuda.is_available()
         n = args.nproc or (torch.cuda.device_count() if cuda else 2)
         if n < 2:
             raise UsageError("one rank has nothing to exchange; use --nproc 2 --device cpu")
     except UsageError as error:
         raise SystemExit(f"collectives.py: {error}") from None
-    with tempfile.TemporaryDirectory(prefix="llm-train-bench-") as private:
-        mp.spawn(worker, (n, args, f"{private}/meeting"), nprocs=n)
+    # "--", since its parser would take --nproc for an option of its own.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    return subprocess.run([sys.executable, *launcher, "--", *sys.argv]).returncode
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -95,8 +95,8 @@ def run_train(*argv: object) -> Result:
     return read_result(path)
 
 
-def seconds_apart(*command: object) -> float:
-    """The seconds that a Python program prints at its end, in a process of its own.
+def number_apart(*command: object) -> float:
+    """The number that a Python program prints at its end, in a process of its own.
 
     Nothing of other contestants (allocator, threads, memory) can favour it. ContestantEnded on failure.
     """

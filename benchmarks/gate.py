@@ -9,6 +9,7 @@ The exit code is 1 where an answer is wrong more often than docs/COMPARE.md says
 
 import argparse
 import collections
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import save
+from benchmarks.common import save, show
 from llm_train_bench.compare.gate import answer
 from llm_train_bench.formulas.time_statistics import mean_of
 
@@ -63,24 +64,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=2000)
     trials = parser.parse_args().trials
-    rows = []
-    print("| CV | baseline | runs | no loss: ok / uncertain / slower | a loss of 7 %: the same | |")
-    print("|---:|---:|---:|---|---|---|")
-    for noise in NOISES:
-        for before in RUNS:
-            for now in RUNS:
-                row = {"noise": noise, "before": before, "now": now}
-                row["no loss"] = answers(noise, before, now, 0.0, trials)
-                row["loss"] = answers(noise, before, now, TOLERANCE + BEYOND, trials)
-                row["faults"] = faults(row)
-                rows.append(row)
-                shares = [
-                    " / ".join(f"{row[k][a]:.1%}" for a in ANSWERS) for k in ("no loss", "loss")
-                ]
-                print(
-                    f"| {noise:.1%} | {before} | {now} | {' | '.join(shares)} | "
-                    f"{'; '.join(row['faults'])} |"
-                )
+    rows, cells = [], []
+    for noise, before, now in itertools.product(NOISES, RUNS, RUNS):
+        row = {"noise": noise, "before": before, "now": now}
+        row["no loss"] = answers(noise, before, now, 0.0, trials)
+        row["loss"] = answers(noise, before, now, TOLERANCE + BEYOND, trials)
+        row["faults"] = faults(row)
+        rows.append(row)
+        shares = (" / ".join(f"{row[k][a]:.1%}" for a in ANSWERS) for k in ("no loss", "loss"))
+        cells.append((f"{noise:.1%}", str(before), str(now), *shares, "; ".join(row["faults"])))
+    alike = ("no loss: ok / uncertain / slower", "a loss of 7 %: the same", "faults")
+    show(("CV", "baseline", "runs", *alike), cells, left=alike)
     content = {"tolerance": TOLERANCE, "loss": TOLERANCE + BEYOND, "trials": trials, "rows": rows}
     save("gate", content, torch.device("cpu"))
     return int(any(row["faults"] for row in rows))

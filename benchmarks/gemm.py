@@ -25,14 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import save
+from benchmarks.common import keep_devices, save
 from llm_train_bench.files import write_whole
-from llm_train_bench.formulas.hardware import (
-    ROOFS_FILE,
-    name_of_part,
-    own_hardware_file,
-    threads_of,
-)
+from llm_train_bench.formulas.hardware import ROOFS_FILE, name_of_part, threads_of
 from llm_train_bench.measure.device import (
     device_memory_gib,
     device_name,
@@ -213,21 +208,16 @@ def keep(part: str, found: dict[str, float], use: DeviceUse, content: dict, repl
 
 def keep_cpu(device: torch.device, seconds: float) -> None:
     """Measure this CPU's rates by numbers of threads, and write them into one's own hardware file."""
-    path, cpu, most = own_hardware_file(), device_name(device), torch.get_num_threads()
-    content = json.loads(path.read_text()) if path.exists() else {"devices": []}
+    cpu, most = device_name(device), torch.get_num_threads()
     counts = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n < most] + [most]
     entries = []
     for threads in counts:
         torch.set_num_threads(threads)
-        entries.append(cpu_entry(threads_of(cpu, threads), device, seconds))
-        e = entries[-1]
+        e = cpu_entry(threads_of(cpu, threads), device, seconds)
+        entries.append(e)
         print(f"{e['name']}: fp32 {e['fp32_tflops']:.3f}, bf16 {e['measured_bf16_tflops']:.3f} TFLOP/s, "
               f"memory {1e3 * e['memory_tb_per_s']:.0f} GB/s")  # fmt: skip
-    names = {entry["name"] for entry in entries}
-    others = [entry for entry in content["devices"] if entry.get("name") not in names]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(content | {"devices": others + entries}, indent=1) + "\n")
-    print(f"wrote {path}")
+    print(f"wrote {keep_devices(entries)}")
 
 
 def cpu_entry(name: str, device: torch.device, seconds: float) -> dict[str, Any]:

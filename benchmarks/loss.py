@@ -6,9 +6,7 @@ Times forward and backward, interleaved, and measures the peak memory at vocabul
 sequence 8192 (on a CPU by resident size, each in a separate process).
 """
 
-import argparse
-import json
-import subprocess
+import functools
 import sys
 from pathlib import Path
 
@@ -17,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import interleave, report, save, time_steps
+from benchmarks.common import interleave, number_apart, report, rounds_parser, save, time_steps
 from llm_train_bench.measure.device import GIB, peak_resident_bytes, pick_device
 from llm_train_bench.model.loss import LinearCrossEntropy
 
@@ -69,32 +67,25 @@ def peak(kind: str, N: int, d: int, V: int) -> float:
 
 def main() -> None:
     """Report times and peaks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = rounds_parser(__doc__, 7)
     parser.add_argument("--peak", choices=KINDS, help="only print this kind's peak memory")
     args = parser.parse_args()
     device = pick_device("auto")
     d = 4096 if device.type == "cuda" else 256
     if args.peak:
-        print(json.dumps(peak(args.peak, 8192, d, 128256)))
+        print(peak(args.peak, 8192, d, 128256))
         return
     N, V = (8192, 128256) if device.type == "cuda" else (2048, 32000)
     steps = {k: contestant(k, N, d, V, device) for k in available()}
-    times = interleave(
-        {k: lambda s=s: time_steps(s, 3, device) for k, s in steps.items()}, args.rounds
-    )
+    timers = {k: functools.partial(time_steps, s, 3, device) for k, s in steps.items()}
+    times = interleave(timers, args.rounds)
     ratios = {f"chunked / {k}": ("chunked", k) for k in steps if k != "chunked"}
     report("loss", times, ratios, f"head and loss, forward and backward, N {N}, d {d}, V {V}")
     peaks = {}
     for kind in available():
-        command = [sys.executable, __file__, "--peak", kind]
-        peaks[kind] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+        peaks[kind] = number_apart(__file__, "--peak", kind)
         print(f"peak memory at N 8192, d {d}, V 128256, {kind}: {peaks[kind]:.2f} GiB")
-    save(
-        "loss_memory",
-        {"about": f"GiB beyond inputs, N 8192, d {d}, V 128256", "gib": peaks},
-        device,
-    )
+    save("loss_memory", {"about": f"GiB beyond inputs, N 8192, d {d}, V 128256", "gib": peaks})
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Wanted: at least 0.98 of the bare loop's tokens per second; the exit code is 1 where a median is below it.
 """
 
-import argparse
+import functools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,7 +16,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import interleave, report, run_train, time_steps, time_train
+from benchmarks.common import (
+    interleave,
+    report,
+    rounds_parser,
+    run_train,
+    time_steps,
+    time_train,
+)
 from llm_train_bench.measure.device import pick_device
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
@@ -97,9 +104,7 @@ def step_by_step(
 
 def main() -> int:
     """Time all cases and report the ratios; 1 where one is below what is wanted."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=11, help="of whole runs, on a GPU")
-    rounds = parser.parse_args().rounds
+    rounds = rounds_parser(__doc__, 11).parse_args().rounds  # of whole runs, on a GPU
     device = pick_device("auto")
     times, ratios = {}, {}
     for path, flags, n in GPU_CASES if device.type == "cuda" else CPU_CASES:
@@ -108,13 +113,9 @@ def main() -> int:
         argv = [path, *flags, "--n-steps", n, "--warmup-steps", WARMUP]
         ours, bare = f"train.py {name}", f"bare loop {name}"
         if device.type == "cuda":
-            times |= interleave(
-                {
-                    ours: lambda argv=argv: time_train(*argv),
-                    bare: lambda n=n, case=case: bare_loop(n, device, *case),
-                },
-                rounds,
-            )
+            pair = {ours: functools.partial(time_train, *argv),
+                    bare: functools.partial(bare_loop, n, device, *case)}  # fmt: skip
+            times |= interleave(pair, rounds)
         else:
             times[ours], times[bare] = step_by_step(argv, n, device, *case)
         ratios[f"train.py / bare, {name}"] = (ours, bare)

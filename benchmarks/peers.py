@@ -29,10 +29,10 @@ import transformers
 from benchmarks.common import (
     ROOT,
     interleave,
+    number_apart,
     report,
     rounds_parser,
     run_train_apart,
-    seconds_apart,
     time_steps,
 )
 from benchmarks.peer_models import Peer
@@ -241,7 +241,7 @@ def contestants(args: argparse.Namespace, shape: str, peers: list[str], director
         for peer in peers:
             name = f"{shape}/{peer}/{mode}/{directory}"
             functions[f"{peer} {mode}"] = functools.partial(
-                seconds_apart, *launcher, __file__, "--contestant", name
+                number_apart, *launcher, __file__, "--contestant", name
             )
     return functions
 
