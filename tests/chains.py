@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,9 @@ from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run.checkpoint.lineage import attempts, places
-from llm_train_bench.run.checkpoint.manifest import committed, newest, step_of, verify
+from llm_train_bench.run.checkpoint.manifest import candidates, committed, newest, step_of, verify
 from tests import faults
-from tests.helpers import ROOT
+from tests.helpers import ROOT, TORCHRUN, free_port, processes_with
 
 STEPS, EVERY = 160, 20
 MARK = "LLM_TRAIN_BENCH_CHAIN"
@@ -33,60 +32,39 @@ FLAGS = [*faults.FLAGS, "--n-steps", str(STEPS), "--save-every", str(EVERY), "--
          "--no-observe"]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def arguments(out: Path, name: str, *more: str) -> list[str]:
+    """The command line of a run, but for its script."""
+    return [str(faults.CONFIG), *FLAGS, "--output-dir", str(out), "--run-name", name, *more]
 
 
-def by_script(
-    script: str, argv: list[str], restarts: int
-) -> list[tuple[list[str], dict[str, str]]]:
-    """The script starts its ranks itself."""
-    more = ["--nproc", "2", "--max-restarts", str(restarts)]
-    return [([sys.executable, script, *argv, *more], {})]
+KINDS = ("script", "torchrun", "nodes", "srun", "itself")
 
 
-def by_torchrun(
-    script: str, argv: list[str], restarts: int
-) -> list[tuple[list[str], dict[str, str]]]:
-    """torchrun itself, on one node."""
-    agent = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-             "--nproc-per-node", "2", "--max-restarts", str(restarts)]  # fmt: skip
-    return [([sys.executable, *agent, script, *argv], {})]
+def commands(
+    kind: str, script: str, argv: list[str], restarts: int
+) -> list[tuple[list[str], dict]]:
+    """What a user types to start a run, with its environment: once, or on each node, or for each task.
 
-
-def by_nodes(script: str, argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
-    """docker/torchrun_node.sh on two nodes, as in Kubernetes and in SLURM's branch with docker."""
-    shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": str(free_port()), "GPUS": "1",
-              "JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts),
-              "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
-    command = ["bash", "docker/torchrun_node.sh", script, *argv]
-    return [(command, shared | {"NODE": str(node)}) for node in (0, 1)]
-
-
-def by_srun(script: str, argv: list[str], restarts: int) -> list[tuple[list[str], dict[str, str]]]:
-    """One task a rank; nothing starts them again but a new job."""
-    shared = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    command = [sys.executable, script, *argv]
-    return [(command, shared | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}) for i in (0, 1)]
-
-
-def by_itself(
-    script: str, argv: list[str], restarts: int
-) -> list[tuple[list[str], dict[str, str]]]:
-    """One process: train.py."""
-    return [([sys.executable, script, *argv], {})]
-
-
-STARTS = {
-    f.__name__.removeprefix("by_"): f
-    for f in (by_script, by_torchrun, by_nodes, by_srun, by_itself)
-}
+    The script by itself, torchrun, docker/torchrun_node.sh on two nodes (as in Kubernetes and in SLURM's
+    branch with docker), srun's tasks, which nothing starts again but a new job, or one process.
+    """
+    python, again = [sys.executable], ["--max-restarts", str(restarts)]
+    if kind == "script":
+        return [([*python, script, *argv, "--nproc", "2", *again], {})]
+    if kind == "torchrun":
+        return [([*TORCHRUN, "2", *again, script, *argv], {})]
+    if kind == "nodes":
+        shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": str(free_port()), "GPUS": "1",
+                  "JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts),
+                  "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+        command = ["bash", "docker/torchrun_node.sh", script, *argv]
+        return [(command, shared | {"NODE": str(node)}) for node in (0, 1)]
+    if kind == "srun":
+        shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1"}
+        shared["MASTER_PORT"] = str(free_port())
+        tasks = ({"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in (0, 1))
+        return [([*python, script, *argv], shared | task) for task in tasks]
+    return [([*python, script, *argv], {})]
 
 
 @dataclasses.dataclass
@@ -99,14 +77,7 @@ class Job:
 
     def members(self) -> dict[int, dict[str, str]]:
         """Living processes of this job, with their environments."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                items = os.fsdecode((path / "environ").read_bytes()).split("\0")
-                state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
-                if f"{MARK}={self.mark}" in items and state != "Z":
-                    found[int(path.name)] = dict(i.split("=", 1) for i in items if "=" in i)
-        return found
+        return processes_with(f"{MARK}={self.mark}")
 
     def ranks(self) -> dict[int, int]:
         """Rank to process."""
@@ -148,7 +119,7 @@ def start(
     """Start a job, with more variables; what it prints goes to a file."""
     mark = f"{random.random()}"
     own, launchers = os.environ | {"OMP_NUM_THREADS": "1", MARK: mark}, []
-    for command, env in STARTS[kind](script, argv, restarts):
+    for command, env in commands(kind, script, argv, restarts):
         with (log or Path(os.devnull)).open("a") as out:
             launchers.append(
                 subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out,
@@ -168,9 +139,8 @@ class Watch(threading.Thread):
 
     def committed(self) -> int:
         """The newest committed step, or where the run was told to start; 0 for none."""
-        found = [int(p.name[5:]) for place in places(self.out, self.name_of_run, self.save_dir)
-                 for p in place.glob("step-*")]  # fmt: skip
-        return max(found, default=step_of(self.given) if self.given else 0)
+        found = candidates(places(self.out, self.name_of_run, self.save_dir))
+        return step_of(found[0]) if found else step_of(self.given) if self.given else 0
 
     def run(self) -> None:
         while not self.over.wait(0.005):
@@ -267,11 +237,9 @@ def chain(
 ) -> int:
     """One chain under one kind of start; how often it was killed."""
     name, out = f"c{number}", top / f"out{number}"
-    config = reference.parent / "micro.json"
     save_dir = str(top / f"saves{number}") if script.save_dir else None
     log, kills, given = top / f"{name}.log", 0, None
-    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", name]
-    argv += ["--save-dir", save_dir] if save_dir else []
+    argv = arguments(out, name, *(["--save-dir", save_dir] if save_dir else []))
     if script.given:
         given = draw.choice(sorted((reference / "checkpoints").glob("step-*"))[:3])
     argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.auto else []
@@ -311,8 +279,9 @@ def chain(
         records = read_records([str(out)], print, LogFacts())
         assert len(records) == 1, ([(r.label, r.lineage, r.first_step) for r in records], *said)
         (record,) = records
-        expected = [x for x in losses_of(reference) if x[0] >= (step_of(given) if given else 0)]
-        assert record.losses == expected, (*said, missing(record.losses, expected))
+        expected = sorted(faults.losses_of(reference.parent, "reference"))
+        expected = [x for x in expected if x[0] >= (step_of(given) if given else 0)]
+        assert record.losses == expected, (*said, set(record.losses) ^ set(expected))
         check_causes(out, name, kind)
     finally:
         watch.over.set()
@@ -322,23 +291,10 @@ def chain(
     return kills
 
 
-def losses_of(run: Path) -> list[tuple[int, float]]:
-    return sorted(faults.losses_of(run.parent, run.name))
-
-
-def missing(found: list, expected: list) -> str:
-    steps = [s for s, _ in found]
-    lost = sorted({s for s, _ in expected} - set(steps))
-    wrong = [x for x in found if x not in expected]
-    return f"{len(lost)} lost: {lost[:5]}; {len(steps) - len(set(steps))} twice; {wrong[:3]} differ"
-
-
 def make_reference(top: Path) -> Path:
     """The run that nobody disturbs, with all of its checkpoints."""
-    config = faults.make_config(top)
-    argv = [str(config), *FLAGS, "--output-dir", str(top), "--run-name", "reference"]
-    job = start("script", [*argv, "--save-keep", "1000"], log=top / "reference.log")
-    assert job.finish() == [0], (top / "reference.log").read_text()
+    argv = arguments(top, "reference", "--save-keep", "1000")
+    assert faults.fork_ranks("train_ddp.py", 2, argv, None, random.Random())
     return top / "reference"
 
 
@@ -348,7 +304,7 @@ def chains(count: int = 100) -> str:
     with tempfile.TemporaryDirectory(prefix="chains-") as top:
         reference = make_reference(Path(top))
         for number in range(count):
-            kind = list(STARTS)[number % 4]
+            kind = KINDS[number % 4]
             begin = time.monotonic()
             script = draw_script(kind, draw)
             done = chain(number, reference, kind, draw, Path(top), script)
@@ -395,6 +351,24 @@ def wait_for(condition: Callable[[], object], job: Job, log: Path, timeout: floa
         time.sleep(0.005)
 
 
+@contextlib.contextmanager
+def running(kind: str, top: Path, *flags: str, slow: str = "", **env: str):
+    """A run "r" in its own directory, ended in any case; on a disk with `slow` seconds a file."""
+    out = Path(tempfile.mkdtemp(dir=top, prefix=kind))
+    script = "train" if kind == "itself" else "train_ddp"
+    argv = arguments(out, "r", *flags)
+    path = slow_script(top, script) if slow else f"{script}.py"
+    job = start(kind, argv, 0, log := out.with_suffix(".log"), path, {"SLOW_S": slow} | env)
+    try:
+        wait_for((out / "r/steps.jsonl").exists, job, log)
+        yield job, out, log, argv
+    finally:
+        signal_all(list(job.members()), signal.SIGKILL)
+
+
+ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
+
+
 def check_saved_on_request(
     kind: str, top: Path, who: str, number: int, early: bool = False
 ) -> None:
@@ -402,14 +376,8 @@ def check_saved_on_request(
 
     `early` is before the first step.
     """
-    out, log = top / f"{kind}-{who}-{number}", top / f"{kind}-{who}-{number}.log"
-    name = "train" if kind == "itself" else "train_ddp"
-    argv = [str(faults.make_config(top)), *FLAGS, "--output-dir", str(out), "--run-name", "r",
-            "--save-every", "100000", "--n-steps", "100000"]  # fmt: skip
-    env = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1", "SLOW_S": "4"}
-    job = start(kind, argv, 0, log, slow_script(top, name), env)
-    try:
-        wait_for((out / "r/steps.jsonl").exists, job, log)
+    patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    with running(kind, top, *ENDLESS, slow="4", **patience) as (job, out, log, _):
         if not early:
             wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
         ranks = job.ranks()
@@ -417,25 +385,16 @@ def check_saved_on_request(
                    "rank": [ranks.get(1)]}[who]  # fmt: skip
         signal_all(victims, number)
         codes = job.finish(90)
-    finally:
-        signal_all(list(job.members()), signal.SIGKILL)
     assert set(codes) == {75}, (kind, who, codes, log.read_text()[-2000:])
     r, found = read_result(out / "r/result.json"), newest([out / "r/checkpoints"])
-    name = signal.Signals(number).name
-    said = f"saved at step {step_of(found)} and stopped by {name}"
+    said = f"saved at step {step_of(found)} and stopped by {signal.Signals(number).name}"
     assert r.status == "preempted" and r.error == said, r.error
     assert "Traceback" not in log.read_text() and len(committed(out / "r/checkpoints")) == 1
 
 
 def check_second_signal(kind: str, top: Path) -> None:
     """It ends the run at once, a second after the first, while a disk stands still."""
-    out, log = top / f"twice-{kind}", top / f"twice-{kind}.log"
-    name = "train" if kind == "itself" else "train_ddp"
-    argv = [str(faults.make_config(top)), *FLAGS, "--output-dir", str(out), "--run-name", "r",
-            "--save-every", "100000", "--n-steps", "100000"]  # fmt: skip
-    job = start(kind, argv, 0, log, slow_script(top, name), {"SLOW_S": "50"})
-    try:
-        wait_for((out / "r/steps.jsonl").exists, job, log)
+    with running(kind, top, *ENDLESS, slow="50") as (job, out, log, _):
         wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
         signal_all([p.pid for p in job.launchers], signal.SIGTERM)
         wait_for(lambda: list((out / "r/checkpoints").glob(".step*")), job, log)
@@ -444,21 +403,15 @@ def check_second_signal(kind: str, top: Path) -> None:
         begin = time.monotonic()
         codes = job.finish(60)
         took = time.monotonic() - begin
-    finally:
-        signal_all(list(job.members()), signal.SIGKILL)
     r = read_result(out / "r/result.json")
     assert took < 25 and set(codes) == {1}, (took, codes, log.read_text()[-2000:])
     assert r.status == "interrupted", (r.status, r.error)
     assert "Traceback" not in log.read_text() and not committed(out / "r/checkpoints")
 
 
-def check_second_run(top: Path, config: Path) -> None:
+def check_second_run(top: Path) -> None:
     """The same command while the first still runs is refused, and disturbs nothing."""
-    out, log = top / "second", top / "second.log"
-    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", "r", "--n-steps", "2000",
-            "--resume", "auto"]  # fmt: skip
-    job = start("script", argv, 0, log)
-    try:
+    with running("script", top, "--n-steps", "2000", "--resume", "auto") as (job, out, log, argv):
         wait_for(lambda: list((out / "r/checkpoints").glob("step-*")), job, log)
         for kind in ("script", "srun"):
             other = start(kind, argv, 0, top / "other.log")
@@ -467,14 +420,12 @@ def check_second_run(top: Path, config: Path) -> None:
         assert [p.name for p in out.iterdir()] == ["r"]
         signal_all([job.launchers[0].pid], signal.SIGTERM)
         assert job.finish() == [75], log.read_text()
-    finally:
-        signal_all(list(job.members()), signal.SIGKILL)
 
 
-def check_slow_save(top: Path, config: Path) -> None:
+def check_slow_save(top: Path) -> None:
     """A save slower than its timeout is given up, and the run ends well; the next attempt saves."""
     out, log = top / "slow-save", top / "slow-save.log"
-    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", "r", "--resume", "auto"]
+    argv = arguments(out, "r", "--resume", "auto")
     for slow, steps in (("4", None), ("0", STEPS + 2)):
         flags = ["--save-timeout", "1"]
         job = start("script", [*argv, *flags], 0, log, slow_script(top), {"SLOW_S": slow})
@@ -485,11 +436,10 @@ def check_slow_save(top: Path, config: Path) -> None:
     assert any("given up after 1 s; no more saves are made" in note for note in r.notes), r.notes
 
 
-def check_stopwatch(top: Path, config: Path) -> str:
+def check_stopwatch(top: Path) -> str:
     """The parts of a killed and resumed run's time, against a stopwatch of the test's own."""
     out, log, begin = top / "watch", top / "watch.log", time.time()
-    argv = [str(config), *FLAGS, "--output-dir", str(out), "--run-name", "r", "--resume", "auto",
-            "--n-steps", "500"]  # fmt: skip
+    argv = arguments(out, "r", "--resume", "auto", "--n-steps", "500")
     job = start("script", argv, 0, log)
     wait_for(lambda: len(list((out / "r/checkpoints").glob("step-*"))) == 2, job, log)
     signal_all(list(job.members()), signal.SIGKILL)
@@ -525,8 +475,7 @@ def requests(count: int = 0) -> str:
             check_second_signal(kind, Path(top))
             print(f"  {kind}, twice", flush=True)
             n += 1
-        config = faults.make_config(Path(top))
-        check_second_run(Path(top), config)
-        check_slow_save(Path(top), config)
-        print(f"  {check_stopwatch(Path(top), config)}", flush=True)
+        check_second_run(Path(top))
+        check_slow_save(Path(top))
+        print(f"  {check_stopwatch(Path(top))}", flush=True)
     return f"{n} requests, a second run, a slow save, a stopwatch"

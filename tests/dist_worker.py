@@ -1,19 +1,17 @@
-"""One rank that does several runs in a row: started by torchrun from tests/test_distributed.py.
+"""Ranks forked from a process that has imported everything; each does several runs in a row.
 
-    torchrun --nproc-per-node N tests/dist_worker.py CASES.json [--checks]
+Cases are (name, script, flags, traced only[, mutant]). Next to each result lies `facts.json`:
 
-CASES.json lists [name, script, flags, traced only]. Next to each result it leaves, for rank 0:
+- traffic: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean); of a
+  pipeline those of each group of ranks,
+- attention: the calls of attention, by format, and how often a kernel of it ran,
+- draws: what each rank would draw next; dropout: the states of its random numbers before its dropouts,
+- idle: how many exchanges of tokens brought each rank nothing,
+- calls: how often collectives were called, by kind; how many gathers before the first attention,
+- built: the most bytes that tensors held until the model was built,
 
-- traffic.json: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean);
-  of a pipeline those of each group of ranks,
-- attention.json: the calls of attention, by format, and how often a kernel of it ran,
-- draws.json: what each rank would draw next,
-- dropout.json: the states of each rank's random numbers before its calls of dropout,
-- idle.json: how many exchanges of tokens brought each rank nothing,
-- calls.json: how often collectives were called, by kind; how many gathers before the first attention,
-- built.json, of train_fsdp.py: the most bytes that tensors held until the model was built,
-- with --gradients, gradients.safetensors and parameters.safetensors: whole, of the first step (clipped;
-  of a resumed run what was loaded), and after the last.
+and with `gradients` also gradients.safetensors and parameters.safetensors: whole, of the first step
+(clipped; of a resumed run what was loaded), and after the last.
 """
 
 import contextlib
@@ -23,21 +21,20 @@ import importlib
 import itertools
 import json
 import os
-import sys
 import time
 import weakref
 from collections import Counter
 from pathlib import Path
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.multiprocessing import ProcessContext, start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import train
 import train_ddp
 import train_fsdp
 import train_pp
@@ -51,17 +48,21 @@ from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from llm_train_bench.parallel.layout import Gradients, RankLayout
-from llm_train_bench.parallel.ranks import find_ranks, gather, join, leave
+from llm_train_bench.parallel.ranks import Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.manifest import verify
 from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.loop import validation_loss
-from llm_train_bench.settings.command_line import parse_args
 from tests import te_standin
 from tests.faults import whole_state
-from tests.helpers import attention_calls, is_attention, plan_of, without_inductor
+from tests.helpers import attention_calls, free_port, is_attention, plan_of, without_inductor
 
-ENTRYPOINTS = {"train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp, "train_pp.py": train_pp}
+ENTRYPOINTS = {f"{m.__name__}.py": m for m in (train, train_ddp, train_fsdp, train_pp)}
+# Where optimizers are built.
+OPTIMIZERS = (train, train_fsdp, train_pp)
+CONVERTED = {2: ("gpt2-tiny", "llama-tiny"), 4: ("llama-tiny",)}
+LOOP = "llm_train_bench.run.loop"
+CPU, SMALL = torch.device("cpu"), "tests/configs/llama-small.json"
 KINDS = {
     "send": ("send", 0),
     "_allgather_base_": ("all_gather", 0),
@@ -102,8 +103,9 @@ class Traffic(TorchDispatchMode):
     Also counts the bytes that tensors hold, until `looking` ends.
     """
 
-    def __init__(self):
+    def __init__(self, keeps: bool):
         super().__init__()
+        self.keeps = keeps  # gradients
         self.bytes, self.calls = Counter(), Counter()
         self.held, self.kernels = {}, 0
         self.most_held, self.looking = 0, True
@@ -113,7 +115,7 @@ class Traffic(TorchDispatchMode):
         """Stands in for build_optimizer: by then the model exists."""
         self.looking = False
         optimizer = build_optimizer(model, *args)
-        if "--gradients" in sys.argv:
+        if self.keeps:
             optimizer.register_step_pre_hook(lambda *_: self.at_step(model, optimizer))
         self.model = model
         return optimizer
@@ -284,8 +286,7 @@ def embedding_gradient_error(ranks, device) -> float:
     """Relative distance of the embedding's gradient: bf16 against fp32; few tokens, each often."""
     gradients = []
     for amp in ("off", "bf16"):
-        small = "tests/configs/llama-small.json"
-        _, model = sharded_llama(ranks, device, "--amp", amp, seq_len=256, config=small)
+        _, model = sharded_llama(ranks, device, "--amp", amp, seq_len=256, config=SMALL)
         ids = torch.randint(4, (8, 256), generator=torch.Generator().manual_seed(ranks.rank))
         model(ids, ids).backward()
         gradients.append(whole(model.embed.weight.grad))
@@ -305,9 +306,10 @@ def dtypes_in_a_block(ranks, device) -> list[str]:
     return seen
 
 
-def converted_losses(ranks, device, path: str) -> dict[str, list[float]]:
+def converted_losses(ranks, device, name: str) -> dict[str, list[float]]:
     """Losses of a few steps under FSDP: of plain blocks, and of Transformer Engine's modules."""
-    plan = plan_of([path, "--amp", "off", "--seq-len", 16], "train_fsdp.py", ranks.world, "cpu")
+    argv = [f"configs/{name}.json", "--amp", "off", "--seq-len", 16]
+    plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
     losses = {}
     for name in ("plain", "converted"):
         fp8 = Fp8()
@@ -359,73 +361,82 @@ def hsdp_timeouts(ranks, device) -> list[float]:
     return [backend.options._timeout.total_seconds() for backend in backends]
 
 
-def main() -> None:
-    ranks = find_ranks(os.environ)
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    if any("--pt-compile" in flags for _, _, flags, *_ in cases):
-        importlib.import_module("torch._inductor.compile_fx")  # as a first compilation would
-    gc.freeze()  # every run collects garbage: spare it what the imports left
-    # One process group serves all runs.
-    join(ranks, torch.device("cpu"), 60.0)
-    out = Path(sys.argv[1]).parent
+def work(ranks, cases, out: Path, gradients: bool = False) -> None:
+    """All cases, one after the other, on this rank or alone."""
     for name, script, flags, traced_only, *mutant in cases:
-        argv = [*flags, "--output-dir", str(out), "--run-name", name]
-        args = parse_args(argv, script)
-        torch._dynamo.reset()
-        # Dynamo compiles nothing while a dispatch mode looks on.
-        traffic = Traffic()
-        looking = contextlib.nullcontext() if args.pt_compile else traffic
-        train_fsdp.build_optimizer = train_pp.build_optimizer = traffic.built
-        with (
-            looking,
-            without_inductor() if traced_only else contextlib.nullcontext(),
-            contextlib.nullcontext() if args.pt_compile else attention_calls() as calls,
-            contextlib.nullcontext() if args.pt_compile else dropout_states() as states,
-            mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: Meter()),
-            mock.patch("llm_train_bench.run.loop.fullest_expert", traffic.unseen(fullest_expert)),
-            mock.patch("llm_train_bench.run.loop.validation_loss", traffic.unseen(validation_loss)),
-            MUTANTS[mutant[0]]() if mutant and mutant[0] else contextlib.nullcontext(),
-        ):
+        argv = [*map(str, flags), "--output-dir", str(out), "--run-name", name]
+        traffic, calls, states = Traffic(gradients), None, []
+        traffic.looking = script == "train_fsdp.py"
+        with contextlib.ExitStack() as stack:
+            if "--pt-compile" in argv:  # Dynamo compiles nothing while a dispatch mode looks on
+                torch._dynamo.reset()
+                stack.enter_context(without_inductor() if traced_only else contextlib.nullcontext())
+            else:
+                calls = stack.enter_context(attention_calls())
+                states = stack.enter_context(dropout_states())
+                stack.enter_context(traffic)
+            for patch in (
+                *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
+                mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: Meter()),
+                mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
+                mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
+                mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
+                *(MUTANTS[name]() for name in mutant if name),
+            ):
+                stack.enter_context(patch)
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)
-        if "--gradients" in sys.argv:
-            model = traffic.model
-            parameters = wholes(model, dict(model.weights()))
+        if gradients:
+            parameters = wholes(traffic.model, dict(traffic.model.weights()))
             if ranks.main:
                 save_file(traffic.gradients, out / name / "gradients.safetensors")
                 save_file(parameters, out / name / "parameters.safetensors")
         groups = gather(ranks, traffic.bytes)
-        each = len(groups) // (args.pp if script == "train_pp.py" else 1)
+        each = len(groups) // (int(argv[argv.index("--pp") + 1]) if "--pp" in argv else 1)
         groups = [groups[i : i + each] for i in range(0, len(groups), each)]
-        moved = [
-            group[0] | {"all_to_all": sum(g["all_to_all"] for g in group) / each}
-            for group in groups
-        ]
-        draws = gather(ranks, torch.rand(1).item())  # what dropout would have drawn next
-        dropout = gather(ranks, states or [])
-        idle = gather(ranks, traffic.calls["exchanges that brought nothing"])
+        moved = [g[0] | {"all_to_all": sum(r["all_to_all"] for r in g) / each} for g in groups]
+        facts = {
+            "traffic": moved if len(moved) > 1 else moved[0],
+            "attention": calls and calls | {"kernels": traffic.kernels},
+            "draws": gather(ranks, torch.rand(1).item()),  # what dropout would have drawn next
+            "dropout": gather(ranks, states),
+            "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
+            "calls": traffic.calls,
+            "built": traffic.most_held,
+        }
         if ranks.main:
-            (out / name / "dropout.json").write_text(json.dumps(dropout))
-            (out / name / "idle.json").write_text(json.dumps(idle))
-            (out / name / "draws.json").write_text(json.dumps(draws))
-            (out / name / "calls.json").write_text(json.dumps(traffic.calls))
-            (out / name / "traffic.json").write_text(
-                json.dumps(moved if each < ranks.world else moved[0])
-            )
-            calls = calls and calls | {"kernels": traffic.kernels}
-            (out / name / "attention.json").write_text(json.dumps(calls))
-            if script == "train_fsdp.py":
-                (out / name / "built.json").write_text(json.dumps(traffic.most_held))
-    if "--checks" in sys.argv:
-        check_shards(ranks, out)
-    gc.collect()
-    leave()
+            (out / name / "facts.json").write_text(json.dumps(facts))
+
+
+def start_ranks(world: int, cases, out: Path, gradients=False, checks=False) -> ProcessContext:
+    """Fork ranks that run all cases; `join()` of what comes back raises what one of them raised."""
+    if any("--pt-compile" in case[2] for case in cases):
+        importlib.import_module("torch._inductor.compile_fx")  # as a first compilation would
+    gc.freeze()  # every run collects garbage: spare it what the imports left
+    args = world, free_port(), cases, out, gradients, checks
+    return start_processes(run_rank, args, world, join=False, start_method="fork")
+
+
+def run_rank(rank: int, world: int, port: int, cases, out: Path, gradients, checks) -> None:
+    torch.set_num_threads(1)  # OpenMP's other threads were not forked
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = Ranks(rank, world, rank)
+    with (
+        (out / f"rank{rank}of{world}.log").open("a") as log,
+        contextlib.redirect_stderr(log),
+        contextlib.redirect_stdout(log),
+    ):
+        join(ranks, CPU, 300.0)
+        work(ranks, cases, out, gradients)
+        if checks:
+            check_shards(ranks, out)
+        gc.collect()
+        leave()
 
 
 def differing_after_load(ranks, device, directory: Path) -> list[str]:
     """Names of the tensors that are not, bit for bit, those of a checkpoint after loading it."""
     flags = ["--dp-replicate", "2"] if ranks.world == 4 else []
-    small = "tests/configs/llama-small.json"
-    plan, model = sharded_llama(ranks, device, "--amp", "off", *flags, seq_len=32, config=small)
+    plan, model = sharded_llama(ranks, device, "--amp", "off", *flags, seq_len=32, config=SMALL)
     optimizer = build_optimizer(model, plan.optimizer)
     training_state.load(directory, verify(directory), model, optimizer)
     found = {name: whole(t) for name, t in training_state.state_tensors(model, optimizer)}
@@ -435,30 +446,17 @@ def differing_after_load(ranks, device, directory: Path) -> list[str]:
 
 
 def check_shards(ranks, out: Path) -> None:
-    """What else test_distributed.py asks of sharded models, as one file each."""
-    saved = out / "save-fsdp2/checkpoints/step-00000004"
-    differing = gather(ranks, differing_after_load(ranks, torch.device("cpu"), saved))
-    if ranks.main:
-        names = [name for found in differing for name in found]
-        (out / f"loaded{ranks.world}.json").write_text(json.dumps(names))
-    held = gather(ranks, held_bytes(ranks, torch.device("cpu")))
-    skipped = gather(ranks, skips_for_an_overflow_elsewhere(ranks, torch.device("cpu")))
-    timeouts = hsdp_timeouts(ranks, torch.device("cpu"))
-    if ranks.main:
-        (out / f"held{ranks.world}.json").write_text(json.dumps(held))
-        (out / f"skipped{ranks.world}.json").write_text(json.dumps(skipped))
-        (out / f"timeouts{ranks.world}.json").write_text(json.dumps(timeouts))
-    for path in ("configs/gpt2-tiny.json", "configs/llama-tiny.json"):
-        losses = converted_losses(ranks, torch.device("cpu"), path)
-        if ranks.main:
-            (out / f"converted{ranks.world}-{Path(path).name}").write_text(json.dumps(losses))
+    """What else test_distributed.py asks of sharded models, in checks2.json and checks4.json."""
+    saved = out / "save-fsdp2/checkpoints/step-00000002"
+    checks = {
+        "differing": gather(ranks, differing_after_load(ranks, CPU, saved)),
+        "held": gather(ranks, held_bytes(ranks, CPU)),
+        "skipped": gather(ranks, skips_for_an_overflow_elsewhere(ranks, CPU)),
+        "timeouts": hsdp_timeouts(ranks, CPU),
+        "converted": {n: converted_losses(ranks, CPU, n) for n in CONVERTED[ranks.world]},
+    }
     if ranks.world == 2:
-        dtypes = dtypes_in_a_block(ranks, torch.device("cpu"))
-        error = embedding_gradient_error(ranks, torch.device("cpu"))
-        if ranks.main:
-            (out / "dtypes2.json").write_text(json.dumps(dtypes))
-            (out / "embedding2.json").write_text(json.dumps(error))
-
-
-if __name__ == "__main__":
-    main()
+        checks["dtypes"] = dtypes_in_a_block(ranks, CPU)
+        checks["embedding"] = embedding_gradient_error(ranks, CPU)
+    if ranks.main:
+        (out / f"checks{ranks.world}.json").write_text(json.dumps(checks))

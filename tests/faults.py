@@ -8,6 +8,7 @@ tests/test_checkpoint.py runs a short form. Each part returns what it did, and f
 
 import contextlib
 import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -35,25 +36,19 @@ from llm_train_bench.model.layout import ALONE as ALONE_HERE
 from llm_train_bench.model.stored import DTYPES, read_block
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
 from llm_train_bench.results.schema import Lineage, Metrics
-from llm_train_bench.run.checkpoint import durable, manifest, saver
+from llm_train_bench.run.checkpoint import saver
 from llm_train_bench.run.checkpoint.durable import Files
 from llm_train_bench.run.checkpoint.lineage import Attempt, Lease, open_place, places
 from llm_train_bench.run.checkpoint.manifest import committed, newest, read_manifest, verify
 from llm_train_bench.run.launch import train_planned
 from tests.helpers import ROOT, plan_of
 
-SHAPE = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2,
-         "n_head": 2}  # fmt: skip
+# A model so small that a save is a few kilobytes; with dropout, so that its state counts, and without.
+CONFIG, PLAIN = (ROOT / f"tests/configs/{name}.json" for name in ("micro", "micro-plain"))
+SHAPE = json.loads(CONFIG.read_text())
 FLAGS = ["--seq-len", "8", "--bsz", "4", "--device", "cpu", "--amp", "off", "--no-tensorboard",
          "--warmup-steps", "2", "--lr-warmup-steps", "4", "--lr", "1e-2"]  # fmt: skip
 STEPS, EVERY = 40, 5
-
-
-def make_config(directory: Path) -> Path:
-    """A model so small that a save is a few kilobytes; with dropout, so that its state counts."""
-    path = directory / "micro.json"
-    path.write_text(json.dumps(SHAPE))
-    return path
 
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
@@ -158,10 +153,7 @@ class OneRun:
     """A saver of one rank without a run around it: `save(step)` saves a state that tells the step."""
 
     def __init__(self, directory: Path, files: Files):
-        config = make_config(directory)
-        plan = plan_of(
-            [config, *FLAGS, "--save-every", EVERY, "--no-save-async"], "train.py", 1, "cpu"
-        )
+        plan = plan_of([CONFIG, *FLAGS, "--save-every", EVERY], "train.py", 1, "cpu")
         self.parameter = torch.nn.Parameter(torch.zeros(6, 4))
         model = types.SimpleNamespace(
             weights=lambda: [("w", self.parameter)], config=None, layout=ALONE_HERE
@@ -220,27 +212,32 @@ class Inline:
         return False
 
 
-def crash_states() -> Iterator[tuple[CrashingFiles, Path, int | None]]:
-    """Every state that a machine can leave behind which stops in the fourth save of a run."""
+@contextlib.contextmanager
+def stopped_runs() -> Iterator[tuple[Callable[[CrashingFiles], tuple[OneRun, Path]], list[str]]]:
+    """Runs of three saves, copied anew each time, and the calls that a fourth save makes."""
     with tempfile.TemporaryDirectory() as top:
-        base = Path(top) / "base"
+        base, here = Path(top) / "base", Path(top) / "here"
         base.mkdir()
         run = OneRun(base, Files())
         for step in (5, 10, 15):
             run.save(step)
-        probe = CrashingFiles()
-        shutil.copytree(base, Path(top) / "probe")
-        OneRun(Path(top) / "probe", probe).save(20)
-        for at, torn, lost in itertools.product(
-            range(len(probe.calls)), (0.0, 0.5, 0.999, 1.0), (False, True)
-        ):
-            if torn < 1.0 and probe.calls[at] not in ("write", "synchronize"):
-                continue
-            here = Path(top) / "here"
+
+        def again(files: CrashingFiles) -> tuple[OneRun, Path]:
             shutil.rmtree(here, ignore_errors=True)
             shutil.copytree(base, here)
-            files = CrashingFiles(at, torn)
-            run = OneRun(here, files)
+            return OneRun(here, files), here
+
+        again(probe := CrashingFiles())[0].save(20)
+        yield again, probe.calls
+
+
+def crash_states() -> Iterator[tuple[CrashingFiles, Path]]:
+    """Every state that a machine can leave behind which stops in the fourth save of a run."""
+    with stopped_runs() as (again, calls):
+        for at, torn, lost in itertools.product(range(len(calls)), (0.0, 0.5, 0.999, 1.0), (0, 1)):
+            if torn < 1.0 and calls[at] not in ("write", "synchronize"):
+                continue
+            run, here = again(files := CrashingFiles(at, torn))
             with contextlib.suppress(Crash):
                 run.save(20)
             run.end()
@@ -274,33 +271,16 @@ def states(count: int = 0) -> str:
 
 def errors(count: int = 0) -> str:
     """ENOSPC, EIO and EDQUOT at every call: the save fails, is told, and nothing before is lost."""
-    import errno
-
-    n = 0
-    with tempfile.TemporaryDirectory() as top:
-        base = Path(top) / "base"
-        base.mkdir()
-        run = OneRun(base, Files())
-        for step in (5, 10, 15):
-            run.save(step)
-        shutil.copytree(base, Path(top) / "probe")
-        probe = CrashingFiles()
-        OneRun(Path(top) / "probe", probe).save(20)
-        for number in (errno.ENOSPC, errno.EIO, errno.EDQUOT):
-            for at in range(len(probe.calls)):
-                here = Path(top) / "here"
-                shutil.rmtree(here, ignore_errors=True)
-                shutil.copytree(base, here)
-                run = OneRun(here, CrashingFiles(at, 0.5, number))
-                run.save(20)
-                found = newest([here / "checkpoints"])
-                step = verify(found).step
-                assert step in (15, 20)
-                assert run.notes or step == 20, probe.calls[at]
-                if step == 15:
-                    assert os.strerror(number) in run.notes[0]
-                n += 1
-    return f"{n} failed calls"
+    with stopped_runs() as (again, calls):
+        cases = list(itertools.product((errno.ENOSPC, errno.EIO, errno.EDQUOT), range(len(calls))))
+        for number, at in cases:
+            run, here = again(CrashingFiles(at, 0.5, number))
+            run.save(20)
+            step = verify(newest([here / "checkpoints"])).step
+            assert step in (15, 20)
+            assert run.notes or step == 20, calls[at]
+            assert step == 20 or os.strerror(number) in run.notes[0]
+    return f"{len(cases)} failed calls"
 
 
 def damage(count: int = 10_000) -> str:
@@ -335,7 +315,7 @@ def damage(count: int = 10_000) -> str:
     return ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
 
 
-def arguments(config: Path, out: Path, name: str, *more: str) -> list[str]:
+def arguments(out: Path, name: str, *more: str, config: Path = CONFIG) -> list[str]:
     """A short run that saves often and goes on by itself."""
     return [str(config), *FLAGS, "--n-steps", str(STEPS), "--output-dir", str(out), "--run-name", name,
             "--save-every", str(EVERY), "--resume", "auto", *more]  # fmt: skip
@@ -397,12 +377,12 @@ def calls(count: int = 0) -> str:
     """kill -9 of a real run at every durable call of its first three saves."""
     n = 0
     with tempfile.TemporaryDirectory() as top:
-        out, config = Path(top), make_config(Path(top))
-        run_here(arguments(config, out, "reference"))
+        out = Path(top)
+        run_here(arguments(out, "reference"))
         for at in range(45):
             name = f"r{at}"
-            fork(arguments(config, out, name), files=KillingFiles(at, torn=0.5))
-            assert fork(arguments(config, out, name)) == 0
+            fork(arguments(out, name), files=KillingFiles(at, torn=0.5))
+            assert fork(arguments(out, name)) == 0
             check_like(out / "reference", out, name)
             n += 1
     return f"{n} kills at a call"
@@ -412,19 +392,19 @@ def kills(count: int = 1000) -> str:
     """Random kills of one rank, from a process that is warm already."""
     draw, n, runs = random.Random(2), 0, 0
     with tempfile.TemporaryDirectory() as top:
-        out, config = Path(top), make_config(Path(top))
-        run_here(arguments(config, out, "warm"))
+        out = Path(top)
+        run_here(arguments(out, "warm"))
         start = time.monotonic()
-        fork(arguments(config, out, "reference"))
+        fork(arguments(out, "reference"))
         takes = time.monotonic() - start
         while n < count:
             name = f"r{runs}"
             for _ in range(12):
                 n += 1
-                if fork(arguments(config, out, name), draw.uniform(0.02, 1.1 * takes)) == 0:
+                if fork(arguments(out, name), draw.uniform(0.02, 1.1 * takes)) == 0:
                     break
             else:
-                assert fork(arguments(config, out, name)) == 0
+                assert fork(arguments(out, name)) == 0
             check_like(out / "reference", out, name)
             for path in out.glob(f"{name}*"):
                 shutil.rmtree(path)
@@ -466,7 +446,7 @@ def fork_ranks(script, world, argv, kill_after: float | None, draw: random.Rando
             for child in draw.choice([children, [draw.choice(children)]]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
-        codes, deadline = [], time.monotonic() + 20
+        codes, deadline = [], time.monotonic() + (20 if kill_after else 240)
         for child in children:
             while not (ended := os.waitpid(child, os.WNOHANG))[0]:
                 if time.monotonic() > deadline:  # as an agent would
@@ -476,25 +456,53 @@ def fork_ranks(script, world, argv, kill_after: float | None, draw: random.Rando
     return not any(codes)
 
 
-def ranks(count: int = 300) -> str:
-    """Kills of 1 to 4 gloo ranks from a warm process, another script or number at each restart."""
-    draw, n, runs = random.Random(4), 0, 0
+def by_forks(script, world, argv, extra, draw, last: bool) -> tuple[bool, bool]:
+    """An attempt by forked ranks: whether it was killed, and whether it ended well."""
+    argv = [*argv, "--bsz", str(4 // world), *extra]
+    argv += ["--dist-timeout", "15"] if world > 1 else []
+    wait = None if last else draw.uniform(0.1, 2.5)
+    return not last, fork_ranks(script, world, argv, wait, draw)
+
+
+def by_commands(script, world, argv, extra, draw, last: bool) -> tuple[bool, bool]:
+    """An attempt as a user starts it; the last is one of train.py that nobody disturbs."""
+    if last:
+        script, world, extra = LAYOUTS[0]
+    more = ["--nproc", str(world), "--dist-timeout", "60"] if world > 1 else []
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / script), *argv, "--bsz", str(4 // world), *more, *extra],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    how = "none" if last else draw.choice(["kill", "terminate", "rank", "none"])
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=180 if last else draw.uniform(1.0, 14.0))
+    if hit := process.poll() is None and how != "none":
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        victim = int(draw.choice(children)) if how == "rank" and children else process.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGTERM if how == "terminate" else signal.SIGKILL)
+    return hit, process.wait(timeout=180) == 0
+
+
+def changing(attempt: Callable[..., tuple[bool, bool]], tries: int, count: int, seed: int) -> str:
+    """Kills of runs that have another script or number of ranks at each attempt."""
+    draw, n, runs = random.Random(seed), 0, 0
+    # Adam would blow up the rounding errors of gradients that are zero, as of the keys' biases.
+    sgd = ["--optimizer", "sgd", "--lr", "0.1"]
     with tempfile.TemporaryDirectory() as top:
-        out, config = Path(top), make_config(Path(top))
-        config.write_text(json.dumps(SHAPE | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}))
-        sgd = ["--optimizer", "sgd", "--lr", "0.1"]
-        run_here(arguments(config, out, "reference", *sgd))
+        out = Path(top)
+        run_here(arguments(out, "reference", *sgd, config=PLAIN))
         reference = whole_state(newest([out / "reference/checkpoints"]))
         losses = dict(losses_of(out, "reference"))
         while n < count:
             name, done = f"r{runs}", False
-            for attempt in range(8):
+            argv = arguments(out, name, *sgd, config=PLAIN)
+            for number in range(tries):
                 script, world, extra = draw.choice(LAYOUTS)
-                size = ["--bsz", str(4 // world), *(["--dist-timeout", "15"] if world > 1 else [])]
-                argv = arguments(config, out, name, *sgd, *size, *extra)
-                wait = draw.uniform(0.1, 2.5) if attempt < 7 else None
-                n += wait is not None
-                if done := fork_ranks(script, world, argv, wait, draw):
+                hit, done = attempt(script, world, argv, extra, draw, number == tries - 1)
+                n += hit
+                if done:
                     break
             found = newest(places(out, name))
             assert done and verify(found).step == STEPS + 2, (name, script, world)
@@ -509,66 +517,22 @@ def ranks(count: int = 300) -> str:
     return f"{n} kills in {runs} runs of changing layouts, 0 of them wrong"
 
 
-def start_command(script: str, world: int, argv: list[str], extra: list[str]) -> subprocess.Popen:
-    """One of the scripts as a user starts it, with the global batch kept at four samples."""
-    size = ["--bsz", str(4 // world)]
-    ranks = ["--nproc", str(world), "--dist-timeout", "60"] if world > 1 else []
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / script), *argv, *size, *ranks, *extra],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+def ranks(count: int = 300) -> str:
+    """Kills of 1 to 4 gloo ranks from a warm process."""
+    return changing(by_forks, 8, count, 4)
 
 
 def commands(count: int = 50) -> str:
-    """Kills of real command lines, with another script or number of ranks at each restart."""
-    draw, n, runs, tail = random.Random(3), 0, 0, ""
-    with tempfile.TemporaryDirectory() as top:
-        out, config = Path(top), make_config(Path(top))
-        config.write_text(json.dumps(SHAPE | {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}))
-        # Adam would blow up the rounding errors of gradients that are zero, as of the keys' biases.
-        sgd = ["--optimizer", "sgd", "--lr", "0.1"]
-        run_here(arguments(config, out, "reference", *sgd))
-        reference = whole_state(newest([out / "reference/checkpoints"]))
-        while n < count:
-            name, argv = f"r{runs}", None
-            for _ in range(6):
-                script, world, extra = draw.choice(LAYOUTS)
-                argv = arguments(config, out, name, *sgd)
-                process = start_command(script, world, argv, extra)
-                how = draw.choice(["kill", "terminate", "rank", "none"])
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=draw.uniform(1.0, 14.0))
-                if process.poll() is None and how != "none":
-                    victim = process.pid
-                    if how == "rank":
-                        children = (
-                            Path(f"/proc/{victim}/task/{victim}/children").read_text().split()
-                        )
-                        victim = int(draw.choice(children)) if children else victim
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(victim, signal.SIGTERM if how == "terminate" else signal.SIGKILL)
-                    n += 1
-                tail = process.communicate(timeout=180)[0]
-                if process.returncode == 0:
-                    break
-            else:
-                tail = start_command("train.py", 1, argv, []).communicate(timeout=180)[0]
-            found = newest(places(out, name))
-            assert found and verify(found).step == STEPS + 2, tail[-2000:]
-            for key, tensor in whole_state(found).items():
-                far = (tensor.double() - reference[key].double()).abs().max()
-                assert far < 1e-4, (key, far)
-            runs += 1
-    return f"{n} kills in {runs} runs of changing layouts"
+    """Kills of real command lines."""
+    return changing(by_commands, 7, count, 3)
 
 
 def disk(count: int = 10) -> str:
     """A limit on file sizes at ten levels stands for a full disk: the run goes on, and says so."""
     told = 0
     with tempfile.TemporaryDirectory() as top:
-        out, config = Path(top), make_config(Path(top))
-        run_here(arguments(config, out, "reference"))
+        out = Path(top)
+        run_here(arguments(out, "reference"))
         largest = max(p.stat().st_size for p in out.rglob("*.safetensors"))
         for level in range(count):
             child = os.fork()
@@ -588,7 +552,7 @@ def disk(count: int = 10) -> str:
                             resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
 
                     Files.write = write
-                    run_here(arguments(config, out, f"r{level}"))
+                    run_here(arguments(out, f"r{level}"))
                     os._exit(0)
                 finally:
                     os._exit(1)
@@ -611,7 +575,7 @@ def pieces(count: int = 0) -> str:
         tempfile.TemporaryDirectory() as top,
         mock.patch.object(precision.LossScaler, "GROWTH_STEPS", 3),
     ):
-        out, config = Path(top), make_config(Path(top))
+        out = Path(top)
         write_tokens(out / "x.bin", [np.arange(5000) % 32], 32)
         cases = {
             "plain": [], "fp16": ["--amp", "fp16"], "sgd": ["--optimizer", "sgd"],
@@ -619,101 +583,28 @@ def pieces(count: int = 0) -> str:
             "accumulated": ["--grad-acc-steps", "2", "--sac-freq", "1/2"],
         }  # fmt: skip
         for name, flags in cases.items():
-            argv = arguments(config, out, name, "--save-keep", "100", *flags)
+            argv = arguments(out, name, "--save-keep", "100", *flags)
             run_here(argv)
-            again = arguments(config, out, f"{name}2", *flags)
+            again = arguments(out, f"{name}2", *flags)
             again[again.index("auto")] = str(out / name / "checkpoints/step-00000015")
             run_here(again)
             check_like(out / name, out, f"{name}2")
     return f"{len(cases)} runs in two pieces"
 
 
-def mutants(count: int = 0) -> str:
-    """The protocol with one of its parts taken out: some part of this campaign must fail."""
-
-    def no_check(directory, names=None):
-        return manifest.read_manifest(directory)
-
-    def plain_manifest(directory):  # without its checksum
-        content = json.loads((directory / "manifest.json").read_text())
-        return manifest.Manifest.model_validate(content["manifest"])
-
-    def keep_one(directory, keep, files):
-        for path in committed(directory)[:-1]:
-            files.remove(path)
-
-    def keep_none(directory, keep, files):
-        for path in committed(directory):
-            files.remove(path)
-
-    def old_first(part, final, files, real=durable.commit):
-        for path in committed(final.parent):
-            files.remove(path)
-        real(part, final, files)
-
-    def early_name(self, step, part, shares, content, real=saver.Saver._commit):
-        final = self.directory / f"step-{step:08}"
-        self.files.rename(part, final)
-        keep_one(self.directory, 2, self.files)
-        text = self._manifest(step, shares, content).text().encode()
-        self.files.write(final / "manifest.json", [text])
-
-    def unsynced_write(self, path, parts):
-        parts = [bytes(p) for p in parts]
-        self.written.append(path)
-        path.write_bytes(b"".join(parts))
-        return len(b"".join(parts)), durable.zlib.crc32(b"".join(parts))
-
-    def unsynced_names(self, directory):
-        if self._call("nothing"):
-            self._fail()
-
-    def forget_moments(model, optimizer, real=saver.state_tensors):
-        return [(n, t) for n, t in real(model, optimizer) if n.startswith("p/")]
-
-    one = (saver, "retain", keep_one)
-    cases: list[tuple[str, list, Callable[[], str]]] = [
-        ("no checksum of files", [(manifest, "verify", no_check)], lambda: damage(300)),
-        ("no checksum of the manifest", [(manifest, "read_manifest", plain_manifest)],
-         lambda: damage(3000)),
-        ("data is not synchronised, one is kept",
-         [(CrashingFiles, "write", unsynced_write), one], states),
-        ("names are not synchronised, one is kept",
-         [(CrashingFiles, "synchronize_names", unsynced_names), one], states),
-        ("the name comes before the content", [(saver.Saver, "_commit", early_name)], states),
-        ("the old go before the new is there", [(saver, "commit", old_first)], states),
-        ("none is kept", [(saver, "retain", keep_none)], states),
-        ("unfinished ones stay", [(saver, "clean", lambda directory, files: None)], states),
-        ("dropout starts anew", [(saver, "set_random_state", lambda *a: None)], pieces),
-        ("the scale of fp16 is forgotten", [(precision.LossScaler, "STATE", ())], pieces),
-        ("the optimizer's moments are forgotten", [(saver, "state_tensors", forget_moments)], pieces),
-        ("a failed save is not told", [(saver.Saver, "_tell", lambda self, text: None)], errors),
-        ("a failed save leaves its files", [(Files, "remove", lambda self, directory: None)],
-         lambda: disk(2)),
-    ]  # fmt: skip
-    caught = []
-    for name, patches, part in cases:
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(mock.patch.object(*patch))
-            try:
-                part()
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                if not isinstance(error, AssertionError | Crash):
-                    raise  # a mutant that breaks the campaign itself proves nothing
-                caught.append(name)
-                print(f"  {name}: {str(error)[:80] or 'assertion'}", flush=True)
-                continue
-        raise AssertionError(f"the mutant lives: {name}")
-    return f"{len(caught)} mutants, all caught"
-
-
 # Parts of the product, each without one thing: file, what stands there, what instead, and the tests
 # one of which must then fail.
 CHECKPOINT = "llm_train_bench/run/checkpoint"
 SOURCE_MUTANTS = [
+    ("manifest.py", 'raise ValueError(f"{name} is not what', 'print(f"{name}', "small and damage"),
+    ("manifest.py", "in newest_first[keep:]:  #", "in newest_first:  #", "campaign and states"),
+    ("saver.py", "            commit(part,", "            retain([self.directory], 0, self.files)\n"
+     "            commit(part,", "campaign and states"),
+    ("saver.py", "set_random_state(directory, run.ranks.rank, run.device)", "...", "campaign and pieces"),
+    ("../../apply/precision.py", 'STATE = ("scale", "good_steps", "skipped")', "STATE = ()",
+     "campaign and pieces"),
+    ("saver.py", "        self.run.result.notes.append(text)\n", "", "campaign and errors"),
+    ("durable.py", "        shutil.rmtree(directory)\n", "        ...\n", "campaign_in_small and disk"),
     ("durable.py", "            self.synchronize(f.fileno())\n", "", "synchronised_first"),
     ("durable.py", "        os.fsync(descriptor)\n\n    def syn", "        ...\n\n    def syn",
      "synchronised_first"),
@@ -778,7 +669,7 @@ def source_mutants(count: int = 100) -> str:
             files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
             for path in files.strip("\0").split("\0"):
                 (Path(top) / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, Path(top) / path)
+                shutil.copy(ROOT / path, Path(top) / path, follow_symlinks=False)
             path = Path(top) / CHECKPOINT / name
             assert path.read_text().count(old) == 1, (name, old)
             path.write_text(path.read_text().replace(old, new))
@@ -790,48 +681,20 @@ def source_mutants(count: int = 100) -> str:
     return f"{len(SOURCE_MUTANTS[:count])} mutants of the source, all caught"
 
 
-def chains(count: int = 100) -> str:
-    """tests/chains.py: killed more than once, under every launcher."""
-    from tests.chains import chains
-
-    return chains(count)
-
-
-def requests(count: int = 0) -> str:
-    """tests/chains.py: signals that ask for a save, and a second run of the same name."""
-    from tests.chains import requests
-
-    return requests()
-
-
-PARTS = {
-    f.__name__: f
-    for f in (
-        states,
-        errors,
-        damage,
-        pieces,
-        calls,
-        kills,
-        ranks,
-        commands,
-        chains,
-        requests,
-        disk,
-        mutants,
-        source_mutants,
-    )
-}
-
-
 def main() -> None:
     """Run the parts that PART names, COUNT times each where it has a number."""
-    names = os.environ.get("PART") or " ".join(PARTS)
-    for name in names.split():
+    from tests import chains
+
+    parts = PARTS | {"chains": chains.chains, "requests": chains.requests}
+    count = os.environ.get("COUNT")
+    for name in (os.environ.get("PART") or " ".join(parts)).split():
         start = time.monotonic()
-        count = os.environ.get("COUNT")
-        told = PARTS[name](int(count)) if count else PARTS[name]()
+        told = parts[name](*([int(count)] if count else []))
         print(f"{name}: {told}; {time.monotonic() - start:.0f} s", flush=True)
+
+
+PARTS = {f.__name__: f for f in (states, errors, damage, pieces, calls, kills, ranks, commands, disk,
+                                 source_mutants)}  # fmt: skip
 
 
 if __name__ == "__main__":

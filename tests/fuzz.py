@@ -431,7 +431,6 @@ bsz: 2
 lr: 1e-3
 amp: off
 seq-len: 64
-hparams: [bsz, lr]
 sac_freq: 1/2
 pt_compile: true
 """

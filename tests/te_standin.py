@@ -32,11 +32,22 @@ def quantized_model_init(enabled, recipe):
 class Module(nn.Module):
     """Parameters on the meta device, until `reset_parameters` puts others in their place."""
 
-    def __init__(self, device, params_dtype):
+    def __init__(self, size, device, params_dtype, normalization=None, eps=None):
         super().__init__()
         assert device == "meta" and params_dtype == torch.float32
-        self.quantized = quantizing
-        self.kept, self.n_reused = {}, 0
+        self.quantized, self.kept, self.n_reused = quantizing, {}, 0
+        self.size, self.normalization, self.eps = size, normalization, eps
+        if normalization:
+            self.add("layer_norm_weight", size)
+        if normalization == "LayerNorm":
+            self.add("layer_norm_bias", size)
+
+    def norm(self, x):
+        if self.normalization is None:
+            return x
+        if self.normalization == "RMSNorm":
+            return F.rms_norm(x, (self.size,), self.layer_norm_weight, self.eps)
+        return F.layer_norm(x, (self.size,), self.layer_norm_weight, self.layer_norm_bias, self.eps)
 
     def cast(self, name, first):
         """A weight as it was at a step's first micro batch, when it would be cast to FP8."""
@@ -55,45 +66,14 @@ class Module(nn.Module):
         assert self.quantized
         for name, parameter in list(self.named_parameters(recurse=False)):
             rows = torch.full_like(parameter.to_local(), float("nan"), device="cpu")
-            setattr(
-                self,
-                name,
-                nn.Parameter(
-                    DTensor.from_local(
-                        rows, parameter.device_mesh, parameter.placements,
-                        shape=parameter.size(), stride=parameter.stride(),
-                    )
-                ),
+            part = DTensor.from_local(
+                rows, parameter.device_mesh, parameter.placements,
+                shape=parameter.size(), stride=parameter.stride(),
             )  # fmt: skip
+            setattr(self, name, nn.Parameter(part))
 
 
 class Linear(Module):
-    def __init__(self, inputs, outputs, bias, **common):
-        super().__init__(**common)
-        self.add("weight", outputs, inputs)
-        if bias:
-            self.add("bias", outputs)
-
-    def forward(self, x, is_first_microbatch=None):
-        weight = self.cast("weight", is_first_microbatch)
-        return F.linear(x, weight, getattr(self, "bias", None))
-
-
-class Normed(Module):
-    def __init__(self, size, normalization, eps, **common):
-        super().__init__(**common)
-        self.size, self.rms, self.eps = size, normalization == "RMSNorm", eps
-        self.add("layer_norm_weight", size)
-        if not self.rms:
-            self.add("layer_norm_bias", size)
-
-    def norm(self, x):
-        if self.rms:
-            return F.rms_norm(x, (self.size,), self.layer_norm_weight, self.eps)
-        return F.layer_norm(x, (self.size,), self.layer_norm_weight, self.layer_norm_bias, self.eps)
-
-
-class LayerNormLinear(Normed):
     def __init__(self, inputs, outputs, bias, **rest):
         super().__init__(inputs, **rest)
         self.add("weight", outputs, inputs)
@@ -105,7 +85,10 @@ class LayerNormLinear(Normed):
         return F.linear(self.norm(x), weight, getattr(self, "bias", None))
 
 
-class LayerNormMLP(Normed):
+LayerNormLinear = Linear
+
+
+class LayerNormMLP(Module):
     def __init__(self, size, inner, bias, activation, **rest):
         super().__init__(size, **rest)
         self.activation = activation

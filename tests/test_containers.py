@@ -720,7 +720,7 @@ def test_the_image_is_in_the_result(tmp_path):
 def test_an_image_without_history_knows_its_revision(tmp_path, monkeypatch):
     monkeypatch.setattr("llm_train_bench.run.provenance.ROOT", tmp_path)
     monkeypatch.setenv("BENCH_GIT_SHA", "1234abcd")
-    assert source_revision() == {"git_sha": "1234abcd", "git_dirty": None}
+    assert source_revision.__wrapped__() == {"git_sha": "1234abcd", "git_dirty": None}
 
 
 def test_scripts_are_executable():

@@ -40,7 +40,7 @@ def counting_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("vocab", "width"), [(256, "uint16"), (65536, "uint16"), (65537, "uint32")]
+    ("vocab", "width"), [(256, "uint16"), (2**16, "uint16"), (65537, "uint32")]
 )
 def test_write_and_open(tmp_path, vocab, width):
     path = tmp_path / "x.bin"
@@ -225,14 +225,11 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, capsys):
 
 def prepared(out) -> list[list[bytes]]:
     """The documents of train.bin and of val.bin, in bytes."""
-    return [
-        bytes(open_tokens(out / f"{name}.bin").tolist()).split(b"\0") for name in ("train", "val")
-    ]
+    files = (open_tokens(out / f"{name}.bin") for name in ("train", "val"))
+    return [bytes(tokens.tolist()).split(b"\0") for tokens in files]
 
 
-@pytest.mark.parametrize(
-    "sizes", [[1] * 60, [60], [1, 1, 1, 500, 1]], ids=["many", "one", "unlike"]
-)
+@pytest.mark.parametrize("sizes", [[1] * 60, [60], [1, 1, 1, 500, 1]], ids=["many", "one", "odd"])
 def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
     """Every byte is in one of the two files: val.bin has whole documents or the end of the text."""
     (tmp_path / "in").mkdir()

@@ -1,9 +1,8 @@
 """train_ddp.py and train_fsdp.py on gloo: the losses of train.py, the promised traffic and memory."""
 
 import dataclasses
+import functools
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -22,63 +21,42 @@ from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.plan import resolve_recompute, resolve_shards
+from tests.dist_worker import start_ranks
 from tests.helpers import FAMILIES, ROOT, plan_of, run_train, without_inductor
 
-STEPS, WARMUP = 6, 3
-BASE = [
-    "tests/configs/llama-small.json",  # llama-tiny at half the width: gloo moves a quarter
-    "--seq-len",
-    "32",
-    "--device",
-    "cpu",
-    "--amp",
-    "off",  # many CPUs have no fast bf16
-    "--n-steps",
-    str(STEPS - WARMUP),
-    "--warmup-steps",
-    str(WARMUP),
-    "--lr",
-    "2e-3",
-    "--lr-warmup-steps",
-    "4",
-    "--grad-clip",
-    "0.5",
-    "--no-tensorboard",
-    "--peak-tflops",
-    "1",
-    "--usd-per-hour",
-    "3.6",
-    "--no-observe",  # its step would be counted
+STEPS, WARMUP = 4, 2
+BASE = [  # llama-tiny at half the width: gloo moves a quarter; many CPUs have no fast bf16; and
+    "tests/configs/llama-small.json",  # the step that --no-observe leaves out would be counted
+    *f"--seq-len 32 --device cpu --amp off --n-steps {STEPS - WARMUP} --warmup-steps {WARMUP} --lr 2e-3"
+    " --lr-warmup-steps 4 --grad-clip 0.5 --no-tensorboard --peak-tflops 1 --usd-per-hour 3.6"
+    " --no-observe".split(),
 ]
-RANKS = ["--dist-timeout", "300"]  # fmt: skip
 SGD = ["--optimizer", "sgd", "--lr", "0.02"]
 FP8 = ["--amp", "bf16", "--use-fp8", "--fp8-emulate"]
 DROPOUT = FAMILIES["gpt2"] | dict(n_layer=2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 DDP, FSDP = "train_ddp.py", "train_fsdp.py"
 # name: (ranks, script, flags); 16 samples a step in all of them.
 CASES = {
-    "ddp2": (2, DDP, ["--bsz", "8"]),
+    "ddp2": (2, DDP, []),
     "ddp2-accumulate4": (2, DDP, ["--bsz", "2", "--grad-acc-steps", "4"]),
-    "ddp2-small-buckets": (2, DDP, ["--bsz", "8", "--bucket-cap-mb", "0.5"]),
-    "ddp2-bf16-gradients": (2, DDP, ["--bsz", "8", "--grad-compression", "bf16"]),
+    "ddp2-small-buckets": (2, DDP, ["--bucket-cap-mb", "0.5"]),
+    "ddp2-bf16-gradients": (2, DDP, ["--reduce-dtype", "bf16"]),
     "ddp2-flat": (2, DDP, ["--bsz", "4", "--grad-acc-steps", "2", "--ddp-mode", "flat"]),
-    "ddp2-parameter": (2, DDP, ["--bsz", "8", "--ddp-mode", "parameter"]),
-    "ddp2-parameter-after": (2, DDP, ["--bsz", "8", "--ddp-mode", "parameter", "--no-ddp-overlap"]),
-    "ddp2-buckets-after": (2, DDP, ["--bsz", "8", "--no-ddp-overlap", "--bucket-cap-mb", "0.5"]),
-    "ddp2-zero1-sgd": (2, DDP, [*SGD, "--bsz", "8", "--zero1", "--ddp-mode", "parameter"]),
-    "ddp2-compile": (2, DDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
-    "fsdp2": (2, FSDP, ["--bsz", "8"]),
+    "ddp2-parameter": (2, DDP, ["--ddp-mode", "parameter"]),
+    "ddp2-parameter-after": (2, DDP, ["--ddp-mode", "parameter-after"]),
+    "ddp2-buckets-after": (2, DDP, ["--ddp-mode", "bucketed-after", "--bucket-cap-mb", "0.5"]),
+    "ddp2-zero1-sgd": (2, DDP, [*SGD, "--zero1", "--ddp-mode", "parameter"]),
+    "fsdp2": (2, FSDP, []),
     "fsdp2-accumulate4": (2, FSDP, ["--global-bsz", "16", "--bsz", "2"]),
-    "fsdp2-keep": (2, FSDP, ["--bsz", "8", "--reshard-after-forward", "never", "--prefetch", "0"]),
-    "fsdp2-sac1/2": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/2", "--prefetch", "2"]),
-    "fsdp2-sac-op": (2, FSDP, ["--bsz", "8", "--sac-freq", "1/1", "--sac-policy", "op"]),
-    "fsdp2-compile": (2, FSDP, ["--bsz", "8", "--pt-compile", "--sac-freq", "1/2"]),
-    "fsdp2-bf16": (2, FSDP, ["--bsz", "8", "--amp", "bf16", "--reduce-dtype", "bf16"]),
-    "fsdp2-sgd": (2, FSDP, [*SGD, "--bsz", "8"]),
-    "fsdp2-fp8": (2, FSDP, [*FP8, "--bsz", "8"]),
-    "fsdp2-fp8-all-gather": (2, FSDP, [*FP8, "--bsz", "8", "--fp8-all-gather"]),
-    "fsdp4": (4, FSDP, ["--bsz", "4"]),
-    "hsdp2x2": (4, FSDP, ["--bsz", "4", "--dp-replicate", "2"]),
+    "fsdp2-keep": (2, FSDP, ["--reshard-after-forward", "never", "--prefetch", "0"]),
+    "fsdp2-sac1/2": (2, FSDP, ["--sac-freq", "1/2", "--prefetch", "2"]),
+    "fsdp2-sac-op": (2, FSDP, ["--sac-freq", "1/1", "--sac-policy", "op"]),
+    "fsdp2-bf16": (2, FSDP, ["--amp", "bf16", "--reduce-dtype", "bf16"]),
+    "fsdp2-sgd": (2, FSDP, [*SGD]),
+    "fsdp2-fp8": (2, FSDP, [*FP8]),
+    "fsdp2-fp8-all-gather": (2, FSDP, [*FP8, "--fp8-all-gather"]),
+    "fsdp4": (4, FSDP, []),
+    "hsdp2x2": (4, FSDP, ["--dp-replicate", "2"]),
 }
 TOLERANCE = {"ddp2-bf16-gradients": 2e-2, "fsdp2-bf16": 2e-2, "fsdp2-fp8": 5e-2,
              "fsdp2-fp8-all-gather": 5e-2}  # fmt: skip
@@ -97,53 +75,44 @@ def other_weights(out) -> str:
     return str(out / "weights")
 
 
+def more_cases(out) -> dict:
+    """What is no training from the start, by name: ranks, script, flags."""
+    few = "--n-steps 3 --warmup-steps 1 --pass-type forward"
+    begin = f"--n-steps 1 --warmup-steps 1 --init-from {other_weights(out)}"
+    saves = "--save-every 2 --save-keep 9"
+    going_on = f"{saves} --resume {out}/save-fsdp2/checkpoints/step-00000002"
+    (out / "dropout.json").write_text(json.dumps(DROPOUT))
+    return {
+        "export": (2, FSDP, f"--n-steps 2 --warmup-steps 1 --export --val-data {out}/val.bin --amp bf16"),
+        "forward-ddp": (2, DDP, few),
+        "forward-fsdp": (2, FSDP, few),
+        "forward-never": (2, FSDP, f"{few} --reshard-after-forward never"),
+        "weights-ddp": (2, DDP, begin),
+        "weights-fsdp": (2, FSDP, begin),
+        "save-fsdp2": (2, FSDP, saves),
+        "resume-ddp2": (2, DDP, going_on),
+        "save-zero1": (2, DDP, f"{going_on} --zero1"),
+        "resume-hsdp2x2": (4, FSDP, f"{going_on} --dp-replicate 2"),
+        "dropout": (4, "train_pp.py", "--n-steps 1 --warmup-steps 1 --pp 2 --tp 2 --bsz 2 "
+                    "--grad-acc-steps 4 --sac-freq 1/2 --amp bf16"),
+    }  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All cases of one world size in one torchrun start; returns the directory of their results."""
+    """All cases of one world size by one fork of ranks; returns the directory of their results."""
     out = tmp_path_factory.mktemp("dist")
     write_tokens(out / "val.bin", [np.random.default_rng(0).integers(0, 256, 1024)], 256)
+    all_cases = {**CASES, **{n: (w, s, f.split()) for n, (w, s, f) in more_cases(out).items()}}
     for world in (2, 4):
-        cases = [
-            # test_combinations.py and test_train.py show that Inductor's code keeps the losses.
-            (safe(name), script, BASE + RANKS + flags, "compile" in name)
-            for name, (ranks, script, flags) in CASES.items()
-            if ranks == world
-        ]
-        if world == 2:
-            flags = ["--bsz", "8", "--n-steps", "2", "--warmup-steps", "1", "--export",
-                     "--val-data", str(out / "val.bin"), "--amp", "bf16"]  # fmt: skip
-            cases.append(("export", FSDP, BASE + RANKS + flags, False))
-            few = [*BASE, *RANKS, "--bsz", "8", "--n-steps", "3", "--warmup-steps", "1",
-                   "--pass-type", "forward"]  # fmt: skip
-            cases.append(("forward-ddp", DDP, few, False))
-            cases.append(("forward-fsdp", FSDP, few, False))
-            weights = [*BASE, *RANKS, "--bsz", "8", "--n-steps", "1", "--warmup-steps", "1",
-                       "--init-from", other_weights(out)]  # fmt: skip
-            cases.append(("weights-ddp", DDP, weights, False))
-            cases.append(("weights-fsdp", FSDP, weights, False))
-            saves = [*BASE, *RANKS, "--bsz", "8", "--save-every", "4", "--save-keep", "9"]
-            cases.append(("save-fsdp2", FSDP, saves, False))
-            going_on = ["--resume", str(out / "save-fsdp2/checkpoints/step-00000004")]
-            cases.append(("resume-ddp2", DDP, [*saves, *going_on], False))
-            cases.append(("save-zero1", DDP, [*saves, "--zero1", *going_on], False))
-            never = [*few, "--reshard-after-forward", "never"]
-            cases.append(("forward-never", FSDP, never, False))
-        else:
-            going_on = [*BASE, *RANKS, "--bsz", "4", "--dp-replicate", "2", "--save-every", "4",
-                        "--resume", str(out / "save-fsdp2/checkpoints/step-00000004")]  # fmt: skip
-            cases.append(("resume-hsdp2x2", FSDP, going_on, False))
-            (out / "dropout.json").write_text(json.dumps(DROPOUT))
-            few = [str(out / "dropout.json"), *BASE[1:], *RANKS, "--n-steps", "1",
-                   "--warmup-steps", "1", "--pp", "2", "--tp", "2", "--bsz", "2",
-                   "--grad-acc-steps", "4", "--sac-freq", "1/2", "--amp", "bf16"]  # fmt: skip
-            cases.append(("dropout", "train_pp.py", few, False))
-        path = out / f"cases{world}.json"
-        path.write_text(json.dumps(cases))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
-                   "127.0.0.1", "--nproc-per-node", str(world), "tests/dist_worker.py",
-                   str(path), "--checks"]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[-9000:]
+        cases = []
+        for name, (ranks, script, flags) in all_cases.items():
+            model = out / "dropout.json" if name == "dropout" else BASE[0]
+            argv = [model, *BASE[1:], "--bsz", 16 // world, *flags]
+            cases += [(safe(name), script, argv, False)] * (ranks == world)
+        started = start_ranks(world, cases, out, checks=True)
+        while not started.join():
+            pass
     return out
 
 
@@ -165,21 +134,16 @@ def run_single(out, *flags):
     "name", ["save-fsdp2", "resume-ddp2", "save-zero1", "resume-hsdp2x2", "resume-single"]
 )
 def test_another_layout_goes_on_with_the_same_training(name, runs, single, tmp_path):
-    """Saved by FSDP on 2; resumed at step 4 by DDP, by HSDP on 2 x 2 and by one device."""
+    """Saved by FSDP on 2; resumed at step 2 by DDP, by HSDP on 2 x 2 and by one device."""
     if name == "resume-single":
-        where = runs / "save-fsdp2/checkpoints/step-00000004"
+        where = runs / "save-fsdp2/checkpoints/step-00000002"
         steps = run_single(tmp_path, "--resume", where)
     else:
         steps = steps_of(runs / name)
-    first = 0 if name == "save-fsdp2" else 4
+    first = 0 if name == "save-fsdp2" else 2
     assert [step["step"] for step in steps] == list(range(first, STEPS))
     expected = [step["loss"] for step in single[first:]]
     assert [step["loss"] for step in steps] == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_checkpoint_is_loaded_bitwise_under_any_layout(world, runs):
-    assert json.loads((runs / f"loaded{world}.json").read_text()) == []
 
 
 @pytest.mark.parametrize("name", ["weights-ddp", "weights-fsdp"])
@@ -194,13 +158,13 @@ def test_every_script_starts_from_given_weights(name, runs, tmp_path):
 
 @pytest.mark.parametrize("name", ["ddp2", "fsdp2", "fsdp4"])
 def test_dropout_draws_other_numbers_on_every_rank(name, runs):
-    draws = json.loads((runs / name / "draws.json").read_text())
+    draws = facts_of(runs / name)["draws"]
     assert len(set(draws)) == len(draws) == int(name[-1])
 
 
 def test_dropout_draws_anew_for_every_stage_and_micro_batch(runs):
     """No two draws are the same, apart from those of the block that recomputes."""
-    ranks = [Counter(r) for r in json.loads((runs / "dropout/dropout.json").read_text())]
+    ranks = [Counter(r) for r in facts_of(runs / "dropout")["dropout"]]
     assert len(set().union(*ranks)) == sum(map(len, ranks))
     # Two steps of four micro batches. The first stage has the embedding's dropout and a block's two,
     # the last stage a block's two, which --sac-freq 1/2 draws again.
@@ -210,20 +174,23 @@ def test_dropout_draws_anew_for_every_stage_and_micro_batch(runs):
 
 def test_buckets_and_prefetch_are_those_asked_for(runs):
     """Before the first attention the root, the first block and prefetched ones are gathered."""
-    calls = {n: json.loads((runs / safe(n) / "calls.json").read_text()) for n in
+    calls = {n: facts_of(runs / safe(n))["calls"] for n in
              ("ddp2", "ddp2-small-buckets", "fsdp2-keep", "fsdp2", "fsdp2-sac1/2")}  # fmt: skip
     ahead = [c.get("gathers before attention") for c in calls.values()]
     assert ahead == [0, 0, 2, 3, 4]
     whole, parts = (calls[n]["all_reduce"] for n in ("ddp2", "ddp2-small-buckets"))
-    assert whole == STEPS and parts > 3 * STEPS
+    assert whole == STEPS and parts >= 3 * STEPS
 
 
 def steps_of(directory):
     return [json.loads(line) for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
-def result_of(directory):
-    return json.loads((directory / "result.json").read_text())
+def result_of(directory, name="result.json"):
+    return json.loads((directory / name).read_text())
+
+
+facts_of = functools.partial(result_of, name="facts.json")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -245,14 +212,17 @@ def test_losses_are_those_of_one_device(name, runs, single, tmp_path, record_pro
     assert all(a == pytest.approx(b, rel=max(1e-4, limit * 8)) for a, b in norms)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if "compile" not in n])
+FORWARD = ["forward-ddp", "forward-fsdp", "forward-never"]
+
+
+@pytest.mark.parametrize("name", [*CASES, *FORWARD])
 def test_traffic_is_what_the_collectives_were_handed(name, runs):
-    directory = runs / safe(name)
-    moved = json.loads((directory / "traffic.json").read_text())
-    metrics = result_of(directory)["metrics"]
+    steps = 4 if name in FORWARD else STEPS
+    moved, metrics = facts_of(runs / safe(name))["traffic"], result_of(runs / safe(name))["metrics"]
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / STEPS, kind
-    assert sum(moved.values()) > STEPS * 800_000
+        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / steps, kind
+    assert any(moved.values()) == (name != "forward-ddp")
+    assert name in FORWARD or sum(moved.values()) > STEPS * 800_000
 
 
 def test_fp8_all_gather_moves_half_the_weights_bytes_and_learns_the_same(runs):
@@ -267,12 +237,8 @@ def test_fp8_all_gather_moves_half_the_weights_bytes_and_learns_the_same(runs):
 
 def test_sac_on_one_device_is_bitwise_the_same(single, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for name, *flags in (
-        ("11", "1/1"),
-        ("12", "1/2"),
-        ("14", "1/4"),
-        ("op", "1/1", "--sac-policy", "op"),
-    ):
+    op = ["1/1", "--sac-policy", "op"]
+    for name, flags in {"11": ["1/1"], "12": ["1/2"], "14": ["1/4"], "op": op}.items():
         argv = [*BASE, "--bsz", 16, "--sac-freq", *flags, "--output-dir", tmp_path]
         assert run_train(*argv, "--run-name", name) == 0
         assert [s["loss"] for s in steps_of(tmp_path / name)] == [s["loss"] for s in single]
@@ -299,7 +265,8 @@ def test_per_rank_times_and_memory(runs):
     assert m["tokens_per_sec_per_gpu"] == pytest.approx(m["tokens_per_sec"] / 4)
     assert m["mfu"] == pytest.approx(m["tokens_per_sec"] / 4 * m["flops_per_token_palm"] / 1e12)
     assert m["model_tflops_per_gpu"] == pytest.approx(m["mfu"])  # of one TFLOP/s
-    # 3.6 dollars an hour for each of four.
+    # The window is that of the slowest rank; 3.6 dollars an hour for each of four.
+    assert m["window_s"] == pytest.approx(slowest * (STEPS - WARMUP))
     assert m["usd_per_million_tokens"] == pytest.approx(4e-3 / m["tokens_per_sec"] * 1e6)
 
 
@@ -311,19 +278,10 @@ def test_energy_of_a_machine_is_counted_once_by_its_ranks(name, runs):
     assert m["average_power_w"] == pytest.approx(100, rel=0.3)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_sharding_divides_parameters_and_optimizer_state(world, runs):
-    """3 fp32 values a parameter (itself and AdamW's two), split evenly up to a row of padding."""
-    held = json.loads((runs / f"held{world}.json").read_text())
-    total = 3 * 4 * 3_033_344
-    assert len(held) == world and sum(held) == total
-    assert max(held) == pytest.approx(total / world, rel=0.01)
-
-
 @pytest.mark.parametrize(("name", "shards"), [("fsdp2", 2), ("fsdp4", 4), ("hsdp2x2", 2)])
 def test_the_model_exists_whole_nowhere(name, shards, runs):
     """While it is made, a rank holds its shard and no more than two parameters (an MLP's are largest)."""
-    most = json.loads((runs / name / "built.json").read_text())
+    most = facts_of(runs / name)["built"]
     shard, largest = 4 * 803_968 / shards, 4 * 2 * 352 * 128
     assert shard <= most < shard + 2.1 * largest
 
@@ -332,7 +290,7 @@ def test_ways_to_reduce_call_as_often_as_they_say(runs):
     """Besides the loss of a step: one for each parameter, one in all, one a bucket."""
 
     def calls(name):
-        return json.loads((runs / name / "calls.json").read_text())["all_reduce"]
+        return facts_of(runs / name)["calls"]["all_reduce"]
 
     parameters = 4 * 6 + 3  # of llama-tiny: blocks, embedding, norm, head
     for name in ("ddp2-parameter", "ddp2-parameter-after", "ddp2-zero1-sgd"):
@@ -340,39 +298,22 @@ def test_ways_to_reduce_call_as_often_as_they_say(runs):
     assert calls("ddp2-flat") == STEPS < calls("ddp2-buckets-after") < STEPS * parameters
 
 
-@pytest.mark.parametrize("name", ["forward-ddp", "forward-fsdp", "forward-never"])
-def test_traffic_of_forward_passes(name, runs):
-    moved = json.loads((runs / name / "traffic.json").read_text())
-    metrics = result_of(runs / name)["metrics"]
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
-        assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / 4, kind
-    assert any(moved.values()) == ("ddp" not in name)
-
-
-def test_the_window_is_that_of_the_slowest_rank(runs):
-    for name in ("ddp2", "fsdp4"):
-        r = result_of(runs / name)
-        slowest = max(rank["step_time_mean_s"] for rank in r["ranks"])
-        assert r["metrics"]["window_s"] == pytest.approx(slowest * (STEPS - WARMUP))
-
-
-def test_embedding_gradients_are_summed_in_full_precision(runs):
-    assert json.loads((runs / "embedding2.json").read_text()) < 0.02
-
-
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_rank_skips_an_fp16_step_that_overflows_on_one(world, runs):
-    assert json.loads((runs / f"skipped{world}.json").read_text()) == [True] * world
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_groups_of_hsdp_wait_no_longer_than_they_are_told(world, runs):
-    assert json.loads((runs / f"timeouts{world}.json").read_text()) == [7.0] * (2 + 6)
-
-
-def test_rotary_tables_stay_in_fp32(runs):
-    bf16, fp32 = "torch.bfloat16", "torch.float32"
-    assert json.loads((runs / "dtypes2.json").read_text()) == [bf16, fp32, fp32]
+def test_shards_are_what_they_should_be(world, runs):
+    """tests/dist_worker.py: check_shards. 3 fp32 values a parameter (itself and AdamW's two), split
+    evenly up to a row of padding; FP8 weights are replaced as tests/te_standin.py's."""
+    checks = json.loads((runs / f"checks{world}.json").read_text())
+    assert checks["differing"] == [[]] * world  # a checkpoint is loaded bitwise under any layout
+    total, held = 3 * 4 * 3_033_344, checks["held"]
+    assert sum(held) == total and max(held) == pytest.approx(total / world, rel=0.01)
+    assert checks["skipped"] == [True] * world  # an fp16 step that overflows on one of them
+    assert checks["timeouts"] == [7.0] * (2 + 6)
+    for losses in checks["converted"].values():
+        assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)
+        assert losses["plain"][-1] < losses["plain"][0]
+    if world == 2:  # gradients are summed in full precision, and rotary tables stay in it
+        assert checks["embedding"] < 0.02
+        assert checks["dtypes"] == ["torch.bfloat16", "torch.float32", "torch.float32"]
 
 
 def test_weights_are_exported_in_full_after_a_validation_in_bf16(runs):
@@ -385,23 +326,14 @@ def test_weights_are_exported_in_full_after_a_validation_in_bf16(runs):
         assert not torch.equal(tensors[name], tensors[name].bfloat16().float())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
-def test_parameters_that_are_replaced_after_sharding_train_as_plain_ones(name, world, runs):
-    """FP8 weights are replaced like that; tests/te_standin.py stands in for Transformer Engine."""
-    losses = json.loads((runs / f"converted{world}-{name}.json").read_text())
-    assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)
-    assert losses["plain"][-1] < losses["plain"][0]
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_memory_falls_as_more_blocks_recompute(compiled, record_property):
     """Bytes that autograd holds between forward and backward, parameters apart."""
     shape = load_config(ROOT / "configs/llama-tiny.json")
     ids = torch.zeros(2, 64, dtype=torch.int64)
     held = {}
-    for freq, policy in ((None, "block"), ("1/4", "block"), ("1/2", "block"), ("1/1", "block"),
-                         ("1/1", "op")):  # fmt: skip
+    for freq, policy in ((None, "block"), ("1/1", "block"), ("1/1", "op"), ("1/4", "block"),
+                         ("1/2", "block"))[: 3 if compiled else 5]:  # fmt: skip
         model = Transformer(shape, 64)
         materialize(model, torch.device("cpu"), seed=0)
         apply_recompute(model, resolve_recompute(freq, policy, shape))
@@ -426,11 +358,12 @@ def test_memory_falls_as_more_blocks_recompute(compiled, record_property):
     record_property("figure", f"activation bytes by --sac-freq, compiled {compiled}: {shown}")
     everything = held[None] - held["1/1"]
     assert held["1/1"] < 0.3 * held[None]
+    if compiled:  # in eager mode autograd does not see what the policy keeps
+        assert 2 * held["1/1"] < held["op"] < 0.8 * held[None]
+        return
     # Each of the four blocks saves the same amount.
     assert held[None] - held["1/4"] == pytest.approx(everything / 4, rel=0.1)
     assert held[None] - held["1/2"] == pytest.approx(everything / 2, rel=0.1)
-    if compiled:  # in eager mode autograd does not see what the policy keeps
-        assert 2 * held["1/1"] < held["op"] < 0.8 * held[None]
 
 
 def test_chosen_blocks_are_spread_evenly():
@@ -451,7 +384,7 @@ def test_chosen_blocks_are_spread_evenly():
 
 def test_ddp_traffic_by_hand():
     shapes, path = {"a": (3, 4), "b": (5,)}, ROOT / BASE[0]
-    for flags, moved in (([], 68), (["--grad-compression", "bf16"], 34)):
+    for flags, moved in (([], 68), (["--reduce-dtype", "bf16"], 34)):
         both, one = (plan_of([path, *flags], "train_ddp.py", world).work for world in (2, 1))
         assert ddp_bytes(shapes, both) == {"all_reduce": moved}
         assert ddp_bytes(shapes, one) == {}

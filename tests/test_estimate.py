@@ -420,9 +420,9 @@ def test_scaling_loses_a_little_and_hsdp_wins_it_back_at_thousands():
     assert 1 / hsdp.step_s > 1.05 * rate[3]
 
 
-@pytest.mark.parametrize("flag", ["--fp8-all-gather", "--fp8-primary-weights"])
-def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
-    recipe = "tensorwise" if flag == "--fp8-all-gather" else "current"
+@pytest.mark.parametrize("recipe", ["tensorwise", "current"])
+def test_weights_gathered_in_fp8_are_half_the_bytes(recipe):
+    flag = "--fp8-all-gather"
     fp8 = "--bsz 1 --use-fp8 --fp8-recipe"
     plain, low = (speed("llama-3.1-8b", 4096, f"{fp8} {recipe} {x}", 64) for x in ("", flag))
     # Each parameter of a block has 2 + 2 bytes gathered and 4 reduced; FP8 saves two of these.
@@ -430,7 +430,7 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
     assert 0.18 < saved < 0.25
     before, after = (memory(f"{fp8} {recipe} {more}") for more in ("", flag))
     assert after.gathered < before.gathered
-    if flag == "--fp8-primary-weights":
+    if recipe == "current":
         change = after.parameters + after.optimizer - before.parameters - before.optimizer
         blocks = 32 * 218_103_808  # parameters of a block's matrices
         assert change * 8 == pytest.approx((4 - 3) * blocks, rel=1e-6)
@@ -440,9 +440,7 @@ def test_weights_gathered_in_fp8_are_half_the_bytes(flag):
 
 @pytest.mark.parametrize(("reshard", "width"), [("always", 33 / 32), ("never", 66 / 32)])
 def test_mxfp8_gathers_its_scales_and_both_orientations_where_once_must_do(reshard, width):
-    text = (
-        "llama-tiny.json --use-fp8 --fp8-recipe mxfp8 --fp8-primary-weights --reshard-after-forward"
-    )
+    text = "llama-tiny.json --use-fp8 --fp8-recipe mxfp8 --fp8-all-gather --reshard-after-forward"
     shapes = {"blocks.0.mlp.gate_up.weight": (1376, 256), "blocks.0.attn_norm.weight": (256,)}
     # 688 rows of the MLP do not divide by 32 x 4; here that does not matter.
     config = load_config("configs/llama-tiny.json")

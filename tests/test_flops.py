@@ -1,6 +1,7 @@
 """FLOPs by formula against torch's own counter, and by counting attended pairs."""
 
 import dataclasses
+import functools
 import os
 
 import pytest
@@ -16,7 +17,7 @@ from llm_train_bench.formulas.flops import (
     recomputed_flops_per_token,
 )
 from llm_train_bench.formulas.parameters import linear_parameters
-from llm_train_bench.formulas.work import Fp8Work
+from llm_train_bench.formulas.work import Fp8Work, Recompute
 from llm_train_bench.model import layers
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.experts import Stacked
@@ -42,16 +43,22 @@ def what_torch_counts(monkeypatch):
     )
 
 
-def counted(shape, seq_len: int, train: bool) -> float:
+def counted(shape, seq_len: int, train=True, recompute=None, convert=lambda model: None) -> float:
     """FLOPs per token as torch counts them, on the meta device, where attention is plain matmuls."""
     with torch.device("meta"):
         model = Transformer(shape, seq_len)
         ids = torch.zeros(2, seq_len, dtype=torch.int64)
+    convert(model)
+    apply_recompute(model, recompute or Recompute())
     with FlopCounterMode(display=False) as counter:
         loss = model(ids, ids)
         if train:
             loss.backward()
     return counter.get_total_flops() / ids.numel()
+
+
+def work_of(shape, seq_len, *flags):
+    return plan_of(["x.json", "--seq-len", seq_len, *flags], config=shape).work
 
 
 # Of those with a proxy the proxy: FLOPs are a sum over layers, and torch takes long for 100 of them.
@@ -64,7 +71,7 @@ def test_shipped_config_agrees_with_torch(path):
     shape = load_config(path)
     seq_len = min(512, shape.max_position_embeddings, *(w for w in shape.windows if w))
     ours = flops_per_token(shape, seq_len, causal=False)
-    assert ours == pytest.approx(counted(shape, seq_len, train=True), rel=1e-9)
+    assert ours == pytest.approx(counted(shape, seq_len), rel=1e-9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,56 +98,38 @@ def test_attended_keys_against_the_mask_itself(T, window):
 def test_recomputed_flops_are_what_checkpointing_repeats(freq, dropout):
     """Counted with and without; the op policy repeats no matmul. A dropout at the end of a block needs
     its mask again, so that the last matmul is repeated as well."""
-    seq_len = 16
     shape = config("gpt2", resid_pdrop=dropout) if dropout else config("llama")
-
-    def work(*flags):
-        return plan_of(["x.json", "--seq-len", seq_len, *flags], config=shape).work
-
-    def total(work):
-        with torch.device("meta"):
-            model = Transformer(shape, seq_len)
-            ids = torch.zeros(2, seq_len, dtype=torch.int64)
-        apply_recompute(model, work.recompute)
-        with FlopCounterMode(display=False) as counter:
-            model(ids, ids).backward()
-        return counter.get_total_flops() / ids.numel()
-
-    plain, block = total(work()), work("--sac-freq", freq)
-    assert total(block) - plain == pytest.approx(recomputed_flops_per_token(block))
-    assert total(work("--sac-freq", freq, "--sac-policy", "op")) == plain
+    plain, block = counted(shape, 16), work_of(shape, 16, "--sac-freq", freq)
+    again = counted(shape, 16, recompute=block.recompute) - plain
+    assert again == pytest.approx(recomputed_flops_per_token(block))
+    kept = work_of(shape, 16, "--sac-freq", freq, "--sac-policy", "op").recompute
+    assert counted(shape, 16, recompute=kept) == plain
 
 
 def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
     """With torchao's modules (emulated): their autograd functions save the input at their end."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    shape, seq_len = config("llama"), 16
+    shape = config("llama")
+    fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
+    fp8 = functools.partial(
+        convert_to_float8_training, config=dataclasses.replace(fp8, emulate=True)
+    )
+    block = work_of(shape, 16, "--sac-freq", "1/1")
+    totals = [
+        counted(shape, 16, recompute=again, convert=lambda model: fp8(model.blocks))
+        for again in (None, block.recompute)
+    ]
 
-    def work(*flags):
-        return plan_of(["x.json", "--seq-len", seq_len, *flags], config=shape).work
-
-    def total(*flags):
-        with torch.device("meta"):
-            model = Transformer(shape, seq_len)
-            ids = torch.zeros(2, seq_len, dtype=torch.int64)
-        fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
-        convert_to_float8_training(model.blocks, config=dataclasses.replace(fp8, emulate=True))
-        apply_recompute(model, work(*flags).recompute)
-        with FlopCounterMode(display=False) as counter:
-            model(ids, ids).backward()
-        return counter.get_total_flops() / ids.numel()
-
-    def formula(*flags, layers=("qkv", "out", "up", "down")):
+    def formula(work=block, layers=("qkv", "out", "up", "down")):
         fp8 = Fp8Work("torchao", "tensorwise", layers=layers)
-        return recomputed_flops_per_token(
-            dataclasses.replace(work("--sac-freq", "1/1", *flags), fp8=fp8)
-        )
+        return recomputed_flops_per_token(dataclasses.replace(work, fp8=fp8))
 
     eager = formula()
-    assert total("--sac-freq", "1/1") - total() == pytest.approx(eager)
+    assert totals[1] - totals[0] == pytest.approx(eager)
     down = 2 * shape.num_hidden_layers * shape.intermediate_size * shape.hidden_size
-    assert formula("--pt-compile") == eager - down
+    compiled = work_of(shape, 16, "--sac-freq", "1/1", "--pt-compile")
+    assert formula(compiled) == eager - down
     assert formula(layers=("qkv", "out", "up")) == eager - down
 
 

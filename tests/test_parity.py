@@ -41,17 +41,24 @@ def as_in_files(model, tensors: dict) -> dict:
     return revert_weight_conversion(model, dict(tensors))
 
 
+def copied(theirs, ours_config, directory) -> Transformer:
+    """Our model with the weights of theirs, through their safetensors."""
+    theirs.save_pretrained(directory)
+    model = Transformer(ours_config, T)
+    materialize(model, CPU, 0, check_pretrained(model.config, directory))
+    return model
+
+
+def some_tokens(n, length):
+    return torch.randint(97, (n, length), generator=torch.Generator().manual_seed(1))
+
+
 @pytest.fixture(params=FAMILIES, scope="module")
 def pair(request, tmp_path_factory):
     """(our config, our model, theirs) with the same weights, through their safetensors."""
-    values = FAMILIES[request.param]
-    theirs = reference(values)
-    directory = tmp_path_factory.mktemp(request.param)
-    theirs.save_pretrained(directory)
-    ours_config = config(request.param)
-    model = Transformer(ours_config, T)
-    materialize(model, CPU, 0, check_pretrained(model.config, directory))
-    return ours_config, model, theirs, directory
+    theirs, directory = reference(FAMILIES[request.param]), tmp_path_factory.mktemp("x")
+    model = copied(theirs, config(request.param), directory)
+    return model.config, model, theirs, directory
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers(pair):
@@ -82,10 +89,8 @@ def test_saved_weights_open_in_transformers(pair, tmp_path):
     _, ours, theirs, _ = pair
     save_pretrained(ours, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for (name, a), (_, b) in zip(
-        theirs.state_dict().items(), again.state_dict().items(), strict=True
-    ):
-        assert torch.equal(a, b), name
+    both = zip(theirs.state_dict().items(), again.state_dict().items(), strict=True)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in both)
 
 
 def test_newer_spelling_reads_the_same(pair):
@@ -141,10 +146,8 @@ def test_balance_loss_is_that_of_transformers_layer_by_layer(family, tmp_path):
     """Its function on each layer alone, divided by the experts of a token, and summed."""
     values = FAMILIES[family] | dict(output_router_logits=True, router_aux_loss_coef=0.5)
     theirs = reference(copy.deepcopy(values))
-    theirs.save_pretrained(tmp_path)
-    ours = Transformer(parse_config(values, "x.json"), T)
-    materialize(ours, CPU, 0, check_pretrained(ours.config, tmp_path))
-    tokens = torch.randint(97, (3, T + 1), generator=torch.Generator().manual_seed(1))
+    ours = copied(theirs, parse_config(values, "x.json"), tmp_path)
+    tokens = some_tokens(3, T + 1)
     ours(tokens[:, :-1], tokens[:, 1:]).backward()
     found, e = theirs(tokens[:, :-1], output_router_logits=True), ours.config.experts
     loss = F.cross_entropy(found.logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -200,11 +203,8 @@ def test_the_trained_length_at_the_top_level_counts(family, inner, outer, spelli
 
 def same_logits(values: dict, directory):
     """Fail if our model of a config computes other logits than transformers' model."""
-    ours = Transformer(parse_config(values, "x.json"), T)
-    theirs = reference(copy.deepcopy(values))
-    theirs.save_pretrained(directory)
-    materialize(ours, CPU, 0, check_pretrained(ours.config, directory))
-    tokens = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(1))
+    theirs, tokens = reference(copy.deepcopy(values)), some_tokens(2, T)
+    ours = copied(theirs, parse_config(values, "x.json"), directory)
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
 

@@ -174,6 +174,7 @@ def container_image(environ: Mapping[str, str]) -> dict[str, str] | None:
     return known if any(known.values()) else None
 
 
+@functools.cache
 def source_revision() -> dict[str, str | bool | None]:
     """Git revision of this source tree, and whether it holds uncommitted changes."""
     # In a container the tree often belongs to another user, which git refuses to read unasked.
