@@ -55,7 +55,8 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     plain = changed()
     batch, price = plain.part(BatchFlags), plain.part(PeakFlags).usd_per_hour
     seq_len = resolve_seq_len(batch.seq_len, config)
-    names = [wanted.gpu] if device_called(wanted.gpu) else wanted.gpu.split(",")
+    given = wanted.gpu or ""
+    names = [given] if device_called(given) else given.split(",")
     all_found, enough = {}, False
     for name in names:
         gpu = device_of(name.strip(), wanted)
@@ -73,10 +74,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             # About four million tokens, in as many samples for each GPU.
             each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
             samples = batch.global_bsz or gpus * each
-            fp8 = gpu.fp8_tflops is not None
-            found = search(
-                config, gpu, gpus, wanted.per_node, gpu.memory_gib, samples, seq_len, make, fp8
-            )
+            found = search(config, gpu, gpus, wanted.per_node, samples, seq_len, make)
             days = None
             if found.best and wanted.tokens:
                 days = wanted.tokens / found.best[0].tokens_per_sec / 86400

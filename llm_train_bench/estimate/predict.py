@@ -82,7 +82,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     seconds = wanted.tokens / per_second if wanted.tokens else None
     traced = None
     if wanted.trace:
-        from llm_train_bench.parallel.memory_trace import traced_memory
+        from llm_train_bench.estimate.memory_trace import traced_memory
 
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
@@ -109,7 +109,7 @@ def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     if groups == 1:
         names = {0: f"{each} ranks, all alike"}
     try:
-        write_trace(events, Path(wanted.timeline), names)
+        write_trace(events, Path(wanted.timeline or ""), names)
     except OSError as error:
         raise UsageError(f"--timeline {wanted.timeline}: {error.strerror}") from None
     return seconds
@@ -139,7 +139,7 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     # Of a peak the list itself may be wrong.
     if wrong := [mark for mark in result.unfit if mark != "faster than its peak"]:
         raise UsageError(f"--calibrate {path}: is unfit for comparison: {'; '.join(wrong)}")
-    threads = result.environment.get("torch_threads")
+    threads = int(result.environment.get("torch_threads") or 1)
     if gpu.platform == "cpu" and gpu.name != threads_of(result.device.hardware, threads):
         raise UsageError(
             f"--calibrate {path}: was measured on {result.device.hardware} with {threads} threads, and "

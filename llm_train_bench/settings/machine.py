@@ -4,11 +4,14 @@ import importlib.metadata
 import os
 import subprocess
 from pathlib import Path
+from typing import Literal
 
 from llm_train_bench import __version__
 
+Platform = Literal["nvidia", "amd", "cpu"]
 
-def detect_platform():
+
+def detect_platform() -> Platform:
     """`nvidia` or `amd` by the driver's device files, `cpu` without."""
     # Linux in Windows (WSL) has no such device file, but the driver's library.
     if any(Path(p).exists() for p in ("/dev/nvidiactl", "/usr/lib/wsl/lib/libnvidia-ml.so.1")):
@@ -20,12 +23,12 @@ def detect_platform():
 INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "sve2", "bf16")
 
 
-def n_cores():
+def n_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cpu_name():
+def cpu_name() -> str:
     """The CPU's model name with its instruction sets and cores; `CPU` where the system has no name.
 
     A name alone may stand for several generations: bf16 matmuls of an "AMD EPYC" differ ninefold.
@@ -50,7 +53,7 @@ ALSO_CALLED = {
 }
 
 
-def installed_version(library):
+def installed_version(library: str) -> str | None:
     """The version of an installed distribution, or None."""
     for name in (library, *ALSO_CALLED.get(library, ())):
         try:
@@ -60,7 +63,7 @@ def installed_version(library):
     return None
 
 
-def version_text():
+def version_text() -> str:
     """Version and commit of this project, as --version prints them."""
     root = Path(__file__).resolve().parents[2]
     command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "describe", "--always",

@@ -44,8 +44,8 @@ from llm_train_bench.settings.flags import (
     Script,
     parse_sac_freq,
 )
+from llm_train_bench.settings.machine import Platform
 
-Platform = Literal["nvidia", "amd", "cpu"]
 LONGEST_DEFAULT = 4096
 # Part of a device's memory that --bsz auto leaves free.
 SPARE = 0.1
