@@ -101,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
         check_bounds(args)
-        directory = args.output_dir and Path(args.output_dir)
+        directory = Path(args.output_dir) if args.output_dir else None
         if args.baseline:
             statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
             allowed = [statuses[what] for what in args.allow]

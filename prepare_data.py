@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import llm_train_bench.start  # noqa: F401
@@ -51,7 +51,7 @@ class PrepareArgs:
 
 
 @tool("prepare_data.py")
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Write the two files; 0 when done, 2 and one line on bad input, 1 where writing fails."""
     args = parse_dataclass(PrepareArgs, argv, "prepare_data.py")
     check_bounds(args)

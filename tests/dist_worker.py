@@ -317,7 +317,7 @@ def converted_losses(ranks, device, name: str) -> dict[str, list[float]]:
             model = Transformer(plan.work.config, 16)
         if name == "converted":
             micro = te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
-            fp8 = TransformerEngineFp8(te_standin, "any", micro, primary_weights=True)
+            fp8 = TransformerEngineFp8(te_standin, "any", micro, exact_in_optimizer=True)
         shard(plan, device, model, fp8)
         optimizer = build_optimizer(model, plan.optimizer)
         ids = torch.arange(32).view(2, 16) + ranks.rank

@@ -28,7 +28,7 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
     if it could have been one (a log, a JSON with figures), and is otherwise skipped.
     """
     records: list[Record] = []
-    taken: set[Path] = set()
+    taken: set[Path | bytes] = set()
     for name in paths:
         path = Path(name)
         if path.is_dir():
@@ -71,14 +71,14 @@ def join_attempts(records: list[Record]) -> list[Record]:
     attempt's; the others end in the middle, or have other neighbours.
     """
     lineages: dict[tuple, dict[int, Record]] = {}
-    known = [r for r in records if r.lineage]
-    counts = collections.Counter(r.lineage for r in known)
+    known = [(r, r.lineage) for r in records if r.lineage]
+    counts = collections.Counter(lineage for _, lineage in known)
     copied = {
-        r.lineage[0] for r in known if counts[r.lineage] > 1
-    }  # and went on in two directories
-    for r in known:
-        where = Path(r.path).parent.parent if r.lineage[0] in copied else None
-        lineages.setdefault((r.lineage[0], where), {})[r.lineage[1]] = r
+        lineage[0] for lineage, n in counts.items() if n > 1
+    }  # and resumed in two directories
+    for r, (name, number) in known:
+        where = Path(r.path).parent.parent if name in copied else None
+        lineages.setdefault((name, where), {})[number] = r
     gone = set()
     for attempts in lineages.values():
         runs = [attempts[number] for number in sorted(attempts)]

@@ -113,7 +113,7 @@ def entry_of(results: list[Result]) -> dict[str, Any]:
     """
     r = results[0]
     m, e = r.metrics, r.environment
-    rates = [each.metrics.tokens_per_sec_per_gpu for each in results]
+    rates = [each.metrics.tokens_per_sec_per_gpu or 0.0 for each in results]
     mean = mean_of(rates)
     low, high = _rate(r, m.step_time_ci95_high_s), _rate(r, m.step_time_ci95_low_s)
     if mean.degrees:

@@ -37,7 +37,7 @@ def no_regression(request: pytest.FixtureRequest):
     if baseline is None:
         pytest.skip("no --train-baseline to hold the run against")
     try:
-        tolerance = tolerance_of(request.config.getoption("--train-tolerance"))
+        tolerance = tolerance_of(str(request.config.getoption("--train-tolerance")))
     except UsageError as error:
         raise pytest.UsageError(str(error).replace("--tolerance", "--train-tolerance")) from None
     return functools.partial(

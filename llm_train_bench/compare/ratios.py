@@ -150,7 +150,7 @@ def unlike(a: Record, b: Record, identical: bool) -> list[str]:
 
 def unlike_limits(a: float | None, b: float | None) -> bool:
     """Whether two power limits [W] of one kind of device differ, by more than their rounding."""
-    return bool(a and b) and abs(a / b - 1) > 0.01
+    return bool(a and b and abs(a / b - 1) > 0.01)
 
 
 def _short(value) -> str:

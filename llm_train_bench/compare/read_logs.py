@@ -260,7 +260,7 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     # Compilation and caches spoil the first logged step; the second is left out too if many follow.
     body = steps[2:] if len(steps) > 5 else steps[1:] or steps
     timed = [s for s in body if s.time_s]
-    times = steady([s.time_s for s in timed])
+    times = steady([s.time_s for s in timed if s.time_s])
     late = {id(s) for s in timed[: len(timed) - len(times)]}
     body = [s for s in body if id(s) not in late]  # the same lines for every figure
     # Rates of equal work: their harmonic mean is that of the whole.

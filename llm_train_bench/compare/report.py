@@ -304,7 +304,7 @@ def verdicts(members: list[Compared]) -> list[str]:
     """What a group shows, in words, the largest effect first; and that nothing can be said, where so."""
     (reference,) = (m for m in members if m.is_reference)
     told = [m for m in members if m.verdict in ("faster", "slower", "within noise")]
-    told.sort(key=lambda m: -m.ratio)
+    told.sort(key=lambda m: -(m.ratio or 0.0))
     if len(told) > MOST_VERDICTS:  # the fastest, and what saves the most memory
         lean = min(told, key=lambda m: m.record.memory_gib or math.inf)
         told = told[: MOST_VERDICTS - 1]

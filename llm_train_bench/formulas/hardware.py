@@ -6,7 +6,7 @@ import os
 import re
 import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llm_train_bench.errors import UsageError
 from llm_train_bench.files import ROOT
@@ -44,7 +44,7 @@ class Hardware:
     source: str
 
     @property
-    def platform(self) -> str:
+    def platform(self) -> Literal["nvidia", "amd", "cpu"]:
         """`amd`, `nvidia` or `cpu`."""
         if re.search(r", \d+ threads?$", self.name):
             return "cpu"
@@ -52,7 +52,7 @@ class Hardware:
 
 
 # What an entry of the user's may leave out, besides the name the driver gives, which is then its name.
-OPTIONAL = {
+OPTIONAL: dict[str, Any] = {
     "fp8_tflops": None, "mxfp8": False, "tdp_w": 0.0, "ring_gb_per_s": 20.0, "nic_gb_per_s": 12.5,
     "measured_bf16_tflops": None, "measured_fp8_tflops": None, "usd_per_hour": None, "fitted": {},
     "peak_clock_mhz": None}  # fmt: skip
@@ -92,6 +92,10 @@ def _entries_of(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
     """An entry of a file, checked."""
     hints = typing.get_type_hints(Hardware)
@@ -102,17 +106,17 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
     for key, value in entry.items():
         kinds = typing.get_args(hints[key]) or (hints[key],)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        names = key == "driver_names" and isinstance(value, list)
         right = (
-            (float in kinds and number and (0 if key in MAY_BE_0 else 1e-9) <= value < 1e15)
+            (float in kinds and number and (0 if key in MAY_BE_0 else 1e-9) <= float(value) < 1e15)
             or (value is None and type(None) in kinds)
-            or (names and all(isinstance(n, str) for n in value))
+            or (key == "driver_names" and isinstance(value, list) and all(map(_is_text, value)))
             or (key == "fitted" and isinstance(value, dict))
             or type(value) in kinds
         )
         if not right:
             raise UsageError(f"{path}: {entry.get('name')!r}: {key} is {repr(value)[:40]}")
-    return Hardware(**entry | {"driver_names": tuple(entry["driver_names"])})
+    fields: dict[str, Any] = entry | {"driver_names": tuple(entry["driver_names"])}
+    return Hardware(**fields)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

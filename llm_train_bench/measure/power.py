@@ -36,7 +36,7 @@ class PowerMeter:
         self.family = frozenset({os.getpid(), *family})
         self.source = "none"
         self.device = device
-        self.sensor: Sensor | None = None
+        self.sensor = Sensor()
         self.interval = self.CPU_INTERVAL_S if device.type == "cpu" else self.GPU_INTERVAL_S
         try:
             self.sensor = find_sensor(device)
@@ -53,7 +53,7 @@ class PowerMeter:
     def begin(self) -> None:
         """Start; the device is idle."""
         self.memory = [memory_now(self.device)]
-        if self.sensor is None:
+        if not self.sensor:
             return
         self.samples: list[Sample] = []
         self.others = [self._ask(self._strangers)]
@@ -87,7 +87,7 @@ class PowerMeter:
         self.memory.append(memory_now(self.device))
         held = [gib for gib in self.memory if gib is not None]
         mean = statistics.fmean(held) if held else None
-        if self.sensor is None:
+        if not self.sensor:
             return DeviceUse(rank=rank, memory_mean_gib=mean)
         now = self._ask(self.sensor.joules)
         seconds = time.perf_counter() - self.start_s

@@ -25,7 +25,7 @@ class RankTimes:
     rank: int
     host: str
     step_times_s: list[float]
-    part_means_s: dict[str, float | None]
+    part_means_s: dict[str, float]
     device: DeviceUse
     memory: dict[str, float | int | None]
     probe_tflops: float | None  # of its device by itself (llm_train_bench/measure/matmul_rate.py)
@@ -37,12 +37,11 @@ class RankTimes:
     cpu_seconds: tuple[float, float, float, float] | None = None
 
 
-def mean_part_times(steps: list[Step]) -> dict[str, float | None]:
-    """Mean time [s] of each part of a step; None for waiting where there is no pipeline."""
-    means = {
+def mean_part_times(steps: list[Step]) -> dict[str, float]:
+    """Mean time [s] of each part of a step; waiting is 0 where there is no pipeline."""
+    return {
         part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in STEP_PARTS
     }
-    return means | {"idle": means["idle"] or None}
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
@@ -50,8 +49,8 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
     m = result.metrics
     fill_device_metrics(result, [r.device for r in ranks])
     for key in ranks[0].memory:
-        values = [r.memory[key] for r in ranks if r.memory[key] is not None]
-        setattr(m, key, max(values) if values else None)
+        values = [value for r in ranks if (value := r.memory[key]) is not None]
+        setattr(m, key, max(values, default=None))
     if m.allocator_retries:
         result.notes.append(
             f"memory was so full that the allocator emptied its cache {m.allocator_retries} times in the "
@@ -69,7 +68,11 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             rank=r.rank,
             host=r.host,
             step_time_mean_s=sum(r.step_times_s) / len(r.step_times_s),
-            **{f"{part}_time_mean_s": mean for part, mean in r.part_means_s.items()},
+            data_time_mean_s=r.part_means_s["data"],
+            forward_time_mean_s=r.part_means_s["forward"],
+            backward_time_mean_s=r.part_means_s["backward"],
+            optimizer_time_mean_s=r.part_means_s["optimizer"],
+            idle_time_mean_s=r.part_means_s["idle"] or None,
             peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
             probe_tflops=r.probe_tflops,
         )
@@ -86,14 +89,14 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
         m.slowest_rank = own.index(max(own))
         m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
-    rates = [r.probe_tflops for r in ranks]
-    if None not in rates:
+    rates = [r.probe_tflops for r in ranks if r.probe_tflops is not None]
+    if len(rates) == len(ranks):
         m.slowest_device = rates.index(min(rates))
-        m.device_imbalance = 1 - min(rates) / (sum(rates) / len(rates))
-        if m.device_imbalance > SLOW_DEVICE and result.device.type == "cuda":
+        behind = m.device_imbalance = 1 - min(rates) / (sum(rates) / len(rates))
+        if behind > SLOW_DEVICE and result.device.type == "cuda":
             late = ranks[m.slowest_device]
             result.notes.append(
-                f"rank {late.rank} on {late.host}: its GPU multiplies {m.device_imbalance:.0%} slower "
+                f"rank {late.rank} on {late.host}: its GPU multiplies {behind:.0%} slower "
                 "than the mean of all; every other one waits for it"
             )
 
@@ -138,7 +141,8 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
     m = result.metrics
     result.devices = devices
     joules = [d.energy_j for d in devices]
-    m.energy_j = None if None in joules or not sum(joules) else sum(joules)
+    known = [j for j in joules if j is not None]
+    m.energy_j = (sum(known) or None) if len(known) == len(joules) else None
     told = [d.throttled for d in devices if d.throttled is not None]
     if told:
         m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in told)
@@ -182,7 +186,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     for key, value in describe(times).items():
         setattr(m, key, value)
     for part, mean in mean_part_times(measured).items():
-        setattr(m, f"{part}_time_mean_s", mean)
+        setattr(m, f"{part}_time_mean_s", mean or None if part == "idle" else mean)
     m.window_s = sum(times)
     tokens = result.batch.tokens_per_step * len(times)
     m.steps_per_sec = len(times) / m.window_s
@@ -241,11 +245,12 @@ def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
     again = recomputed_flops_per_token(work, attention=False)
     flops = 2 * passes * sum(linear.values()) + again
     low = fp8_flops_per_token(result.fp8, work)
-    if low:  # the converted layers' part of what repeats
+    if low and result.fp8:  # the converted layers' part of what repeats
         low += result.fp8.n_parameters / blocks * again
     if work.amp == "off" or not d.roof_bf16_tflops or (low and not d.roof_fp8_tflops):
         return tokens * flops, None
-    seconds = (flops - low) / d.roof_bf16_tflops + (low / d.roof_fp8_tflops if low else 0.0)
+    seconds = (flops - low) / d.roof_bf16_tflops
+    seconds += low / d.roof_fp8_tflops if d.roof_fp8_tflops else 0.0
     return tokens * flops, tokens * seconds / 1e12
 
 
@@ -260,9 +265,9 @@ def _time_fraction(
         return None, "FP8 was emulated"
     if bf16_tflops is None or (low and fp8_tflops is None):
         return None, f"the {'FP8' if low else 'BF16'} rate of the device is not known"
-    seconds = (m.flops_per_token_causal - low) / (bf16_tflops * 1e12)
-    seconds += low / (fp8_tflops * 1e12) if low else 0.0
-    return seconds * m.tokens_per_sec_per_gpu, None
+    seconds = ((m.flops_per_token_causal or 0.0) - low) / (bf16_tflops * 1e12)
+    seconds += low / (fp8_tflops * 1e12) if fp8_tflops else 0.0
+    return seconds * (m.tokens_per_sec_per_gpu or 0.0), None
 
 
 def fp8_flops_per_token(fp8: Fp8Info | None, work: Work) -> float:

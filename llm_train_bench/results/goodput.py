@@ -19,7 +19,7 @@ def time_parts(attempts: Sequence[Path], now: float, saved_at: float | None) -> 
     its last save until `saved_at`. Times are in seconds since 1970.
     """
     names = ("steps", "start", "restart", "compile", "save", "lost steps", "waiting", "other")
-    parts = dict.fromkeys(names, 0.0)
+    parts: dict[str, float] = dict.fromkeys(names, 0.0)
     results = [read_result(path / "result.json") for path in attempts]
     later = [r.resumed_from.step if r.resumed_from else 0 for r in results[1:]]
     for i, (path, r) in enumerate(zip(attempts, results, strict=True)):

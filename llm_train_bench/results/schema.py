@@ -173,7 +173,7 @@ class Result(Strict):
         "running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"
     ] = "running"
     error: str | None = None
-    notes: list[str] = Field([])
+    notes: list[str] = Field(default_factory=list)
     writer: Writer
     resumed_from: ResumedFrom | None = None
     lineage: Lineage
@@ -191,13 +191,13 @@ class Result(Strict):
     attention_kernel: str | None = None
     environment: dict[str, Any]
     observed: Observed | None = None
-    metrics: Metrics = Field(Metrics())
+    metrics: Metrics = Field(default_factory=Metrics)
     memory: Memory | None = None
     profile: Profile | None = None
-    step_times_s: list[float] = Field([])
-    warmup_step_times_s: list[float] = Field([])
-    ranks: list[RankInfo] = Field([])
-    devices: list[DeviceUse] = Field([])
+    step_times_s: list[float] = Field(default_factory=list)
+    warmup_step_times_s: list[float] = Field(default_factory=list)
+    ranks: list[RankInfo] = Field(default_factory=list)
+    devices: list[DeviceUse] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _has_a_batch(self) -> "Result":

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from llm_train_bench.start import orphaned
 
@@ -21,7 +22,7 @@ Handler = Callable[[int, object], None] | signal.Handlers
 
 
 @contextlib.contextmanager
-def handled_by(handler: Handler, numbers: Sequence[int] = ENDING) -> Iterator[dict[int, object]]:
+def handled_by(handler: Handler, numbers: Sequence[int] = ENDING) -> Iterator[dict[int, Any]]:
     """Give these signals to a handler inside the block; yields the handlers before, which come back.
 
     Signals that are ignored stay so, as under nohup: whoever started this wants it. A handler that the

@@ -54,10 +54,11 @@ def with_file(
     from llm_train_bench.settings.run_file import split_from  # needs YAML
 
     words, file = split_from(argv, script)
-    config = [] if "config" in parse_words(kind, words, prog or str(script)) else [file.config]
-    if config == [None]:
-        raise UsageError("--from: its file names no config; give the model's config")
-    return [*config, *words, *to_argv(file.flags)], file
+    if "config" not in parse_words(kind, words, prog or str(script)):
+        if file.config is None:
+            raise UsageError("--from: its file names no config; give the model's config")
+        words = [file.config, *words]
+    return [*words, *to_argv(file.flags)], file
 
 
 def refuse_foreign(argv: Sequence[str], script: Script) -> None:
@@ -125,11 +126,10 @@ def parse_dataclass(
 
     --help and --version print and exit with 0.
     """
-    for asked, text in (("--version", version_text), ("--help", help_text), ("-h", help_text)):
-        if asked in argv:
-            with contextlib.suppress(BrokenPipeError):  # --help | head
-                print(text(kind, prog, script) if text is help_text else text())
-            raise SystemExit(0)
+    if {"--version", "--help", "-h"} & set(argv):
+        with contextlib.suppress(BrokenPipeError):  # --help | head
+            print(version_text() if "--version" in argv else help_text(kind, prog, script))
+        raise SystemExit(0)
     values = parse_words(kind, argv, prog)
     flags = declared(kind)
     for name, flag in flags.items():
@@ -244,13 +244,13 @@ def help_text(kind: type, prog: str, script: Script | None) -> str:
     lines = [
         f"usage: {' '.join([prog, *places])} [flags]",
         "",
-        inspect.getdoc(kind).split("\n\n")[0],
+        (inspect.getdoc(kind) or "").split("\n\n")[0],
     ]
     for base in reversed(kind.__mro__):
         names = [n for n in inspect.get_annotations(base) if n in flags]
         names = [n for n in names if script is None or script in flags[n].scripts]
         if names:
-            lines += ["", f"{inspect.getdoc(base).splitlines()[0].rstrip('.')}:"]
+            lines += ["", f"{(inspect.getdoc(base) or '').splitlines()[0].rstrip('.')}:"]
         for n in names:
             value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
             left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"

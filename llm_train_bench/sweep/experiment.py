@@ -7,7 +7,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -117,7 +117,7 @@ def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]
     return found
 
 
-def substitute(text: str, environ: dict[str, str], path: str | Path = "text") -> str:
+def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text") -> str:
     """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one.
 
     Comment lines are dropped.

@@ -80,8 +80,8 @@ class Observed(Strict):
     attention: dict[str, list[str]]
     matmuls: dict[str, float]
     fallbacks: list[str]
-    mismatches: list[str] = Field([])
-    collectives: dict[str, CollectiveUse] = Field({})
+    mismatches: list[str] = Field(default_factory=list)
+    collectives: dict[str, CollectiveUse] = Field(default_factory=dict)
     graphs_from_cache: int | None = None
     graphs_generated: int | None = None
 

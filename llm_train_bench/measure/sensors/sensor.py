@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 RAPL = Path("/sys/class/powercap")
 
@@ -22,7 +23,19 @@ class Sample:
 class Sensor:
     """The queries of measure/power.py to a device, answered as by one that says nothing."""
 
-    source: str
+    source = ""
+    error: type[Exception] = OSError
+    library: Any = None
+    handle: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self.source)
+
+    def joules(self) -> float | None:
+        return None
+
+    def sample(self) -> Sample | None:
+        return None
 
     def limits(self) -> tuple[float | None, float | None]:
         return None, None

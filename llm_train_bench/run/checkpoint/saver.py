@@ -56,14 +56,14 @@ def build_saver(
 ) -> "Saver | None":
     """Load the checkpoint that the run resumes from, if any; the saver, if the run saves."""
     directory, manifest = run.attempt.found, run.attempt.manifest
-    if manifest:
+    if directory and manifest:
         load(directory, manifest, model, optimizer, run.ranks)
         run.fp8.after_step(model)
         if run.scaler is not None and manifest.scaler:
             for name, value in manifest.scaler.items():
                 getattr(run.scaler, name).fill_(value)
         _resume_dropout(run, directory, manifest)
-    return Saver(run, model, optimizer) if run.plan.saving.save_every else None
+    return Saver(run, model, optimizer) if optimizer and run.plan.saving.save_every else None
 
 
 def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
@@ -108,6 +108,7 @@ class _Save:
     def __init__(self, step: int, staging: Staging):
         self.step, self.staging = step, staging
         self.deadline = float("inf")
+        self.thread = threading.Thread()
         # Who takes it first decides: the thread, to commit, or the loop, to give up.
         self.fate = threading.Lock()
 
@@ -136,7 +137,7 @@ class Saver:
         self.asked = STOP if early_wish() else 0.0
         self.number = early_wish()
         self.failed: str | None = None
-        self.group = None
+        self.group: dist.ProcessGroup | None = None
         self.stalls: list[float] = []
         self.writes: list[float] = []
         run.result.metrics.n_checkpoints = 0
@@ -154,8 +155,8 @@ class Saver:
 
         def wish(number: int, frame) -> None:
             if heard.again(number):
-                if callable(before[number]):
-                    before[number](number, frame)
+                if callable(handler := before[number]):
+                    handler(number, frame)
             elif not self.asked:
                 self.asked, self.number = STOP, number
 
