@@ -19,7 +19,7 @@ import llm_train_bench.start  # noqa: F401
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
 from llm_train_bench.compare.ratios import Compared, check_prices, compare, prices_of
-from llm_train_bench.compare.read_logs import facts_of
+from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
 from llm_train_bench.errors import UsageError, printable
 from llm_train_bench.files import shown_path
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
             allowed = [statuses[what] for what in args.allow]
             path, update = Path(args.baseline), args.update_baselines
             return gate(args.results, path, args.tolerance, update, allowed, directory)
-        facts = facts_of(args.log, args.log_pattern)
+        facts = log_facts(args.log, args.log_pattern)
         records = read_records(args.results, say, facts)
         facts.refuse_unused()
         for record in records:

@@ -27,7 +27,7 @@ from llm_train_bench.estimate.estimate_flags import (
 from llm_train_bench.estimate.memory_check import fit_memory
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
-    GIB,
+    BYTES_PER_GIB,
     calibrated,
     draw_timeline,
     make_estimate,
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
                 return dataclasses.replace(other, work=as_trained_by(other.work, wanted))
 
             for change in nearest_changes(
-                planned, plan.work, gpu.memory_gib * GIB, gpu, wanted.per_node
+                planned, plan.work, gpu.memory_gib * BYTES_PER_GIB, gpu, wanted.per_node
             ):
                 print(f"would fit: {change}")
     return 0 if estimate.fits else 4

@@ -226,7 +226,7 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert f"torch=={TORCH}" in after and numpy in after
     assert "transformer_engine==2.19.0+abc" in after
     names = {line.split("==")[0].lower() for line in after}
-    assert {"tyro", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= names
+    assert {"pyyaml", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= names
     version = (directory / "bench/torch.version").read_text().strip()
     assert version == TORCH
     # Scripts that need no torch run there.

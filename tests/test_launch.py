@@ -424,8 +424,8 @@ import os, sys, time
 if os.environ.get("RANK") == "1":
     time.sleep(600)
 sys.path.remove(os.path.dirname(__file__))
-del sys.modules["tyro"]
-import tyro
+del sys.modules["pydantic"]
+import pydantic
 """
 
 
@@ -433,7 +433,7 @@ import tyro
 def test_ranks_end_soon_after_their_launcher_before_they_have_met(launcher, tmp_path):
     """Rank 1 still imports, rank 0 waits for it."""
     (tmp_path / "slow").mkdir()
-    (tmp_path / "slow/tyro.py").write_text(SLOW_IMPORT)
+    (tmp_path / "slow/pydantic.py").write_text(SLOW_IMPORT)
     path = os.pathsep.join([str(tmp_path / "slow"), os.environ["PYTHONPATH"]])
     prefix = [sys.executable]
     if launcher == "torchrun":

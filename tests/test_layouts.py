@@ -101,7 +101,12 @@ TINY = ["--seq-len", "32", "--device", "cpu"]
         ("qwen3_moe", 6, "--ep 4", "--ep 4 does not divide the 6 ranks of a replica; 1, 2, 3, 6"),
         ("olmoe", 2, "--tp 2", "norms of queries and keys that span all heads; use --cp"),
         ("qwen3", 2, "--tp 2 --amp fp16", "use --amp bf16|--amp fp16: ranks would"),
-        ("qwen3", 2, "--tp 2 --use-fp8 --fp8-backend torchao", "only whole layers are converted to FP8"),
+        (
+            "qwen3",
+            2,
+            "--tp 2 --use-fp8 --fp8-backend torchao",
+            "only whole layers are converted to FP8",
+        ),
         ("qwen3_moe", 2, "--ep 2 --sac-freq 1/1 --sac-policy op", "use --sac-policy block"),
         ("qwen3_moe", 2, "--tp 2 --sac-freq 1/1 --sac-policy op", "has experts, whose gathers"),
         ("qwen3", 2, "--cp 2 --cpu-offload", "--cp with --cpu-offload: gradients"),

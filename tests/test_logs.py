@@ -3,7 +3,7 @@
 import pytest
 
 import compare
-from llm_train_bench.compare.read_logs import facts_of, read_log
+from llm_train_bench.compare.read_logs import log_facts, read_log
 
 HEADER_OF_LLM_C = """
 | device                | NVIDIA A800-SXM4-80GB                              |
@@ -84,7 +84,7 @@ LOGS = {
 def test_a_log_is_read(name, tmp_path):
     text, facts, expected = LOGS[name]
     (tmp_path / "x.log").write_text(text)
-    (r,) = read_log(tmp_path / "x.log", facts_of(facts, None))
+    (r,) = read_log(tmp_path / "x.log", log_facts(facts, None))
     for field, value in expected.items():
         exact = value is None or isinstance(value, str)
         assert getattr(r, field) == (value if exact else pytest.approx(value, rel=1e-3)), field
@@ -104,6 +104,6 @@ def test_a_pattern_reads_any_log(tmp_path, capsys):
     assert (
         compare.main([*argv, "--log-pattern", pattern, "--output-dir", str(tmp_path / "out")]) == 0
     )
-    (r,) = read_log(tmp_path / "own.log", facts_of(argv[2:], pattern))
+    (r,) = read_log(tmp_path / "own.log", log_facts(argv[2:], pattern))
     assert r.tokens_per_sec_per_gpu == pytest.approx(4 * 1024 / 10.5005, rel=1e-3)
     assert (r.suite, r.memory_gib, len(r.losses)) == ("--log-pattern", 12.5, 10)

@@ -56,7 +56,7 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     return [record_of(log, path, facts)]
 
 
-def facts_of(texts: Sequence[str], pattern: str | None) -> LogFacts:
+def log_facts(texts: Sequence[str], pattern: str | None) -> LogFacts:
     """The facts of --log, as KEY=VALUE or LOG:KEY=VALUE; UsageError for what is none."""
     names = {key: (name, kind) for name, (key, kind) in FACTS.items()}
     facts: dict[str, dict[str, Any]] = {}

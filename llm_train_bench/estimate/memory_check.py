@@ -9,7 +9,7 @@ from rich.console import Console
 
 from llm_train_bench.errors import UsageError
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
-from llm_train_bench.estimate.predict import GIB
+from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.flags import declared, flag_of
@@ -42,7 +42,7 @@ def fit_memory(work: Work, argv: list[str]) -> int:
     table = markdown_table("memory", "measured", "estimate", "error")
     # The gradients of the head are made with the loss and kept like activations.
     for name in ("parameters", "gradients", "optimizer", "peak"):
-        measured, estimated = getattr(seen, f"{name}_gib"), getattr(e, name) / GIB
+        measured, estimated = getattr(seen, f"{name}_gib"), getattr(e, name) / BYTES_PER_GIB
         error = f"{estimated / measured - 1:+.1%}" if measured else ""
         table.add_row(name, f"{measured:.3f} GiB", f"{estimated:.3f} GiB", error)
     size = f"micro batch {batch.micro_batch} x {batch.seq_len}"

@@ -16,7 +16,7 @@ from llm_train_bench.estimate.estimate_flags import (
     device_of,
 )
 from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Found, powers, search
-from llm_train_bench.estimate.predict import GIB
+from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.hardware import Hardware, device_called
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
@@ -108,8 +108,8 @@ def show_plan(
         days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
         table.add_row(
-            layout.words(), f"{layout.tokens_per_sec / gpus:,.0f}", f"{layout.memory / GIB:,.1f}",
-            number(days, ",.1f"), number(usd, ",.0f"), layout.loss())  # fmt: skip
+            layout.words(), f"{layout.tokens_per_sec / gpus:,.0f}",
+            f"{layout.memory / BYTES_PER_GIB:,.1f}", number(days, ",.1f"), number(usd, ",.0f"), layout.loss())  # fmt: skip
     Console(width=150, highlight=False, markup=False).print(table)
     if not found.best:
         why = "fits" if any("does not fit" in reason for reason in found.lost) else "can be run"

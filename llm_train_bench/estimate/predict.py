@@ -23,7 +23,7 @@ from llm_train_bench.settings.flags import Script, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.tables import markdown_table, number
 
-GIB = 2**30
+BYTES_PER_GIB = 2**30
 # Power of a busy GPU against its limit.
 BUSY = 0.9
 
@@ -73,7 +73,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         return estimate_memory(work.with_micro_batch(bsz)).on_device(world)
 
     found, needed = estimate_memory(work), whole(batch.micro_batch)
-    limit = gpu.memory_gib * GIB
+    limit = gpu.memory_gib * BYTES_PER_GIB
     s = estimate_speed(work, gpu, wanted.per_node)
     per_second = batch.tokens_per_step / s.step_s
     flops = flops_per_token(work.config, batch.seq_len, False, work.pass_type)
@@ -197,7 +197,9 @@ def nearest_changes(
             step_s = estimate_speed(other.work, gpu, per_node).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
-            found.append((rate, f"{words}: {need / GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU"))
+            found.append(
+                (rate, f"{words}: {need / BYTES_PER_GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU")
+            )
     texts = [text for _, text in sorted(found, reverse=True)[:3]]
     return texts or ["none of the changes tried; use more GPUs, or larger ones"]
 
@@ -254,4 +256,4 @@ def accuracy_text(e: Estimate) -> str:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:,.2f} GiB"
+    return f"{size / BYTES_PER_GIB:,.2f} GiB"

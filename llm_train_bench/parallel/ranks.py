@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from llm_train_bench.errors import NotJoined, UsageError
 from llm_train_bench.files import write_whole
@@ -134,7 +133,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         ) from error
 
 
-def _wait_for_all(store: Store, ranks: Ranks, timeout_s: float, at: str) -> None:
+def _wait_for_all(store: dist.Store, ranks: Ranks, timeout_s: float, at: str) -> None:
     """Return when every rank has come to the store; NotJoined names those that did not in time.
 
     NCCL would wait for them in C without end, and would hear no signal there.
@@ -173,14 +172,14 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
     return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
 
 
-def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> Store:
+def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     """The store for the ranks' addresses in a private directory, a new one for each attempt."""
-    store = FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
+    store = dist.FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
     store.set_timeout(timeout)
     return store
 
 
-def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> Store:
+def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     """The store for the ranks' addresses.
 
     torchrun keeps one store over all restarts, with the addresses of the attempt before. So each
@@ -189,10 +188,10 @@ def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     main = ranks.main and not theirs
-    store = TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
+    store = dist.TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
     if theirs:
         _LASTING.append(store)
-    return PrefixStore(_attempt(), store)
+    return dist.PrefixStore(_attempt(), store)
 
 
 def _attempt() -> str:
@@ -200,7 +199,7 @@ def _attempt() -> str:
 
 
 # The store of torchrun's agent, which outlives its ranks; and the words that this process left.
-_LASTING: list[Store] = []
+_LASTING: list[dist.Store] = []
 _WORDS: list[str] = []
 
 
