@@ -110,7 +110,7 @@ def test_nothing_below_the_plan_asks_for_a_script_by_name():
         if path.parent.name not in ("settings", "sweep", "compare", "estimate"):
             assert not re.search(r"Script\.(ONE|DDP|FSDP|PP)", text), path
         if name_of(path) not in (
-            f"llm_train_bench.settings.{x}" for x in ("flags", "plan", "checks")
+            f"llm_train_bench.settings.{x}" for x in ("flags", "plan", "rules")
         ):
             assert "parse_sac_freq" not in text, path
 

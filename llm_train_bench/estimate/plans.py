@@ -109,7 +109,9 @@ def show_plan(
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
         table.add_row(
             layout.words(), f"{layout.tokens_per_sec / gpus:,.0f}",
-            f"{layout.memory / BYTES_PER_GIB:,.1f}", number(days, ",.1f"), number(usd, ",.0f"), layout.loss())  # fmt: skip
+            f"{layout.memory / BYTES_PER_GIB:,.1f}", number(days, ",.1f"), number(usd, ",.0f"),
+            layout.loss(),
+        )  # fmt: skip
     Console(width=150, highlight=False, markup=False).print(table)
     if not found.best:
         why = "fits" if any("does not fit" in reason for reason in found.lost) else "can be run"

@@ -250,7 +250,8 @@ def help_text(kind: type, prog: str, script: Script | None) -> str:
         names = [n for n in inspect.get_annotations(base) if n in flags]
         names = [n for n in names if script is None or script in flags[n].scripts]
         if names:
-            lines += ["", f"{(inspect.getdoc(base) or '').splitlines()[0].rstrip('.')}:"]
+            title = "Options." if base is kind else (inspect.getdoc(base) or "").splitlines()[0]
+            lines += ["", f"{title.rstrip('.')}:"]
         for n in names:
             value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
             left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
