@@ -598,10 +598,7 @@ def test_a_lost_node_ends_the_job_within_the_timeout(rank, tmp_path):
 def check_lost_node(agents, out, lose, rank=1):
     """Two agents train; the one with that rank is lost; the job ends in time and says why."""
     try:
-        assert wait_until(
-            lambda: training(out) or agents[0].poll() is not None or agents[1].poll() is not None,
-            120,
-        )
+        assert wait_until(lambda: training(out) or any(a.poll() is not None for a in agents), 120)
         assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
         # The agents decide which of them gets rank 0.
         lost = next(a for a in agents if rank in ranks_of(a))

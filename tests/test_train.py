@@ -384,11 +384,9 @@ def test_bad_input_is_one_line_and_writes_nothing(argv, message, tmp_path, capsy
 
 @pytest.mark.parametrize(
     ("seq_len", "message"),
-    [
-        (4096, "that kernel cannot run 32 heads"),
-        (8192, "under a sliding window's mask its gradients can be NaN"),
-    ],
-)
+    [(4096, "that kernel cannot run 32 heads"),
+     (8192, "under a sliding window's mask its gradients can be NaN")],
+)  # fmt: skip
 def test_cudnn_is_refused_where_there_is_a_window(seq_len, message, tmp_path, capsys):
     argv = ["configs/mistral-7b-v0.1.json", "--device", "cpu", "--attention", "cudnn"]
     assert run_train(*argv, "--seq-len", seq_len, "--output-dir", tmp_path) == 2
