@@ -205,10 +205,8 @@ def check_causes(out: Path, name: str, kind: str) -> None:
             ended = kind == "nodes" and "SIGTERM" in told  # as the other node's launcher was killed
             assert ended or "the end of its launcher" in told, (kind, r.run_name, told)
         done = r.status == "ok"  # and killed after that
-        assert done or r.status in ("failed", "killed", "interrupted", "preempted"), (
-            r.status,
-            told,
-        )
+        ways = ("failed", "killed", "interrupted", "preempted")
+        assert done or r.status in ways, (r.status, told)
 
 
 @dataclasses.dataclass
@@ -309,10 +307,8 @@ def chains(count: int = 100) -> str:
             script = draw_script(kind, draw)
             done = chain(number, reference, kind, draw, Path(top), script)
             kills += done
-            print(
-                f"  chain {number}: {kind}, {done} kills, {time.monotonic() - begin:.0f} s",
-                flush=True,
-            )
+            took = time.monotonic() - begin
+            print(f"  chain {number}: {kind}, {done} kills, {took:.0f} s", flush=True)
     return f"{kills} kills in {count} chains, 0 of them wrong"
 
 

@@ -31,10 +31,9 @@ EXACT = {
     "cs336-xl": 1_998_235_200, "cs336-2.7b": 3_406_809_600,
 }  # fmt: skip
 # Billions that a token uses, as published; gpt-oss's 3.6 and 5.1 leave out the embedding's 0.58.
-ACTIVE = {
-    "qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "gpt-oss-20b": 3.6 + 0.58, "gpt-oss-120b": 5.13 + 0.58,
-    "moonlight-16b-a3b": 2.9, "deepseek-v3": 37.5, "kimi-k2": 32.9,
-}  # fmt: skip
+ACTIVE = {"qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "gpt-oss-20b": 3.6 + 0.58,
+          "gpt-oss-120b": 5.13 + 0.58, "moonlight-16b-a3b": 2.9, "deepseek-v3": 37.5,
+          "kimi-k2": 32.9}  # fmt: skip
 PROXIES = {"llama-3.1-8b", "llama-3.1-70b", "llama-70b", "llama-3.1-405b", "llama-2-7b",
            "mistral-7b-v0.1", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "deepseek-v3",
            "kimi-k2"}  # fmt: skip

@@ -23,12 +23,13 @@ from llm_train_bench.errors import UsageError
 from llm_train_bench.model.layers import attend, window_mask
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests.helpers import ROOT, only_result, plan_of, read_steps, run_train
+from tests.helpers import ROOT, only_result, plan_of, read_steps, run_train, write_config
 from tests.test_combinations import ONLY_ON_A_GPU
 from tests.test_combinations import flags as cell_flags
 from tests.test_combinations import name as cell_name
 
 pytestmark = pytest.mark.gpu
+RANKED = ("train_ddp.py", "train_fsdp.py")
 MARKS = {"te": pytest.mark.transformer_engine, "torchao": pytest.mark.torchao}
 # As wide as gpt2-125m, on real text (bytes): a few steps can learn something from it.
 TEXT = Path(tempfile.gettempdir()) / f"llm-train-bench-gpu-tests-{os.getpid()}"
@@ -60,6 +61,15 @@ def steps(out, *argv):
     """Losses and gradient norms of a run of train.py."""
     assert run_train(*SMALL, *argv, "--output-dir", out) == 0
     return read_steps(out)
+
+
+def each(tmp_path, argv, *flags: str) -> list[list[dict]]:
+    """Steps of a run of train.py with each of these flags."""
+    found = []
+    for i, words in enumerate(flags):
+        assert run_train(*argv, *words.split(), "--output-dir", tmp_path / str(i)) == 0
+        found.append(read_steps(tmp_path / str(i)))
+    return found
 
 
 def losses(tmp_path, name, *argv):
@@ -96,26 +106,15 @@ def test_parts_add_up_to_steps(tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ["--pt-compile"],
-        ["--pt-compile", "--compile-mode", "reduce-overhead"],
-        ["--pt-compile", "--compile-mode", "max-autotune"],
-        ["--pt-compile", "--compile-mode", "max-autotune-no-cudagraphs"],
-        ["--attention", "flash"],
-        ["--attention", "cudnn"],
-        ["--attention", "efficient"],
-        ["--attention", "math"],
-        ["--sac-freq", "1/2"],
-        ["--sac-freq", "1/1", "--sac-policy", "op"],
-        ["--pt-compile", "--sac-freq", "1/2"],
-        ["--pad-vocab", "384"],
-        ["--bsz", 2, "--grad-acc-steps", 2],
-        ["--bsz", 2, "--grad-acc-steps", 2, "--pt-compile", "--compile-mode", "reduce-overhead"],
-        ["--amp", "fp16"],
-    ],
-    ids=lambda flags: " ".join(map(str, flags)),
-)
+    ["--pt-compile", "--pt-compile --compile-mode reduce-overhead",
+     "--pt-compile --compile-mode max-autotune", "--pt-compile --compile-mode max-autotune-no-cudagraphs",
+     "--attention flash", "--attention cudnn", "--attention efficient", "--attention math",
+     "--sac-freq 1/2", "--sac-freq 1/1 --sac-policy op", "--pt-compile --sac-freq 1/2",
+     "--pad-vocab 384", "--bsz 2 --grad-acc-steps 2",
+     "--bsz 2 --grad-acc-steps 2 --pt-compile --compile-mode reduce-overhead", "--amp fp16"],
+)  # fmt: skip
 def test_toggles_compute_the_same(flags, tmp_path, plain):
+    flags = flags.split()
     assert_alike(steps(tmp_path / "other", *flags), plain)
     if "--attention" in flags:
         assert only_result(tmp_path / "other")["attention_kernel"] == flags[1]
@@ -127,24 +126,12 @@ def test_toggles_compute_the_same(flags, tmp_path, plain):
 
 def test_a_vocabulary_of_odd_size_learns_as_a_padded_one(tmp_path):
     """Its logits' rows are aligned another way; in two chunks, by every path of the loss."""
-    argv = ["configs/gpt2-125m.json", *FLAGS, "--bsz", 16]
-    found = {}
-    for name, flags in {
-        "padded": ["--pad-vocab", "8"],
-        "odd": [],
-        "compiled": ["--pt-compile"],
-        "fp16": ["--amp", "fp16"],
-        "fp16 compiled": ["--amp", "fp16", "--pt-compile"],
-    }.items():
-        assert run_train(*argv, *flags, "--output-dir", tmp_path / name) == 0
-        found[name] = read_steps(tmp_path / name)
-    for name in ("odd", "compiled", "fp16", "fp16 compiled"):
-        assert_alike(found[name], found["padded"])
-
-
-def run_ranks(script, out, *argv):
-    """Steps of a run with one rank in a separate process, with NCCL."""
-    return run_apart(script, out, *argv, "--nproc", "1")
+    padded, *others = each(
+        tmp_path, ["configs/gpt2-125m.json", *FLAGS, "--bsz", 16], "--pad-vocab 8", "", "--pt-compile",
+        "--amp fp16", "--amp fp16 --pt-compile",
+    )  # fmt: skip
+    for found in others:
+        assert_alike(found, padded)
 
 
 def run_apart(script, out, *argv):
@@ -181,7 +168,7 @@ def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
     if cell.entrypoint == "train.py":
         found = steps(tmp_path / "x", *argv)
     else:
-        found = run_ranks(cell.entrypoint, tmp_path / "x", *SMALL, *argv)
+        found = by_one_rank(cell.entrypoint, tmp_path / "x", *argv)
     assert_alike(found, plain, 1e-2 if cell.fp8 == "off" else 2e-2)
     r = only_result(tmp_path / "x")
     assert (r["fp8"] or {"backend": "off"})["backend"] == cell.fp8
@@ -193,14 +180,10 @@ def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
 def test_recomputed_dropout_draws_the_same(policy, tmp_path):
     values = json.loads((TEXT / "small.json").read_text())
     values |= {"resid_pdrop": 0.1, "attn_pdrop": 0.1, "embd_pdrop": 0.1}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    found = []
-    for name, flags in (("plain", []), ("sac", ["--sac-freq", "1/1", "--sac-policy", policy])):
-        assert run_train(path, *FLAGS, *flags, "--output-dir", tmp_path / name) == 0
-        found.append(read_steps(tmp_path / name))
+    argv = [write_config(tmp_path, values), *FLAGS]
+    plain, again = each(tmp_path, argv, "", f"--sac-freq 1/1 --sac-policy {policy}")
     # Other draws would change the first gradients' norm at once.
-    assert_alike(found[1], found[0], tolerance=2e-3)
+    assert_alike(again, plain, tolerance=2e-3)
 
 
 def test_window_by_flex_and_by_mask_train_alike(tmp_path):
@@ -208,19 +191,10 @@ def test_window_by_flex_and_by_mask_train_alike(tmp_path):
     values |= {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024,
                "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
                "sliding_window": 96}  # fmt: skip
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(values))
-    found = {}  # the norm of the gradients too, though a wrong window hardly shows in it
-    for name, flags in {
-        "mask": ["--attention", "math"],
-        "flex": ["--attention", "flex"],
-        "compiled": ["--pt-compile"],
-    }.items():
-        argv = [path, *FLAGS, *flags, "--output-dir", tmp_path / name]
-        assert run_train(*argv) == 0
-        found[name] = [s["loss"] for s in read_steps(tmp_path / name)]
-    assert found["flex"] == pytest.approx(found["mask"], rel=1e-2)
-    assert found["compiled"] == pytest.approx(found["mask"], rel=1e-2)
+    argv = [write_config(tmp_path, values), *FLAGS]
+    mask, *others = each(tmp_path, argv, "--attention math", "--attention flex", "--pt-compile")
+    for found in others:
+        assert [s["loss"] for s in found] == pytest.approx([s["loss"] for s in mask], rel=1e-2)
 
 
 def test_flex_attention_sees_the_window_and_no_more():
@@ -263,13 +237,12 @@ def test_an_attention_kernel_that_cannot_is_refused_in_one_line(kernel, tmp_path
 def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):
     if torch.version.hip:
         pytest.skip("only NVIDIA GPUs have TF32")
-    found = {}
-    for name, flags in {"fp32": [], "tf32": ["--tf32"]}.items():
-        found[name] = losses(tmp_path, name, "--amp", "off", *flags)
-        assert only_result(tmp_path / name)["environment"]["tf32"] is (name == "tf32")
+    fp32, tf32 = each(tmp_path, [*SMALL, "--amp", "off"], "", "--tf32")
+    for i in (0, 1):
+        assert only_result(tmp_path / str(i))["environment"]["tf32"] is bool(i)
     # The first loss repeats bit by bit; later ones differ by the order of sums.
-    assert found["tf32"][0] != found["fp32"][0]
-    assert found["tf32"] == pytest.approx(found["fp32"], rel=1e-2)
+    assert tf32[0]["loss"] != fp32[0]["loss"]
+    assert [s["loss"] for s in tf32] == pytest.approx([s["loss"] for s in fp32], rel=1e-2)
 
 
 @pytest.mark.alone
@@ -293,7 +266,7 @@ def test_memory_falls_as_more_blocks_recompute(tmp_path):
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_profile_of_ranks_with_stacks(script, tmp_path):
     flags = ["--profile", "--profile-stacks", "--profile-steps", 2]
-    run_ranks(script, tmp_path, *SMALL, *flags)
+    by_one_rank(script, tmp_path, *flags)
     p = only_result(tmp_path)["profile"]
     assert sum(p["classes_s"].values()) == pytest.approx(p["step_time_s"], rel=0.02)
     (stacks,) = tmp_path.glob("*/trace/rank0.stacks")
@@ -307,13 +280,24 @@ def test_out_of_memory_is_exit_code_3(tmp_path):
     assert only_result(tmp_path)["status"] == "oom"
 
 
-@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
-def test_one_rank_with_nccl_gives_the_losses_of_train(script, tmp_path):
+def by_one_rank(script, out, *flags):
+    """Steps of a run with one rank in a separate process, with NCCL."""
+    return run_apart(script, out, *SMALL, "--nproc", "1", *flags)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "tolerance"),
+    [
+        *((s, ["--amp", "off"], 1e-4) for s in RANKED),
+        ("train_fsdp.py", ["--cpu-offload"], 1e-2),
+        *(pytest.param(s, ["--use-fp8", "--fp8-backend", b], 1e-2, marks=m)
+          for b, m in MARKS.items() for s in RANKED),
+    ],
+)  # fmt: skip
+def test_one_rank_with_nccl_gives_the_losses_of_train(script, flags, tolerance, tmp_path):
     """World size 1 through the whole distributed path."""
-    plain = steps(tmp_path / "plain", "--amp", "off")
-    assert_alike(
-        run_ranks(f"{script}.py", tmp_path / "d", *SMALL, "--amp", "off"), plain, tolerance=1e-4
-    )
+    plain = steps(tmp_path / "plain", *(f for f in flags if f != "--cpu-offload"))
+    assert_alike(by_one_rank(script, tmp_path / "d", *flags), plain, tolerance)
 
 
 # A 16-layer shape of 1B parameters, as wide as llama-3.2-1b. On a CPU, with FP8 emulated, two
@@ -366,17 +350,13 @@ def test_fp8_learns_as_bf16_does(backend, recipe, one_b, bf16_losses):
     assert abs(tail - 1) < 0.02
 
 
-COMPOSED = [
-    ("te", "--sac-freq 1/2"),
-    ("torchao", "--pt-compile --sac-freq 1/1 --sac-policy op"),
-    ("torchao", "--pt-compile --compile-mode reduce-overhead"),
-    ("te", "--bsz 2 --grad-acc-steps 2"),
-]
-
-
 @pytest.mark.parametrize(
-    ("backend", "flags"), [pytest.param(b, f, marks=MARKS[b]) for b, f in COMPOSED]
-)
+    ("backend", "flags"),
+    [pytest.param(b, f, marks=MARKS[b]) for b, f in (
+        ("te", "--sac-freq 1/2"), ("torchao", "--pt-compile --sac-freq 1/1 --sac-policy op"),
+        ("torchao", "--pt-compile --compile-mode reduce-overhead"),
+        ("te", "--bsz 2 --grad-acc-steps 2"))],
+)  # fmt: skip
 def test_fp8_composes(backend, flags, one_b, bf16_losses):
     losses = one_b("--use-fp8", "--fp8-backend", backend, *flags.split())
     assert abs(sum(losses[-10:]) / sum(bf16_losses[-10:]) - 1) < 0.02
@@ -434,28 +414,14 @@ def test_te_blocks_compute_what_plain_ones_do(family):
         assert difference < 5e-2, name
 
 
-@pytest.mark.parametrize("script", ["train_ddp", "train_fsdp"])
-@pytest.mark.parametrize("backend", [pytest.param(b, marks=mark) for b, mark in MARKS.items()])
-def test_fp8_with_one_rank_of_nccl(script, backend, tmp_path):
-    flags = ["--use-fp8", "--fp8-backend", backend]
-    plain = steps(tmp_path / "plain", *flags)
-    assert_alike(run_ranks(f"{script}.py", tmp_path / "d", *SMALL, *flags), plain)
-
-
-def test_cpu_offload_with_one_rank_of_nccl(tmp_path):
-    plain = steps(tmp_path / "plain")
-    assert_alike(run_ranks("train_fsdp.py", tmp_path / "d", *SMALL, "--cpu-offload"), plain)
-
-
 @pytest.mark.transformer_engine
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_primary_weights(recipe, tmp_path):
     """The fp32 weights are in the optimizer: the losses are those of FP8 with fp32 parameters."""
-    found = {}
-    for name, flags in {"cast": [], "primary": ["--fp8-primary-weights"]}.items():
-        argv = [*SMALL, "--use-fp8", "--fp8-recipe", recipe, *flags]
-        found[name] = run_ranks("train_fsdp.py", tmp_path / name, *argv)
-    assert_alike(found["primary"], found["cast"])
+    fp8 = ["--use-fp8", "--fp8-recipe", recipe]
+    cast = by_one_rank("train_fsdp.py", tmp_path / "cast", *fp8)
+    primary = by_one_rank("train_fsdp.py", tmp_path / "primary", *fp8, "--fp8-primary-weights")
+    assert_alike(primary, cast)
     r, cast = only_result(tmp_path / "primary"), only_result(tmp_path / "cast")
     assert r["fp8"]["primary_weights"] and r["fp8"]["all_gather"]
     # One byte per weight instead of four: only gathered weights have a transpose.

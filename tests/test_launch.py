@@ -26,7 +26,7 @@ from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
-from tests.helpers import ROOT, only_result, read_steps
+from tests.helpers import ROOT, TORCHRUN, free_port, only_result, processes_with, read_steps
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
         "--amp", "off", "--no-tensorboard"]  # fmt: skip
@@ -71,16 +71,7 @@ def finish(process, timeout=240):
 
 def members(process) -> dict[int, dict[str, str]]:
     """Living processes that carry the mark of this one, with their environments."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            items = os.fsdecode((path / "environ").read_bytes()).split("\0")
-            state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            continue
-        if process.mark in items and state != "Z":
-            found[int(path.name)] = dict(item.split("=", 1) for item in items if "=" in item)
-    return found
+    return processes_with(process.mark)
 
 
 def wait_until(condition, seconds):
@@ -116,15 +107,11 @@ def interrupt(process, times=1):
 def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
     code, out, err = finish(start("train_ddp.py", tmp_path, *SHORT))
     assert code == 0, err
-    assert (
-        out.count("| tokens/s per device ") == 1 and err.count("batch: 2 x 1 x 2 = 4 samples") == 1
-    )
+    assert out.count("| tokens/s per device ") == err.count("batch: 2 x 1 x 2 = 4 samples") == 1
     r = only_result(tmp_path)
     assert r["device"]["count"] == 2 and r["entrypoint"] == "train_ddp.py"
-    assert sorted(p.name for p in next(tmp_path.iterdir()).iterdir()) == [
-        "result.json",
-        "steps.jsonl",
-    ]
+    files = {p.name for p in next(tmp_path.iterdir()).iterdir()}
+    assert files == {"result.json", "steps.jsonl"}
 
 
 @pytest.mark.parametrize(
@@ -133,12 +120,10 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
         (["--sac-freq", "5/4"], "--sac-freq 5/4: q must be from 1 to p = 4"),
         (["--bucket-cap-mb", "5"], "--bucket-cap-mb has no meaning for train_fsdp.py"),
         (["--amp", "fp16", "--optimizer", "sgd"], "no fused SGD for sharded parameters"),
-        (
-            ["--pt-compile", "--compile-mode", "reduce-overhead", "--warmup-steps", "3"],
-            "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed",
-        ),
+        ("--pt-compile --compile-mode reduce-overhead --warmup-steps 3".split(),
+         "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -154,10 +139,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, m
     ("argv", "message"),
     [
         # The ranks find these errors; each is still one line.
-        (
-            ["--global-bsz", "6"],
-            "--global-bsz 6 is not a multiple of --bsz 2 x 2 ranks = 4; 4 or 8",
-        ),
+        (["--global-bsz", "6"], "6 is not a multiple of --bsz 2 x 2 ranks = 4; 4 or 8"),
         (["--nproc", "1", "--data", "none.bin"], "none.bin: no such file"),
         (["--output-dir", "/proc/x"], "--output-dir /proc/x: cannot be written"),
     ],
@@ -175,15 +157,6 @@ def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):
     assert launch_ranks(train_fsdp.train, ["configs/gpt2-tiny.json"], "train_fsdp.py") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train_fsdp.py: PyTorch has a GPU but counts none")
-
-
-def test_a_failing_rank_is_named_with_its_error(tmp_path):
-    """No rank can allocate its batch: out of memory is exit code 3 wherever it happens."""
-    prefix = ("prlimit", f"--as={8 * 2**30}", sys.executable)
-    argv = [*SHORT, "--bsz", "70000", "--seq-len", "256"]
-    code, _, err = finish(start("train_ddp.py", tmp_path, *argv, prefix=prefix))
-    assert code == 3 and "out of memory" in err and "--grad-acc-steps" in err
-    assert err.splitlines()[-1].startswith("train_ddp.py: rank ")
 
 
 ONE_RANK_FAILS = f"""
@@ -214,6 +187,7 @@ def test_the_result_says_what_another_rank_failed_of(tmp_path):
     script.write_text(ONE_RANK_FAILS)
     code, _, err = finish(start(str(script), tmp_path / "runs", *FOREVER))
     assert code == 3 and "rank 1: out of memory: made up" in err.splitlines()[-1]
+    assert "--grad-acc-steps" in err
     r = only_result(tmp_path / "runs")
     assert r["status"] == "oom" and r["error"].startswith("rank 1: out of memory: made up")
     assert r["metrics"]["n_measured_steps"] > 0
@@ -325,10 +299,7 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     [
         (RuntimeError("[../pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), True),
-        (
-            DistBackendError("system error. It can be caused by unexpected exit of a remote peer"),
-            True,
-        ),
+        (DistBackendError("It can be caused by unexpected exit of a remote peer"), True),
         (RuntimeError("[../pair.cc:1] Read error [10.0.0.2]:1: Connection timed out"), True),
         (DistBackendError("Watchdog caught collective operation timeout: ALLREDUCE"), True),
         (DistStoreError("wait timeout after 5000ms, keys: /0/1"), True),
@@ -409,9 +380,8 @@ def test_nothing_listens_beyond_this_machine_and_whoever_is_killed_is_told(kille
         assert lines == [f"train_fsdp.py: {killed}: killed by SIGKILL"]
         assert rank == 0 or r["metrics"]["n_measured_steps"] > 0
     else:
-        assert (
-            r["status"] == "interrupted" and r["error"] == "interrupted by the end of its launcher"
-        )
+        assert r["status"] == "interrupted"
+        assert r["error"] == "interrupted by the end of its launcher"
     assert wait_until(lambda: not members(process), 30)
     left = {p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")}
     assert left == {"runs"}
@@ -435,10 +405,7 @@ def test_ranks_end_soon_after_their_launcher_before_they_have_met(launcher, tmp_
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow/pydantic.py").write_text(SLOW_IMPORT)
     path = os.pathsep.join([str(tmp_path / "slow"), os.environ["PYTHONPATH"]])
-    prefix = [sys.executable]
-    if launcher == "torchrun":
-        prefix = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
-                  "127.0.0.1", "--nproc-per-node", "2"]  # fmt: skip
+    prefix = [*TORCHRUN, "2"] if launcher == "torchrun" else [sys.executable]
     process = start("train_ddp.py", tmp_path, *FOREVER, "--dist-timeout", "600", prefix=prefix,
                     env={"PYTHONPATH": path})  # fmt: skip
     assert wait_until(lambda: len(ranks_of(process)) == 2, 240)
@@ -480,10 +447,8 @@ def test_the_rank_that_failed_first_is_named():
         return first_failure(failures)
 
     cause = failure(1000.2, 1, told=True)
-    assert (
-        first(cause=cause, ended=failure(1001, -15, False), killed=failure(1031, -9, False))
-        == "cause"
-    )
+    ended, late = failure(1001, -15, False), failure(1031, -9, False)
+    assert first(cause=cause, ended=ended, killed=late) == "cause"
     killed = failure(1001.1, -9, told=False)  # seen after the others had noticed
     assert first(killed=killed, other=failure(1000.9, 1, True)) == "killed"
     told = failure(1001.2, 1, True, "interrupted by SIGTERM")  # by the agent
@@ -568,25 +533,9 @@ def torchrun(node, port, host="127.0.0.1", local="127.0.0.1"):
             "--rdzv-endpoint", f"{host}:{port}", "--local-addr", local]  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def is_free(port: int) -> bool:
     with socket.socket() as s:
         return s.connect_ex(("127.0.0.1", port)) != 0
-
-
-@pytest.mark.parametrize("script", ["train_fsdp.py"])
-def test_two_torchrun_agents_train_together(script, tmp_path):
-    port = free_port()
-    agents = [start(script, tmp_path, *SHORT, prefix=torchrun(node, port)) for node in (0, 1)]
-    ends = [finish(agent) for agent in agents]
-    assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
-    assert sum(out.count("| tokens/s per device ") for _, out, _ in ends) == 1
-    assert only_result(tmp_path)["batch"]["data_parallel_size"] == 2
 
 
 @pytest.fixture
@@ -649,10 +598,7 @@ def test_a_lost_node_ends_the_job_within_the_timeout(rank, tmp_path):
 def check_lost_node(agents, out, lose, rank=1):
     """Two agents train; the one with that rank is lost; the job ends in time and says why."""
     try:
-        assert wait_until(
-            lambda: training(out) or agents[0].poll() is not None or agents[1].poll() is not None,
-            120,
-        )
+        assert wait_until(lambda: training(out) or any(a.poll() is not None for a in agents), 120)
         assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
         # The agents decide which of them gets rank 0.
         lost = next(a for a in agents if rank in ranks_of(a))
@@ -695,42 +641,31 @@ def test_launchers_are_recognised():
     assert find_ranks({"SLURM_NTASKS": "8"}) is None  # inside salloc, outside srun
     # A batch script itself, which is one process however many tasks it asked for.
     assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
-    mpi = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    }
-    assert find_ranks(mpi) == Ranks(1, 2, 1)
+    mpi = {n: v for n, v in daemon.items() if n.startswith("OMPI")}
+    assert find_ranks(mpi) == Ranks(17, 32, 1)
     with pytest.raises(UsageError, match=r"RANK='x', WORLD_SIZE='2'.* must be whole numbers"):
         find_ranks({"RANK": "x", "WORLD_SIZE": "2"})
-    with pytest.raises(
-        UsageError, match="RANK=2 and LOCAL_RANK=0: both must be below WORLD_SIZE=2"
-    ):
+    with pytest.raises(UsageError, match="RANK=2 and LOCAL_RANK=0: both must be below WORLD_"):
         find_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     # torchrun inside a SLURM job: what torchrun says counts.
     assert find_ranks(slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Ranks(0, 2, 0)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_ranks_by_slurm_environment(told, tmp_path):
-    """Two processes with srun's variables find each other without torchrun: at MASTER_ADDR or
-    the first host of the node list, at a port that the job's number gives."""
+def test_ranks_by_slurm_environment(tmp_path):
+    """Two processes with srun's variables find each other without torchrun: at the first host of the
+    node list, at a port that the job's number gives."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(
         "#!/bin/sh\n[ \"$*\" = 'show hostnames node[7-8]' ] && echo 127.0.0.1 && echo node8\n"
     )
     scontrol.chmod(0o755)
-    port = free_port()
     job = next(n for n in range(os.getpid(), os.getpid() + 999) if is_free(29500 + n % 1000))
     agents = []
-    for rank in (0, 1):
-        env = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": str(rank)}
-        if told:
-            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        else:
-            env |= {"SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": str(job),
-                    "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}  # fmt: skip
+    for rank in ("0", "1"):
+        env = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": rank,
+               "SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": str(job),
+               "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}  # fmt: skip
         agents.append(start("train_fsdp.py", tmp_path, *SHORT, env=env))
     ends = [finish(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]

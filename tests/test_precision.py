@@ -112,13 +112,9 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
 
 @pytest.mark.parametrize(
     ("mode", "loss_mode"),
-    [
-        ("default", "default"),
-        ("reduce-overhead", "default"),
-        ("max-autotune", "max-autotune-no-cudagraphs"),
-        ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
-    ],
-)
+    [("default", "default"), ("reduce-overhead", "default"),
+     *((mode, "max-autotune-no-cudagraphs") for mode in ("max-autotune", "max-autotune-no-cudagraphs"))],
+)  # fmt: skip
 def test_every_block_gets_the_compile_mode(mode, loss_mode, monkeypatch):
     asked = []
 
@@ -135,12 +131,9 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, monkeypatch):
 
 @pytest.mark.parametrize(
     ("mode", "logs", "level"),
-    [
-        ("default", None, "NOTSET"),
-        ("max-autotune", None, "CRITICAL"),
-        ("max-autotune", "+all", "NOTSET"),
-    ],
-)
+    [("default", None, "NOTSET"), ("max-autotune", None, "CRITICAL"),
+     ("max-autotune", "+all", "NOTSET")],
+)  # fmt: skip
 def test_max_autotunes_unfit_candidates_are_logged_only_on_request(mode, logs, level, monkeypatch):
     logger = logging.getLogger("torch._inductor.select_algorithm")
     monkeypatch.setattr(logger, "level", logging.NOTSET)

@@ -1,6 +1,5 @@
 """train.py as a user runs it, on the CPU: results, toggles, endings."""
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -29,7 +28,6 @@ from llm_train_bench.run.provenance import describe_environment
 from llm_train_bench.settings.command_line import parse_args, translated
 from llm_train_bench.settings.flags import Args, OptimizerFlags, Script, declared
 from tests.helpers import (
-    INDUCTOR_LINKS,
     ROOT,
     only_result,
     python,
@@ -128,19 +126,14 @@ def test_steps_file_and_tensorboard_say_the_same(run):
     events = EventAccumulator(str(directory))
     events.Reload()
     tags = events.Tags()["scalars"]
-    for tag in ("train/loss", "train/lr", "train/grad_norm", "speed/tokens_per_sec", "speed/mfu"):
-        assert tag in tags
+    assert {"train/lr", "train/grad_norm"} <= set(tags)
     assert [e.step for e in events.Scalars("train/loss")] == list(range(64))
-    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(
-        [s["loss"] for s in steps]
-    )
-    assert events.Scalars("memory/peak_rss_gib")[0].value > 0.1
-    rates = [512 / s["step_time_s"] for s in steps]
-    assert [e.value for e in events.Scalars("speed/tokens_per_sec")] == pytest.approx(rates)
+    rates = np.array([512 / s["step_time_s"] for s in steps])
     per_token = only_result(run)["metrics"]["flops_per_token_palm"]
-    assert [e.value for e in events.Scalars("speed/mfu")] == pytest.approx(
-        [rate * per_token / 1e12 for rate in rates]
-    )
+    for tag, values in (("train/loss", [s["loss"] for s in steps]), ("speed/tokens_per_sec", rates),
+                        ("speed/mfu", rates * per_token / 1e12)):  # fmt: skip
+        assert [e.value for e in events.Scalars(tag)] == pytest.approx(values)
+    assert events.Scalars("memory/peak_rss_gib")[0].value > 0.1
 
 
 def test_the_table_says_what_the_result_does(run):
@@ -222,7 +215,7 @@ def test_losses_are_reproducible_and_depend_on_the_seed(tmp_path):
 
 
 def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
-    """Accumulation, compilation, padding, workers, attention kernels: same losses; bf16 nearly."""
+    """Accumulation, compilation, padding, attention kernels: same losses; bf16 nearly."""
     argv = [*FP32, "--data", learnable, "--lr", "3e-3"]
     plain = losses(tmp_path, "plain", *argv, "--bsz", 4)
     assert plain[0] - plain[-1] > 0.3  # the tolerances below are small against what was learnt
@@ -231,21 +224,15 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
         ("pad", 1e-5, "--bsz", 4, "--pad-vocab", 384),
         ("math", 1e-5, "--bsz", 4, "--attention", "math"),
         ("flash", 1e-5, "--bsz", 4, "--attention", "flash"),
-        ("compile", 1e-4, "--bsz", 4, "--pt-compile"),
-        ("compile accumulate", 1e-4, "--bsz", 2, "--grad-acc-steps", 2, "--pt-compile"),
+        ("compile", 1e-4, "--bsz", 2, "--grad-acc-steps", 2, "--pt-compile"),
         ("global", 1e-5, "--bsz", 1, "--global-bsz", 4),
         ("bf16", 1e-2, "--bsz", 4, "--amp", "bf16"),
-        ("bf16 compile", 1e-2, "--bsz", 4, "--amp", "bf16", "--pt-compile"),
         ("fp16", 1e-2, "--bsz", 4, "--amp", "fp16"),
     ):
-        # Generating code for another shape or format takes long, and shows nothing new.
-        traced = name != "compile" or not INDUCTOR_LINKS
-        with without_inductor() if traced else contextlib.nullcontext():
+        with without_inductor():  # whose code tests/test_combinations.py runs, and bf16 compiled
             other = losses(tmp_path, name, *argv, *flags)
         assert other == pytest.approx(plain, rel=tolerance), name
-    assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > (
-        0.5 if INDUCTOR_LINKS else 0.1
-    )
+    assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.1
     kernels = {n: only_result(tmp_path / n)["attention_kernel"] for n in ("plain", "math", "flash")}
     assert kernels == {"plain": "flash", "math": "math", "flash": "flash"}
 
@@ -257,11 +244,6 @@ def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
     r = only_result(tmp_path / "x")
     assert r["status"] == "ok" and r["metrics"]["final_loss"] is None
     assert r["metrics"]["val_loss"] is None and any("not finite" in note for note in r["notes"])
-
-
-def test_workers_read_the_same_data(tmp_path, learnable):
-    argv = [*FP32, "--data", learnable]
-    assert losses(tmp_path, "0", *argv) == losses(tmp_path, "2", *argv, "--n-workers", 2)
 
 
 def test_pass_types(tmp_path):
@@ -307,9 +289,7 @@ def start(tmp_path, *argv, **popen):
 def test_a_signal_keeps_what_was_measured(tmp_path, number):
     process = start(tmp_path, "--n-steps", "100000", "--warmup-steps", "2")
     deadline = time.monotonic() + 240
-    while not (
-        list(tmp_path.glob("runs/*/steps.jsonl")) and len(read_steps(tmp_path / "runs")) > 5
-    ):
+    while not any(p.read_text().count("\n") > 5 for p in tmp_path.glob("runs/*/steps.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     for _ in range(20):  # an impatient user
@@ -366,10 +346,7 @@ BAD = [
     (["--n-steps", "1" + "0" * 12], "--n-steps 1000000000000: must be at most 10000000"),
     (["--bsz", "1" + "0" * 23], "must be at most 2147483648"),
     (["--grad-acc-steps", "1" + "0" * 20], "must be at most 2147483648"),
-    (
-        ["--sac-freq", "1/5"],
-        "--sac-freq 1/5 recomputes no block: configs/gpt2-tiny.json has only 2",
-    ),
+    (["--sac-freq", "1/5"], "1/5 recomputes no block: configs/gpt2-tiny.json has only 2"),
     (["--peak-tflops", "inf"], "must be above 0 and finite"),
     (["--tf32"], "--tf32: is for NVIDIA GPUs"),
     (["--nproc", "2"], "--nproc has no meaning for train.py; it is for train_ddp.py or"),
@@ -402,8 +379,6 @@ BAD = [
 
 @pytest.mark.parametrize(("argv", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
 def test_bad_input_is_one_line_and_writes_nothing(argv, message, tmp_path, capsys, monkeypatch):
-    import torch
-
     if "cuda" in argv and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     out = tmp_path / "runs"
@@ -416,11 +391,9 @@ def test_bad_input_is_one_line_and_writes_nothing(argv, message, tmp_path, capsy
 
 @pytest.mark.parametrize(
     ("seq_len", "message"),
-    [
-        (4096, "that kernel cannot run 32 heads"),
-        (8192, "under a sliding window's mask its gradients can be NaN"),
-    ],
-)
+    [(4096, "that kernel cannot run 32 heads"),
+     (8192, "under a sliding window's mask its gradients can be NaN")],
+)  # fmt: skip
 def test_cudnn_is_refused_where_there_is_a_window(seq_len, message, tmp_path, capsys):
     argv = ["configs/mistral-7b-v0.1.json", "--device", "cpu", "--attention", "cudnn"]
     assert run_train(*argv, "--seq-len", seq_len, "--output-dir", tmp_path) == 2
@@ -459,11 +432,8 @@ def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
     assert flags < set(declared(Args)) and len(flags) > 40
     shown = {name.replace("-", "_") for name in re.findall(r"^ *--([a-z][a-z0-9-]*)", text, re.M)}
     assert shown == flags
-    told = [
-        f
-        for f in dataclasses.fields(Args)
-        if f.name in flags and str(f.default) not in ("None", "False", "()")
-    ]
+    defaults = [str(f.default) for f in dataclasses.fields(Args) if f.name in flags]
+    told = [text for text in defaults if text not in ("None", "False", "()")]
     assert len(re.findall(r"\(default:\s", text)) == len(told) > 20
     # Each flag says more than its name: the help text between flag and default is not empty.
     assert not re.search(r"--[a-z-]+ (\S+ )?\s*\(default", text)
