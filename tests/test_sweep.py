@@ -465,7 +465,7 @@ def on_gpus(script, n=8, **keys):
     [
         ({"training": {"bzs": 2}}, "bzs: no such flag"),
         ({"training": {"bsz": 0}}, "gpt2-tiny: --bsz 0: must be at least 1"),
-        ({"training": {"use_fp8": True, "pt_compile": True, "fp8_backend": "te"}}, "torch.compile cannot trace"),
+        ({"training": {"use_fp8": True, "pt_compile": True, "fp8_backend": "te"}}, "cannot trace"),
         ({"hardware": {"nvidia": {"gpus": 8}}}, "8 GPUs, but train.py runs on one"),
         (on_gpus("fsdp", parallel={"dp_replicate": 2, "dp_shard": 8}),
          "2 x 8 = 16, but of 8 GPUs there are 8 ranks with data of their own; dp_shard must be 4"),
