@@ -14,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
+from llm_train_bench.base.errors import UsageError, printable
+from llm_train_bench.base.files import shown_path
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
 from llm_train_bench.compare.ratios import Compared, check_prices, compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
-from llm_train_bench.errors import UsageError, printable
-from llm_train_bench.files import shown_path
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import check_bounds, flag, positional
-from llm_train_bench.settings.tool_main import run_tool, tool
 from llm_train_bench.sweep.experiment import machines_of
 
 

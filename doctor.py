@@ -20,14 +20,14 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
-from llm_train_bench.errors import printable
+from llm_train_bench.base.errors import printable
+from llm_train_bench.base.machine import detect_platform, installed_version, n_cores
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
-from llm_train_bench.settings.machine import detect_platform, installed_version, n_cores
-from llm_train_bench.settings.tool_main import run_tool, tool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import device_called
+from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.estimate.estimate_flags import (
     EstimateArgs,
     EstimateFlags,
@@ -34,14 +37,11 @@ from llm_train_bench.estimate.predict import (
     nearest_changes,
     show_estimate,
 )
-from llm_train_bench.formulas.hardware import device_called
 from llm_train_bench.model.config import load_config
 from llm_train_bench.settings.command_line import parse_dataclass, refuse_foreign, with_file
 from llm_train_bench.settings.flags import Script, check_bounds
-from llm_train_bench.settings.machine import detect_platform
 from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.rules import check
-from llm_train_bench.settings.tool_main import run_tool, tool
 
 
 @tool("estimate.py")

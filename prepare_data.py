@@ -16,17 +16,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
 import numpy as np
 
 from llm_train_bench.apply.tokens import write_tokens
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import walk
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import walk
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import check_bounds, flag, positional
-from llm_train_bench.settings.tool_main import run_tool, tool
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

@@ -21,18 +21,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
 from pydantic import ValidationError
 
-from llm_train_bench.errors import UsageError, printable
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.errors import UsageError, printable
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.results.result_files import first_problem
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import changed, check_bounds, flag, flag_of, positional
-from llm_train_bench.settings.machine import detect_platform
 from llm_train_bench.settings.plan import Platform
-from llm_train_bench.settings.tool_main import run_tool, tool
 from llm_train_bench.sweep.auto_batch import check_auto_batch, with_largest_batch
 from llm_train_bench.sweep.cell_runs import (
     CellRow,

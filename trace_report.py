@@ -15,17 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
 from rich.console import Console
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.tables import markdown_table, milliseconds, short
+from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag, positional
-from llm_train_bench.settings.tool_main import run_tool, tool
-from llm_train_bench.tables import markdown_table, milliseconds, short
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.breakdown_schema import Breakdown
 from llm_train_bench.trace.breakdown_table import show_breakdown

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks.common import interleave, median_step, rounds_parser, save, show, work_of
 from estimate import speed_factor
-from llm_train_bench.formulas.hardware import find_cpu, scaled
+from llm_train_bench.base.hardware import find_cpu, scaled
+from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.formulas.speed_model import estimate_speed
-from llm_train_bench.settings.machine import cpu_name
 
 LIMIT = 0.1
 TINY = "configs/llama-tiny.json"

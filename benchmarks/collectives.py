@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.common import keep_devices, rounds_parser, save, show
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.measure.device import pick_device, synchronize
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, join, leave
 

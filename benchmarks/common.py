@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from llm_train_bench.files import ROOT, write_whole
-from llm_train_bench.formulas.hardware import devices, own_hardware_file
+from llm_train_bench.base.files import ROOT, write_whole
+from llm_train_bench.base.hardware import devices, own_hardware_file
+from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_name, synchronize
 from llm_train_bench.parallel.ranks import ALONE
@@ -26,7 +27,6 @@ from llm_train_bench.run.provenance import describe_environment
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
-from llm_train_bench.tables import markdown_table, show_whole
 
 RESULTS = Path(__file__).parent / "results"
 LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation

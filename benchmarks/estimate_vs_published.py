@@ -21,8 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.files import write_whole
-from llm_train_bench.formulas.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
+from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Fp8Work, Work
@@ -30,7 +31,6 @@ from llm_train_bench.model.config import parse_config
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
-from llm_train_bench.tables import markdown_table, show_whole
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = Path(__file__).parent / "published"

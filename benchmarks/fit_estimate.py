@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.estimate_vs_published import PER_NODE, PLAIN, kind_of, published_rows, step_of
-from llm_train_bench.formulas import hardware
-from llm_train_bench.formulas.hardware import HARDWARE_FILE, Hardware, constants, family_of
+from llm_train_bench.base import hardware
+from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, constants, family_of
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.common import keep_devices, save
-from llm_train_bench.files import write_whole
-from llm_train_bench.formulas.hardware import ROOFS_FILE, name_of_part, threads_of
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.hardware import ROOFS_FILE, name_of_part, threads_of
 from llm_train_bench.measure.device import (
     device_memory_gib,
     device_name,

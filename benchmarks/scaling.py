@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.common import interleave, median_step, rounds_parser, save, show, work_of
-from llm_train_bench.formulas.hardware import find_hardware, threads_of
+from llm_train_bench.base.hardware import find_hardware, threads_of
+from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.flags import Script
-from llm_train_bench.settings.machine import cpu_name
 
 CONFIG = ["configs/llama-tiny.json", *"--bsz 4 --seq-len 128 --amp off --device cpu".split()]
 CASES = {

@@ -314,9 +314,9 @@ def chains(count: int = 100) -> str:
 
 SLOW = """import os, sys, time
 sys.path.insert(0, {root!r})
-import llm_train_bench.start
-llm_train_bench.start._TOP = __import__("pathlib").Path(__file__).resolve().parent
-llm_train_bench.start._begin()
+import llm_train_bench.base.start
+llm_train_bench.base.start._TOP = __import__("pathlib").Path(__file__).resolve().parent
+llm_train_bench.base.start._begin()
 from llm_train_bench.run.checkpoint import durable
 real = durable.Files.write
 def write(self, path, parts):

@@ -139,7 +139,7 @@ def refused(capsys):
 @pytest.fixture
 def own_hardware(monkeypatch, tmp_path):
     """Writes the user's own hardware.json, with these devices; its path."""
-    from llm_train_bench.formulas.hardware import devices
+    from llm_train_bench.base.hardware import devices
 
     def write(*entries) -> Path:
         path = tmp_path / "hardware.json"

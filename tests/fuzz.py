@@ -39,11 +39,11 @@ import prepare_data
 import sweep
 import trace_report
 from llm_train_bench.apply.tokens import open_tokens, write_tokens
+from llm_train_bench.base import hardware
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import read_baselines
 from llm_train_bench.compare.records import LogFacts
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas import hardware
 from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
 from llm_train_bench.run.checkpoint import manifest

@@ -21,9 +21,9 @@ import train as train_module
 from llm_train_bench.apply import data
 from llm_train_bench.apply.optimizer import learning_rate
 from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
-from llm_train_bench.errors import UsageError
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING
 from llm_train_bench.results.result_files import command_began, is_alive, this_process

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.parallel.ranks import ALONE
 from llm_train_bench.settings import rules
 from llm_train_bench.settings.command_line import parse_args

@@ -11,7 +11,7 @@ import prepare_data
 import sweep
 import trace_report
 from llm_train_bench import __version__
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.model.config import ConfigError
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass

@@ -15,6 +15,8 @@ import pytest
 
 import compare
 import estimate
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare import gate
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.log_formats import SUITES, TABLE, parse
@@ -22,9 +24,7 @@ from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
 from llm_train_bench.compare.read_logs import KNOWN, parse_log, read_log
 from llm_train_bench.compare.records import LogFacts, Record, steady
-from llm_train_bench.errors import UsageError
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.settings.machine import cpu_name
 from tests import fuzz
 from tests.helpers import ROOT, python, run_train, words
 

@@ -18,7 +18,7 @@ from llm_train_bench.apply.data import (
     sample_plan,
 )
 from llm_train_bench.apply.tokens import open_tokens, write_tokens
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.settings.flags import BatchFlags, DataFlags
 from llm_train_bench.settings.plan import Schedule, resolve_batch
 from tests.helpers import only_result, train_main, words

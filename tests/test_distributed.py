@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.apply.tokens import write_tokens
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.collectives import ddp_bytes
 from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.model.config import load_config

@@ -12,14 +12,14 @@ import pytest
 import compare
 import prepare_data
 from docs.tables import with_tables
-from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.results import schema
 from llm_train_bench.results.result_files import Step
 from llm_train_bench.settings.command_line import parse_args, translated
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
-from llm_train_bench.strict import Strict
 from tests.helpers import ROOT, python, run_train, without_inductor, words
 
 METRICS = (ROOT / "docs/METRICS.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import doctor
-from llm_train_bench.settings.machine import detect_platform
+from llm_train_bench.base.machine import detect_platform
 from tests.helpers import python
 
 NVIDIA_SMI = """#!/bin/sh

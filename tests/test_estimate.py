@@ -15,12 +15,12 @@ from benchmarks import estimate_vs_published as published
 from benchmarks import fit_estimate
 from benchmarks.estimate_vs_published import by_family, covering, published_rows
 from llm_train_bench.apply.precision import autocast
-from llm_train_bench.errors import DoesNotFit
+from llm_train_bench.base.errors import DoesNotFit
+from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.step_events import simulate_step
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes
-from llm_train_bench.formulas.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.formulas.memory_model import block_activations, estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import block_bytes, estimate_speed, matmul_time

@@ -10,7 +10,7 @@ import compare
 import estimate
 import sweep
 import trace_report
-from llm_train_bench.errors import printable
+from llm_train_bench.base.errors import printable
 from tests import fuzz
 from tests.helpers import ROOT, train_main
 

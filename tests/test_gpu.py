@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_train_bench.apply.fp8 import te as fp8_te
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.layers import attend, window_mask
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace

@@ -20,7 +20,7 @@ import torch
 from torch.distributed import DistBackendError, DistStoreError
 
 import train_fsdp
-from llm_train_bench.errors import Interrupted, NoStep, NotJoined, UsageError
+from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
 from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error

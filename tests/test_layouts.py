@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model import layout
 from llm_train_bench.model.config import parse_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import attention, collectives
-from llm_train_bench.formulas.hardware import devices, find_hardware
+from llm_train_bench.base.hardware import devices, find_hardware
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan

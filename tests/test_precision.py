@@ -19,7 +19,7 @@ from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from llm_train_bench.apply.precision import LossScaler, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model import te as te_blocks

@@ -170,7 +170,7 @@ def test_matmuls_are_held_against_the_measured_roof(tmp_path, monkeypatch):
     entry = {"bf16_tflops": 0.5, "fp8_tflops": None, "source": "this test"}
     roofs = {device_name(torch.device("cpu")): entry, "another": {"bf16_tflops": 9.0}}
     (tmp_path / "roofs.json").write_text(json.dumps(roofs))
-    monkeypatch.setattr("llm_train_bench.formulas.hardware.ROOFS_FILE", tmp_path / "roofs.json")
+    monkeypatch.setattr("llm_train_bench.base.hardware.ROOFS_FILE", tmp_path / "roofs.json")
     flags = ["--amp", "bf16", "--profile", "--output-dir", tmp_path / "runs"]
     assert run_train(*TINY, "--seq-len", 16, "--bsz", 1, *flags) == 0
     r = only_result(tmp_path / "runs")

@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 
 import sweep
+from llm_train_bench.base.errors import UsageError, printable
+from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
-from llm_train_bench.errors import UsageError, printable
-from llm_train_bench.formulas.hardware import find_hardware
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.machine import cpu_name
 from llm_train_bench.settings.plan import make_plan
 from llm_train_bench.sweep import cell_runs, jobs, tune
 from llm_train_bench.sweep import experiment as experiments
@@ -165,7 +165,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path):
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
-    code = "from llm_train_bench.settings.tool_main import run_tool; import time; "
+    code = "from llm_train_bench.base.tool_main import run_tool; import time; "
     code += "run_tool(lambda argv: (print('up', flush=True), time.sleep(60)))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

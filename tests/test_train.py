@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.apply.tokens import write_tokens
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import SCHEMA_VERSION

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.apply.precision import AMP_DTYPES
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
 
 KERNELS = ("flash", "cudnn", "efficient", "math")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.compiler.config
 
-from llm_train_bench.errors import CompileError
+from llm_train_bench.base.errors import CompileError
 from llm_train_bench.model.transformer import Transformer
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from llm_train_bench.apply.tokens import open_tokens
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.settings.flags import DataFlags
 from llm_train_bench.settings.plan import Schedule

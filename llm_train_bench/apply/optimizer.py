@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
+from llm_train_bench.apply.sharded import by_mesh, is_sharded
 from llm_train_bench.settings.flags import OptimizerFlags
-from llm_train_bench.sharded import by_mesh, is_sharded
 
 
 def build_optimizer(

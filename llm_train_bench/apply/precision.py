@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "off": torch.float32}
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare.read_logs import read_lines, read_log
 from llm_train_bench.compare.read_results import read_csv, read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, make_printable
-from llm_train_bench.errors import UsageError
 from llm_train_bench.model.json_keys import plain_file
 
 # Errors that a file of a known kind can cause in a reader.

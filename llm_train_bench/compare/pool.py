@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from llm_train_bench.base.files import shown_word
 from llm_train_bench.compare.records import Record
-from llm_train_bench.files import shown_word
 from llm_train_bench.settings.flags import Args, defaults
 
 # What may differ between repeats of one setting.

@@ -30,8 +30,8 @@ def no_regression(request: pytest.FixtureRequest):
     Baselines that the test did not measure do not count. Without --train-baseline the test is skipped.
     """
     # Not before: every pytest run of this environment loads this module.
+    from llm_train_bench.base.errors import UsageError
     from llm_train_bench.compare.gate import assert_no_regression, tolerance_of
-    from llm_train_bench.errors import UsageError
 
     baseline = request.config.getoption("--train-baseline")
     if baseline is None:

@@ -5,11 +5,11 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import shown_word
+from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.compare.pool import name_settings, plainest, pool
 from llm_train_bench.compare.records import Record
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import shown_word
-from llm_train_bench.formulas.hardware import device_called, find_hardware
 from llm_train_bench.formulas.time_statistics import surely, welch_ratio
 from llm_train_bench.settings.flags import differing
 

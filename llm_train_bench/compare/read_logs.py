@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import device_called
 from llm_train_bench.compare.log_formats import (
     SUITES,
     Log,
@@ -26,8 +28,6 @@ from llm_train_bench.compare.log_formats import (
     parse,
 )
 from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady, unfinished_loss
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import device_called
 from llm_train_bench.model.json_keys import parse_json
 
 KNOWN = tuple(SUITES)

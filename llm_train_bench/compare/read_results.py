@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import shown_command
+from llm_train_bench.base.hardware import device_called
 from llm_train_bench.compare.read_logs import (
     read_automodel_benchmark,
     read_metrics_csv,
     read_trainer_state,
 )
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import shown_command
-from llm_train_bench.formulas.hardware import device_called
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import commit_of, first_problem, parse_result, software
 from llm_train_bench.results.schema import Result

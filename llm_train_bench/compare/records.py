@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.errors import UsageError, printable_data
+from llm_train_bench.base.errors import UsageError, printable_data
 
 # Facts that --log supplies: the key, and its type.
 FACTS = {

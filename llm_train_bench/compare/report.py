@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llm_train_bench import __version__
-from llm_train_bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, TABLE_ERROR, Compared
-from llm_train_bench.compare.records import Record, microseconds_per_token
-from llm_train_bench.files import shown_path, write_whole
-from llm_train_bench.formulas.hardware import device_called
-from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.tables import (
+from llm_train_bench.base.files import shown_path, write_whole
+from llm_train_bench.base.hardware import device_called
+from llm_train_bench.base.tables import (
     csv_cell,
     markdown_cell,
     markdown_table,
@@ -22,6 +19,9 @@ from llm_train_bench.tables import (
     number,
     show_whole,
 )
+from llm_train_bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, TABLE_ERROR, Compared
+from llm_train_bench.compare.records import Record, microseconds_per_token
+from llm_train_bench.model.json_keys import parse_json
 
 Item = TypeVar("Item")
 DEFAULT_PRICES = ", by default the rough ones of configs/hardware.json"

@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Literal
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import Hardware, find_cpu, find_hardware, limited
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware, limited
+from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.formulas.work import Theirs, Work
 from llm_train_bench.settings.flags import Args, flag, key_values
-from llm_train_bench.settings.machine import cpu_name
 
 
 @dataclasses.dataclass(frozen=True)

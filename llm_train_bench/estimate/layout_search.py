@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import Hardware
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import SpeedEstimate, estimate_speed
 from llm_train_bench.formulas.work import Work

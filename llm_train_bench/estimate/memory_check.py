@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.tables import markdown_table
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.flags import declared, flag_of
-from llm_train_bench.tables import markdown_table
 
 
 def fit_memory(work: Work, argv: list[str]) -> int:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.recompute import apply_recompute
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.layout import ALONE
 from llm_train_bench.model.transformer import Transformer

@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import Hardware, device_called
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.estimate.estimate_flags import (
     EstimateArgs,
     EstimateFlags,
@@ -17,13 +19,11 @@ from llm_train_bench.estimate.estimate_flags import (
 )
 from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Found, powers, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
-from llm_train_bench.formulas.hardware import Hardware, device_called
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.settings.flags import Args, BatchFlags, PeakFlags, Script, defaults, flag_of
 from llm_train_bench.settings.plan import make_plan, resolve_seq_len
 from llm_train_bench.settings.rules import check
-from llm_train_bench.tables import markdown_table, number
 
 # What --plan chooses itself.
 CHOSEN = ("bsz", "grad_acc_steps", "tp", "cp", "ep", "pp", "pp_virtual", "dp_replicate", "sac_freq",

@@ -9,11 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.step_events import simulate_step, write_trace
 from llm_train_bench.formulas.flops import flops_per_token
-from llm_train_bench.formulas.hardware import Hardware, accuracy_of, scaled, threads_of
 from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
@@ -21,7 +22,6 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
-from llm_train_bench.tables import markdown_table, number
 
 BYTES_PER_GIB = 2**30
 # Power of a busy GPU against its limit.

@@ -11,7 +11,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.hardware import Hardware, constants
 from llm_train_bench.formulas.collectives import (
     bucket_bytes,
     collective_time,
@@ -20,7 +21,6 @@ from llm_train_bench.formulas.collectives import (
     token_time,
     unit_times,
 )
-from llm_train_bench.formulas.hardware import Hardware, constants
 from llm_train_bench.formulas.parameters import matrices, parameter_shapes
 from llm_train_bench.formulas.speed_model import block_time, estimate_speed, head_time
 from llm_train_bench.formulas.work import Work

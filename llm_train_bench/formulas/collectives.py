@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from llm_train_bench.formulas.hardware import Constants, Hardware, constants
+from llm_train_bench.base.hardware import Constants, Hardware, constants
 from llm_train_bench.formulas.parameters import (
     Shapes,
     layer_names,

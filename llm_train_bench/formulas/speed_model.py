@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from llm_train_bench.base.hardware import Constants, Hardware, constants
 from llm_train_bench.formulas.collectives import (
     communication_time,
     rank_matrices,
@@ -21,7 +22,6 @@ from llm_train_bench.formulas.collectives import (
     token_time,
 )
 from llm_train_bench.formulas.flops import attended_keys, attention_width
-from llm_train_bench.formulas.hardware import Constants, Hardware, constants
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
 from llm_train_bench.model.shares import part_shape

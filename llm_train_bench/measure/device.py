@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from llm_train_bench.errors import OwnError, UsageError
-from llm_train_bench.settings.machine import cpu_name
+from llm_train_bench.base.errors import OwnError, UsageError
+from llm_train_bench.base.machine import cpu_name
 
 GIB = 2**30
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from llm_train_bench.apply.sharded import is_sharded
 from llm_train_bench.measure.device import GIB, reset_peak_memory
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.results.schema import Memory, Result
 from llm_train_bench.settings.plan import Schedule
-from llm_train_bench.sharded import is_sharded
 
 # The allocator's history keeps this many of its latest events; each is about 1 KiB.
 HISTORY = 200_000

@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import AMP_DTYPES
+from llm_train_bench.apply.sharded import is_sharded, sharded_modules
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.hf import Pretrained, read_pretrained
 from llm_train_bench.model.init import fill
 from llm_train_bench.model.layout import own_part
 from llm_train_bench.model.shares import whole_shape
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.sharded import is_sharded, sharded_modules
 
 
 def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) -> None:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.start import PARENT
+from llm_train_bench.base.start import PARENT
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
-from llm_train_bench.errors import NotJoined, UsageError
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.errors import NotJoined, UsageError
+from llm_train_bench.base.files import write_whole
 from llm_train_bench.measure.device import cpu_count, is_out_of_memory
 from llm_train_bench.results.result_files import RUN_POINTER, RUN_POINTER_BEFORE
 

@@ -9,13 +9,13 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from llm_train_bench.errors import printable
+from llm_train_bench.base.errors import printable
+from llm_train_bench.base.tables import markdown_table, number
 from llm_train_bench.formulas.parameters import count_active_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.metrics import metric_rows
 from llm_train_bench.results.result_files import Step
 from llm_train_bench.results.schema import DeviceUse, Result
-from llm_train_bench.tables import markdown_table, number
 from llm_train_bench.trace.breakdown_table import show_breakdown
 
 

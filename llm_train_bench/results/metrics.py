@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from llm_train_bench.strict import Strict
+from llm_train_bench.base.strict import Strict
 
 
 class Metrics(Strict):

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from llm_train_bench.errors import printable_data
-from llm_train_bench.files import shown_word
+from llm_train_bench.base.errors import printable_data
+from llm_train_bench.base.files import shown_word
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.schema import Lineage, Result, Writer
 

@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.time_statistics import drift
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.settings.flags import GRAPH_MODES
-from llm_train_bench.strict import Strict
 from llm_train_bench.trace.breakdown_schema import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 

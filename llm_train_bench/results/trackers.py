@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import write_whole
 from llm_train_bench.results.result_files import finite
 from llm_train_bench.results.schema import Result
 

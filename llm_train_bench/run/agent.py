@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.start import PARENT, early_wish
+from llm_train_bench.base.start import PARENT, early_wish
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -31,8 +31,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig
 
-from llm_train_bench.errors import Interrupted, UsageError
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.errors import Interrupted, UsageError
+from llm_train_bench.base.files import write_whole
 from llm_train_bench.parallel.ranks import MEETING, ROUND
 from llm_train_bench.results.result_files import (
     RUN_POINTER,

@@ -9,9 +9,9 @@ import time
 import traceback
 from pathlib import Path
 
-from llm_train_bench.start import PARENT
+from llm_train_bench.base.start import PARENT
 
-from llm_train_bench.errors import (
+from llm_train_bench.base.errors import (
     CompileError,
     DoesNotFit,
     Interrupted,
@@ -22,7 +22,7 @@ from llm_train_bench.errors import (
     Preempted,
     UsageError,
 )
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.files import write_whole
 from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.model.config import ConfigError
 from llm_train_bench.parallel.ranks import Ranks

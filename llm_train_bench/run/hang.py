@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from llm_train_bench.errors import Interrupted, NoStep
+from llm_train_bench.base.errors import Interrupted, NoStep
 from llm_train_bench.run.failures import LOST
 from llm_train_bench.run.signals import ENDING, Heard, signal_said
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from llm_train_bench import start
-from llm_train_bench.errors import DoesNotFit, Interrupted, UsageError
+from llm_train_bench.base import start
+from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
 from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of

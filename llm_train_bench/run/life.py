@@ -14,7 +14,7 @@ import torch
 from llm_train_bench.apply.compile import CompileCounts, compile_counts
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
-from llm_train_bench.errors import CompileError, UsageError
+from llm_train_bench.base.errors import CompileError, UsageError
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.measure.device import peak_memory
 from llm_train_bench.measure.steps import StepLog

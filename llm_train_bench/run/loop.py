@@ -14,6 +14,7 @@ from llm_train_bench.apply.compile import compile_errors_named
 from llm_train_bench.apply.data import Validation, batches, repeating_last
 from llm_train_bench.apply.optimizer import learning_rate, optimizer_step
 from llm_train_bench.apply.precision import autocast
+from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
 from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
@@ -23,7 +24,6 @@ from llm_train_bench.run.checkpoint.saver import Saver
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import build_capture, build_profiler, observed_in
-from llm_train_bench.sharded import reshard, sharded_modules
 from llm_train_bench.trace.read_trace import read_trace
 
 Batches = Iterator[tuple[Tensor, Tensor]]

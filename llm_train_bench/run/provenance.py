@@ -14,21 +14,21 @@ from typing import Any
 import torch
 
 from llm_train_bench import __version__
-from llm_train_bench.files import ROOT
-from llm_train_bench.formulas.hardware import (
+from llm_train_bench.base.files import ROOT
+from llm_train_bench.base.hardware import (
     device_called,
     find_peaks,
     find_roof,
     name_of_part,
     threads_of,
 )
+from llm_train_bench.base.machine import installed_version
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import cpu_count, device_memory_gib, device_name
 from llm_train_bench.results.result_files import this_process
 from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result
 from llm_train_bench.settings.flags import GRAPH_MODES, Args, PeakFlags, declared, defaults
-from llm_train_bench.settings.machine import installed_version
 from llm_train_bench.settings.plan import Plan, Schedule
 
 

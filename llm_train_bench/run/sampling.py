@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from llm_train_bench.apply.precision import autocast
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.flags import DataFlags

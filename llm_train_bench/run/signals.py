@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.start import orphaned
+from llm_train_bench.base.start import orphaned
 
-from llm_train_bench.errors import Interrupted
+from llm_train_bench.base.errors import Interrupted
 from llm_train_bench.parallel.ranks import MEETING
 from llm_train_bench.run.failures import SECOND_FILE, has_parent
 

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.machine import version_text
 from llm_train_bench.settings.flags import (
     Args,
     Script,
@@ -21,7 +22,6 @@ from llm_train_bench.settings.flags import (
     help_texts,
     to_argv,
 )
-from llm_train_bench.settings.machine import version_text
 from llm_train_bench.settings.rules import check, foreign
 
 Parsed = TypeVar("Parsed")

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-import llm_train_bench.start  # noqa: F401
+import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script

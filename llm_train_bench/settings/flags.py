@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 
 Group = TypeVar("Group")
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from llm_train_bench.errors import DoesNotFit, UsageError
+from llm_train_bench.base.errors import DoesNotFit, UsageError
+from llm_train_bench.base.machine import Platform
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
@@ -44,7 +45,6 @@ from llm_train_bench.settings.flags import (
     Script,
     parse_sac_freq,
 )
-from llm_train_bench.settings.machine import Platform
 
 LONGEST_DEFAULT = 4096
 # Part of a device's memory that --bsz auto leaves free.

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TypeVar
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,

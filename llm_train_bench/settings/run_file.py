@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.flags import (
     OUTPUT,

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.base.machine import detect_platform
 from llm_train_bench.formulas.memory_model import largest_batch
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.machine import detect_platform
 from llm_train_bench.sweep.cell_runs import Rows, probe
 from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell, plan_of

@@ -17,15 +17,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.errors import UsageError, printable, printable_data
-from llm_train_bench.files import ROOT, write_whole
+from llm_train_bench.base.errors import UsageError, printable, printable_data
+from llm_train_bench.base.files import ROOT, write_whole
+from llm_train_bench.base.machine import cpu_name, installed_version
 from llm_train_bench.model.config import ConfigError, load_config, model_name
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.metrics import CSV_COLUMNS
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import Args, defaults
-from llm_train_bench.settings.machine import cpu_name, installed_version
 from llm_train_bench.sweep.experiment import Flags
 from llm_train_bench.sweep.grid import Cell
 

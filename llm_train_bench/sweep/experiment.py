@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.results.result_files import first_problem
 from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated

@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 from typing import Any, get_args, get_type_hints
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import find_hardware
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.model.config import ConfigError, model_name
 from llm_train_bench.settings.command_line import parse_args

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import ROOT, write_whole
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.sweep.cell_runs import CellRow, cell_key, first_of_row, run_cell
 from llm_train_bench.sweep.grid import Cell
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from llm_train_bench.base.tables import csv_cell, markdown_table, memory_text, number
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 from llm_train_bench.results.metrics import CSV_COLUMNS
 from llm_train_bench.sweep.cell_runs import CellRow
-from llm_train_bench.tables import csv_cell, markdown_table, memory_text, number
 
 # Grams of CO2 per kWh: the world's mean of 2024 (IEA, Electricity 2025).
 GCO2_PER_KWH = 445.0

@@ -7,13 +7,13 @@ in full, in turn, for an interval.
 import itertools
 from pathlib import Path
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.formulas.hardware import Hardware, find_cpu, find_hardware
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
+from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, defaults
-from llm_train_bench.settings.machine import cpu_name
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import Rows, probe
 from llm_train_bench.sweep.experiment import Experiment

@@ -1,6 +1,6 @@
 """The parts of a breakdown. Needs no torch."""
 
-from llm_train_bench.strict import Strict
+from llm_train_bench.base.strict import Strict
 
 N_COSTLIEST = 10
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from rich.console import Console
 
-from llm_train_bench.tables import markdown_table, milliseconds, short
+from llm_train_bench.base.tables import markdown_table, milliseconds, short
 
 
 def show_breakdown(console: Console, title: str, b: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from pydantic import Field
 
-from llm_train_bench.strict import Strict
+from llm_train_bench.base.strict import Strict
 from llm_train_bench.trace.breakdown import outermost
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,

@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from llm_train_bench.tables import markdown_table, milliseconds, show_whole
+from llm_train_bench.base.tables import markdown_table, milliseconds, show_whole
 from llm_train_bench.trace.rank_traces import Interval, Rank, Waiting, length_of
 
 # Lanes of more ranks nobody tells apart; the table has all.

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.trace.breakdown import HOST, break_down, pieces_of_thread, span_labels
 from llm_train_bench.trace.breakdown_schema import Breakdown

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.errors import UsageError, printable
+from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.model.json_keys import plain_file
 
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.transformer import Transformer

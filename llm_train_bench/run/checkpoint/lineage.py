@@ -17,8 +17,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import write_whole
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.strict import Strict
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.parallel.ranks import Ranks, on_main, tell_next, word_before
 from llm_train_bench.results.console import say
@@ -39,7 +40,6 @@ from llm_train_bench.run.checkpoint.manifest import (
 from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.flags import SaveFlags
 from llm_train_bench.settings.plan import Plan
-from llm_train_bench.strict import Strict
 
 RECORD, LOCK = "lineage.json", "lineage.lock"
 # A holder touches its record so often [s]; from another host it counts as gone after STALE_S.

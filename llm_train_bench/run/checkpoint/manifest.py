@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.model.stored import Part
@@ -22,7 +23,6 @@ from llm_train_bench.results.result_files import first_problem, storable
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind
-from llm_train_bench.strict import Strict
 
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-(\d{8,})")

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from llm_train_bench.start import early_wish
+from llm_train_bench.base.start import early_wish
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llm_train_bench import __version__
-from llm_train_bench.errors import Interrupted, NotFinite, Preempted
+from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.stored import NAMES, encoded
 from llm_train_bench.model.transformer import Transformer

@@ -9,13 +9,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.apply.sharded import is_sharded, place
+from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model.shares import divided, whole_shape
 from llm_train_bench.model.stored import DTYPES, Part, read_block
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
-from llm_train_bench.sharded import is_sharded, place
 
 # A parameter's own name; the optimizer's tensors are named by their keys instead.
 VALUE = "p"

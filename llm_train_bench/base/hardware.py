@@ -8,8 +8,8 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from llm_train_bench.errors import UsageError
-from llm_train_bench.files import ROOT
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import ROOT
 from llm_train_bench.model.json_keys import parse_json, plain_file
 
 ROOFS_FILE = ROOT / "configs" / "roofs.json"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from llm_train_bench import start
-from llm_train_bench.errors import DoesNotFit, UsageError, printable
+from llm_train_bench.base import start
+from llm_train_bench.base.errors import DoesNotFit, UsageError, printable
 from llm_train_bench.model.json_keys import ConfigError
 
 Main = Callable[[Sequence[str]], int]

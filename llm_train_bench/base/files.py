@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llm_train_bench.errors import UsageError
+from llm_train_bench.base.errors import UsageError
 
 # The top of this project's tree.
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_whole(path: Path, text: str) -> None:

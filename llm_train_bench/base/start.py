@@ -16,7 +16,7 @@ from pathlib import Path
 # Process id of a script that starts its ranks itself. Its ranks write errors into their error
 # files, and the parent prints the first one.
 PARENT = "LLM_TRAIN_BENCH_PARENT"
-_TOP = Path(__file__).resolve().parents[1]
+_TOP = Path(__file__).resolve().parents[2]
 _agent: int | None = None
 _wish: int | None = None
 

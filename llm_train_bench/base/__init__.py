@@ -1,0 +1,1 @@
+"""What every room uses: errors, files, tables, the start of a process, the machine. No torch."""
