@@ -19,7 +19,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare import gate
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.log_formats import SUITES, TABLE, parse
+from llm_train_bench.compare.log_formats import SUITES, parse
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
 from llm_train_bench.compare.read_logs import KNOWN, parse_log, read_log
@@ -121,17 +121,17 @@ def test_facts_are_of_one_log_and_never_against_it(tmp_path, output_of, refused)
     shutil.copy(LOGS / "megatron.log", tmp_path / "b.log")
     shutil.copy(LOGS / "primus.log", tmp_path / "p.log")
     paths = [tmp_path / "a.log", tmp_path / "b.log"]
-    argv = words(paths, "--log-seq-len 4096 --log-gpus a.log=256 b=128")
-    hardware = ["--log-hardware", "a=H200 SXM", "b=MI300X"]
+    argv = words(paths, "--log seq-len=4096 a.log:gpus=256 b:gpus=128")
+    hardware = ["a:hardware=H200 SXM", "b:hardware=MI300X"]
     output_of(compare.main, argv, hardware, "--output-dir", tmp_path / "out")
     with (tmp_path / "out/runs.csv").open() as f:
         rows = [(row["hardware"], row["n_gpus"]) for row in csv.DictReader(f)]
     assert rows == [("H200 SXM", "256"), ("MI300X", "128")]
-    assert "name each" in refused(compare.main, "a.log and ", argv, "--log-hardware H200")
-    refused(compare.main, "says 8192", tmp_path / "p.log", "--log-seq-len 4096")
+    assert "for each" in refused(compare.main, "a.log and ", argv, "hardware=H200")
+    refused(compare.main, "says 8192", tmp_path / "p.log", "--log seq-len=4096")
     # The first would be lost.
-    refused(compare.main, "--log-gpus: is given twice", argv, "--log-gpus c=1")
-    refused(compare.main, "must be a whole number", paths, "--log-gpus a=many")
+    refused(compare.main, "--log: is given twice", argv, "--log c:gpus=1")
+    refused(compare.main, "must be a whole number", paths, "--log a:gpus=many")
 
 
 def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
@@ -275,7 +275,7 @@ def test_files_of_other_suites_with_a_form_of_their_own(tmp_path, refused):
 def test_what_a_log_does_not_say_is_said(capsys):
     assert compare.main([str(LOGS / "nemo.log")]) == 0
     printed = capsys.readouterr()
-    assert "the log does not tell --log-seq-len" in printed.err and "unknown" in printed.out
+    assert "the log lacks seq-len" in printed.err and "unknown" in printed.out
 
 
 @pytest.mark.parametrize("escape", ["\x1b", ""], ids=["terminal", "web log"])
@@ -355,8 +355,8 @@ def test_text_that_is_no_log():
 
 @pytest.mark.parametrize("suite", KNOWN)
 def test_a_run_of_digits_is_parsed_in_linear_time(suite):
-    needs = " ".join(SUITES[suite].needs) if suite in SUITES else "{'loss': "
-    rows = [re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[1].split("([-+]")[0]) for row in TABLE[suite]]
+    needs = " ".join([*SUITES[suite].line, SUITES[suite].sign or "{'loss': "])
+    rows = [re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[3].pattern.split("([-+]")[0]) for row in SUITES[suite].rows]
     line = f"{needs} iteration 1/2 Step 1 | step: 1 global_step=1 "
     text = "".join(f"{line}{row}{'1' * 100_000}x\n" for row in rows[:6]) + "\n" * 20_000
     begin = time.monotonic()
@@ -409,7 +409,7 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
     assert amd.mfu == pytest.approx(amd.tflops_per_gpu / 1307) and amd.flop_convention == "palm"
     rows = compare_records(records, NONE, None)
     assert sorted(r.group for r in rows) == ["llama T2048", "llama T2048", "qwen T2048"]
-    argv = [tmp_path, "--log-model", "benchmark_cuda_qwen=llama"]
+    argv = [tmp_path, "--log", "benchmark_cuda_qwen:model=llama"]
     assert "qwen T2048" not in output_of(compare.main, argv)
     assert compare.main([str(tmp_path), "--one-model"]) == 0
     assert "--one-model takes for one: llama, qwen" in capsys.readouterr().err
@@ -592,7 +592,7 @@ def test_names_and_figures_that_other_libraries_trip_over(tmp_path, output_of):
         line = f"Step Time : {seconds}s GPU utilization: 400.0MODEL_TFLOP/s/GPU"
         paths[-1].write_text("\n".join(["global_batch_size: 8", *[line] * 20]))
     out = tmp_path / "out"
-    argv = words(paths, "--log-seq-len 1024 --log-gpus 8 --one-model --output-dir", out)
+    argv = words(paths, "--log seq-len=1024 gpus=8 --one-model --output-dir", out)
     assert "| run [old] $x_{$ " in output_of(compare.main, argv)
     assert "| run [bold] b " in (out / "compare.md").read_text()
 
@@ -767,13 +767,11 @@ PRIMUS = "tests/logs/primus.log"
         (f"{PRIMUS} --reference x", "--reference x: no setting or run of that name"),
         (f"{PRIMUS} --usd-per-hour H100", "must be HARDWARE=NUMBER"),
         (f"{PRIMUS} --update-baselines", "needs --baseline"),
-        (f"{PRIMUS} --markdown x.md", "--markdown needs --baseline"),
         (f"{PRIMUS} --tolerance banana", "--tolerance needs --baseline"),
         (f"{PRIMUS} --usd-per-hour H100=nan", "must be HARDWARE=NUMBER"),
-        (f"{PRIMUS} --tdp-w H100=inf", "must be HARDWARE=NUMBER"),
         (f"{PRIMUS} --tokens inf", "--tokens inf: must be above 0 and finite"),
         (f"{PRIMUS} --baseline b.json", "b.json: no such file"),
-        (f"{PRIMUS} --log-seq-len other.log=8", "--log-seq-len other.log=...: no log that is read"),
+        (f"{PRIMUS} --log other.log:seq-len=8", "--log other.log:seq-len=...: no log of this name was read"),
     ],
 )
 def test_bad_input_is_one_line(argv, message, refused):
@@ -868,10 +866,10 @@ def test_nothing_passes_that_was_not_judged(judged, result, tmp_path):
     judged(path, six, "--update-baselines")
     judged(path, six)
     assert judged(path, six[0], code=5).count("NOT MEASURED") == 5
-    judged(path, six[0], "--allow-missing")
+    judged(path, six[0], "--allow missing")
     new = variant(result, tmp_path, "new", args__bucket_cap_mb=99.0)
     judged(path, six, new, code=5)
-    judged(path, six, new, "--allow-new")
+    judged(path, six, new, "--allow new")
     # A baseline of another machine is for that machine to measure.
     content = json.loads(path.read_text())
     entry = next(iter(content["baselines"].values()))
@@ -910,8 +908,8 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(judged, result,
 
 def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, result, tmp_path, output_of):
     slow = variant(result, tmp_path / "slow", "slow|x", speed=0.8)
-    files = tmp_path / "c.md", tmp_path / "b.json"
-    argv = ["--baseline", baselines, "--markdown", files[0], "--benchmark-json", files[1]]
+    files = tmp_path / "gate.md", tmp_path / "benchmark.json"
+    argv = ["--baseline", baselines, "--output-dir", tmp_path]
     output_of(compare.main, slow, argv, code=1)
     text = files[0].read_text()
     assert text.startswith("### Training speed: something got worse\n")
@@ -1072,7 +1070,7 @@ def test_renamed_results_are_judged_too(judged, baselines, result, tmp_path):
 
 def test_what_was_not_measured_is_named_in_words(judged, baselines, result, tmp_path):
     other = variant(result, tmp_path / "o", "o", args__bsz=3)
-    out = judged(baselines, other, "--allow-new --allow-missing", code=5)
+    out = judged(baselines, other, "--allow new missing", code=5)
     name = r"NOT MEASURED Invented CPU 9000 .* x 1: gpt2-tiny, train.py, T 32, bsz 2"
     assert re.search(name, out)
 
@@ -1130,11 +1128,11 @@ def test_the_report_says_where_runs_come_from_and_names_no_place(result, tmp_pat
 def test_logs_that_do_not_tell_their_model_say_why_they_are_not_compared(tmp_path, capsys):
     for name in "ab":
         shutil.copy(LOGS / "nemo.log", tmp_path / f"{name}.log")
-    argv = words(tmp_path / "a.log", tmp_path / "b.log", "--log-seq-len 4096")
+    argv = words(tmp_path / "a.log", tmp_path / "b.log", "--log seq-len=4096")
     assert compare.main(argv) == 0
-    assert "does not tell its model: a.log, b.log; use --log-model" in capsys.readouterr().err
-    assert compare.main([*argv, "--log-model", "m"]) == 0
-    assert "does not tell its model" not in capsys.readouterr().err
+    assert "their logs lack the model: a.log, b.log; use --log LOG:model=NAME" in capsys.readouterr().err
+    assert compare.main([*argv, "model=m"]) == 0
+    assert "lack the model" not in capsys.readouterr().err
 
 
 def test_a_broken_file_is_named_for_what_it_is(result, tmp_path, output_of, refused):

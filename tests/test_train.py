@@ -371,7 +371,7 @@ BAD = [
     (["--data", "configs"], "configs: "),
     (["--val-data", "none.bin"], "none.bin: no such file"),
     (["--init-from", "none"], "none: has no model.safetensors"),
-    (["--run-name", "a/b"], "--run-name 'a/b': must be a plain directory name"),
+    (["--run-name", "a/b"], "--run-name must be a plain directory name"),
     (["--output-dir", "/proc/none/here"], "--output-dir /proc/none/here: cannot be written"),
     (["--output-dir", "README.md/x"], "--output-dir README.md/x: cannot be written"),
 ]
@@ -430,7 +430,7 @@ def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
     text = capsys.readouterr().out
     flags = {n for n, flag in declared(Args).items() if script in flag.scripts} - {"config"}
     assert flags < set(declared(Args)) and len(flags) > 40
-    shown = {name.replace("-", "_") for name in re.findall(r"^ *--([a-z][a-z0-9-]*)", text, re.M)}
+    shown = {name.replace("-", "_") for name in re.findall(r"^  --([a-z][a-z0-9-]*)", text, re.M)}
     assert shown == flags
     defaults = [str(f.default) for f in dataclasses.fields(Args) if f.name in flags]
     told = [text for text in defaults if text not in ("None", "False", "()")]
@@ -451,13 +451,13 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys):
     assert run_train(*common, "--data", tmp_path / "t.bin", "--data-dtype", "uint16", "--bsz", 16, "--lr",
                      1e-2, "--n-steps", 60, "--warmup-steps", 0, "--lr-warmup-steps", 0,
                      "--weight-decay", 0, "--run-name", "a", "--export") == 0  # fmt: skip
-    told = re.search(r"the model writes:\n(.*)\n", capsys.readouterr().out)[1]
+    told = re.search(r"generated text:\n(.*)\n", capsys.readouterr().out)[1]
     assert len(told) == 24 and told[1:] in "abcdefgh" * 5
     export = tmp_path / "a/export"
     again = [export, *common[1:], "--init-from", export, "--pass-type", "forward", "--n-steps", 1,
              "--warmup-steps", 0]  # fmt: skip
     assert run_train(*again, "--run-name", "b") == 0
-    assert f"the model writes:\n{told}\n" in capsys.readouterr().out
+    assert f"generated text:\n{told}\n" in capsys.readouterr().out
     (export / "tokenizer.json").write_text("{}")
     assert run_train(*again, "--run-name", "c") == 2
     assert "is no tokenizer.json" in capsys.readouterr().err
@@ -557,9 +557,11 @@ def test_clipping_inside_the_optimizer_is_clipping(max_norm):
 
 
 def test_flags_of_predecessors_are_understood_or_answered():
-    theirs = ("c.json --context_length=8 --batch-size 2 --measure-steps 3 --pass-type forward_backward "
-              "--nsys_start -1 --nsys-end=-1")  # fmt: skip
-    ours = "c.json --seq-len 8 --bsz 2 --n-steps 3 --pass-type forward-backward"
+    theirs = (
+        "c.json --context_length=8 --batch-size 2 --measure-steps 3 --pass-type forward_backward "
+        "--nsys_start -1 --nsys-end=-1"
+    )
+    ours = "c.json --seq-len=8 --bsz 2 --n-steps 3 --pass-type forward-backward"
     assert translated(words(theirs)) == words(ours)
     for flag, answer in (
         ("--reduce-freq", "--grad-acc-steps"), ("--ckpt-freq", "--save-every"),
@@ -576,26 +578,26 @@ def test_a_run_is_one_file(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(
         "script: train.py\nconfig: configs/gpt2-tiny.json\nbsz: 3\nseq-len: 16\nn_steps: 2\namp: off\n"
-        "warmup_steps: 1\nno_tensorboard: true\npt_compile: false\nhparams: [bsz, lr]\n"
+        "warmup_steps: 1\nno_tensorboard: true\npt_compile: false\ntrack: [openmetrics]\n"
     )
     assert run_train("--from", file, "--output-dir", tmp_path / "a", "--lr", 0.01) == 0
     first = only_result(tmp_path / "a")
-    typed = {"bsz": 3, "amp": "off", "lr": 0.01, "hparams": ["bsz", "lr"]}
+    typed = {"bsz": 3, "amp": "off", "lr": 0.01, "track": ["openmetrics"]}
     assert typed.items() <= first["args"].items()
     (result,) = (tmp_path / "a").glob("*/result.json")
     assert run_train(f"--from={result}", "--output-dir", tmp_path / "b", "--seed", 5) == 0
     again = only_result(tmp_path / "b")
     unlike = {k for k in first["args"] if first["args"][k] != again["args"][k]}
-    assert unlike == {"output_dir", "seed", "no_tensorboard", "hparams"}
+    assert unlike == {"output_dir", "seed", "no_tensorboard", "track"}
     assert again["model"]["hash"] == first["model"]["hash"] and again["args"]["lr"] == 0.01
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("bsz: 2\n", "config: missing"),
-        ("config: c.json\nbzs: 2\n", "bzs: no such flag; bsz?"),
-        ("config: c.json\nscript: train_ddp.py\n", "is for train_ddp.py; start that"),
+        ("bsz: 2\n", "its file names no config; give the model's config"),
+        ("config: c.json\nbzs: 2\n", "bzs: unknown flag; did you mean bsz?"),
+        ("config: c.json\nscript: train_ddp.py\n", "is for train_ddp.py; run that, or leave out its script"),
         ("- 1\n", "must hold names with values"),
         ("config: c.json\nbsz: 2\nbsz: 3\n", "bsz stands twice"),
         ("a: [\n", "is neither YAML nor JSON"),
