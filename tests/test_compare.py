@@ -356,7 +356,10 @@ def test_text_that_is_no_log():
 @pytest.mark.parametrize("suite", KNOWN)
 def test_a_run_of_digits_is_parsed_in_linear_time(suite):
     needs = " ".join([*SUITES[suite].line, SUITES[suite].sign or "{'loss': "])
-    rows = [re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[3].pattern.split("([-+]")[0]) for row in SUITES[suite].rows]
+    rows = [
+        re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[3].pattern.split("([-+]")[0])
+        for row in SUITES[suite].rows
+    ]
     line = f"{needs} iteration 1/2 Step 1 | step: 1 global_step=1 "
     text = "".join(f"{line}{row}{'1' * 100_000}x\n" for row in rows[:6]) + "\n" * 20_000
     begin = time.monotonic()
@@ -771,7 +774,10 @@ PRIMUS = "tests/logs/primus.log"
         (f"{PRIMUS} --usd-per-hour H100=nan", "must be HARDWARE=NUMBER"),
         (f"{PRIMUS} --tokens inf", "--tokens inf: must be above 0 and finite"),
         (f"{PRIMUS} --baseline b.json", "b.json: no such file"),
-        (f"{PRIMUS} --log other.log:seq-len=8", "--log other.log:seq-len=...: no log of this name was read"),
+        (
+            f"{PRIMUS} --log other.log:seq-len=8",
+            "--log other.log:seq-len=...: no log of this name was read",
+        ),
     ],
 )
 def test_bad_input_is_one_line(argv, message, refused):
@@ -1130,7 +1136,10 @@ def test_logs_that_do_not_tell_their_model_say_why_they_are_not_compared(tmp_pat
         shutil.copy(LOGS / "nemo.log", tmp_path / f"{name}.log")
     argv = words(tmp_path / "a.log", tmp_path / "b.log", "--log seq-len=4096")
     assert compare.main(argv) == 0
-    assert "their logs lack the model: a.log, b.log; use --log LOG:model=NAME" in capsys.readouterr().err
+    assert (
+        "their logs lack the model: a.log, b.log; use --log LOG:model=NAME"
+        in capsys.readouterr().err
+    )
     assert compare.main([*argv, "model=m"]) == 0
     assert "lack the model" not in capsys.readouterr().err
 

@@ -669,7 +669,10 @@ def test_what_other_trainers_keep(estimated):
     logits = 4 * 1024 * 50257
     assert whole > 10 * logits > chunked
     op = "--sac-freq 1/1 --sac-policy op"
-    kept = [memory(f"{op} {more}")[0]["activations"] for more in ("", "--trainer sac=every-other-matmul")]
+    kept = [
+        memory(f"{op} {more}")[0]["activations"]
+        for more in ("", "--trainer sac=every-other-matmul")
+    ]
     assert 0.5 < kept[1] / kept[0] < 0.8
 
 

@@ -597,7 +597,10 @@ def test_a_run_is_one_file(tmp_path):
     [
         ("bsz: 2\n", "its file names no config; give the model's config"),
         ("config: c.json\nbzs: 2\n", "bzs: unknown flag; did you mean bsz?"),
-        ("config: c.json\nscript: train_ddp.py\n", "is for train_ddp.py; run that, or leave out its script"),
+        (
+            "config: c.json\nscript: train_ddp.py\n",
+            "is for train_ddp.py; run that, or leave out its script",
+        ),
         ("- 1\n", "must hold names with values"),
         ("config: c.json\nbsz: 2\nbsz: 3\n", "bsz stands twice"),
         ("a: [\n", "is neither YAML nor JSON"),
