@@ -201,7 +201,7 @@ class OneRun:
 class Inline:
     """A thread that runs when it is started."""
 
-    def __init__(self, target, args=(), daemon=True, name=""):
+    def __init__(self, target=lambda: None, args=(), daemon=True, name=""):
         self.work = lambda: target(*args)
 
     def start(self) -> None:
