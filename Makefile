@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs lint bytes faults fuzz bench gpu-facts gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs pictures lint bytes faults fuzz bench gpu-facts gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -40,6 +40,10 @@ test-oldest:
 
 docs: $(READY)
 	$(BIN)/python docs/tables.py
+
+# The README's pictures, from real runs on the CPU; needs Chromium. Three minutes.
+pictures: $(READY)
+	$(BIN)/python docs/pictures.py
 
 # The campaign against checkpoints, at most 90 minutes; in parts: PART="kills calls" COUNT=100.
 faults: $(READY)

@@ -48,6 +48,13 @@ def test_readme_is_what_a_stranger_reads():
     assert len(README.split()) <= 1000
 
 
+def test_the_index_lists_every_page_on_three_shelves():
+    index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    assert re.findall("^## (.*)", index, re.MULTILINE) == ["How-to", "Reference", "Lab log"]
+    for page in PAGES:
+        assert page.stem == "README" or f"]({page.name}" in index, page.name
+
+
 def test_no_table_is_cut_in_two():
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         lines = ["", *path.read_text(encoding="utf-8").splitlines(), ""]

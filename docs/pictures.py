@@ -1,0 +1,51 @@
+"""Draw the README's pictures from real runs on this machine's CPU (make pictures). Needs Chromium."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+SETTINGS = "bsz=4,8 sac-freq=none,1/1 seq-len=128 n-steps=20 warmup-steps=3 amp=off device=cpu"
+TRACED = (
+    "train_fsdp.py configs/llama-tiny.json --nproc 4 --device cpu --amp off --bsz 2 --seq-len 128 "
+    "--n-steps 3 --warmup-steps 2 --profile --profile-steps 1 --run-name llama-tiny-fsdp --output-dir"
+)
+
+
+def run(*argv: str) -> None:
+    """Run one of our scripts."""
+    subprocess.run([sys.executable, *argv], cwd=ROOT, check=True)
+
+
+def draw(page: Path, name: str, width: int, height: int) -> None:
+    """Render a page to docs/images/NAME."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if not chromium:
+        raise SystemExit("docs/pictures.py: needs chromium or google-chrome on the PATH")
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars"
+    )
+    size, target = f"--window-size={width},{height}", f"--screenshot={IMAGES / name}"
+    subprocess.run([chromium, *flags.split(), size, target, page.as_uri()], check=True)
+
+
+def main() -> None:
+    """A sweep of four settings as a report, and a step of four ranks as a timeline."""
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        top = Path(folder)
+        runs = str(top / "sweep")
+        sweep = ["sweep.py", "--models", "configs/llama-tiny.json", "--repeats", "3"]
+        run(*sweep, "--output-dir", runs, "--set", *SETTINGS.split())
+        run("compare.py", f"{runs}/runs", "--output-dir", folder)
+        draw(top / "report.html", "report.png", 1250, 900)
+        run(*TRACED.split(), folder)
+        run("trace_report.py", f"{folder}/llama-tiny-fsdp", "--html", f"{folder}/timeline.html")
+        draw(top / "timeline.html", "timeline.png", 1250, 420)
+
+
+if __name__ == "__main__":
+    main()
