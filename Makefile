@@ -8,7 +8,8 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs pictures lint bytes faults fuzz bench gpu-facts gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
+.PHONY: demo test layouts test-cells test-oldest test-track docs pictures lint bytes faults fuzz mutants bench gpu-facts \
+  gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -30,7 +31,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-# Two workers, a file of tests at a time; the models are so small that more threads only slow them.
+# Two workers; the models are so small that more threads only slow them.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -52,8 +53,7 @@ faults: $(READY)
 # What --track writes, read back by each library itself; these are not installed for `make test`.
 test-track:
 	test -d .venv-track || $(PY) -m venv .venv-track
-	.venv-track/bin/pip install -q pytest pydantic rich tyro numpy pyyaml pandas wandb mlflow-skinny prometheus_client \
-	  mlperf_logging
+	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
 
 # Every layout of ranks against one device: losses, norms, every gradient; three minutes.
@@ -72,6 +72,10 @@ bytes:
 # Any bytes as any file that the tools read: a million cases, or CASES of each kind in KINDS.
 fuzz: $(READY)
 	CASES="$(CASES)" KINDS="$(KINDS)" $(BIN)/python -m tests.fuzz
+
+# COUNT random changes of the program, one at a time, that a test must notice; SEED chooses them.
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --count $(or $(COUNT),60) --seed $(or $(SEED),1)
 
 # A benchmark that fails (a limit, an absent library) does not stop the others. With colons it is a sweep, its
 # model, micro batch and length; the batches of number-formats take 42 to 123 GiB in bf16, eager.
@@ -114,4 +118,4 @@ cpu-baselines: $(READY)
 	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
 
 clean:
-	rm -rf $(VENV) .venv-oldest build data runs *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-track .mutants build data runs *.egg-info
