@@ -25,7 +25,7 @@ from llm_train_bench.compare.ratios import Compared, check_prices, compare, pric
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import check_bounds, flag, positional
+from llm_train_bench.settings.flags import flag, positional
 from llm_train_bench.sweep.experiment import machines_of
 
 
@@ -100,7 +100,6 @@ def main(argv: Sequence[str]) -> int:
     try:
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
-        check_bounds(args)
         directory = Path(args.output_dir) if args.output_dir else None
         if args.baseline:
             statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}

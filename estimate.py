@@ -39,7 +39,7 @@ from llm_train_bench.estimate.predict import (
 )
 from llm_train_bench.model.config import load_config
 from llm_train_bench.settings.command_line import parse_dataclass, refuse_foreign, with_file
-from llm_train_bench.settings.flags import Script, check_bounds
+from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.rules import check
 
@@ -57,7 +57,6 @@ def main(argv: Sequence[str]) -> int:
             f"{args.config}: estimate.py takes no script; use --parallel ddp, fsdp or pp"
         )
     wanted = args.part(EstimateFlags)
-    check_bounds(wanted)
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
     several = Script[wanted.parallel.upper()]

@@ -26,7 +26,7 @@ from llm_train_bench.base.files import walk
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import check_bounds, flag, positional
+from llm_train_bench.settings.flags import flag, positional
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -54,7 +54,6 @@ class PrepareArgs:
 def main(argv: Sequence[str]) -> int:
     """Write the two files; 0 when done, 2 and one line on bad input, 1 where writing fails."""
     args = parse_dataclass(PrepareArgs, argv, "prepare_data.py")
-    check_bounds(args)
     try:
         prepare(args)
     except OSError as error:

@@ -48,6 +48,7 @@ from llm_train_bench.model.config import ConfigError, load_config
 from llm_train_bench.model.hf import _index
 from llm_train_bench.run.checkpoint import manifest
 from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.sweep import jobs
 from llm_train_bench.sweep.cell_runs import Rows, cell_key
 from llm_train_bench.sweep.experiment import read_experiment
 from llm_train_bench.sweep.grid import make_cells
@@ -356,7 +357,7 @@ def sweeps_rows(path: Path) -> None:
     out.mkdir()
     path.rename(out / "rows.jsonl")
     (path.parent / "e.yaml").write_text(SWEEP)
-    with mock.patch.object(sweep, "_run_here", lambda *_: iter(())):
+    with mock.patch.object(jobs, "run_here", lambda *_: iter(())):
         run(sweep.main, path.parent / "e.yaml", "--platform", "cpu", "--output-dir", out, out=out)
 
 
@@ -378,7 +379,7 @@ def examines(path: Path) -> None:
     """doctor.py with a tool of the driver that prints this."""
     kind = "amd" if path.suffix == ".json" else "nvidia"
     text = path.read_bytes().decode("utf-8", "replace").strip()
-    others = dict.fromkeys(("libraries", "compiler", "settings"), lambda *_: [])
+    others = dict.fromkeys(("libraries", "settings"), lambda *_: [])
     with mock.patch.multiple(doctor, detect_platform=lambda: kind, torch_sees=lambda _: [], **others,
                              _output=lambda *_: text), \
             mock.patch.object(shutil, "which", lambda _: "x"):  # fmt: skip

@@ -15,12 +15,13 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.model.config import ConfigError
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass
-from llm_train_bench.settings.flags import Args, declared, help_texts
+from llm_train_bench.settings.flags import Args, Script, declared, help_texts
 from llm_train_bench.settings.plan import make_plan
+from llm_train_bench.sweep.sweep_flags import SweepArgs
 
 TINY = "configs/gpt2-tiny.json"
 KINDS = (
-    Args, EstimateFlags, sweep.SweepArgs, compare.CompareArgs, prepare_data.PrepareArgs,
+    Args, EstimateFlags, SweepArgs, compare.CompareArgs, prepare_data.PrepareArgs,
     trace_report.ReportArgs, doctor.DoctorArgs,
 )  # fmt: skip
 MESSAGES = [
@@ -104,11 +105,18 @@ def test_every_flag_has_help_and_there_are_few(capsys):
         assert end.value.code == 0
 
 
-@pytest.mark.parametrize("script", ["train.py", "train_fsdp.py"])
-def test_version_names_the_commit(script, capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["--version"], script)
-    assert re.match(rf"llm-train-bench {__version__} \(commit .+\)\n", capsys.readouterr().out)
+@pytest.mark.parametrize(
+    "script", [*Script, compare, doctor, estimate, prepare_data, sweep, trace_report]
+)
+def test_every_script_has_help_and_a_version_with_the_commit(script, capsys):
+    main = script.main if hasattr(script, "main") else lambda argv: parse_args(argv, script)
+    for word, shown in (
+        ("--version", rf"llm-train-bench {__version__} \(commit .+\)\n$"),
+        ("--help", r"usage: [\s\S]{150}"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([word])
+        assert end.value.code == 0 and re.match(shown, capsys.readouterr().out)
 
 
 def test_underscores_negative_numbers_and_order_are_accepted():

@@ -129,12 +129,3 @@ def test_settings_that_slow_a_run_down(monkeypatch):
 
 def test_bad_flag(refused):
     refused(doctor.main, "--mend", "--mend")
-
-
-@pytest.mark.parametrize("tool", ["estimate", "sweep", "compare", "doctor", "trace_report"])
-def test_every_tool_has_help(tool, capsys):
-    module = __import__(tool)
-    with pytest.raises(SystemExit) as stop:
-        module.main(["--help"])
-    text = capsys.readouterr().out
-    assert stop.value.code == 0 and len(text) > 150

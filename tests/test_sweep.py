@@ -436,10 +436,10 @@ def test_flags_of_set_have_predecessors_names_too(output_of):
 def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
     slept, rows = [], iter([{"energy_j": 7.2e6}, {"energy_j": None}])
     row = {"key": "k", "status": "ok", "axes": {}, "model": "m", "tokens_per_sec": 1.0}
-    monkeypatch.setattr(sweep.time, "sleep", slept.append)
-    monkeypatch.setattr(sweep, "run_cell", lambda *_: row | next(rows))
+    monkeypatch.setattr(jobs.time, "sleep", slept.append)
+    monkeypatch.setattr(jobs, "run_cell", lambda *_: row | next(rows))
     cells = make_cells(experiment(training=FAST), "cpu") * 2
-    found = list(sweep._run_here([(cell, 0) for cell in cells], tmp_path, 1.0, 30.0))
+    found = list(jobs.run_here([(cell, 0) for cell in cells], tmp_path, 1.0, 30.0))
     assert slept == [30.0]
     write_csv(found, tmp_path / "x.csv")
     with (tmp_path / "x.csv").open() as f:
@@ -590,7 +590,7 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
         data.write_bytes(b"123456")
         return row | {"error": "x"}
 
-    monkeypatch.setattr(sweep, "run_cell", edit)
+    monkeypatch.setattr(jobs, "run_cell", edit)
     argv = ["--models", path.parent, "--set", f"data={data}", "--output-dir", tmp_path / "o"]
     assert sweep.main(words(argv)) == 1 and "| m " in (tmp_path / "o" / "ranked.md").read_text()
     assert cell.label().startswith("Llama-3.2-1B") and keys[0].startswith("Llama-3.2-1B-")

@@ -142,11 +142,15 @@ def limited(
     factor = 1.0
     if power_w is not None:
         if not gpu.tdp_w:
-            raise UsageError(f"--power: the power limit of {gpu.name} is not known; leave it out")
+            raise UsageError(
+                f"--limit power: the power limit of {gpu.name} is not known; leave it out"
+            )
         factor = min(1.0, power_w / gpu.tdp_w) ** (1 / 3)
     if clock_mhz is not None:
         if gpu.peak_clock_mhz is None:
-            raise UsageError(f"--clock: the clock of {gpu.name}'s peak is not known; leave it out")
+            raise UsageError(
+                f"--limit clock: the clock of {gpu.name}'s peak is not known; leave it out"
+            )
         full_load = (gpu.measured_bf16_tflops or gpu.bf16_tflops) / gpu.bf16_tflops
         factor = min(factor, clock_mhz / gpu.peak_clock_mhz / min(1.0, full_load))
     nic = nic_gb_per_s or gpu.nic_gb_per_s

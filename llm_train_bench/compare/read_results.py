@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command
 from llm_train_bench.base.hardware import device_called
+from llm_train_bench.base.strict import first_problem
 from llm_train_bench.compare.read_logs import (
     read_automodel_benchmark,
     read_metrics_csv,
@@ -21,7 +22,7 @@ from llm_train_bench.compare.read_logs import (
 )
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.results.result_files import commit_of, first_problem, parse_result, software
+from llm_train_bench.results.result_files import commit_of, parse_result, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.model.json_keys import parse_json
@@ -21,13 +19,6 @@ from llm_train_bench.results.schema import Lineage, Result, Writer
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
 RESERVED_BYTES_PER_STEP = 48
-
-
-def first_problem(error: ValidationError) -> str:
-    """The first error that a schema found: where, and what."""
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))[:200]  # names are the file's own
-    return ": ".join(filter(None, (where, first["msg"])))
 
 
 class ResultFile:

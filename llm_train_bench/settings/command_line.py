@@ -16,6 +16,7 @@ from llm_train_bench.base.machine import version_text
 from llm_train_bench.settings.flags import (
     Args,
     Script,
+    check_bounds,
     declared,
     defaults,
     flag_of,
@@ -33,7 +34,6 @@ def parse_args(argv: Sequence[str], script: str) -> Args:
     script = Script(script)
     words = with_file(argv, script)[0]
     args = parse_dataclass(Args, words, script, script)
-    refuse_foreign(words, script)
     if script is Script.PP and args.grad_acc_steps == 1 and "--grad-acc-steps" in map(_name, words):
         raise UsageError(
             "--grad-acc-steps 1: a pipeline needs as many micro batches as stages, or more; leave it out "
@@ -130,13 +130,16 @@ def parse_dataclass(
         with contextlib.suppress(BrokenPipeError):  # --help | head
             print(version_text() if "--version" in argv else help_text(kind, prog, script))
         raise SystemExit(0)
-    values = parse_words(kind, argv, prog)
-    flags = declared(kind)
+    if script:
+        refuse_foreign(argv, script)
+    values, flags = parse_words(kind, argv, prog), declared(kind)
     for name, flag in flags.items():
         if defaults(kind)[name] is dataclasses.MISSING and name not in values:
             example = "; give a model config, for example configs/gpt2-125m.json"
             raise UsageError(f"{flag.metavar} is missing{example if name == 'config' else ''}")
-    return kind(**{name: values.get(name, default) for name, default in defaults(kind).items()})
+    parsed = kind(**(defaults(kind) | values))
+    check_bounds(parsed)
+    return parsed
 
 
 def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:

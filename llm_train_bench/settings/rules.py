@@ -17,7 +17,6 @@ from llm_train_bench.settings.flags import (
     Fp8Flags,
     Script,
     changed,
-    check_bounds,
     declared,
     flag_of,
     parse_sac_freq,
@@ -156,7 +155,6 @@ def check(args: Checked, script: Script) -> Checked:
     for name, flag in declared(Args).items():
         if script not in flag.scripts and changed(args, [name]):
             raise UsageError(foreign(name, script))
-    check_bounds(args)
     if args.use_fp8:
         backend, recipe = resolve_fp8(args.part(Fp8Flags), args.pt_compile)
         args = dataclasses.replace(args, fp8_backend=backend, fp8_recipe=recipe)

@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_keys import plain_file
-from llm_train_bench.results.result_files import first_problem
 from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated
 from llm_train_bench.settings.flags import SETTABLE, Script
 from llm_train_bench.settings.plan import Platform
@@ -147,10 +147,7 @@ def nearest_flag(flag: str) -> str:
 
 
 def from_command_line(
-    script: str,
-    models: Sequence[str],
-    settings: Sequence[str],
-    repeats: int,
+    script: str, models: Sequence[str], settings: Sequence[str], repeats: int
 ) -> Experiment:
     """An experiment from `--set flag=value,value` options: several values make an axis."""
     training: Flags = {}
@@ -175,12 +172,9 @@ def from_command_line(
             training[flag] = parsed[0]
         else:
             grid[flag] = parsed
-    e = Experiment(
-        experiment="command-line",
-        script=script,
-        models=list(models),
-        training=training,
-        grid=grid,
-        repeats=repeats,
-    )
-    return check_size(e, "--set")
+    content = {"experiment": "command-line", "script": script, "models": list(models)}
+    content |= {"training": training, "grid": grid, "repeats": repeats}
+    try:
+        return check_size(Experiment.model_validate(content), "--set")
+    except ValidationError as error:
+        raise UsageError(f"--{first_problem(error)}") from None

@@ -1,6 +1,7 @@
-"""A sweep's runs as jobs of SLURM, through submitit. Needs no torch."""
+"""A sweep's runs, on this machine or as jobs of SLURM through submitit. Needs no torch."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -11,8 +12,14 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import ROOT, write_whole
-from llm_train_bench.sweep.cell_runs import CellRow, cell_key, first_of_row, run_cell
+from llm_train_bench.settings.plan import Platform
+from llm_train_bench.sweep import cell_runs
+from llm_train_bench.sweep.auto_batch import with_largest_batch
+from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
+from llm_train_bench.sweep.experiment import Experiment
 from llm_train_bench.sweep.grid import Cell
+from llm_train_bench.sweep.sweep_flags import SweepArgs
+from llm_train_bench.sweep.tune import tune
 
 POLL_S = 1.0
 # Names that submitit has for every cluster; all others are sbatch's own.
@@ -83,7 +90,7 @@ def run_as_jobs(
                 except Exception as error:  # cancelled, out of time, or its node was lost
                     told = [line for line in str(error).splitlines() if "Error" in line]
                     why = " ".join((told or [str(error)])[-1].split())[:500] or type(error).__name__
-                    row = first_of_row(cell, repeat)
+                    row = cell_runs.first_of_row(cell, repeat)
                     row |= {"status": "failed", "error": f"job {job.job_id}: {why}"}
                 yield row
             write_whole(known, json.dumps(ids) + "\n")
@@ -94,3 +101,53 @@ def run_as_jobs(
                 job.cancel()
         if jobs:
             write_whole(known, "{}\n")
+
+
+def run_all(
+    cells: list[Cell], experiment: Experiment, rows: Rows, args: SweepArgs, platform: Platform
+) -> list[CellRow]:
+    """Run what has no row yet: all settings once, then all of them again, and so on.
+
+    Returns all rows, those from before first.
+    """
+    directory, timeout_s = rows.path.parent, experiment.timeout_s
+    if args.auto_bsz:
+        machine = experiment.hardware.get(platform)
+        gpu = machine.gpu if machine else None
+        cells = [with_largest_batch(cell, rows, directory, timeout_s, gpu) for cell in cells]
+    # Each key is made once: a file that is edited meanwhile would give another key.
+    measured, todo, labels = [], [], {}
+    runs = [(cell, i) for i, cell in itertools.product(range(experiment.repeats), cells)]
+    for cell, repeat in tune(cells, experiment, rows, directory, platform) if args.tune else runs:
+        key = cell_key(cell, repeat)
+        if row := rows.rows.get(key):
+            cell_runs.refuse_foreign_row(row, rows.path)
+            measured.append(row)
+        else:
+            todo.append((cell, repeat))
+            labels[key] = cell.label()
+    if done := len(measured):
+        print(f"rows from before: {done}", flush=True)
+    start = time.monotonic()
+    if args.slurm:
+        fresh = run_as_jobs(todo, directory, timeout_s, options_of(args.slurm))
+    else:
+        fresh = run_here(todo, directory, timeout_s, args.cooldown)
+    for i, row in enumerate(fresh, 1):
+        rows.add(row)
+        measured.append(row)
+        minutes, seconds = divmod(round((time.monotonic() - start) / i * (len(todo) - i)), 60)
+        left = f"{minutes} min {seconds} s left" if minutes else f"{seconds} s left"
+        place = f"[{done + i}/{done + len(todo)}]"
+        print(f"{place} {outcome(row)}  {labels[row['key']]}  ({left})", flush=True)
+    return measured
+
+
+def run_here(
+    todo: Sequence[tuple[Cell, int]], directory: Path, timeout_s: float, cooldown_s: float
+) -> Iterator[CellRow]:
+    """Rows of the runs on this machine, one after the other, with a rest between them."""
+    for i, (cell, repeat) in enumerate(todo):
+        if i:
+            time.sleep(cooldown_s)
+        yield run_cell(cell, repeat, directory, timeout_s)

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.strict import Strict
+from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.model.stored import Part
-from llm_train_bench.results.result_files import first_problem, storable
+from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind

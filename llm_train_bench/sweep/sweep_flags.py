@@ -1,0 +1,78 @@
+"""The flags of sweep.py, and the experiment that they describe. Needs no torch."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.settings.flags import changed, flag, flag_of, positional
+from llm_train_bench.sweep.experiment import Experiment, from_command_line, read_experiment
+
+
+@dataclasses.dataclass(frozen=True)
+class SettingsFlags:
+    """The settings to run.
+
+    experiment: An experiment file. Without one, --models and --set describe the runs.
+    models: Model configs. With an experiment file, those of its models to run.
+    script: Script to run.
+    set: flag=value for all runs, or flag=value,value,... for an axis of the grid.
+    platform: Platform, for its part of the experiment file. auto looks at the drivers.
+    """
+
+    experiment: str = positional("[FILE.yaml]", "")
+    models: tuple[str, ...] = flag((), metavar="CONFIG ...")
+    script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
+    set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
+    platform: Literal["auto", "nvidia", "amd", "cpu"] = flag("auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessFlags:
+    """How they run.
+
+    repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
+    auto_bsz: Find the largest --bsz that runs for each setting, and use it.
+    tune: Find the fastest setting with few runs. The estimate keeps a fifth of the settings, short
+        runs halve these, and the two best run in full, alternating, five times.
+    output_dir: Directory of rows, results and tables. By default sweeps/ and the experiment's
+        name.
+    slurm: Submit each run as a SLURM job, with sbatch options as submitit names them:
+        partition=gpu gpus_per_node=8 exclusive=true.
+    cooldown: Seconds of rest before each run, so that all start equally cool.
+    retry: Repeat runs that failed or timed out earlier in the same --output-dir.
+    dry_run: Print the settings and stop.
+    """
+
+    repeats: int = flag(1, at_least=1)
+    auto_bsz: bool = flag(False)
+    tune: bool = flag(False)
+    output_dir: str | None = flag(None, metavar="DIR")
+    slurm: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
+    cooldown: float = flag(0.0, at_least=0)
+    retry: bool = flag(False)
+    dry_run: bool = flag(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepArgs(ProcessFlags, SettingsFlags):
+    """Run many settings, one process each, and rank them."""
+
+
+def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
+    """The experiment that the arguments name or describe, and its name for messages."""
+    if args.experiment:
+        if name := changed(args, ("set", "script", "repeats")):
+            raise UsageError(f"{flag_of(name)}: the experiment file sets it already; leave one out")
+        experiment = read_experiment(args.experiment)
+        names = {model: {model, Path(model).stem} for model in experiment.models}
+        if unknown := set(args.models) - set().union(*names.values()):
+            available = ", ".join(Path(model).stem for model in names)
+            raise UsageError(
+                f"--models {min(unknown)}: unknown model of {args.experiment}; available: {available}"
+            )
+        chosen = [m for m in names if not args.models or names[m] & set(args.models)]
+        return experiment.model_copy(update={"models": chosen}), args.experiment
+    if not args.models:
+        raise UsageError("nothing to run: give an experiment file, or --models")
+    return from_command_line(args.script, args.models, args.set, args.repeats), "--set"
