@@ -18,7 +18,9 @@ import sys
 import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import coverage
 
@@ -39,10 +41,20 @@ concurrency = thread
     multiprocessing
 disable_warnings = no-data-collected, module-not-imported, module-not-measured
 """
+SUITE = ["-m", "pytest", "-m", "not gpu", "-n", "2", "--dist", "loadfile", "-p", "tests.mutants"]
 # Comparisons are negated; a boundary that moves (< to <=) is often the same program.
-SWAPPED = [("==", "!="), ("<", ">="), (">", "<="), ("is", "is not"), ("in", "not in"), ("and", "or"),
-           ("+", "-"), ("*", "/"), ("&", "|"), ("<<", ">>")]  # fmt: skip
-OPERATORS = dict(SWAPPED) | {b: a for a, b in SWAPPED} | {"//": "*", "%": "*", "**": "*"}
+SWAPS = "==:!=,<:>=,>:<=,is:is not,in:not in,and:or,+:-,*:/,&:|,<<:>>".split(",")
+OPERATORS = dict(swap.split(":") for swap in SWAPS)
+OPERATORS |= {b: a for a, b in OPERATORS.items()} | {"//": "*", "%": "*", "**": "*"}
+
+
+class Change(NamedTuple):
+    """A replacement in a file's bytes."""
+
+    begin: int
+    end: int
+    old: str
+    new: str
 
 
 def pytest_runtest_logstart(nodeid):
@@ -54,10 +66,8 @@ def pytest_runtest_logstart(nodeid):
 def pytest_terminal_summary(terminalreporter):
     """As a plugin of pytest's: keep the seconds that each test took."""
     seconds = defaultdict(float)
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if hasattr(report, "duration"):
-                seconds[report.nodeid] += report.duration
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        seconds[getattr(report, "nodeid", None)] += getattr(report, "duration", 0)
     if "COVERAGE_PROCESS_START" in os.environ:
         TIMES.write_text(json.dumps(seconds))
 
@@ -67,109 +77,90 @@ def run_suite() -> None:
     shutil.rmtree(STORE, ignore_errors=True)
     STORE.mkdir()
     CONFIG.write_text(SETTINGS)
-    argv = [
-        "-m",
-        "pytest",
-        "-m",
-        "not gpu",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "-p",
-        "tests.mutants",
-    ]
     environment = os.environ | {"COVERAGE_PROCESS_START": str(CONFIG)}
-    if subprocess.run([sys.executable, *argv], cwd=ROOT, env=environment).returncode:
+    if subprocess.run([sys.executable, *SUITE], cwd=ROOT, env=environment).returncode:
+        TIMES.unlink(missing_ok=True)
         raise SystemExit("mutants: the tests must pass before the program is changed")
     combined = coverage.Coverage(config_file=str(CONFIG))
     combined.combine([str(STORE)])
     combined.save()
 
 
-def changes(path: Path) -> list[tuple[int, int, str, str]]:
-    """Start and end [characters], the text there, and its replacement, of each change of a file."""
-    source = path.read_text(encoding="utf-8")
+def changes(path: Path) -> list[Change]:
+    """Every change of one operator or constant of a file."""
+    encoded = path.read_bytes()
     starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line.encode()))
-    encoded = source.encode()
+    for line in encoded.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
 
     def span(node: ast.AST) -> tuple[int, int]:
-        return (starts[node.lineno - 1] + node.col_offset,
-                starts[node.end_lineno - 1] + node.end_col_offset)  # fmt: skip
+        begin = starts[node.lineno - 1] + node.col_offset
+        return begin, starts[node.end_lineno - 1] + node.end_col_offset
 
-    def between(left: ast.AST, right: ast.AST) -> list[tuple[int, int, str, str]]:
+    def between(left: ast.AST, right: ast.AST) -> list[Change]:
         begin, end = span(left)[1], span(right)[0]
         text = encoded[begin:end].decode()
         operator = " ".join(text.replace("(", " ").replace(")", " ").split())
         if operator not in OPERATORS or text.count(operator) != 1:
             return []
         begin += text.index(operator)
-        return [(begin, begin + len(operator), operator, OPERATORS[operator])]
+        return [Change(begin, begin + len(operator), operator, OPERATORS[operator])]
 
     sites = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(encoded)):
+        operands = []
         if isinstance(node, ast.BinOp):
-            sites += between(node.left, node.right)
+            operands = [node.left, node.right]
         elif isinstance(node, ast.Compare):
-            for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
-                sites += between(left, right)
+            operands = [node.left, *node.comparators]
         elif isinstance(node, ast.BoolOp):
-            for left, right in zip(node.values, node.values[1:], strict=False):
-                sites += between(left, right)
+            operands = node.values
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             begin = span(node)[0]
-            sites.append((begin, begin + len("not "), "not ", ""))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-            value = node.value + 1 if type(node.value) is int else 2 * node.value + (not node.value)
-            if isinstance(node.value, bool):
-                value = not node.value
-            sites.append((*span(node), encoded[slice(*span(node))].decode(), repr(value)))
+            sites.append(Change(begin, begin + len("not "), "not ", ""))
+        elif isinstance(node, ast.Constant) and isinstance(value := node.value, bool | int | float):
+            new = value + 1 if isinstance(value, int) else 2 * value + (not value)
+            new = not value if isinstance(value, bool) else new
+            sites.append(Change(*span(node), encoded[slice(*span(node))].decode(), repr(new)))
+        for left, right in pairwise(operands):
+            sites += between(left, right)
     return sorted(set(sites))
 
 
-def tests_of(data: coverage.CoverageData, path: Path, line: int) -> list[str]:
-    """Tests that run a line; of one that runs at import, the tests that run others of its file."""
-    seconds = json.loads(TIMES.read_text())
+def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) -> list[str]:
+    """Tests that run a line, the quickest first; of a line that runs at import, those of its file."""
     lines = data.contexts_by_lineno(str(path))
-    names = {name.split("|")[-1].split(" (")[0] for name in lines.get(line, ())} & set(seconds)
-    if not _in_function(path, line):
-        names = {name.split("|")[-1].split(" (")[0] for of in lines.values() for name in of}
+    functions = [
+        n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.FunctionDef)
+    ]
+    inside = any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
+    contexts = lines.get(line, ()) if inside else chain.from_iterable(lines.values())
+    names = {name.split("|")[-1].split(" (")[0] for name in contexts}
     return sorted(names & set(seconds), key=seconds.__getitem__)
 
 
-def _in_function(path: Path, line: int) -> bool:
-    functions = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef))
-    return any(f.body[0].lineno <= line <= f.end_lineno for f in functions)
-
-
-def survives(path: Path, change: tuple[int, int, str, str], tests: list[str], limit: float) -> bool:
+def survives(path: Path, change: Change, tests: list[str], limit: float) -> bool:
     """Whether tests pass on the changed tree; first those that run the line, then all of their files.
 
     A module's fixture counts for the first test that asked for it, hence the files.
     """
-    begin, end, _, new = change
+    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
     with tempfile.TemporaryDirectory(prefix="mutant-") as top:
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), top], check=True)
         changed = Path(top) / path.relative_to(ROOT)
         source = changed.read_bytes()
-        changed.write_bytes(source[:begin] + new.encode() + source[end:])
-        for chosen in (tests[:200], list(dict.fromkeys(t.split("::")[0] for t in tests))[:8]):
-            argv = ["-m", "pytest", "-x", "-q", "-m", "not gpu", *chosen]
+        changed.write_bytes(source[: change.begin] + change.new.encode() + source[change.end :])
+        for chosen in (tests[:200], files[:8]):
+            argv = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", *chosen]
             try:
-                done = subprocess.run(
-                    [sys.executable, *argv], cwd=top, capture_output=True, timeout=limit
-                )
-            except subprocess.TimeoutExpired:
-                return False
-            if done.returncode:
+                subprocess.run(argv, cwd=top, capture_output=True, timeout=limit, check=True)
+            except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
                 return False
     return True
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600, help="of the tests of one change [s]")
@@ -180,19 +171,18 @@ def main() -> int:
         run_suite()
     data = coverage.CoverageData(str(DATA))
     data.read()
-    listed = subprocess.check_output(
-        ["git", "ls-files", "llm_train_bench", "model"], cwd=ROOT, text=True
-    )
-    paths = [ROOT / name for name in listed.split() if name.endswith(".py")]
-    sites = [(path, change) for path in paths for change in changes(path)]
+    seconds = json.loads(TIMES.read_text())
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
+    program = [n for n in tracked if n.endswith(".py") and n.startswith(("llm_train_", "model/"))]
+    sites = [(ROOT / name, change) for name in program for change in changes(ROOT / name)]
     drawn = random.Random(args.seed).sample(sites, args.count)
 
-    def judge(site: tuple[Path, tuple[int, int, str, str]]) -> bool:
+    def judge(site: tuple[Path, Change]) -> bool:
         path, change = site
-        line = path.read_bytes()[: change[0]].count(b"\n") + 1
-        tests = tests_of(data, path, line)
-        alive = survives(path, change, tests, args.limit) if tests else True
-        where = f"{path.relative_to(ROOT)}:{line}: {change[2]} -> {change[3] or 'nothing'}"
+        line = path.read_bytes()[: change.begin].count(b"\n") + 1
+        tests = tests_of(data, path, line, seconds)
+        alive = not tests or survives(path, change, tests, args.limit)
+        where = f"{path.relative_to(ROOT)}:{line}: {change.old} -> {change.new or 'nothing'}"
         print(f"{'SURVIVED' if alive else 'caught'} {where} ({len(tests)} tests)", flush=True)
         return alive
 
