@@ -109,7 +109,7 @@ TINY = ["--seq-len", "32", "--device", "cpu"]
         ),
         ("qwen3_moe", 2, "--ep 2 --sac-freq 1/1 --sac-policy op", "use --sac-policy block"),
         ("qwen3_moe", 2, "--tp 2 --sac-freq 1/1 --sac-policy op", "has experts, whose gathers"),
-        ("qwen3", 2, "--cp 2 --cpu-offload", "--cp with --cpu-offload: gradients"),
+        ("qwen3", 2, "--cp 2 --cpu-offload", "--cpu-offload with --tp, --cp or --ep: gradients"),
         ("dense_moe", 2, "--ep 2", "has no experts; leave it out"),
         ("qwen3", 3, "--pp 2", "--pp 2 does not divide 3 ranks; 3 would"),
         ("qwen3", 1, "--pp 2", "--pp 2 does not divide 1 ranks; nothing would"),
