@@ -103,7 +103,7 @@ def memory_errors(rows) -> list[tuple[dict, str, float]]:
 
 
 # Kinds of a row: what estimate.py can be asked for, and what our own scripts refuse.
-PLAIN, DIVIDED, REFUSED = "data parallel", "tp, cp, ep, pp", "FP8 with those"
+PLAIN, DIVIDED, REFUSED = "data parallel", "tp, cp, ep, pp", "FP8 with tp, cp, ep, pp"
 
 
 def kind_of(row: dict) -> str:
@@ -136,7 +136,7 @@ def main() -> None:
         "--write", action="store_true", help="Write configs/accuracy.json and the plot."
     )
     args = parser.parse_args()
-    figures = ("n", "median error", "80 % within", "from", "to", "beyond 15 %")
+    figures = ("n", "median error", "80 % within", "lowest", "highest", "beyond 15 %")
     table = markdown_table("rows", "kind", "family", *figures, left=("kind", "family"))
     accuracy: dict[str, dict] = {}
     for split, name in (("fit", "fitted"), ("hold", "held")):
