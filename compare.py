@@ -35,10 +35,9 @@ class RunsFlags:
 
     results: result.json, results.csv, another suite's JSON, a log, or directories with any of
         these.
-    reference: Run that the others are compared with. By default the first comparable one of each
-        group.
+    reference: Run to compare the others with. By default the plainest comparable one of each group.
     methodology: identical_config: runs are not compared if any setting differs.
-    one_model: Compare all runs of one length with each other, whatever their files call the model.
+    one_model: Treat all runs of one sequence length as runs of the same model.
     log: Facts that logs of other suites lack: seq-len, gpus, hardware, global-batch, model or
         parameters. Applies to all logs, or to one as LOG:KEY=VALUE.
     log_pattern: Read any other log by a regular expression with named groups, such as
@@ -60,7 +59,7 @@ class ReportFlags:
     output_dir: Write compare.csv, compare.json, runs.csv, compare.md and report.html here. With
         --baseline: gate.md, a comment for a pull request, and benchmark.json for
         github-action-benchmark.
-    tokens: Tokens of a whole training, for its days.
+    tokens: Tokens of a whole training; adds its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
     """
@@ -75,11 +74,12 @@ class ReportFlags:
 class GateFlags:
     """The gate against baselines.
 
-    baseline: Judge the results by these baselines. The exit code is 1 if one got worse.
+    baseline: Compare the results with these baselines. The exit code is 1 if a result got worse, 5 if
+        not all could be judged.
     tolerance: Allowed loss of speed, and growth of memory.
-    update_baselines: Make the results the baselines.
-    allow: What does not fail the gate: new, results without a baseline; missing, baselines of this
-        machine without a result.
+    update_baselines: Store the results as baselines.
+    allow: Accept results without a baseline (new), or baselines of this machine without a result
+        (missing).
     """
 
     baseline: str | None = flag(None, metavar="FILE")

@@ -1,9 +1,9 @@
-"""Is this machine ready? Drivers, GPUs, who holds their memory, libraries, and commands to mend it.
+"""Is this machine ready? Drivers, GPUs, processes that use them, libraries, and commands to fix it.
 
     python doctor.py
 
-Looks only: it changes nothing, and ends nobody's process. Exit code 1 if something needed is missing.
-Needs no library, since it must report a missing one.
+It changes nothing, and ends no process. The exit code is 1 if something required is missing.
+It needs no library, because it must report missing ones.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ LIBRARIES = (
 
 @dataclasses.dataclass(frozen=True)
 class DoctorArgs:
-    """Report what this machine has, what is missing for which feature, and what to do.
+    """Report what this machine has, what each feature still needs, and how to install it.
 
     json: Print JSON instead of a table.
     """

@@ -38,7 +38,7 @@ class PrepareArgs:
 
     inputs: Text files, or directories of .txt, .md, .rst and .py files.
     output_dir: Directory of train.bin and val.bin.
-    stdlib: Use the sources of Python's standard library, which every machine has.
+    stdlib: Use the sources of Python's standard library as text.
     tokenizer: A Hugging Face tokenizer.json. By default each byte is a token (vocabulary 256).
     val_fraction: Fraction of the documents that goes into val.bin.
     """

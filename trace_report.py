@@ -1,4 +1,4 @@
-"""Where the time of a traced step went, from a stored trace; with two traces, what got slower.
+"""Show the time breakdown of a traced step, or the changes between two traces.
 
     python trace_report.py runs/RUN/trace/rank0.pt.trace.json.gz
     python trace_report.py BEFORE.json.gz AFTER.json.gz
@@ -38,11 +38,11 @@ Key = TypeVar("Key")
 
 @dataclasses.dataclass(frozen=True)
 class ReportArgs:
-    """Say where the time of a traced step went, and what changed between two traces.
+    """Show the time breakdown of a traced step, or the changes between two traces.
 
-    traces: One trace (.json or .json.gz), two to compare, or a directory with those of all ranks.
+    traces: One trace (.json or .json.gz), two to compare, or a directory with the traces of all ranks.
     json: Print JSON instead of tables.
-    html: Write a timeline of all ranks in a directory.
+    html: Write the timelines of all ranks, for a directory.
     """
 
     traces: tuple[str, ...] = positional("TRACE [TRACE]", ())

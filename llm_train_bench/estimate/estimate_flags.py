@@ -14,22 +14,22 @@ from llm_train_bench.settings.flags import Args, flag, key_values
 class EstimateFlags:
     """The hardware, and what to print.
 
-    gpu: GPU as in configs/hardware.json, or the start of its name: h100, b200, mi300x, ... cpu is this
-        machine, once benchmarks/gemm.py has measured it.
+    gpu: GPU in configs/hardware.json, or the start of its name: h100, b200, mi300x, ... cpu is this
+        machine; run benchmarks/gemm.py first to measure it.
     gpus: Number of GPUs.
     per_node: GPUs of one machine, or of one NVLink domain (GB200: 72).
-    parallel: Script for more than one GPU: train_fsdp.py, train_ddp.py, or train_pp.py (with --pp too).
-    tokens: Tokens of the whole training, for its days, energy and cost.
+    parallel: Script for several GPUs: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp).
+    tokens: Tokens of the whole training; adds its days, energy and cost.
     limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
     trainer: How another trainer differs: weights=bf16 (no fp32 copies), moments=bf16 or 8bit,
         logits=whole (no chunked loss), zero=2 (with --parallel ddp), sac=every-other-matmul
         (torchtitan's op policy).
     trace: Also count memory by tracing our model under fake tensors (takes seconds).
-    fit: Run some steps here, and compare the memory they take with the formula.
+    fit: Run a few steps on this machine, and compare their memory with the estimate.
     calibrate: Correct the estimate by the measurements in a run's result.json.
-    timeline: Simulate the events of the step, and write them as a Chrome trace (open it in Perfetto).
-    plan: Find the fastest layout, recomputation, micro batch and FP8 setting. Takes several GPUs, as in
-        --gpu h100,mi300x.
+    timeline: Simulate the events of a step, and write them as a Chrome trace for Perfetto.
+    plan: Find the fastest layout, recomputation, micro batch and FP8 setting, for one or several kinds
+        of GPU, as in --gpu h100,mi300x.
     days: With --plan and --tokens: find the number of GPUs that finish in this many days.
     json: Print JSON instead of tables.
     """
@@ -52,7 +52,7 @@ class EstimateFlags:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateArgs(EstimateFlags, Args):
-    """Estimate memory, speed, energy and cost of a training run."""
+    """Estimate memory, speed, energy and cost of a run with these flags of a training script."""
 
 
 LIMITS = ("power", "clock", "memory", "nic")

@@ -114,15 +114,15 @@ class BatchFlags:
     seq_len: Sequence length [tokens]. By default the model's maximum, at most 4096.
     grad_acc_steps: Micro batches accumulated into one optimizer step. train_pp.py uses 2 x --pp
         instead of 1.
-    global_bsz: Samples of one optimizer step over all ranks. Sets --grad-acc-steps; must divide
-        evenly.
+    global_bsz: Samples of one optimizer step over all ranks. Sets --grad-acc-steps; must be a
+        multiple of --bsz x ranks with different data.
     n_steps: Measured steps.
     warmup_steps: Steps before the measured ones (compilation, autotuning, allocator), timed
         separately.
-    warmup_seconds: Seconds of work before the measured steps, so that a GPU reaches the clocks of
-        a long run. Matmuls fill the rest. By default 10 on a GPU, none on a CPU.
-    pass_type: A step is the forward pass, forward and backward, or the full training step.
-    no_fit_check: Start on a GPU even if the estimate says that its memory cannot suffice.
+    warmup_seconds: Minimum duration of the warm-up, so that a GPU reaches the clocks of a long
+        run. If the steps take less, matmuls fill the rest. By default 10 on a GPU, 0 on a CPU.
+    pass_type: Work of a step: the forward pass, forward and backward, or the full training step.
+    no_fit_check: Start even if the estimate exceeds the memory of the GPU.
     """
 
     bsz: int | Literal["auto"] = flag(4, SPEED, at_least=1, headline=True, metavar="N|auto")
@@ -190,8 +190,8 @@ class CompileFlags:
 class RecomputeFlags:
     """Activation checkpointing.
 
-    sac_freq: Recompute the activations of q out of every p blocks in backward: 1/1 all, 1/4 every
-        fourth.
+    sac_freq: Recompute the activations of q out of every p blocks in backward: 1/1 for all blocks,
+        1/4 for every fourth.
     sac_policy: What is recomputed in a chosen block: block recomputes everything, op everything
         except matmuls, attention and collectives.
     """
@@ -207,8 +207,7 @@ class DataFlags:
     init_from: Directory of Hugging Face safetensors to start from, instead of random values.
     pad_vocab: Pad embedding and head to a multiple of this many rows (128 is faster). The loss is
         unchanged.
-    data: Training tokens: synthetic (random, made on the device), or a .bin file of
-        prepare_data.py.
+    data: Training tokens: synthetic (random), or a .bin file of prepare_data.py, llm.c or nanoGPT.
     data_dtype: Format of token files without a header, such as nanoGPT's. auto refuses them.
     val_data: A .bin file for a validation loss before and after training.
     eval_every: Also evaluate the validation loss every N steps; 0 never.
@@ -273,11 +272,11 @@ class SaveFlags:
 
     save_every: Save the training state every N steps, at the end, and on SIGTERM, SIGINT or
         SIGUSR1; 0 never.
-    save_keep: Number of checkpoints to keep, newest first.
+    save_keep: Number of newest checkpoints to keep.
     save_dir: Parent directory of checkpoints. By default they are in the run's directory.
     save_timeout: Seconds after which a save is abandoned.
-    resume: Resume from a checkpoint. auto: the newest of --run-name and its restarts. PATH: a
-        run's or a checkpoint's directory.
+    resume: Resume from a checkpoint. auto: the newest one of --run-name and its restarts. PATH:
+        the directory of a run or of a checkpoint.
     resume_anyway: Resume although hyperparameters, batch or data differ.
     on_nan: What to do if the state to be saved is not finite: stop the run, or continue without
         saving.
@@ -298,7 +297,7 @@ class RankFlags:
 
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
-    max_restarts: How often all ranks are restarted from the last checkpoint after one failed.
+    max_restarts: How often to restart all ranks from the newest checkpoint after one failed.
     """
 
     nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
@@ -311,8 +310,8 @@ class DdpFlags:
     """DDP.
 
     bucket_cap_mb: Size of the buckets in which gradients are reduced [MiB].
-    ddp_mode: Gradients that one all-reduce takes: a bucket (DistributedDataParallel), one
-        parameter, or all of them after backward (flat). bucketed-after and parameter-after do not
+    ddp_mode: Gradients in one all-reduce: a bucket (DistributedDataParallel), one parameter, or
+        all of them, after backward (flat). bucketed-after and parameter-after do not
         overlap with backward.
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
     """
@@ -351,7 +350,7 @@ class FsdpFlags:
 class PipelineFlags:
     """Pipeline.
 
-    pp: Groups of neighbouring ranks, each of which has a part of the layers. train_pp.py uses 2 by
+    pp: Groups of neighbouring ranks, each with a part of the layers. train_pp.py uses 2 by
         default.
     pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
     """
@@ -370,13 +369,13 @@ class ProfileFlags:
     profile_steps: Captured steps.
     profile_stacks: Also record the inputs of operators, Python stacks and module names, and write
         the stacks for flame graphs.
-    nsys_start: First step, from 0, between cudaProfilerStart and -Stop (nsys profile -c
+    nsys_start: First step, from 0, between cudaProfilerStart and cudaProfilerStop (nsys profile -c
         cudaProfilerApi).
     nsys_end: End step (exclusive).
     nsys_ranks: Ranks to profile. By default all.
     profile_attention: In captured steps, compute attention in parts: scores, softmax, values.
-    no_observe: Do not trace one more step at the end to see which kernels ran.
-    memory_snapshot: Keep the allocator's history of the warm-up as memory.pickle, for PyTorch's
+    no_observe: Do not trace an extra step at the end to observe which kernels ran.
+    memory_snapshot: Record the allocator's history of the warm-up in memory.pickle, for PyTorch's
         memory viewer.
     """
 
@@ -394,7 +393,7 @@ class ProfileFlags:
 
 @dataclasses.dataclass(frozen=True)
 class PeakFlags:
-    """Peak and price, for the figures.
+    """Peak and price.
 
     peak_tflops: Dense BF16 peak of a device that configs/hardware.json does not list [TFLOP/s].
     usd_per_hour: Price of one device [US$/h], for usd_per_million_tokens.
@@ -410,7 +409,7 @@ class Args(  # dataclasses take fields from the last base first
     OptimizerFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags,
     ModelFlags,
 ):  # fmt: skip
-    """Train a GPT-2 or Llama-family model for some steps and say exactly how fast that was."""
+    """Train a GPT-2 or Llama-family model for some steps and report its exact speed."""
 
     def part(self, group: type[Group]) -> Group:
         """One group of the flags."""

@@ -14,10 +14,10 @@ class SettingsFlags:
     """The settings to run.
 
     experiment: An experiment file. Without one, --models and --set describe the runs.
-    models: Model configs. With an experiment file, those of its models to run.
+    models: Model configs. With an experiment file, which of its models to run.
     script: Script to run.
     set: flag=value for all runs, or flag=value,value,... for an axis of the grid.
-    platform: Platform, for its part of the experiment file. auto looks at the drivers.
+    platform: Platform, which selects its part of the experiment file. auto detects the driver.
     """
 
     experiment: str = positional("[FILE.yaml]", "")
@@ -29,16 +29,15 @@ class SettingsFlags:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessFlags:
-    """How they run.
+    """How to run them.
 
     repeats: Runs of each setting, interleaved so that a drifting machine affects all settings.
     auto_bsz: Find the largest --bsz that runs for each setting, and use it.
-    tune: Find the fastest setting with few runs. The estimate keeps a fifth of the settings, short
-        runs halve these, and the two best run in full, alternating, five times.
-    output_dir: Directory of rows, results and tables. By default sweeps/ and the experiment's
-        name.
-    slurm: Submit each run as a SLURM job, with sbatch options as submitit names them:
-        partition=gpu gpus_per_node=8 exclusive=true.
+    tune: Find the fastest setting with few runs. The estimate keeps the fastest fifth, short runs
+        halve it repeatedly, and the two best settings run in full, alternating, five times.
+    output_dir: Directory of rows, results and tables. By default sweeps/EXPERIMENT.
+    slurm: Submit each run as a SLURM job, with sbatch options as named by submitit: partition=gpu
+        gpus_per_node=8 exclusive=true.
     cooldown: Seconds of rest before each run, so that all start equally cool.
     retry: Repeat runs that failed or timed out earlier in the same --output-dir.
     dry_run: Print the settings and stop.
@@ -56,7 +55,7 @@ class ProcessFlags:
 
 @dataclasses.dataclass(frozen=True)
 class SweepArgs(ProcessFlags, SettingsFlags):
-    """Run many settings, one process each, and rank them."""
+    """Run many settings, each in a separate process, and rank them."""
 
 
 def experiment_of(args: SweepArgs) -> tuple[Experiment, str]:
