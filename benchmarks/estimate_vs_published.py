@@ -163,8 +163,8 @@ def main() -> None:
         print(f"memory, {kind}: {len(found)} figures, median error {median:.0%}, {between}")
     if args.write:
         about = (
-            "Errors of estimated tokens/s against published rows that chose no constant; written by "
-            "benchmarks/estimate_vs_published.py --write. covers_80: the range that 80 % of them lie in."
+            "Errors of estimated tokens/s against held-out published rows; written by "
+            "benchmarks/estimate_vs_published.py --write. covers_80: the range of 80 % of the errors."
         )
         write_whole(
             ACCURACY_FILE, json.dumps({"about": about, "families": accuracy}, indent=1) + "\n"
