@@ -10,20 +10,19 @@ Megatron-LM to nanoGPT; directories are searched. docs/COMPARE.md has the detail
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.base.files import shown_path
 from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
-from llm_train_bench.compare.ratios import Compared, check_prices, compare, prices_of
+from llm_train_bench.compare.ratios import check_prices, compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
-from llm_train_bench.compare.report import show_comparison, sweep_remarks, write
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag, positional
 from llm_train_bench.sweep.experiment import machines_of
@@ -103,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
         directory = Path(args.output_dir) if args.output_dir else None
         if args.baseline:
             statuses = {"new": "NO BASELINE", "missing": "NOT MEASURED"}
-            allowed = [statuses[what] for what in args.allow]
+            allowed = [statuses[kind] for kind in args.allow]
             path, update = Path(args.baseline), args.update_baselines
             return gate(args.results, path, args.tolerance, update, allowed, directory)
         facts = log_facts(args.log, args.log_pattern)
@@ -117,17 +116,17 @@ def main(argv: Sequence[str]) -> int:
                 say(f"--one-model takes for one: {', '.join(names)}")
             for record in records:
                 record.model, record.model_hash = "one model", None
-        identical = args.methodology == "identical_config"
         machines = machines_of(args.experiment) if args.experiment else {}
         prices = prices_of(machines, args.usd_per_hour)
         check_prices(prices, records)
+        identical = args.methodology == "identical_config"
         rows = compare(records, prices, args.tokens, args.reference, identical)
-        remarks = sweep_remarks(args.results) + list(not_told(rows))
+        remarks = [*report.sweep_remarks(args.results), *report.unknown_models(rows)]
         written = ""
         if directory:  # before anything is printed: nobody may read that to its end
             priced = bool(args.usd_per_hour or args.experiment)
-            written = write(rows, directory, args.tokens, remarks, priced)
-        show_comparison(rows, args.tokens)
+            written = report.write(rows, directory, args.tokens, remarks, priced)
+        report.show_comparison(rows, args.tokens)
         for line in remarks:
             say(line)
         print(written, end="")
@@ -136,14 +135,6 @@ def main(argv: Sequence[str]) -> int:
         print(f"compare.py: {where}: {error.strerror}", file=sys.stderr)
         return 2
     return 0
-
-
-def not_told(rows: Sequence[Compared]) -> Iterator[str]:
-    """Logs that are compared with nothing because they do not tell their model."""
-    alone = [row.record for row in rows if not row.record.model_told]
-    if len(alone) > 1 or (alone and len({row.group for row in rows}) > 1):
-        names = ", ".join(shown_path(record.path) for record in alone)
-        yield f"not compared with others, their logs lack the model: {names}; use --log LOG:model=NAME"
 
 
 def say(text: str) -> None:

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -19,11 +18,9 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare import gate
 from llm_train_bench.compare.find_results import read_records
-from llm_train_bench.compare.log_formats import SUITES, parse
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
-from llm_train_bench.compare.read_logs import KNOWN, parse_log, read_log
-from llm_train_bench.compare.records import LogFacts, Record, steady
+from llm_train_bench.compare.records import LogFacts, Record
 from llm_train_bench.results.result_files import read_result
 from tests import fuzz
 from tests.helpers import ROOT, python, run_train, words
@@ -90,281 +87,6 @@ def records_of(*paths, facts=None) -> list[Record]:
 def rows_of(*paths, tokens=None, prices=NONE, **options):
     records = records_of(*paths)
     return {r.record.label: r for r in compare_records(records, prices, tokens, **options)}
-
-
-# --- logs ------------------------------------------------------------------------------------------
-
-
-def given(**facts) -> LogFacts:
-    return LogFacts(**{name: {"": value} for name, value in facts.items()})
-
-
-def log(name, **facts) -> Record:
-    (record,) = read_log(LOGS / f"{name}.log", given(**facts))
-    return record
-
-
-def test_megatron():
-    r = log("megatron", seq_len=4096, n_gpus=256)
-    assert r.suite == "Megatron-LM" and r.global_batch == 2048 and r.seq_len == 4096
-    # The first of three lines is left out.
-    assert r.step_times_s == pytest.approx([15.639, 15.4485])
-    assert r.tokens_per_sec_per_gpu == pytest.approx(2048 * 4096 * 2 / (15.639 + 15.4485) / 256)
-    assert r.tflops_per_gpu == pytest.approx(2 / (1 / 494.6 + 1 / 500.6))
-    assert r.losses == [(5, 13.4424), (6, 13.42407), (7, 13.40574)]
-    assert r.learning_rates[0] == (5, 4.134e-07)
-
-
-def test_facts_are_of_one_log_and_never_against_it(tmp_path, output_of, refused):
-    """What a log tells is not overruled; a GPU said of all is not taken by two logs."""
-    shutil.copy(LOGS / "megatron.log", tmp_path / "a.log")
-    shutil.copy(LOGS / "megatron.log", tmp_path / "b.log")
-    shutil.copy(LOGS / "primus.log", tmp_path / "p.log")
-    paths = [tmp_path / "a.log", tmp_path / "b.log"]
-    argv = words(paths, "--log seq-len=4096 a.log:gpus=256 b:gpus=128")
-    hardware = ["a:hardware=H200 SXM", "b:hardware=MI300X"]
-    output_of(compare.main, argv, hardware, "--output-dir", tmp_path / "out")
-    with (tmp_path / "out/runs.csv").open() as f:
-        rows = [(row["hardware"], row["n_gpus"]) for row in csv.DictReader(f)]
-    assert rows == [("H200 SXM", "256"), ("MI300X", "128")]
-    assert "for each" in refused(compare.main, "a.log and ", argv, "hardware=H200")
-    refused(compare.main, "says 8192", tmp_path / "p.log", "--log seq-len=4096")
-    # The first would be lost.
-    refused(compare.main, "--log: is given twice", argv, "--log c:gpus=1")
-    refused(compare.main, "must be a whole number", paths, "--log a:gpus=many")
-
-
-def test_figures_of_a_log_are_of_the_same_lines(tmp_path):
-    """Lines that count as warm-up have no part in TFLOP/s either; rates of equal work go harmonically."""
-    line = "Step Time : {}s GPU utilization: {}MODEL_TFLOP/s/GPU"
-    lines = [line.format("9.0", "100.0")] * 4 + [line.format("1.0", "1000.0")] * 8
-    lines += [line.format("1.1", "900.0")] * 2
-    (tmp_path / "x.log").write_text("\n".join(["global_batch_size: 8", *lines]))
-    (r,) = read_log(tmp_path / "x.log", given(seq_len=1024, n_gpus=8))
-    assert len(r.step_times_s) == 10
-    assert r.tflops_per_gpu == pytest.approx(10 / (8 / 1000 + 2 / 900))
-
-
-def test_primus():
-    """Colours, pairs of current and mean, a line printed twice, tokens/s per GPU as printed."""
-    r = log("primus")
-    assert (r.suite, r.n_gpus, r.seq_len, r.global_batch) == ("Primus", 8, 8192, 128)
-    assert len(r.losses) == 12 and r.losses[4][0] == 5 and r.losses[5][0] == 6
-    assert r.tokens_per_sec_per_gpu == pytest.approx(9781, rel=0.003)
-    assert r.tokens_per_sec == pytest.approx(8 * r.tokens_per_sec_per_gpu)
-    # The printed rate and the printed time are the same figure.
-    mean = sum(r.step_times_s) / len(r.step_times_s)
-    assert 128 * 8192 / 8 / mean == pytest.approx(r.tokens_per_sec_per_gpu, rel=1e-3)
-    assert r.memory_kind == "of the whole device"
-
-
-def test_nemo():
-    r = log("nemo", seq_len=8192, n_gpus=64)
-    assert r.suite == "NeMo" and r.global_batch == 128 and r.model == "nemo"
-    assert r.losses[0] == (17, 11.03) and len(r.losses) == 12
-    assert r.tokens_per_sec == pytest.approx(128 * 8192 / 12.7, rel=0.01)
-
-
-def test_torchtitan_takes_the_last_of_several_runs():
-    r = log("torchtitan", n_gpus=8)
-    assert r.suite == "torchtitan" and [s for s, _ in r.losses] == [1, 10, 20, 30, 40]
-    assert r.tokens_per_sec_per_gpu == pytest.approx(7611, rel=0.001)
-    assert r.tokens_per_sec == pytest.approx(8 * 7611, rel=0.001)
-    assert r.mfu == pytest.approx(0.4457, rel=0.01) and r.memory_gib == pytest.approx(30.91)
-    assert r.flop_convention == "torchtitan"
-
-
-def test_automodel_bridge_and_foundry():
-    a = log("automodel", n_gpus=8)
-    assert a.suite == "NeMo Automodel" and a.tokens_per_sec == pytest.approx(9184.8, rel=1e-3)
-    assert a.losses[0] == (4, 1.5514) and a.tokens_per_sec_per_gpu == a.tokens_per_sec / 8
-    b = log("megatron-bridge", seq_len=4096, n_gpus=64)
-    assert b.global_batch == 512 and b.step_times_s == [9.089]
-    f = log("llm-foundry")
-    assert (f.suite, f.n_gpus, f.seq_len, f.global_batch) == ("llm-foundry", 8, 2048, 96)
-    assert f.tokens_per_sec_per_gpu == pytest.approx(85000 / 8, rel=0.005)
-    assert f.mfu == pytest.approx(0.4644) and f.tflops_per_gpu == pytest.approx(459.4)
-    assert f.memory_gib == pytest.approx(42.1e9 / 2**30)
-    old = log("llm-foundry-old")
-    assert old.tokens_per_sec is None and "no tokens/s" in old.notes[0] and len(old.losses) == 4
-
-
-# Excerpts of other people's logs (tests/logs/README.md), and what they say: by hand from the same lines.
-EXCERPTS = {
-    # The first two of ten steps are left out: 0 compiles, 1 is timed before it is done.
-    "maxtext": ("MaxText", {}, dict(n_gpus=4, tokens_per_sec_per_gpu=8724.7, tflops_per_gpu=135.73)),
-    "torchtune": ("torchtune", {"n_gpus": 2}, dict(tokens_per_sec_per_gpu=486.3, tokens_per_sec=972.6)),
-    # 262,144 tokens in 33.69 s; 0.96 % of an A100's 312 TFLOP/s.
-    "nanogpt": ("nanoGPT", {"n_gpus": 2}, dict(tokens_per_sec=7781.5, tflops_per_gpu=2.995)),
-    "nanochat": ("nanochat", {}, dict(n_gpus=1, seq_len=512, tokens_per_sec=12062.0, mfu=None,
-                                      hardware="NVIDIA GeForce RTX 4070 Laptop GPU")),
-    # 4 samples of 512 in each micro batch; eight times from 0.300 to 0.603 s.
-    "litgpt": ("litgpt", {"n_gpus": 1}, dict(tokens_per_sec=4 * 512 * 8 / 3.77676, memory_gib=12.95)),
-    # Harmonic mean of the last five samples/s.
-    "deepspeed": ("DeepSpeed", {"seq_len": 8192, "n_gpus": 3072},
-                  dict(tokens_per_sec=2222.9 * 8192, memory_gib=39.0)),
-    "axolotl": ("axolotl", {}, dict(tokens_per_sec=None, memory_gib=34.89, memory_kind="allocated")),
-    # 2.87, 2.97 and 3.27 s between the means 8.77, 5.82, 4.87 and 4.47 s of 1, 2, 3 and 4 batches.
-    "lightning": ("Lightning", {"seq_len": 128, "global_batch": 16, "n_gpus": 1},
-                  dict(tokens_per_sec=3 * 16 * 128 / 9.11)),
-    "megatron-bridge-gb200": ("Megatron-Bridge", {"seq_len": 4096, "global_batch": 512, "n_gpus": 64},
-                              dict(tflops_per_gpu=1052.17, tokens_per_sec=10 * 512 * 4096 / 24.87)),
-    "megatron-bridge-interval": ("Megatron-Bridge", {"seq_len": 4096, "n_gpus": 64},
-                                 dict(tflops_per_gpu=58.2, tokens_per_sec=512 * 4096 / 14.2603)),
-    "automodel-totals": ("NeMo Automodel", {}, dict(n_gpus=8, tokens_per_sec=8672.7)),
-    "automodel-per-gpu": ("NeMo Automodel", {"n_gpus": 8},
-                          dict(tokens_per_sec_per_gpu=1461.9, tokens_per_sec=8 * 1461.9)),
-    # Six steps of 32 x 4,096 tokens in 11.462207 s; the first is compilation, the second left out too.
-    "automodel-benchmark": ("NeMo Automodel benchmark", {},
-                            dict(n_gpus=8, seq_len=4096, global_batch=32, memory_gib=61.25, mfu=0.42455,
-                                 tokens_per_sec=6 * 32 * 4096 / 11.462207)),
-    "gpt-neox": ("GPT-NeoX", {"seq_len": 2048, "n_gpus": 8},
-                 dict(tflops_per_gpu=112.9, tokens_per_sec=7.799 * 2048)),
-    "megatron-deepspeed": ("Megatron-DeepSpeed", {}, dict(n_gpus=64, seq_len=2048, global_batch=1536,
-                                                          tokens_per_sec_per_gpu=144.6)),
-    "megatron-deepspeed-argonne": ("Megatron-DeepSpeed", {}, dict(n_gpus=3072, seq_len=8192,
-                                                                  tflops_per_gpu=47.2)),
-    # 19,660,800 tokens in 299.1983 s; the printed 2,737.984 tokens/s are of one rank.
-    "hf-trainer": ("Hugging Face Trainer", {}, dict(n_gpus=24, tokens_per_sec_per_gpu=2737.98)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EXCERPTS)
-def test_other_suites_logs(name):
-    suite, facts, figures = EXCERPTS[name]
-    r = log(name, **facts)
-    assert r.suite == suite
-    for key, value in figures.items():
-        close = pytest.approx(value, rel=1e-3) if isinstance(value, float) else value
-        assert getattr(r, key) == close, key
-
-
-def test_files_of_other_suites_with_a_form_of_their_own(tmp_path, refused):
-    """trainer_state.json, metrics.csv, lines of JSON, a benchmark's JSON."""
-
-    def read(path, **facts):
-        (record,) = records_of(path, facts=given(**facts))
-        return record
-
-    state = read(LOGS / "trainer_state.json", seq_len=1024, n_gpus=1)
-    assert state.suite == "Hugging Face Trainer"
-    assert state.tokens_per_sec == pytest.approx(0.511 * 1024)
-    assert state.losses[0] == (500, 1.1409) and len(state.losses) == 6
-    assert "an upper bound" in state.notes[0]
-    table = read(LOGS / "lightning.csv")
-    assert table.suite == "Lightning" and table.losses[0][0] == 49 and len(table.losses) == 14
-    assert table.tokens_per_sec is None and "tells no times" in table.notes[0]
-    # litgpt's counters: 4 x 512 tokens in 0.1 s; its items_per_sec are too high by 4.
-    rows = [f"{i},0.1,{2048 * i},{0.1 * i},9.{i},81920" for i in range(1, 9)]
-    head = "step,iter_time,tokens,time,loss,device/items_per_sec"
-    (tmp_path / "metrics.csv").write_text("\n".join([head, *rows]))
-    own = read(tmp_path / "metrics.csv", n_gpus=2)
-    assert own.suite == "litgpt" and own.tokens_per_sec == pytest.approx(2 * 20480)
-    step = {"loss": 2.0, "tps": 800.0, "tps_per_gpu": 100.0, "mem": 3.5}
-    lines = [json.dumps({"step": i} | step) for i in range(4)]
-    (tmp_path / "training.jsonl").write_text("\n".join([*lines, '{"step": 4, "lo']))
-    r = read(tmp_path / "training.jsonl")
-    assert (r.suite, r.n_gpus, r.tokens_per_sec, r.memory_gib) == ("NeMo Automodel", 8, 800.0, 3.5)
-    (tmp_path / "bench.json").write_text(json.dumps(fuzz.AUTOMODEL))
-    bench = read(tmp_path / "bench.json")
-    assert bench.tokens_per_sec_per_gpu == 4096.0 and bench.tflops_per_gpu == pytest.approx(395.6)
-    (tmp_path / "odd.jsonl").write_text('{"a": 1}')
-    refused(compare.main, "odd.jsonl", tmp_path / "odd.jsonl")
-
-
-def test_what_a_log_does_not_say_is_said(capsys):
-    assert compare.main([str(LOGS / "nemo.log")]) == 0
-    printed = capsys.readouterr()
-    assert "the log lacks seq-len" in printed.err and "unknown" in printed.out
-
-
-@pytest.mark.parametrize("escape", ["\x1b", ""], ids=["terminal", "web log"])
-def test_colours_are_no_part_of_the_figures(escape):
-    """As torchtitan prints them, and as copied from a web page, without the escape characters."""
-    lines = [
-        f"[titan] root - INFO - {escape}[31mstep: {i:2}  {escape}[32mloss: {escape}[1m{8 - i:7.4f}  "
-        f"{escape}[38;2;54;234;195mmemory: {escape}[0m66.91GiB(37.51%)  {escape}[34mtps: {escape}[1m"
-        f"10,0{i}0  {escape}[36mtflops: 314.71  {escape}[35mmfu: 13.99%{escape}[39m"
-        for i in range(1, 5)
-    ]
-    found = parse_log("\n".join(lines))
-    assert found.suite == "torchtitan" and [s.step for s in found.steps] == [1, 2, 3, 4]
-    assert [s.tokens_per_sec_per_gpu for s in found.steps] == [10010, 10020, 10030, 10040]
-    assert [s.loss for s in found.steps] == [7, 6, 5, 4] and found.steps[0].memory_gib == 66.91
-
-
-def megatron_lines(steps, milliseconds):
-    return [
-        f"iteration {i:8d}/ 1000 | elapsed time per iteration (ms): {milliseconds} | "
-        "global batch size: 2048 | lm loss: 1.3E+01 |"
-        for i in steps
-    ]
-
-
-def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path):
-    first = ["using world size: 8, data-parallel size: 8", *megatron_lines(range(1, 60), 1000.0)]
-    last = ["using world size: 16, data-parallel size: 16", *megatron_lines(range(1, 13), 500.0)]
-    path = tmp_path / "x.log"
-    path.write_text("\n".join(first + last))
-    (record,) = read_log(path, given(seq_len=4096))
-    assert (record.n_gpus, record.tokens_per_sec_per_gpu) == (16, 2048 * 4096 / 0.5 / 16)
-    assert len(record.losses) == 12 and "59 lines of earlier ones" in record.notes[0]
-    # Resumed from a checkpoint, without a header.
-    for steps in ([10, 20, 30, 10, 20], [1, 2, 3, 4, 5, 1, 10, 20, 30]):
-        log = parse_log("\n".join(megatron_lines(steps, 100.0)))
-        assert log.earlier_steps == len(steps) - len(log.steps) and log.steps[0].step == steps[0]
-        assert [s.step for s in log.steps] == steps[log.earlier_steps :]
-    path.write_text("\n".join(first + megatron_lines(range(31, 41), 250.0)))
-    (record,) = read_log(path, given(seq_len=4096))
-    assert (record.n_gpus, len(record.losses), record.step_times_s[0]) == (8, 10, 0.25)
-
-
-@pytest.mark.parametrize(
-    ("steps", "distinct"),
-    [([*range(1, 61), 59], 60),
-     ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
-     ([i for i in range(1, 30) for _ in range(8)], 29)],
-    ids=["late", "a rank behind", "eight ranks"],
-)  # fmt: skip
-def test_late_lines_of_other_ranks_are_no_new_run(steps, distinct):
-    log = parse_log("\n".join(megatron_lines(steps, 100.0)))
-    assert [s.step for s in log.steps] == sorted(set(steps)) and len(log.steps) == distinct
-    assert log.earlier_steps == 0
-
-
-def test_torchtitan_counts_no_expert_parallel_ranks_twice():
-    line = "step:  1  loss: 9.9  memory: 30.99GiB(32.62%)  tps: 300  tflops: 407.35  mfu: 41.19%"
-    mesh = "device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=4, etp=2"
-    assert parse_log(f"{mesh}\n{line}").n_gpus == 8
-
-
-def test_a_run_that_diverged_is_marked(tmp_path):
-    lines = megatron_lines(range(1, 21), 100.0)
-    path = tmp_path / "x.log"
-    path.write_text("\n".join(lines[:10] + [line.replace("1.3E+01", "nan") for line in lines[10:]]))
-    (record,) = read_log(path, given(seq_len=4096))
-    assert record.marks == ["loss not finite"] and len(record.losses) == 20
-    path.write_text("\n".join(lines))
-    (record,) = read_log(path, given(seq_len=4096))
-    assert record.marks == [] and record.losses[0] == (1, 13.0)
-
-
-def test_text_that_is_no_log():
-    assert parse_log("step by step\nloss of time: 5\niteration of ideas") is None
-
-
-@pytest.mark.parametrize("suite", KNOWN)
-def test_a_run_of_digits_is_parsed_in_linear_time(suite):
-    needs = " ".join([*SUITES[suite].line, SUITES[suite].sign or "{'loss': "])
-    rows = [
-        re.sub(r"\\.|[\[\](){}?*+|^]", " ", row[3].pattern.split("([-+]")[0])
-        for row in SUITES[suite].rows
-    ]
-    line = f"{needs} iteration 1/2 Step 1 | step: 1 global_step=1 "
-    text = "".join(f"{line}{row}{'1' * 100_000}x\n" for row in rows[:6]) + "\n" * 20_000
-    begin = time.monotonic()
-    parse(text, suite)
-    assert time.monotonic() - begin < 20
 
 
 # --- other files -----------------------------------------------------------------------------------
@@ -434,12 +156,6 @@ def test_figures_that_are_none_are_refused(part, changes, message, tmp_path, ref
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content))
     assert str(path) in refused(compare.main, message, path)
-
-
-def test_steady():
-    assert steady([9.0, 3.0, 1.1, 1.0, 1.0, 1.0]) == [1.1, 1.0, 1.0, 1.0]
-    assert steady([1.0, 1.0, 5.0, 1.0]) == [1.0, 1.0, 5.0, 1.0]  # a slow step later is real
-    assert steady([2.0]) == [2.0]
 
 
 def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
@@ -549,7 +265,7 @@ def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, tmp
                   args__pt_compile=compiled, args__compile_mode=mode)  # fmt: skip
     (row,) = rows_of(run).values()
     assert (row.record.memory_gib, row.record.memory_kind) == memory
-    assert gate.entry_of([read_result(run / "result.json")])["memory_gib"] == memory[0]
+    assert gate.entry_of([read_result(run / "result.json")]).memory_gib == memory[0]
 
 
 def test_settings_may_differ_unless_all_must_be_identical(result, tmp_path):
@@ -1002,25 +718,24 @@ def test_a_flag_that_came_later_leaves_baselines_alone(result, tmp_path):
     assert gate.baseline_key(other) != gate.baseline_key(new)
 
 
-RATE = {"tokens_per_sec_per_gpu": 1.0}
-BROKEN = [{"tokens_per_sec_per_gpu": 0}, {"tokens_per_sec_per_gpu": "643"}, {"memory_gib": 1}, 5,
-          RATE | {"memory_gib": "much"}, RATE | {"provenance": None}, RATE | {"n_runs": 0},
-          RATE | {"n_runs": 3}, RATE | {"noise": "2 %"}, RATE | {"noise": -1},
-          RATE | {"noise": 0.1, "noise_degrees": True}]  # fmt: skip
+ENTRY = {"setting": "x", "tokens_per_sec_per_gpu": 1.0, "low": 0.9, "high": 1.1, "n_runs": 2,
+         "noise": 0.1, "noise_degrees": 1}  # fmt: skip
+SPOILT = [{"tokens_per_sec_per_gpu": 0}, {"tokens_per_sec_per_gpu": "643"}, {"memory_gib": "much"},
+          {"provenance": None}, {"n_runs": 0}, {"n_runs": True}, {"noise": "2 %"}, {"noise": -1},
+          {"noise_degrees": True}, {"setting": 3}, {"tolerance": 1}, {"low": None}]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "content", [[], {}, {"baselines": 3}, *({"baselines": {"x": entry}} for entry in BROKEN)]
-)
+    "content",
+    [[], {}, {"schema_version": 3, "baselines": {}}, {"schema_version": 4, "baselines": 3},
+     *({"schema_version": 4, "baselines": {"x": x}} for x in (5, *(ENTRY | y for y in SPOILT)))],
+)  # fmt: skip
 def test_broken_baselines_are_one_line_without_python_s_words(content, result, tmp_path, refused):
     path = tmp_path / "b.json"
     path.write_text(json.dumps(content))
-    message = f"--baseline {path}: is no file of baselines"
-    error = refused(compare.main, message, result, "--baseline", path)
-    assert "object" not in error.replace(str(path), "")
-    assert (
-        isinstance(content, dict) and isinstance(content.get("baselines"), dict)
-    ) or "'" not in error
+    message = f"--baseline {path}: is no file of baselines: "
+    error = refused(compare.main, message, result, "--baseline", path).replace(str(path), "")
+    assert "object" not in error and "'" not in error
 
 
 @pytest.mark.parametrize(
@@ -1131,19 +846,6 @@ def test_the_report_says_where_runs_come_from_and_names_no_place(result, tmp_pat
     assert lines.index("torch") < lines.index("the same for all runs")
 
 
-def test_logs_that_do_not_tell_their_model_say_why_they_are_not_compared(tmp_path, capsys):
-    for name in "ab":
-        shutil.copy(LOGS / "nemo.log", tmp_path / f"{name}.log")
-    argv = words(tmp_path / "a.log", tmp_path / "b.log", "--log seq-len=4096")
-    assert compare.main(argv) == 0
-    assert (
-        "their logs lack the model: a.log, b.log; use --log LOG:model=NAME"
-        in capsys.readouterr().err
-    )
-    assert compare.main([*argv, "model=m"]) == 0
-    assert "lack the model" not in capsys.readouterr().err
-
-
 def test_a_broken_file_is_named_for_what_it_is(result, tmp_path, output_of, refused):
     run = variant(result, tmp_path, "run")
     (run / "steps.jsonl").write_text("[1, 2]\n")  # the loss curve is lost, the run is not
@@ -1170,7 +872,7 @@ def test_shipped_baselines_are_readable():
     shipped = gate.read_baselines(ROOT / "configs/baselines.json", must_exist=True)
     models = {key.split(" / ")[1] for key in shipped}
     assert models >= {"gpt2-tiny", "llama-tiny", "moe-tiny"}
-    assert all(entry["n_runs"] >= 2 and entry["noise"] > 0 for entry in shipped.values())
+    assert all(entry.n_runs >= 2 and entry.noise > 0 for entry in shipped.values())
 
 
 def test_no_number_is_cut_and_no_column_is_unknown_throughout(

@@ -163,7 +163,7 @@ def tiny_world(tmp_path, a_run):
             argv = [str(tmp_path / "comparison") if a == "comparison" else a for a in argv]
             if script == "compare.py":
                 places = {"baselines.json": str(a_run / "baselines.json")}
-                places |= {name: str(tmp_path / name) for name in ("verdict.md", "figures.json")}
+                places["verdict"] = str(tmp_path / "verdict")
                 argv = [str(a_run) if a.startswith("runs/") else places.get(a, a) for a in argv]
             assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return

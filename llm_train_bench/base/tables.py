@@ -1,6 +1,6 @@
 """Tables as Markdown, to read on the screen and to paste into a report. Needs no torch."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -19,6 +19,13 @@ def markdown_table(*columns: str, left: Collection[str] = (), title: str | None 
 def markdown_cell(text: str) -> str:
     """Text as it stands in a file of Markdown: no HTML, no new column."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+
+
+def markdown_text(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table as it stands in a file of Markdown."""
+    rows = [list(map(markdown_cell, line)) for line in (columns, *lines)]
+    rows.insert(1, ["---"] * len(columns))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def csv_cell(value: Any) -> Any:

@@ -16,9 +16,10 @@ from llm_train_bench.compare.read_results import read_csv, read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures, make_printable
 from llm_train_bench.model.json_keys import plain_file
 
+SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
+READERS = {".json": read_json, ".jsonl": read_lines, ".csv": read_csv}  # others are logs
 # Errors that a file of a known kind can cause in a reader.
-UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
-              csv.Error)  # fmt: skip
+UNEXPECTED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, csv.Error)
 
 
 def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFacts) -> list[Record]:
@@ -35,16 +36,13 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
             files = discover(path)
             fresh = list(not_taken(files, taken))
             there = {str(f.resolve()) for f in files}
-            # A sweep's row says nothing new if its run is there too.
-            found = [
-                r
-                for file in fresh
-                for r in _read(file, say, facts)
-                if not there.intersection(_runs_of(r, file))
-            ]
-            if not found and (fresh or not files):
+            before = len(records)
+            for file in fresh:
+                # A sweep's row says nothing new if its run is there too.
+                rows = _read(file, say, facts)
+                records += [r for r in rows if not there.intersection(_runs_of(r, file))]
+            if len(records) == before and (fresh or not files):
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
-            records += found
         elif path.exists():
             records += [r for file in not_taken([path], taken) for r in _read(file, None, facts)]
         else:
@@ -71,17 +69,16 @@ def join_attempts(records: list[Record]) -> list[Record]:
     attempt's; the others end in the middle, or have other neighbours.
     """
     lineages: dict[tuple, dict[int, Record]] = {}
-    known = [(r, r.lineage) for r in records if r.lineage]
-    counts = collections.Counter(lineage for _, lineage in known)
-    copied = {
-        lineage[0] for lineage, n in counts.items() if n > 1
-    }  # and resumed in two directories
-    for r, (name, number) in known:
+    attempts = [(r, r.lineage) for r in records if r.lineage]
+    counts = collections.Counter(lineage for _, lineage in attempts)
+    # Copied, and resumed in two directories.
+    copied = {name for (name, _), n in counts.items() if n > 1}
+    for r, (name, number) in attempts:
         where = Path(r.path).parent.parent if name in copied else None
         lineages.setdefault((name, where), {})[number] = r
     gone = set()
-    for attempts in lineages.values():
-        runs = [attempts[number] for number in sorted(attempts)]
+    for numbered in lineages.values():
+        runs = [numbered[number] for number in sorted(numbered)]
         # One that resumed a finished run measured nothing.
         last = next((r for r in reversed(runs) if r.tokens_per_sec_per_gpu), runs[-1])
         for name in ("losses", "learning_rates"):
@@ -90,7 +87,7 @@ def join_attempts(records: list[Record]) -> list[Record]:
                 joined = [x for x in joined if x[0] < r.first_step] + getattr(r, name)
             setattr(last, name, joined)
         if len(runs) > 1:
-            last.notes.append(f"{len(attempts)} attempts of one run; figures are the last one's")
+            last.notes.append(f"{len(runs)} attempts of one run; figures are the last one's")
         gone |= {id(r) for r in runs if r is not last}
     return [r for r in records if id(r) not in gone]
 
@@ -107,33 +104,28 @@ def _runs_of(row: Record, file: Path) -> set[str]:
 
 def discover(directory: Path) -> list[Path]:
     """Files below a directory that may hold a run; from our own runs only result.json."""
-    found: list[Path] = []
+    candidates: list[Path] = []
     seen = set()
     for root, directories, files in os.walk(directory, followlinks=True):
         here = Path(root)
-        if here.resolve() in seen:
+        if here.resolve() in seen or "lineage.json" in files:  # checkpoints
             directories.clear()
             continue
         seen.add(here.resolve())
-        if "lineage.json" in files:  # checkpoints
-            directories.clear()
-            continue
         if {"result.json", "steps.jsonl"} <= set(files):
-            found.append(here / "result.json")
+            candidates.append(here / "result.json")
             directories.clear()
             continue
         directories.sort()
         own_sweep = {"rows.jsonl", "sweep.json"} & set(files)  # results.csv comes at its end
-        for name in sorted(files):
-            if own_sweep and name != "results.csv":
-                continue
-            if name in ("steps.jsonl", "sweep.json") or re.fullmatch(r"rank\d+\.txt", name):
-                continue
-            if Path(name).suffix in (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err"):
-                found.append(here / name)
+        names = [name for name in sorted(files) if not own_sweep or name == "results.csv"]
+        for name in names:
+            figures = Path(name).suffix in SUFFIXES and name not in ("steps.jsonl", "sweep.json")
+            if figures and not re.fullmatch(r"rank\d+\.txt", name):
+                candidates.append(here / name)
         if own_sweep:
             directories[:] = [d for d in directories if d not in ("logs", "probes", "tensorboard")]
-    return found
+    return candidates
 
 
 def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> list[Record]:
@@ -148,15 +140,7 @@ def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> lis
 
 def _parse(path: Path, facts: LogFacts) -> list[Record]:
     try:
-        plain_file(path)
-        if path.suffix == ".json":
-            records = read_json(path, facts)
-        elif path.suffix == ".jsonl":
-            records = read_lines(path, facts)
-        elif path.suffix == ".csv":
-            records = read_csv(path, facts)
-        else:
-            records = read_log(path, facts)
+        records = READERS.get(path.suffix, read_log)(plain_file(path), facts)
         for record in records:
             check_figures(record)
             make_printable(record)

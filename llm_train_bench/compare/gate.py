@@ -8,50 +8,104 @@ and its origin.
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import shown_command, shown_word, write_whole
-from llm_train_bench.base.tables import markdown_cell, number
+from llm_train_bench.base.tables import markdown_cell, markdown_text, number
 from llm_train_bench.compare.find_results import discover, not_taken
 from llm_train_bench.compare.ratios import unlike_limits
+from llm_train_bench.compare.records import grouped
 from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
 from llm_train_bench.model.json_keys import parse_json, plain_file
-from llm_train_bench.results.result_files import read_result, settings_of, software
+from llm_train_bench.results.result_files import first_problem, read_result, settings_of, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
-BASELINES_VERSION = 4
 
 WORSE = ("SLOWER", "MORE MEMORY", "SLOWER and MORE MEMORY")
 # One-sided confidence of each answer. benchmarks/gate.py shows the errors: a loss of 2 % beyond the
 # tolerance passes in under 1 % of cases, and no loss is called one in under 1 %.
 SLOWER_BY, WITHIN_BY = 0.93, 0.99
 MOST_RUNS = 30
-LARGEST_FIGURE = 1e30
+
+Figure = Annotated[float, Field(strict=True, ge=0, lt=1e30)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
+
+class Provenance(BaseModel, extra="allow"):
+    """Where a baseline comes from: its run, command, revision, device and software."""
+
+    run: str | None = None
+    command: list[str] = []
+    started_at: str | None = None
+    git_sha: str | None = None
+    git_dirty: bool | None = None
+    device: str | None = None
+    software: dict[str, str] = {}
+
+
+class Entry(BaseModel, extra="allow"):
+    """The figures of a setting's runs with their interval, as the file of baselines has them.
+
+    The interval is over runs; of a single run it is that of its steps. `noise` is the standard
+    deviation of runs as a fraction of their mean, known by `noise_degrees` of freedom.
+    """
+
+    setting: str
+    tokens_per_sec_per_gpu: Annotated[Figure, Field(gt=0)]
+    low: Figure
+    high: Figure
+    n_runs: Annotated[Count, Field(ge=1)]
+    noise: Figure | None
+    noise_degrees: Count
+    samples_per_sec_per_gpu: Figure | None = None
+    memory_gib: Figure | None = None
+    memory_mean_gib: Figure | None = None
+    n_steps: int | None = None
+    power_limit_w: Figure | None = None
+    provenance: Provenance = Provenance()
+    tolerance: Annotated[float, Field(strict=True, ge=0, lt=1)] | None = None
+
+    @property
+    def mean(self) -> Mean:
+        """The mean rate of the runs, with their noise."""
+        rate = self.tokens_per_sec_per_gpu
+        return Mean(rate, self.n_runs, (self.noise or 0.0) * rate, self.noise_degrees)
+
+
+class Baselines(BaseModel):
+    """A file of baselines: each setting's entry by its key."""
+
+    about: str = ""
+    schema_version: Literal[4]
+    baselines: dict[str, Entry]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """A setting against its baseline: `ok`, one of `WORSE`, `UNCERTAIN`, or why nothing was judged.
 
-    `key` is the setting's in the baselines, `name` says it in words. `now` and `was` are entries as
-    baselines have them (`entry_of`); None where there is none.
+    `key` is the setting's in the baselines, `name` says it in words. `now` and `was` are None where
+    there are no figures.
     """
 
     status: str
     name: str
     text: str = ""
     key: str = ""
-    now: dict[str, Any] | None = None
-    was: dict[str, Any] | None = None
+    now: Entry | None = None
+    was: Entry | None = None
 
     @property
     def line(self) -> str:
@@ -105,43 +159,41 @@ def unfit(r: Result) -> str | None:
     return None
 
 
-def entry_of(results: list[Result]) -> dict[str, Any]:
-    """The baseline entry of a setting's runs: figures with their interval, and where they come from.
-
-    The interval is over runs; of a single run it is that of its steps. `noise` is the standard
-    deviation of runs as a fraction of their mean, known by `noise_degrees` of freedom.
-    """
+def entry_of(results: list[Result]) -> Entry:
+    """The baseline entry of a setting's runs, all of them fit."""
     r = results[0]
-    m, e = r.metrics, r.environment
-    rates = [each.metrics.tokens_per_sec_per_gpu or 0.0 for each in results]
-    mean = mean_of(rates)
-    low, high = _rate(r, m.step_time_ci95_high_s), _rate(r, m.step_time_ci95_low_s)
+    mean = mean_of([each.metrics.tokens_per_sec_per_gpu or 0.0 for each in results])
     if mean.degrees:
         wide = student_t(0.975, mean.degrees) * math.sqrt(mean.error)
         low, high = mean.value - wide, mean.value + wide
-    return {
-        "setting": setting_of(r),
-        "tokens_per_sec_per_gpu": mean.value,
-        "low": low,
-        "high": high,
-        "n_runs": mean.n,
-        "noise": mean.std / mean.value if mean.degrees else None,
-        "noise_degrees": mean.degrees,
-        "samples_per_sec_per_gpu": mean.value / r.batch.seq_len,
-        "memory_gib": max((each.peak_memory[0] or 0.0) for each in results) or None,
-        "memory_mean_gib": max((each.mean_memory_gib or 0.0) for each in results) or None,
-        "n_steps": m.n_measured_steps,
-        "power_limit_w": r.power_limit_w,
-        "provenance": {
-            "run": r.run_name,
-            "command": shown_command(r.command),
-            "started_at": r.started_at,
-            "git_sha": e.get("git_sha"),
-            "git_dirty": e.get("git_dirty"),
-            "device": r.device.name,
-            "software": software(r),
-        },
-    }
+    else:
+        tokens = r.batch.tokens_per_step / r.device.count
+        times = r.metrics.step_time_ci95_high_s, r.metrics.step_time_ci95_low_s
+        low, high = (tokens / seconds if seconds else mean.value for seconds in times)
+    # Not validated: a spoilt result may hold any figure.
+    return Entry.model_construct(
+        setting=setting_of(r),
+        tokens_per_sec_per_gpu=mean.value,
+        low=max(low, 0.0),
+        high=high,
+        n_runs=mean.n,
+        noise=mean.std / mean.value if mean.degrees else None,
+        noise_degrees=mean.degrees,
+        samples_per_sec_per_gpu=mean.value / r.batch.seq_len,
+        memory_gib=max((each.peak_memory[0] or 0.0) for each in results) or None,
+        memory_mean_gib=max((each.mean_memory_gib or 0.0) for each in results) or None,
+        n_steps=r.metrics.n_measured_steps,
+        power_limit_w=r.power_limit_w,
+        provenance=Provenance.model_construct(
+            run=r.run_name,
+            command=shown_command(r.command),
+            started_at=r.started_at,
+            git_sha=r.environment.get("git_sha"),
+            git_dirty=r.environment.get("git_dirty"),
+            device=r.device.name,
+            software=software(r),
+        ),
+    )
 
 
 def setting_of(r: Result) -> str:
@@ -155,20 +207,14 @@ def setting_of(r: Result) -> str:
     return f"{r.device.hardware} x {r.device.count}: {', '.join(words)}"
 
 
-def mean_in(entry: dict[str, Any]) -> Mean:
-    """The mean rate of an entry's runs, with their noise."""
-    rate, noise = entry["tokens_per_sec_per_gpu"], entry["noise"] or 0.0
-    return Mean(rate, entry["n_runs"], noise * rate, entry["noise_degrees"])
-
-
 def answer(now: Mean, was: Mean, tolerance: float) -> str:
     """`ok` if the loss is surely within the tolerance, `SLOWER` if surely beyond, else `UNCERTAIN`."""
     allowed = 1 - tolerance
     floor = Mean(allowed * was.value, was.n, allowed * was.std, was.degrees)
-    found = difference(now, floor)
-    if found is None:
+    welch = difference(now, floor)
+    if welch is None:
         return "UNCERTAIN"
-    margin, error, degrees = found
+    margin, error, degrees = welch
     if margin + student_t(SLOWER_BY, degrees) * error < 0:
         return "SLOWER"
     return "ok" if margin >= student_t(WITHIN_BY, degrees) * error else "UNCERTAIN"
@@ -187,12 +233,7 @@ def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
     return f"it is so near the tolerance that {MOST_RUNS} runs would not settle it"
 
 
-def _rate(r: Result, step_s: float | None) -> float | None:
-    """Tokens/s per device of a step time."""
-    return r.batch.tokens_per_step / r.device.count / step_s if step_s else None
-
-
-def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) -> Verdict:
+def judge(results: list[Result], baselines: dict[str, Entry], tolerance: float) -> Verdict:
     """The runs of one setting together against their baseline, by Welch's test on both sides.
 
     The entry's own tolerance overrides the given one.
@@ -201,153 +242,86 @@ def judge(results: list[Result], baselines: dict[str, Any], tolerance: float) ->
     name, key = setting_of(results[0]), baseline_key(results[0])
     if not fit:
         return Verdict("UNFIT, left out", name, f"{results[0].run_name}: {unfit(results[0])}", key)
-    now = entry_of(fit)
-    baseline = baselines.get(key)
-    if baseline is None:
-        why = f"{printable_names(fit)}; --update-baselines adds one"
-        return Verdict("NO BASELINE", name, why, key, now)
-    limit, had = now["power_limit_w"], baseline.get("power_limit_w")
-    if unlike_limits(limit, had):
-        why = f"{printable_names(fit)}: power limit {limit:.0f} W, the baseline's was {had:.0f} W"
-        return Verdict("UNFIT, left out", name, why, key, now, baseline)
-    tolerance = baseline.get("tolerance", tolerance)
-    rate, was = now["tokens_per_sec_per_gpu"], baseline["tokens_per_sec_per_gpu"]
-    change = f"{printable_names(fit)}: {rate:,.0f} tokens/s per GPU [{now['low']:,.0f}, "
-    change += f"{now['high']:,.0f}], was {was:,.0f} ({rate / was - 1:+.1%})"
-    change += f"; tolerance {tolerance:.3g}" if "tolerance" in baseline else ""
-    seen = {remark for each in fit for remark in each.disturbances}
-    change += f"; {', '.join(sorted(seen))} in the window" if seen else ""
-    left_out = [other for other in results if other not in fit]
+    now, was = entry_of(fit), baselines.get(key)
+    verdict = functools.partial(Verdict, name=name, key=key, now=now, was=was)
+    runs = fit[0].run_name + (f" and {len(fit) - 1} more" if fit[1:] else "")
+    if was is None:
+        return verdict("NO BASELINE", text=f"{runs}; --update-baselines adds one")
+    limits = now.power_limit_w, was.power_limit_w
+    if unlike_limits(*limits):
+        why = "{}: power limit {:.0f} W, the baseline's was {:.0f} W".format(runs, *limits)
+        return verdict("UNFIT, left out", text=why)
+    rate, before = now.tokens_per_sec_per_gpu, was.tokens_per_sec_per_gpu
+    texts = [
+        f"{runs}: {rate:,.0f} tokens/s per GPU [{now.low:,.0f}, {now.high:,.0f}], "
+        f"was {before:,.0f} ({rate / before - 1:+.1%})"
+    ]
+    if was.tolerance is not None:
+        tolerance = was.tolerance
+        texts.append(f"tolerance {tolerance:.3g}")
+    if disturbances := {text for r in fit for text in r.disturbances}:
+        texts.append(f"{', '.join(sorted(disturbances))} in the window")
+    left_out = [f"{r.run_name} ({why})" for r in results if (why := unfit(r))]
     if left_out:
-        change += f"; left out {', '.join(f'{o.run_name} ({unfit(o)})' for o in left_out)}"
-    means = _with_steps(mean_in(now), now), mean_in(baseline)
-    told = answer(*means, tolerance)
-    worse = ["SLOWER"] if told == "SLOWER" else []
-    for kind in ("memory_gib", "memory_mean_gib"):
-        memory, held = now[kind], baseline.get(kind)
-        if memory and held and memory > (1 + tolerance) * held:
-            worse += ["MORE MEMORY"] if "MORE MEMORY" not in worse else []
-            change += f"; {'mean ' if 'mean' in kind else ''}{memory:.2f} GiB, was {held:.2f} "
-            change += f"({memory / held - 1:+.1%})"
+        texts.append(f"left out {', '.join(left_out)}")
+    mean = now.mean
+    if mean.n == 1:  # no surer than its own steps say
+        mean = dataclasses.replace(mean, std=(now.high - now.low) / 2 / NORMAL)
+    speed = answer(mean, was.mean, tolerance)
+    worse = ["SLOWER"] if speed == "SLOWER" else []
+    for kind, field in (("", "memory_gib"), ("mean ", "memory_mean_gib")):
+        memory, limit = getattr(now, field), getattr(was, field)
+        if memory and limit and memory > (1 + tolerance) * limit:
+            worse.append("MORE MEMORY")
+            change = f"{memory / limit - 1:+.1%}"
+            texts.append(f"{kind}{memory:.2f} GiB, was {limit:.2f} ({change})")
     if worse:
-        before = baseline.get("provenance", {}).get("software", {})
-        after = now["provenance"]["software"]
-        changed = [
-            f"{key} {before.get(key, 'none')} -> {after.get(key, 'none')}"
-            for key in sorted(before.keys() | after.keys())
-            if before.get(key) != after.get(key)
-        ]
-        since = f"; since then {', '.join(changed)}" if before and changed else ""
-        if told == "UNCERTAIN":
-            since += f"; its speed is uncertain: {what_settles(*means, tolerance)}"
-        return Verdict(" and ".join(worse), name, change + since, key, now, baseline)
-    if rate > (1 + PLAUSIBLE_GAIN) * was:
-        why = "does it still do the same work? If so, --update-baselines"
-        return Verdict("IMPLAUSIBLE GAIN", name, f"{change}; {why}", key, now, baseline)
-    if told == "UNCERTAIN":
-        change += f"; {what_settles(*means, tolerance)}"
+        if changed := _changes(was.provenance.software, now.provenance.software):
+            texts.append(f"since then {', '.join(changed)}")
+        if speed == "UNCERTAIN":
+            texts.append(f"its speed is uncertain: {what_settles(mean, was.mean, tolerance)}")
+        speed = " and ".join(dict.fromkeys(worse))
+    elif rate > (1 + PLAUSIBLE_GAIN) * before:
+        speed = "IMPLAUSIBLE GAIN"
+        texts.append("does it still do the same work? If so, --update-baselines")
+    elif speed == "UNCERTAIN":
+        texts.append(what_settles(mean, was.mean, tolerance))
     elif left_out:  # who knows what they would have shown
-        told = "UNCERTAIN"
-    return Verdict(told, name, change, key, now, baseline)
+        speed = "UNCERTAIN"
+    return verdict(speed, text="; ".join(texts))
 
 
-def printable_names(results: list[Result]) -> str:
-    """The first run's name, and how many more there are."""
-    more = f" and {len(results) - 1} more" if len(results) > 1 else ""
-    return f"{results[0].run_name}{more}"
+def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
+    """Software that differs; nothing if it was not recorded before."""
+    names = sorted(before.keys() | after.keys()) if before else []
+    versions = ((name, before.get(name, "none"), after.get(name, "none")) for name in names)
+    return [f"{name} {old} -> {new}" for name, old, new in versions if old != new]
 
 
-def _with_steps(mean: Mean, entry: dict[str, Any]) -> Mean:
-    """A single run is no surer than its own steps say."""
-    if mean.n > 1:
-        return mean
-    return dataclasses.replace(mean, std=(entry["high"] - entry["low"]) / 2 / NORMAL)
-
-
-def unmeasured(results: list[Result], baselines: dict[str, Any]) -> list[Verdict]:
+def unmeasured(results: list[Result], baselines: dict[str, Entry]) -> list[Verdict]:
     """Baselines of the results' hardware and number of ranks that no result is of."""
     measured = {baseline_key(r) for r in results}
     places = {(r.device.hardware, str(r.device.count)) for r in results}
-    found = []
-    for key in baselines:
-        hardware, *_, count, _ = key.split(" / ") if key.count(" / ") >= 3 else ("", "", "")
-        if (hardware, count) in places and key not in measured:
-            found.append(
-                Verdict("NOT MEASURED", baselines[key]["setting"], key=key, was=baselines[key])
-            )
-    return found
+    return [
+        Verdict("NOT MEASURED", entry.setting, key=key, was=entry)
+        for key, entry in baselines.items()
+        if key not in measured and (key.split(" / ")[0], key.split(" / ")[-2:][0]) in places
+    ]
 
 
-def read_baselines(path: Path, must_exist: bool) -> dict[str, Any]:
+def read_baselines(path: Path, must_exist: bool) -> dict[str, Entry]:
     """The stored baselines by key."""
     try:
         content = parse_json(plain_file(path).read_text(encoding="utf-8"))
-        if (version := content.get("schema_version")) != BASELINES_VERSION:
-            raise ValueError(f"schema_version is {version!r}, and only {BASELINES_VERSION} is read")
-        baselines = dict(content["baselines"])
-        for key, entry in baselines.items():
-            rate = entry["tokens_per_sec_per_gpu"]
-            if not _plain(rate) or not rate:
-                raise ValueError(f"{key}: tokens_per_sec_per_gpu is {rate!r}")
-            _check_noise(key, entry)
-            for name in (
-                "memory_gib",
-                "memory_mean_gib",
-                "samples_per_sec_per_gpu",
-                "power_limit_w",
-            ):
-                if entry.get(name) is not None and not _plain(entry[name]):
-                    raise ValueError(f"{key}: {name} is {entry[name]!r}")
-            origin = entry.setdefault("provenance", {})
-            if not isinstance(origin, dict) or not isinstance(origin.get("software", {}), dict):
-                raise ValueError(f"{key}: provenance is {origin!r}")
-            if not isinstance(entry["setting"], str):
-                raise ValueError(f"{key}: setting is {entry['setting']!r}")
-            allowed = entry.get("tolerance", 0.0)
-            if not (_plain(allowed) and allowed < 1):
-                raise ValueError(f"{key}: tolerance is {allowed!r}; must be from 0 to below 1")
-        return baselines
+        return Baselines.model_validate(content).baselines
     except FileNotFoundError:
         if must_exist:
-            raise UsageError(
-                f"--baseline {path}: no such file; --update-baselines makes it"
-            ) from None
+            text = f"--baseline {path}: no such file; --update-baselines makes it"
+            raise UsageError(text) from None
         return {}
     except (OSError, ValueError) as error:
-        raise UsageError(f"--baseline {path}: is no file of baselines: {error}") from None
-    except (LookupError, TypeError, AttributeError, RecursionError):
-        raise UsageError(
-            f"--baseline {path}: is no file of baselines; --update-baselines makes one"
-        ) from None
-
-
-def _plain(value: Any) -> bool:
-    """Whether a value is a number that a run may have, and no text or truth value."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value < LARGEST_FIGURE
-
-
-def _check_noise(key: str, entry: dict[str, Any]) -> None:
-    """ValueError for runs, degrees of freedom or an interval that no runs can have."""
-    for name, least in (("n_runs", 1), ("noise_degrees", 0)):
-        value = entry[name]
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise ValueError(f"{key}: {name} is {value!r}")
-    for name in ("noise", "low", "high"):
-        value = entry[name]
-        if not _plain(value) and not (name == "noise" and value is None):
-            raise ValueError(f"{key}: {name} is {value!r}")
-
-
-def write_baselines(path: Path, baselines: dict[str, Any]) -> None:
-    """Write all of them, sorted."""
-    about = "Written by compare.py --update-baselines; see docs/COMPARE.md."
-    content = {
-        "about": about,
-        "schema_version": BASELINES_VERSION,
-        "baselines": dict(sorted(baselines.items())),
-    }
-    write_whole(path, json.dumps(content, indent=1) + "\n")
+        why = first_problem(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"--baseline {path}: is no file of baselines: {why}") from None
 
 
 def tolerance_of(text: str) -> float:
@@ -370,7 +344,8 @@ def judge_all(
     """
     stored = read_baselines(Path(baseline), must_exist=True)
     results = own_results([str(path) for path in paths])
-    verdicts = [judge(runs, stored, tolerance) for runs in by_setting(results).values()]
+    settings = grouped(results, baseline_key).values()
+    verdicts = [judge(runs, stored, tolerance) for runs in settings]
     return verdicts + unmeasured(results, stored)
 
 
@@ -433,23 +408,25 @@ def gate(
 def update_baselines(paths: Sequence[str], path: Path) -> int:
     """Make the results the baselines; returns 5 if one is unfit and left as it was, otherwise 0."""
     stored, code, lines = read_baselines(path, must_exist=False), 0, []
-    for key, runs in by_setting(own_results(paths)).items():
-        fit = [r for r in runs if not unfit(r)]
+    for key, runs in grouped(own_results(paths), baseline_key).items():
         for r in runs:
             if why := unfit(r):
                 lines.append(f"UNFIT {r.run_name}: {why}; left out of the baselines")
                 code = 5
-        if fit:
-            before, entry = stored.get(key, {}), entry_of(fit)
-            kept = {"tolerance": before["tolerance"]} if "tolerance" in before else {}
-            if not entry["noise_degrees"] and before.get("noise"):
-                kept |= {name: before[name] for name in ("noise", "noise_degrees")}
-            stored[key] = entry | kept
+        if fit := [r for r in runs if not unfit(r)]:
+            entry, before = entry_of(fit), stored.get(key)
+            if before and before.tolerance is not None:
+                entry.tolerance = before.tolerance
+            if before and before.noise and not entry.noise_degrees:
+                entry.noise, entry.noise_degrees = before.noise, before.noise_degrees
+            stored[key] = entry
             lines.append(
-                f"baseline {entry['setting']}: {entry['tokens_per_sec_per_gpu']:,.0f} tokens/s per GPU, "
-                f"{entry['n_runs']} run{'s' * (entry['n_runs'] > 1)}"
+                f"baseline {entry.setting}: {entry.tokens_per_sec_per_gpu:,.0f} tokens/s per GPU, "
+                f"{entry.n_runs} run{'s' * (entry.n_runs > 1)}"
             )
-    write_baselines(path, stored)
+    about = "Written by compare.py --update-baselines; see docs/COMPARE.md."
+    file = Baselines(about=about, schema_version=4, baselines=dict(sorted(stored.items())))
+    write_whole(path, json.dumps(file.model_dump(exclude_unset=True), indent=1) + "\n")
     for line in lines:
         print(printable(line))
     return code
@@ -457,25 +434,20 @@ def update_baselines(paths: Sequence[str], path: Path) -> int:
 
 def comment(verdicts: Sequence[Verdict], code: int) -> str:
     """The verdicts as Markdown for a pull request: what failed first."""
-    told = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
+    titles = {0: "no regression", 1: "something got worse", 5: "not everything could be judged"}
     columns = "setting", "verdict", "tokens/s per GPU", "samples/s", "peak GiB", "mean GiB"
-    lines = [
-        f"### Training speed: {told[code]}",
-        "",
-        f"| {' | '.join(columns)} |",
-        "|---" * 6 + "|",
-    ]
     keys = "tokens_per_sec_per_gpu", "samples_per_sec_per_gpu", "memory_gib", "memory_mean_gib"
+    rows = []
     for v in sorted(verdicts, key=lambda v: (v.status == "ok", v.status not in WORSE)):
-        cells = [markdown_cell(printable(v.name)), v.status.lower()]
+        cells = [printable(v.name), v.status.lower()]
         for key in keys:
-            now, was = ((entry or {}).get(key) for entry in (v.now, v.was))
-            digits = ",.0f" if key == keys[0] else ",.2f"
+            now, was = (getattr(entry, key, None) for entry in (v.now, v.was))
             change = f" ({now / was - 1:+.1%})" if now and was else ""
-            cells.append(number(now, digits) + change)
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"- {markdown_cell(printable(v.line))}" for v in verdicts if v.status != "ok")]
-    return "\n".join(lines).rstrip() + "\n"
+            cells.append(number(now, ",.0f" if key == keys[0] else ",.2f") + change)
+        rows.append(cells)
+    lines = [f"- {markdown_cell(printable(v.line))}\n" for v in verdicts if v.status != "ok"]
+    table = markdown_text(columns, rows)
+    return f"### Training speed: {titles[code]}\n\n{table}" + "".join(["\n" * bool(lines), *lines])
 
 
 def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
@@ -483,8 +455,8 @@ def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     shared = collections.Counter(v.name for v in verdicts)
     names = {id(v): v.name if shared[v.name] == 1 else f"{v.name} ({v.key[-6:]})" for v in verdicts}
     return [
-        {"name": f"{names[id(v)]}: {what}", "unit": unit, "value": v.now[key]}
-        | ({"range": f"{v.now['low']:.1f} to {v.now['high']:.1f}"} if key.startswith("tok") else {})
+        {"name": f"{names[id(v)]}: {what}", "unit": unit, "value": getattr(v.now, key)}
+        | ({"range": f"{v.now.low:.1f} to {v.now.high:.1f}"} if key.startswith("tok") else {})
         | {"extra": v.line}
         for v in verdicts
         if v.now
@@ -495,22 +467,13 @@ def benchmark_points(verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     ]
 
 
-def by_setting(results: list[Result]) -> dict[str, list[Result]]:
-    """The runs of each setting, by its baseline's key."""
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        groups.setdefault(baseline_key(result), []).append(result)
-    return groups
-
-
 def own_results(paths: Sequence[str]) -> list[Result]:
     """Our result.json files in files and directories, checked."""
     files: list[Path] = []
-    taken: set[Path] = set()
-    for name in paths:
-        path = Path(name)
-        found = not_taken(discover(path) if path.is_dir() else [path], taken)
-        files += [p for p in found if p.suffix == ".json" or p == path]
+    taken: set[Path | bytes] = set()
+    for path in map(Path, paths):
+        fresh = not_taken(discover(path) if path.is_dir() else [path], taken)
+        files += [file for file in fresh if file.suffix == ".json" or file == path]
     results = []
     for file in files:
         try:

@@ -1,6 +1,7 @@
 """What the logs of other training suites say, by the patterns of log_formats.toml. Needs no torch."""
 
 import ast
+import contextlib
 import dataclasses
 import math
 import re
@@ -12,12 +13,9 @@ from typing import Any
 # Bounded, or a long run of digits would be tried from each of them on.
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"((?i:nan|[-+]?inf)|{N[1:]}"
-UNITS = {
-    "": 1.0, "s": 1.0, "ms": 1e-3, "%": 0.01, "GiB": 1.0, "GB": 1e9 / 2**30, "B": 2**-30,
-    "TFLOP/s": 1.0, "GFLOP/s": 1e-3, "PFLOP/s": 1e3, "FLOP/s": 1e-12,
-    "%A100": 3.12,  # of 312 TFLOP/s, whatever the GPU
-}  # fmt: skip
-# The first suite that explains at least half of the steps that any finds is a log's.
+UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "%": 0.01, "GiB": 1.0, "GB": 1e9 / 2**30, "B": 2**-30}
+UNITS |= {"TFLOP/s": 1.0, "GFLOP/s": 1e-3, "PFLOP/s": 1e3, "FLOP/s": 1e-12}
+UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
 
 @dataclasses.dataclass
@@ -80,11 +78,6 @@ class Suite:
     keys: list[str] = dataclasses.field(default_factory=list)
 
 
-def pattern_of(text: str, quantity: str) -> re.Pattern:
-    """A pattern of the table; # is a number."""
-    return re.compile(text.replace("#", LOSS if quantity == "loss" else N))
-
-
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -97,8 +90,9 @@ def _suites() -> dict[str, Suite]:
             elif key not in settings | {"step", "not"}:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
+                number = LOSS if quantity == "loss" else N
                 for text in [texts] if isinstance(texts, str) else texts:
-                    yield quantity, over == "run", unit, pattern_of(text, quantity)
+                    yield quantity, over == "run", unit, re.compile(text.replace("#", number))
 
     header = list(rows(tables.pop("HEADER")))
     return {
@@ -216,13 +210,11 @@ def logged_step(entry: Mapping[str, Any], number: int, suite: str) -> LoggedStep
 
 def printed_entries(text: str) -> list[dict[str, Any]]:
     """The dictionaries that the Trainer prints, {'loss': ...} and {'train_runtime': ...}."""
-    found = []
+    entries = []
     for match in re.finditer(r"\{'(?:loss|train_runtime)':[^{}]{0,4000}\}", text):
-        try:
-            found.append(ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0])))
-        except (ValueError, SyntaxError):
-            continue
-    return found
+        with contextlib.suppress(ValueError, SyntaxError):
+            entries.append(ast.literal_eval(re.sub(r": (nan|-?inf)\b", r": '\1'", match[0])))
+    return entries
 
 
 def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
@@ -233,7 +225,8 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
     entries = [{k: as_number(v) for k, v in entry.items()} for entry in entries]
     axolotl = "axolotl" in text or any(k.startswith("memory/max") for e in entries for k in e)
     steps: list[LoggedStep] = []
-    seen, whole = (0.0, 0.0), {}
+    counters: tuple[float, float] = 0.0, 0.0  # tokens seen, and seconds
+    whole: dict[str, Any] = {}
     for entry in entries:
         if "train_loss" in entry or "train_samples_per_second" in entry:
             whole = entry
@@ -242,11 +235,11 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
             continue
         number = int(entry.get("step") or len(steps) + 1)
         step = logged_step(entry, number, TRAINER)
-        now = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
-        if all(now):
-            if seen[0] and now[0] > seen[0] and now[1] > seen[1]:
-                step.tokens_per_sec = (now[0] - seen[0]) / (now[1] - seen[1])
-            seen = now
+        tokens, seconds = entry.get("num_input_tokens_seen"), entry.get("train_runtime")
+        if tokens and seconds:
+            if 0 < counters[0] < tokens and counters[1] < seconds:
+                step.tokens_per_sec = (tokens - counters[0]) / (seconds - counters[1])
+            counters = tokens, seconds
         steps.append(step)
     if whole and not steps:
         steps = [LoggedStep(int(whole.get("step") or 0))]
@@ -256,8 +249,8 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
         if any(s.tokens_per_sec_per_gpu for s in steps):
             log.notes.append("axolotl counts trainable tokens, without prompts and padding")
     tokens, seconds = whole.get("num_input_tokens_seen"), whole.get("train_runtime")
-    tokens, seconds = (tokens, seconds) if tokens and seconds else seen
-    if tokens:
+    tokens, seconds = (tokens, seconds) if tokens and seconds else counters
+    if tokens and seconds:
         log.tokens_per_sec = tokens / seconds
         if not any(s.tokens_per_sec for s in steps):
             log.notes.append("tokens/s of the whole run, with its start, evaluations and saves")

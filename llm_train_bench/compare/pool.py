@@ -8,11 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from llm_train_bench.base.files import shown_word
-from llm_train_bench.compare.records import Record
+from llm_train_bench.compare.records import Record, grouped
 from llm_train_bench.settings.flags import Args, defaults
 
 # What may differ between repeats of one setting.
 NOT_THE_SETTING = {"seed"}
+# Figures of a setting that are means over its runs.
+MEANS = "tokens_per_sec tokens_per_sec_per_gpu mfu tflops_per_gpu tokens_per_joule goodput".split()
 
 
 def pool(records: Iterable[Record]) -> list[Record]:
@@ -22,10 +24,7 @@ def pool(records: Iterable[Record]) -> list[Record]:
     compared is left out where others of its setting can, and named in the notes. A file that does not
     tell its flags is a setting by itself.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        groups.setdefault(_key(record), []).append(record)
-    return [_pooled(runs) for runs in groups.values()]
+    return [_pooled(runs) for runs in grouped(records, _key).values()]
 
 
 def _key(r: Record) -> str:
@@ -42,23 +41,14 @@ def _pooled(runs: list[Record]) -> Record:
     usable = [r for r in runs if not r.marks and r.tokens_per_sec_per_gpu]
     left_out = [f"left out {r.label}: {'; '.join(r.marks)}" for r in runs if usable and r.marks]
     chosen = usable or runs[:1]
-
-    def mean(name: str) -> float | None:
-        values = [getattr(r, name) for r in chosen if getattr(r, name) is not None]
-        return statistics.fmean(values) if values else None
-
     most = max(chosen, key=lambda r: r.memory_gib or 0.0)
-    means = (
-        "tokens_per_sec",
-        "tokens_per_sec_per_gpu",
-        "mfu",
-        "tflops_per_gpu",
-        "tokens_per_joule",
-        "goodput",
-    )
+    means = {}
+    for name in MEANS:
+        values = [value for r in chosen if (value := getattr(r, name)) is not None]
+        means[name] = statistics.fmean(values) if values else None
     return dataclasses.replace(
         chosen[0],
-        **{name: mean(name) for name in means},
+        **means,
         memory_gib=most.memory_gib,
         memory_kind=most.memory_kind,
         step_times_s=[t for r in chosen for t in r.step_times_s],
@@ -79,12 +69,9 @@ def name_settings(members: list[Record]) -> None:
     known = [f for f in facts if f is not None]
     keys = dict.fromkeys(key for f in known for key in f)
     differ = [k for k in keys if len({str(f.get(k)) for f in known}) > 1]
-    for record, own in zip(members, facts, strict=True):
-        if own is None:
-            record.setting = record.label
-            continue
-        words = [_word(key, own.get(key)) for key in differ]
-        record.setting = ", ".join(words) or record.settings or record.label
+    for record, values in zip(members, facts, strict=True):
+        words = [_word(key, values.get(key)) for key in differ] if values else []
+        record.setting = ", ".join(words) or (record.settings if values else "") or record.label
     times = collections.Counter(record.setting for record in members)
     for record in members:
         if times[record.setting] > 1:  # differences that no flag tells
@@ -104,9 +91,8 @@ def _facts(r: Record) -> dict[str, Any] | None:
 
 
 def _word(key: str, value: Any) -> str:
-    name = {"sac_freq": "sac", "pt_compile": "compiled", "use_fp8": "FP8", "script": ""}.get(
-        key, key.replace("_", "-")
-    )
+    names = {"sac_freq": "sac", "pt_compile": "compiled", "use_fp8": "FP8", "script": ""}
+    name = names.get(key, key.replace("_", "-"))
     if isinstance(value, bool) or value is None:
         return name if value else f"no {name}"
     text = shown_word(str(value)).removesuffix(".py")

@@ -9,14 +9,12 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.compare.pool import name_settings, plainest, pool
-from llm_train_bench.compare.records import Record
+from llm_train_bench.compare.records import Record, grouped
 from llm_train_bench.formulas.time_statistics import surely, welch_ratio
 from llm_train_bench.settings.flags import differing
 
 # Runs of one setting differ by this much.
 RUNS_DIFFER = 0.01
-
-
 # With fewer runs of a setting nobody knows how much runs differ.
 RUNS_FOR_A_VERDICT = 3
 # The chance that any verdict of a whole table is false.
@@ -89,17 +87,15 @@ def compare(
     concern speed must agree too.
     """
     rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in pool(records)]
-    groups: dict[str, list[Compared]] = {}
-    for row in rows:
-        groups.setdefault(row.group, []).append(row)
+    groups = grouped(rows, lambda row: row.group)
     for members in groups.values():
         name_settings([row.record for row in members])
     names = {r.label: row for row in rows for r in row.record.runs}
     names = {row.record.setting: row for row in rows} | names
     if reference is not None and reference not in names:
-        known = ", ".join(row.record.setting for row in rows)
+        have = ", ".join(row.record.setting for row in rows)
         raise UsageError(
-            f"--reference {reference}: no setting or run of that name; there are {known}"
+            f"--reference {reference}: no setting or run of that name; there are {have}"
         )
     for members in groups.values():
         usable = [row for row in members if not row.marks and row.record.tokens_per_sec_per_gpu]
@@ -112,8 +108,11 @@ def compare(
             if row is not first:
                 row.marks += unlike(first.record, row.record, identical)
                 row.runs_of_reference = len(first.record.rates)
-                if not row.marks and not first.marks:
-                    _fill_ratio(row, first.record)
+                rate, base = row.record.tokens_per_sec_per_gpu, first.record.tokens_per_sec_per_gpu
+                if not row.marks and not first.marks and rate and base:
+                    row.ratio = rate / base
+                    if spread := welch_ratio(row.record.rates, first.record.rates):
+                        row.ratio_low, row.ratio_high, row.chance = spread
     tested = [row for row in rows if row.ratio_low is not None and row.enough_runs]
     for row, certain in zip(tested, surely([r.chance for r in tested], TABLE_ERROR), strict=True):
         row.certain = certain
@@ -157,26 +156,19 @@ def _short(value) -> str:
     return f"{value:g}" if isinstance(value, float) else shown_word(str(value))
 
 
-def _fill_ratio(row: Compared, reference: Record) -> None:
-    ours, theirs = row.record.tokens_per_sec_per_gpu, reference.tokens_per_sec_per_gpu
-    if not ours or not theirs:
-        return
-    row.ratio = ours / theirs
-    if spread := welch_ratio(row.record.rates, reference.rates):
-        row.ratio_low, row.ratio_high, row.chance = spread
-
-
 def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
-    r, entry = row.record, device_called(row.record.hardware)
-    names = [n for n in (r.hardware, entry and entry.name) if n]
-    price = next((prices.usd_per_hour[n] for n in names if n in prices.usd_per_hour), None)
-    price = price or r.usd_per_hour or (entry and entry.usd_per_hour)
+    r, device = row.record, device_called(row.record.hardware)
+    # As the run names its hardware, or as hardware.json does.
+    usd, watts = (
+        table.get(r.hardware or "") or table.get(device.name if device else "")
+        for table in (prices.usd_per_hour, prices.tdp_w)
+    )
+    price = usd or r.usd_per_hour or (device and device.usd_per_hour)
     rate = r.tokens_per_sec_per_gpu
     if rate and price:
         row.usd_per_trillion = price / 3600 / rate * 1e12
     row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
-    watts = next((prices.tdp_w[n] for n in names if n in prices.tdp_w), None)
-    watts = watts or r.power_limit_w or (entry and entry.tdp_w)
+    watts = watts or r.power_limit_w or (device and device.tdp_w)
     if row.tokens_per_joule is None and rate and watts:
         row.tokens_per_joule = rate / watts
     if tokens and r.tokens_per_sec:

@@ -27,10 +27,15 @@ from llm_train_bench.compare.log_formats import (
     logged_step,
     parse,
 )
-from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady, unfinished_loss
-from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.compare.records import (
+    FACTS,
+    LogFacts,
+    Record,
+    steady,
+    steps_of_lines,
+    unfinished_loss,
+)
 
-KNOWN = tuple(SUITES)
 # Groups of --log-pattern: the quantity of a step that each is, and its unit.
 GROUPS = {field.name: (field.name, 1.0) for field in dataclasses.fields(LoggedStep)} | {
     "time_ms": ("time_s", 1e-3),
@@ -50,9 +55,9 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = parse_by(facts.pattern, text) if facts.pattern else None
     log = log or parse_log(text)
     if log is None:
-        raise UsageError(
-            f"{path}: no line of {', '.join(KNOWN[:-1])} or {KNOWN[-1]} in it; --log-pattern reads any"
-        )
+        *names, last = SUITES
+        text = f"{path}: no line of {', '.join(names)} or {last} in it; --log-pattern reads any"
+        raise UsageError(text)
     return [record_of(log, path, facts)]
 
 
@@ -108,25 +113,23 @@ def parse_by(pattern: re.Pattern, text: str) -> Log | None:
 def parse_log(text: str) -> Log | None:
     """A log as one of the first suite that explains half of all steps found; None without any."""
     text = re.sub(r"\x1b?\[[\d;]*m", "", text).replace("\r", "\n")  # colours, progress bars
-    found = [(parse(text, suite), suite) for suite in KNOWN]
-    most = max(len(log.steps) for log, _ in found)
+    logs = {suite: parse(text, suite) for suite in SUITES}
+    most = max(len(log.steps) for log in logs.values())
     if not most:
         return None
-    log, suite = next(pair for pair in found if 2 * len(pair[0].steps) >= most)
+    suite, log = next(pair for pair in logs.items() if 2 * len(pair[1].steps) >= most)
     parser = functools.partial(parse, suite=suite)
     if begin := last_start(log.steps):
-        last = parser(_after(text, begin, parser))
-        names = [
-            f.name for f in dataclasses.fields(Log) if f.name not in ("steps", "earlier_steps")
-        ]
-        said = {n: value for n in names if (value := getattr(last, n)) is not None}
-        log = dataclasses.replace(log, **said, steps=log.steps[begin:], earlier_steps=begin)
-    by_step: dict[
-        int, LoggedStep
-    ] = {}  # several ranks may print the same, and a step several lines
+        facts = {
+            k: v for k, v in vars(parser(_after(text, begin, parser))).items() if v is not None
+        }
+        facts |= {"steps": log.steps[begin:], "earlier_steps": begin}
+        log = dataclasses.replace(log, **facts)
+    # Several ranks may print the same step, and one step may take several lines.
+    by_step: dict[int, LoggedStep] = {}
     for step in log.steps:
-        known = {k: v for k, v in vars(step).items() if v is not None}
-        by_step[step.step] = dataclasses.replace(by_step.get(step.step, step), **known)
+        figures = {k: v for k, v in vars(step).items() if v is not None}
+        by_step[step.step] = dataclasses.replace(by_step.get(step.step, step), **figures)
     log.steps = [by_step[number] for number in sorted(by_step)]
     # A time or a mean since the first step: the time of what lies between two lines.
     for before, step in itertools.pairwise(log.steps):
@@ -138,14 +141,7 @@ def parse_log(text: str) -> Log | None:
 
 def read_lines(path: Path, facts: LogFacts) -> list[Record]:
     """A log of one JSON object a line, of NeMo Automodel or torchtune."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    entries = []
-    for line in text.splitlines():
-        try:
-            entries.append(parse_json(line))
-        except ValueError:
-            break  # cut off: the run was killed while writing
-    entries = [e for e in entries if isinstance(e, dict) and "step" in e]
+    entries = steps_of_lines(path)
     suite = next((s for s, key in SIGN_KEYS.items() if any(key in e for e in entries)), None)
     if suite is None:
         raise UsageError(f"{path}: no lines of NeMo Automodel or torchtune in it")
@@ -172,9 +168,7 @@ def _of_entries(entries: list[dict[str, Any]], suite: str, path: Path, facts: Lo
     if not steps:
         keys = ", ".join(row.partition("=")[2] for row in SUITES[suite].keys)
         raise UsageError(f"{path}: no steps of {suite} in it: {keys}")
-    if (
-        suite == "litgpt"
-    ):  # its printed rates are too high by the micro batch, its counters are right
+    if suite == "litgpt":  # printed rates are too high by the micro batch, counters are right
         for step, before, now in zip(steps[1:], tokens, tokens[1:], strict=False):
             if all((*before, *now)) and now[1] > before[1]:
                 step.tokens_per_sec_per_gpu = (now[0] - before[0]) / (now[1] - before[1]) or None
@@ -199,13 +193,21 @@ def read_automodel_benchmark(content: dict[str, Any], path: Path) -> Record:
     batch, length = content["global_batch_size"], content["seq_len"]
     mfu = (content.get("avg_mfu_percent") or 0.0) / 100
     rate = 1.0 * batch * length / seconds  # a float: a list would be repeated
+    sizes = {"seq_len": length, "global_batch": batch}
     return Record(
-        path=str(path), suite="NeMo Automodel", label=path.stem, n_gpus=n, model=path.stem,
-        seq_len=length, global_batch=batch, tokens_per_sec=rate, tokens_per_sec_per_gpu=rate / n,
-        tflops_per_gpu=mfu * (content.get("peak_tflops") or 0.0) or None, mfu=mfu or None,
+        path=str(path),
+        suite="NeMo Automodel",
+        label=path.stem,
+        n_gpus=n,
+        model=path.stem,
+        **sizes,
+        tokens_per_sec=rate,
+        tokens_per_sec_per_gpu=rate / n,
+        tflops_per_gpu=mfu * (content.get("peak_tflops") or 0.0) or None,
+        mfu=mfu or None,
         flop_convention="NeMo Automodel",
-        hyperparameters={"seq_len": length, "global_batch": batch},
-    )  # fmt: skip
+        hyperparameters=sizes,
+    )
 
 
 def last_start(steps: list[LoggedStep]) -> int:
@@ -253,10 +255,8 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     batch = facts.of(path, "global_batch", steps[-1].global_batch or log.global_batch)
     parameters = facts.of(path, "parameters", None)
     notes = list(log.notes)
-    if log.earlier_steps:
-        notes.append(
-            f"several runs in this log: {log.earlier_steps} lines of earlier ones left out"
-        )
+    if earlier := log.earlier_steps:
+        notes.append(f"several runs in this log: {earlier} lines of earlier ones left out")
     # Compilation and caches spoil the first logged step; the second is left out too if many follow.
     body = steps[2:] if len(steps) > 5 else steps[1:] or steps
     timed = [s for s in body if s.time_s]
@@ -289,18 +289,12 @@ def record_of(log: Log, path: Path, facts: LogFacts) -> Record:
     elif total is None and per_gpu and n:
         total = per_gpu * n
     if total is None and per_gpu is None:
-        whole = times and not samples
-        supply = {"seq-len": length, "global-batch": batch or not whole}
+        supply = {"seq-len": length, "global-batch": batch or samples}
         missing = [flag for flag, value in supply.items() if not value]
-        if not (times or samples):
-            missing = ["any time"]
-        notes.append(
-            f"no tokens/s: the log lacks {' and '.join(missing)}; --log KEY=VALUE supplies them"
-        )
+        lacks = " and ".join(missing if times or samples else ["any time"])
+        notes.append(f"no tokens/s: the log lacks {lacks}; --log KEY=VALUE supplies them")
     elif per_gpu is None:
-        notes.append(
-            "no tokens/s per GPU: the log does not tell how many; --log gpus=N supplies it"
-        )
+        notes.append("no tokens/s per GPU: the log lacks their number; --log gpus=N supplies it")
     losses = [(s.step, s.loss) for s in steps if s.loss is not None]
     device, convention = device_called(hardware), log.suite
     if parameters and per_gpu and not means["tflops"] and not means["mfu"]:

@@ -20,28 +20,46 @@ from llm_train_bench.compare.read_logs import (
     read_metrics_csv,
     read_trainer_state,
 )
-from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
+from llm_train_bench.compare.records import (
+    LogFacts,
+    Record,
+    steady,
+    steps_of_lines,
+    unfinished_loss,
+)
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import commit_of, parse_result, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
-PLATFORM_WORDS = {"benchmark", "bench", "train", "training", "result", "results", "output", "nvidia",
-                  "amd", "cuda", "rocm", "nvd", "gpu", "h100", "h200", "b200", "a100", "mi300x",
-                  "mi325x", "mi350x", "mi355x"}  # fmt: skip
+PLATFORM_WORDS = """
+benchmark bench train training result results output nvidia amd cuda rocm nvd gpu h100 h200 b200 a100
+mi300x mi325x mi350x mi355x
+""".split()
+# Hyperparameters of the other suite, and their names here.
+HYPERPARAMETERS = {
+    "global_batch_size": "global_batch",
+    "sequence_length": "seq_len",
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "optimizer": "optimizer",
+    "seed": "seed",
+    "warmup_steps": "lr_warmup_steps",
+}
 
 
 def read_json(path: Path, facts: LogFacts) -> list[Record]:
     """A JSON file of ours or of another suite; UsageError for any other."""
     content = parse_json(path.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and "schema_version" in content and "metrics" in content:
+    keys = content.keys() if isinstance(content, dict) else set()
+    if {"schema_version", "metrics"} <= keys:
         return [read_ours(content, path)]
-    if isinstance(content, dict) and {"gpu_info", "performance_metrics"} <= set(content):
+    if {"gpu_info", "performance_metrics"} <= keys:
         return [read_suite(content, path, facts)]
-    if isinstance(content, dict) and isinstance(content.get("log_history"), list):
+    if "log_history" in keys and isinstance(content["log_history"], list):
         return [read_trainer_state(content, path, facts)]
-    if isinstance(content, dict) and {"avg_iter_time_seconds", "world_size"} <= set(content):
+    if {"avg_iter_time_seconds", "world_size"} <= keys:
         return [read_automodel_benchmark(content, path)]
     raise UsageError(
         f"{path}: is no result.json of ours, and has no gpu_info and performance_metrics"
@@ -63,24 +81,15 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         settings.append("compile" if a["compile_mode"] == "default" else a["compile_mode"])
     if a["sac_freq"]:
         settings.append(f"sac {a['sac_freq']} {a['sac_policy']}")
-    settings += [
-        r.entrypoint.removesuffix(".py"),
-        f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}",
-    ]
+    settings.append(r.entrypoint.removesuffix(".py"))
+    settings.append(f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}")
     if a["pass_type"] != "step":
         settings.append(a["pass_type"])
     memory_gib, memory_kind = r.peak_memory
-    losses, rates = [], []
+    batch = {"global_batch": r.batch.global_batch}
     steps = path.parent / "steps.jsonl"
-    if steps.exists():
-        for line in steps.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                step = parse_json(line)
-                if step["phase"] != "profile":
-                    losses.append((step["step"], step["loss"]))
-                    rates.append((step["step"], step["lr"]))
-            except (ValueError, LookupError, TypeError):
-                break  # cut off: the run was killed while writing
+    steps = steps_of_lines(steps) if steps.exists() else []
+    steps = [step for step in steps if step.get("phase") != "profile"]
     return Record(
         path=str(path),
         suite="llm-train-bench",
@@ -103,10 +112,10 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         tokens_per_joule=m.tokens_per_joule,
         usd_per_hour=a.get("usd_per_hour"),
         power_limit_w=r.power_limit_w,
-        losses=[(i, x) for i, x in losses if x is not None],
-        learning_rates=rates,
+        losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
+        learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
         hyperparameters={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH, SPEED)}
-        | {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len},
+        | {**batch, "seq_len": r.batch.seq_len},
         marks=r.unfit,
         notes=list(r.notes),
         remarks=list(r.disturbances),
@@ -116,22 +125,23 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         first_step=r.resumed_from.step if r.resumed_from else 0,
         goodput=m.goodput,
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
-        | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
+        | {**batch, "script": r.entrypoint},
     )
 
 
 def provenance_of(r: Result) -> dict[str, str]:
     """Where a result comes from: date, commit, versions and command; no host or user, no whole path."""
-    found = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(r)} | software(r)
+    origin = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(r)} | software(r)
     if os := r.environment.get("os"):
-        found["os"] = str(os)
-    return found | {"command": " ".join(shown_command(r.command))}
+        origin["os"] = str(os)
+    return origin | {"command": " ".join(shown_command(r.command))}
 
 
 def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     """The other suite's benchmark JSON."""
-    gpu, config = content["gpu_info"], content.get("training_config") or {}
-    speed, memory = content["performance_metrics"], content.get("memory_metrics") or {}
+    gpu, speed = content["gpu_info"], content["performance_metrics"]
+    config: dict[str, Any] = content.get("training_config") or {}
+    memory: dict[str, Any] = content.get("memory_metrics") or {}
     n = config.get("num_gpus") or gpu.get("device_count")
     if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
         raise UsageError(f"{path}: num_gpus is {n!r}, which is no number of GPUs")
@@ -151,23 +161,17 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     per_gpu = total / n if total and n else speed.get("tokens_per_second_per_gpu")
     peak = memory.get("peak_memory_allocated_gb") or max(series("memory_values"), default=None)
     model = config.get("model") or config.get("model_name") or model_of_file(path)
-    known = {
-        "global_batch_size": "global_batch", "sequence_length": "seq_len", "learning_rate": "lr",
-        "weight_decay": "weight_decay", "optimizer": "optimizer", "seed": "seed",
-        "warmup_steps": "lr_warmup_steps",
-    }  # fmt: skip
-    given = {
-        ours: config[theirs] for theirs, ours in known.items() if config.get(theirs) is not None
-    }
-    if isinstance(given.get("optimizer"), str):
-        given["optimizer"] = given["optimizer"].lower()
+    values = ((ours, config.get(theirs)) for theirs, ours in HYPERPARAMETERS.items())
+    hyperparameters = {name: value for name, value in values if value is not None}
+    if isinstance(optimizer := hyperparameters.get("optimizer"), str):
+        hyperparameters["optimizer"] = optimizer.lower()
     losses = list(enumerate(series("loss_values")))
     device = device_called(hardware)
     parameters = facts.of(path, "parameters", config.get("num_parameters"))
     flops = 6.0 * parameters if parameters else None
-    shape = [config.get(key) for key in ("num_layers", "hidden_size")]
-    if flops and seq_len and all(shape):
-        flops += 12.0 * shape[0] * shape[1] * seq_len
+    n_layers, width = config.get("num_layers"), config.get("hidden_size")
+    if flops and seq_len and n_layers and width:
+        flops += 12.0 * n_layers * width * seq_len
     tflops = flops * per_gpu / 1e12 if flops and per_gpu else None
     return Record(
         path=str(path),
@@ -184,13 +188,13 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         step_times_s=times,
         tflops_per_gpu=tflops,
         mfu=tflops / device.bf16_tflops if tflops and device else None,
-        flop_convention="palm" if all(shape) else "6 N",
+        flop_convention="palm" if n_layers and width else "6 N",
         memory_gib=peak * GB_TO_GIB if peak else None,
         memory_kind="allocated",
         losses=losses,
         marks=unfinished_loss(losses),
         learning_rates=list(enumerate(series("learning_rates"))),
-        hyperparameters=given,
+        hyperparameters=hyperparameters,
         notes=notes,
     )
 
@@ -212,54 +216,46 @@ def read_csv(path: Path, facts: LogFacts) -> list[Record]:
             f"{path}: is no results.csv of sweep.py (key, status, model, ...), no metrics.csv (step, ...)"
         )
 
-    def number(row: dict[str, str], name: str) -> float | None:
-        return (float(row[name]) or None) if row.get(name) else None
+    return [_of_row(row, path) for row in rows]
 
-    def whole(row: dict[str, str], name: str) -> int | None:
+
+def _of_row(row: dict[str, str], path: Path) -> Record:
+    def number(*names: str) -> float | None:
+        texts = filter(None, map(row.get, names))
+        return next((value for text in texts if (value := float(text))), None)
+
+    def whole(name: str) -> int | None:
         return int(float(row[name])) if row.get(name) else None
 
-    def flags(row: dict[str, str]) -> dict[str, Any]:
-        """The sweep's axes, which stand before the figures."""
-        given = {name: text for name, text in row.items() if name in SETTABLE and text}
-        return {n: _value(text) for n, text in given.items() if n not in of_kind(OUTPUT)}
-
-    return [
-        Record(
-            path=str(path),
-            suite="llm-train-bench",
-            label=row["key"],
-            settings=" ".join(f"{name}={value}" for name, value in flags(row).items()),
-            hyperparameters={k: v for k, v in flags(row).items() if k in of_kind(LEARNT)},
-            arguments={k: v for k, v in flags(row).items() if k not in of_kind(LENGTH)},
-            repeat_of=row["key"].rsplit("-", 1)[0],
-            model=row["model"],
-            hardware=row.get("hardware") or None,
-            n_gpus=whole(row, "n_gpus"),
-            seq_len=whole(row, "seq_len"),
-            global_batch=whole(row, "global_batch"),
-            result=row.get("result") or None,
-            tokens_per_sec=number(row, "tokens_per_sec"),
-            tokens_per_sec_per_gpu=number(row, "tokens_per_sec_per_gpu"),
-            mfu=number(row, "mfu"),
-            tflops_per_gpu=number(row, "model_tflops_per_gpu"),
-            flop_convention="palm",
-            memory_gib=number(row, "memory_gib")
-            or number(row, "peak_allocated_gib")
-            or number(row, "peak_rss_gib"),
-            memory_kind=row.get("memory_kind") or None,
-            tokens_per_joule=number(row, "tokens_per_joule"),
-            marks=list(
-                filter(
-                    None,
-                    (
-                        row["status"] != "ok" and f"status {row['status']}",
-                        row.get("unfit"),
-                    ),
-                )
-            ),
-        )
-        for row in rows
-    ]
+    # The sweep's axes.
+    flags = {
+        n: _value(x) for n, x in row.items() if x and n in SETTABLE and n not in of_kind(OUTPUT)
+    }
+    marks = {f"status {row['status']}": row["status"] != "ok", row.get("unfit"): True}
+    return Record(
+        path=str(path),
+        suite="llm-train-bench",
+        label=row["key"],
+        settings=" ".join(f"{name}={value}" for name, value in flags.items()),
+        hyperparameters={k: v for k, v in flags.items() if k in of_kind(LEARNT)},
+        arguments={k: v for k, v in flags.items() if k not in of_kind(LENGTH)},
+        repeat_of=row["key"].rsplit("-", 1)[0],
+        model=row["model"],
+        hardware=row.get("hardware") or None,
+        n_gpus=whole("n_gpus"),
+        seq_len=whole("seq_len"),
+        global_batch=whole("global_batch"),
+        result=row.get("result") or None,
+        tokens_per_sec=number("tokens_per_sec"),
+        tokens_per_sec_per_gpu=number("tokens_per_sec_per_gpu"),
+        mfu=number("mfu"),
+        tflops_per_gpu=number("model_tflops_per_gpu"),
+        flop_convention="palm",
+        memory_gib=number("memory_gib", "peak_allocated_gib", "peak_rss_gib"),
+        memory_kind=row.get("memory_kind") or None,
+        tokens_per_joule=number("tokens_per_joule"),
+        marks=[mark for mark, applies in marks.items() if mark and applies],
+    )
 
 
 def _value(text: str) -> Any:

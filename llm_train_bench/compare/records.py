@@ -4,11 +4,15 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llm_train_bench.base.errors import UsageError, printable_data
+from llm_train_bench.model.json_keys import parse_json
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 # Facts that --log supplies: the key, and its type.
 FACTS = {
@@ -41,12 +45,8 @@ class LogFacts:
         if value is None:
             return in_log
         if in_log is not None:
-            same = (
-                str(in_log).lower().startswith(value.lower())
-                if key == "hardware"
-                else in_log == value
-            )
-            if not same:
+            short = key == "hardware" and str(in_log).lower().startswith(value.lower())
+            if not short and in_log != value:
                 raise UsageError(f"--log {key}={value}: {path} says {in_log}; use LOG:{key}=VALUE")
             return in_log
         if log is None and name == "hardware":
@@ -60,12 +60,10 @@ class LogFacts:
 
     def refuse_unused(self) -> None:
         """UsageError for a fact of a log that is not among those read."""
-        for name, logs in self.facts.items():
-            for log in logs:
-                if log and (name, log) not in self.used:
-                    raise UsageError(
-                        f"--log {log}:{FACTS[name][0]}=...: no log of this name was read"
-                    )
+        for name, log in ((name, log) for name, logs in self.facts.items() for log in logs):
+            if log and (name, log) not in self.used:
+                key = FACTS[name][0]
+                raise UsageError(f"--log {log}:{key}=...: no log of this name was read")
 
 
 @dataclasses.dataclass
@@ -122,6 +120,25 @@ class Record:
     rates: list[float] = dataclasses.field(default_factory=list)
 
 
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by their key, in order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def steps_of_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps of a file of JSON lines, up to where it was cut off by a kill."""
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            entries.append(parse_json(line))
+        except ValueError:
+            break
+    return [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+
+
 def microseconds_per_token(r: Record) -> list[float]:
     """Each step's time per token of one GPU [us], which steps of any batch share; empty if unknown."""
     if not (r.n_gpus and r.global_batch and r.seq_len):
@@ -135,10 +152,10 @@ def make_printable(r: Record) -> None:
         setattr(r, field.name, printable_data(getattr(r, field.name)))
 
 
-POSITIVE = (
-    "tokens_per_sec", "tokens_per_sec_per_gpu", "n_gpus", "seq_len", "global_batch", "mfu",
-    "tflops_per_gpu", "memory_gib", "tokens_per_joule", "usd_per_hour",
-)  # fmt: skip
+POSITIVE = """
+tokens_per_sec tokens_per_sec_per_gpu n_gpus seq_len global_batch mfu tflops_per_gpu memory_gib
+tokens_per_joule usd_per_hour
+""".split()
 
 
 def check_figures(r: Record) -> None:
