@@ -20,13 +20,14 @@ from pydantic import BaseModel, Field, ValidationError
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import shown_command, shown_word, write_whole
+from llm_train_bench.base.strict import first_problem
 from llm_train_bench.base.tables import markdown_cell, markdown_text, number
 from llm_train_bench.compare.find_results import discover, not_taken
 from llm_train_bench.compare.ratios import unlike_limits
 from llm_train_bench.compare.records import grouped
 from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
 from llm_train_bench.model.json_keys import parse_json, plain_file
-from llm_train_bench.results.result_files import first_problem, read_result, settings_of, software
+from llm_train_bench.results.result_files import read_result, settings_of, software
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
 
