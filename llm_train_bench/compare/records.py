@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.model.json_keys import parse_json
 
-Item = TypeVar("Item")
+Member = TypeVar("Member")
 Key = TypeVar("Key")
 
 # Facts that --log supplies: the key, and its type.
@@ -120,9 +120,9 @@ class Record:
     rates: list[float] = dataclasses.field(default_factory=list)
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
     """Items by their key, in order."""
-    groups: dict[Key, list[Item]] = {}
+    groups: dict[Key, list[Member]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
