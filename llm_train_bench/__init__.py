@@ -1,3 +1,3 @@
-"""The machinery around the model: one room a subject, imports run downward (docs/ARCHITECTURE.md)."""
+"""The benchmark around the model: a package per subject; imports run downward (docs/ARCHITECTURE.md)."""
 
 __version__ = "0.2.0"

@@ -1,1 +1,1 @@
-"""What every room uses: errors, files, tables, the start of a process, the machine. No torch."""
+"""Used by all packages: errors, files, tables, the start of a process, the machine. Needs no torch."""

@@ -1,1 +1,1 @@
-"""Runs side by side: records, readers of results and foreign logs, ratios, reports, the gate."""
+"""Runs side by side: records, readers of results and logs, ratios, reports, the gate."""

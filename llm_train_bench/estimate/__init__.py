@@ -1,1 +1,1 @@
-"""What only estimate.py uses: estimates, plans, simulated steps, traced memory."""
+"""Used only by estimate.py: estimates, plans, simulated steps, traced memory."""

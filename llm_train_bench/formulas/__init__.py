@@ -1,1 +1,1 @@
-"""Numbers in, numbers out: FLOPs, memory, speed, collectives, hardware. No torch, no flags."""
+"""Functions of numbers: FLOPs, memory, speed, collectives. No torch, no files, no flags."""

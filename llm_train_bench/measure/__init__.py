@@ -1,1 +1,1 @@
-"""Readings taken off a device: step times, memory, power, clocks."""
+"""Readings of a device: step times, memory, power, clocks."""

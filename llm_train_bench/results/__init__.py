@@ -1,1 +1,1 @@
-"""A result: its schema, its files, its figures, and how they are shown."""
+"""A result: schema, files, metrics, and output."""

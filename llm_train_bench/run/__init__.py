@@ -1,1 +1,1 @@
-"""One run's life: start, measured window, loop, profiling, failures, hangs, launch."""
+"""One run: launch, start, measured window, loop, profiling, failures, hangs."""

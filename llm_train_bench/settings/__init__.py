@@ -1,1 +1,1 @@
-"""Flags, checks, combinations, and the plan that they resolve to."""
+"""Flags, rules, and the plan that they resolve to."""

@@ -1,1 +1,1 @@
-"""Many settings: the experiment, its grid, their runs, the ranking, the largest batch."""
+"""Many settings: the experiment, its grid, runs, ranking, largest batch."""

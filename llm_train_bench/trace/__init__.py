@@ -1,1 +1,1 @@
-"""Reading a trace and saying where the time went."""
+"""The time breakdown of a trace."""

@@ -1,1 +1,1 @@
-"""Saving what a run has learnt so that nothing loses it, and going on from there."""
+"""Saving and resuming a run."""
