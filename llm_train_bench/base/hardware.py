@@ -50,6 +50,16 @@ class Hardware:
             return "cpu"
         return "amd" if self.name.startswith("MI") else "nvidia"
 
+    @functools.cached_property
+    def constants(self) -> "Constants":
+        """The speed model's constants for this device."""
+        return dataclasses.replace(constants(), **self.fitted)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that elementwise kernels reach."""
+        return self.memory_tb_per_s * 1e12 * self.constants.bandwidth
+
 
 # What an entry of the user's may leave out, besides the name the driver gives, which is then its name.
 OPTIONAL: dict[str, Any] = {
@@ -162,7 +172,7 @@ COMPUTE = "sustained attention_forward attention_backward cudnn_forward cudnn_ba
 
 def scaled(gpu: Hardware, compute: float = 1.0, others: float = 1.0) -> Hardware:
     """The same device, the rates of matmuls and attention, and of memory and launches, times factors."""
-    now = dataclasses.asdict(dataclasses.replace(constants(), **gpu.fitted))
+    now = dataclasses.asdict(gpu.constants)
     fitted = {name: now[name] * compute for name in COMPUTE}
     fitted |= {"bandwidth": now["bandwidth"] * others, "launch_s": now["launch_s"] / others}
     return dataclasses.replace(gpu, fitted=gpu.fitted | fitted)

@@ -6,13 +6,15 @@ formulas' (speed_model.py, collectives.py); what waits for what is simulated.
 """
 
 import dataclasses
+import functools
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.hardware import Hardware, constants
+from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.collectives import (
     bucket_bytes,
     collective_time,
@@ -22,7 +24,12 @@ from llm_train_bench.formulas.collectives import (
     unit_times,
 )
 from llm_train_bench.formulas.parameters import matrices, parameter_shapes
-from llm_train_bench.formulas.speed_model import block_time, estimate_speed, head_time
+from llm_train_bench.formulas.speed_model import (
+    block_time,
+    estimate_speed,
+    head_time,
+    slowest_node,
+)
 from llm_train_bench.formulas.work import Work
 
 
@@ -72,76 +79,68 @@ class _Costs:
 
 def simulate_step(work: Work, gpu: Hardware, per_node: int = 8) -> tuple[list[Event], float]:
     """The events of a step, and its seconds."""
-    pp = work.fsdp.pp
-    c = dataclasses.replace(constants(), **gpu.fitted)
-    costs = _costs(work, gpu, per_node)
-    clock = _Clock(gpu.platform == "cpu")
-    if pp > 1:
-        end = _pipeline(work, costs, clock, send_time(work, gpu, per_node, c))
+    costs, clock = _costs(work, gpu, per_node), _Clock(gpu.platform == "cpu")
+    if work.fsdp.pp > 1:
+        end = _pipeline(work, costs, clock, send_time(work, gpu, per_node))
     elif work.fsdp:
         end = _sharded(work, costs[0], clock)
     else:
         end = _replicated(work, costs[0], clock, gpu, per_node)
-    slowest = 1.0 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
+    slowest = slowest_node(work, gpu, per_node)
     times = [(e, slowest * e.start_s, slowest * e.end_s) for e in clock.events]
     return [dataclasses.replace(e, start_s=s, end_s=t) for e, s, t in times], end * slowest
 
 
 def _costs(work: Work, gpu: Hardware, per_node: int) -> list[_Costs]:
     """What each group's events take. Casts and copies counted in all lie on the blocks."""
-    c = dataclasses.replace(constants(), **gpu.fitted)
     alone, micro = estimate_speed(work, gpu, per_node), work.batch.grad_acc_steps
     groups = []
     for group in range(work.fsdp.pp):
         layers = work.layers_of(group)
-        passes = {i: [sum(part) for part in block_time(work, i, gpu, c)] for i in layers}
+        passes = {i: [sum(part) for part in block_time(work, i, gpu)] for i in layers}
         last = work.config.num_hidden_layers - 1 in layers
-        head = sum(head_time(work, gpu, c)) if last else 0.0
+        head = sum(head_time(work, gpu)) if last else 0.0
         groups.append((group, passes, sum(map(sum, passes.values())), head))
     # Of the slowest group: casts, copies, launches, what is lost beside communication.
-    computed = alone.matmul_s + alone.attention_s + alone.memory_s + alone.beside_s
+    computing = ("matmuls", "attention", "memory-bound", "beside communication")
+    computed = sum(alone.parts[name] for name in computing)
     counted = max(blocks + head for *_, blocks, head in groups)
-    found = []
+    costs = []
     for group, passes, blocks, head in groups:
-        moves = token_time(work, gpu, per_node, c, group)
+        moves = token_time(work, gpu, per_node, group)
         whole = max(computed / micro, alone.host_s / micro - moves)
         stretch = max(1.0, whole / counted)
         each = stretch + (moves / blocks if blocks else 0.0)
         forward, backward = ({i: t[k] * each for i, t in passes.items()} for k in (0, 1))
-        units = unit_times(work, gpu, per_node, c, group) if work.fsdp else {}
-        found.append(_Costs(forward, backward, head * stretch, units, alone.optimizer_s))
-    return found
+        units = unit_times(work, gpu, per_node, group) if work.fsdp else {}
+        costs.append(_Costs(forward, backward, head * stretch, units, alone.parts["optimizer"]))
+    return costs
 
 
 def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
     """FSDP2: a block's gather is sent for when the block before begins, its reduction when it ends."""
-    layers, again = list(costs.forward), work.trains and work.fsdp.reshard
-    end = 0.0
+    compute, network = (functools.partial(clock.run, 0, x) for x in ("compute", "network"))
+    layers, units, end = list(costs.forward), costs.units, 0.0
+    passes = [("forward", layers, costs.forward, True)]
+    if work.trains:
+        passes.append(("backward", layers[::-1], costs.backward, work.fsdp.reshard))
     for micro in range(work.batch.grad_acc_steps):
         clock.free[0, "compute"] = end
-        ready = clock.run(0, "network", "gather the rest", costs.units[-1][0], end)
-        ready = clock.run(0, "network", f"gather {layers[0]}", costs.units[layers[0]][0], ready)
-        for layer, coming in zip(layers, [*layers[1:], None], strict=True):
-            start = max(ready, clock.now(0, "compute"))
-            if coming is not None:
-                ready = clock.run(0, "network", f"gather {coming}", costs.units[coming][0], start)
-            end = clock.run(0, "compute", f"forward {layer} #{micro}", costs.forward[layer], start)
-        end = clock.run(0, "compute", f"head and loss #{micro}", costs.head)
-        if not work.trains:
-            continue
-        ready = clock.run(
-            0, "network", f"gather {layers[-1]}", again * costs.units[layers[-1]][0], end
-        )
-        for layer, coming in zip(layers[::-1], [*layers[-2::-1], None], strict=True):
-            start = max(ready, clock.now(0, "compute"))
-            if again and coming is not None:
-                ready = clock.run(0, "network", f"gather {coming}", costs.units[coming][0], start)
-            done = clock.run(
-                0, "compute", f"backward {layer} #{micro}", costs.backward[layer], start
-            )
-            end = clock.run(0, "network", f"reduce {layer}", costs.units[layer][1], done)
-        end = clock.run(0, "network", "reduce the rest", costs.units[-1][1], max(end, done))
-    return clock.run(0, "compute", "optimizer", costs.optimizer, end)
+        ready = network("gather the rest", units[-1][0], end)
+        for name, order, seconds, gathers in passes:
+            ready = network(f"gather {order[0]}", gathers * units[order[0]][0], ready)
+            for layer, coming in zip(order, [*order[1:], None], strict=True):
+                start = max(ready, clock.now(0, "compute"))
+                if gathers and coming is not None:
+                    ready = network(f"gather {coming}", units[coming][0], start)
+                end = compute(f"{name} {layer} #{micro}", seconds[layer], start)
+                if name == "backward":
+                    network(f"reduce {layer}", units[layer][1], end)
+            if name == "forward":
+                end = ready = compute(f"head and loss #{micro}", costs.head)
+            else:
+                end = network("reduce the rest", units[-1][1], end)
+    return compute("optimizer", costs.optimizer, end)
 
 
 def _replicated(work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_node: int) -> float:
@@ -192,68 +191,51 @@ def _order(work: Work, group: int) -> Iterator[tuple[str, int, int]]:
     total = m * v
     warm = pp - 1 - group if v == 1 else (v - 1) * round_of + 2 * (pp - 1 - group)
     warm = min(total, warm)
-    for k in range(warm):
-        yield at(k, False)
-    for k in range(total - warm):
-        yield at(k + warm, False)
-        yield at(k, True)
-    for k in range(total - warm, total):
-        yield at(k, True)
+    for k in range(total + warm):
+        if k < total:
+            yield at(k, False)
+        if k >= warm and work.trains:
+            yield at(k - warm, True)
 
 
 def _pipeline(work: Work, costs: list[_Costs], clock: _Clock, send_s: float) -> float:
     """Groups take turns by the schedule; streams travel between them beside the computation."""
     pp, stages = work.fsdp.pp, work.fsdp.stages
-    orders = [list(_order(work, group)) for group in range(pp)]
-    if not work.trains:
-        orders = [[op for op in order if op[0] == "forward"] for order in orders]
-    ends: dict[tuple[str, int, int], float] = {}
-    at, ready = [0] * pp, {}
+    orders = [deque(_order(work, group)) for group in range(pp)]
+    gathered, reducible = dict.fromkeys(range(stages), 0.0), {}
     for group, cost in enumerate(costs):
         clock.run(group, "network", "gather the rest", cost.units[-1][0])
         for stage in range(group, stages, pp):
             for layer in work.stage_layers(stage):
-                ready[stage] = clock.run(group, "network", f"gather {layer}", cost.units[layer][0])
-
-    def needed(what: str, stage: int, micro: int) -> float | None:
-        """When its input is there; None if what makes it has not run yet."""
-        if what == "forward":
-            if stage == 0:
-                return ready.get(stage, 0.0)
-            before = ends.get(("forward", stage - 1, micro))
-            return None if before is None else max(before + send_s, ready.get(stage, 0.0))
-        if stage == stages - 1:
-            return ends.get(("forward", stage, micro))
-        after = ends.get(("backward", stage + 1, micro))
-        return None if after is None else after + send_s
-
-    moved = True
-    while moved:
-        moved = False
-        for group, cost in enumerate(costs):
-            while at[group] < len(orders[group]):
-                op = what, stage, micro = orders[group][at[group]]
-                when = needed(*op)
-                if when is None:
-                    break
-                part = cost.forward if what == "forward" else cost.backward
+                seconds = cost.units[layer][0]
+                gathered[stage] = clock.run(group, "network", f"gather {layer}", seconds)
+    # When the input of a pass of a stage for a micro batch is there.
+    arrived = {("forward", 0, micro): 0.0 for micro in range(work.batch.grad_acc_steps)}
+    while any(orders):
+        for group, (order, cost) in enumerate(zip(orders, costs, strict=True)):
+            while order and order[0] in arrived:
+                start = arrived[order[0]]
+                what, stage, micro = order.popleft()
+                part, step = (cost.forward, 1) if what == "forward" else (cost.backward, -1)
                 seconds = sum(part[layer] for layer in work.stage_layers(stage))
                 if what == "forward" and stage == stages - 1:
                     seconds += cost.head
                 name = f"{what} stage {stage} #{micro}"
-                ends[op] = clock.run(group, "compute", name, seconds, when)
-                if (what == "forward" and stage < stages - 1) or (what == "backward" and stage):
-                    clock.run(group, "send", name, send_s, ends[op])
-                at[group] += 1
-                moved = True
+                end = clock.run(group, "compute", name, seconds, max(start, gathered[stage]))
+                if 0 <= stage + step < stages:
+                    clock.run(group, "send", name, send_s, end)
+                    arrived[what, stage + step, micro] = end + send_s
+                elif what == "forward":
+                    arrived["backward", stage, micro] = end
+                reducible[stage] = end
     end = 0.0
     for group, cost in enumerate(costs):
         done = clock.now(group, "compute")
         for stage in reversed(range(group, stages, pp)) if work.trains else ():
-            last = max(t for (what, s, _), t in ends.items() if s == stage and what == "backward")
             for layer in reversed(work.stage_layers(stage)):
-                ended = clock.run(group, "network", f"reduce {layer}", cost.units[layer][1], last)
-                done = max(done, ended)
+                seconds = cost.units[layer][1]
+                reduced = clock.run(group, "network", f"reduce {layer}", seconds, reducible[stage])
+                done = max(done, reduced)
         done = clock.run(group, "network", "reduce the rest", cost.units[-1][1], done)
         end = max(end, clock.run(group, "compute", "optimizer", cost.optimizer, done))
     return end
@@ -269,10 +251,8 @@ def write_trace(events: list[Event], path: Path, names: dict[int, str]) -> None:
             {"ph": "M", "pid": group, "tid": t, "name": "thread_name", "args": {"name": stream}}
             for stream, t in streams.items()
         ]
-    content += [
-        {
-            "ph": "X", "cat": "simulated", "name": e.name, "pid": e.group, "tid": streams[e.stream],
-            "ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s),
-        }
-        for e in events]  # fmt: skip
+    for e in events:
+        place = {"ph": "X", "cat": "simulated", "pid": e.group, "tid": streams[e.stream]}
+        times = {"ts": 1e6 * e.start_s, "dur": 1e6 * (e.end_s - e.start_s)}
+        content.append(place | {"name": e.name} | times)
     write_whole(path, json.dumps({"traceEvents": content}) + "\n")

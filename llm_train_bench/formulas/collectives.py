@@ -5,12 +5,12 @@ a reduce-scatter's input, an all-reduced tensor. A ring carries (n - 1) / n of i
 first two, twice that for the third.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from llm_train_bench.base.hardware import Constants, Hardware, constants
+from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import (
     Shapes,
     layer_names,
@@ -22,6 +22,18 @@ from llm_train_bench.formulas.work import Batch, Fsdp, Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
 from llm_train_bench.model.shares import divided, part_shape
+
+
+class Part(NamedTuple):
+    """A rank's part of a parameter in the layout, which FSDP shards over `mesh` ranks."""
+
+    name: str
+    layer: int
+    """The block's number; -1 outside of blocks."""
+    shape: Sequence[int]
+    mesh: int
+    padded: int
+    """Numbers, with rows padded to a multiple of the ranks."""
 
 
 def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
@@ -41,10 +53,10 @@ def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
         return {}
     moved = {"all_reduce": n_numbers(shapes) * work.ddp.reduce_bytes}
     if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
-        padded = {
-            n: -(-s[0] // work.world) * work.world * math.prod(s[1:]) for n, s in shapes.items()
-        }
-        moved["all_gather"] = 4 * sum(padded.values())
+        padded = (
+            -(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes.values()
+        )
+        moved["all_gather"] = 4 * sum(padded)
     return moved
 
 
@@ -60,21 +72,23 @@ def fp8_gather_bytes(work: Work) -> float:
     return (1 + 1 / 32) * (1 if work.fsdp.reshard else 2)
 
 
-def gathered_in_fp8(work: Work, shapes: Shapes) -> set[str]:
-    """Names of the weights that FSDP gathers in FP8."""
-    if not work.fp8.gathered:
-        return set()
+def _gathered_in_fp8(work: Work) -> tuple[str, ...]:
+    """Endings of the names of the weights that FSDP gathers in FP8."""
     names = layer_names(work.config)
-    ends = tuple(f".{names[layer]}.weight" for layer in work.fp8.layers)
-    return {name for name in shapes if name.startswith("blocks.") and name.endswith(ends)}
+    return tuple(f".{names[x]}.weight" for x in work.fp8.layers if work.fp8.gathered)
 
 
-def gathered_bytes(work: Work, name: str, in_fp8: Collection[str]) -> float:
-    """Bytes that a number of a parameter has in FSDP's gathers."""
-    if name in in_fp8:
-        return fp8_gather_bytes(work)
-    exact = name.endswith(".router.weight") and work.config.experts.exact_router
-    return 4 if exact else work.matmul_bytes
+def _fsdp_bytes_of(work: Work, part: Part, in_fp8: tuple[str, ...]) -> tuple[int, int, int]:
+    """Bytes of a parameter in one all-gather, reduce-scatter and all-reduce of FSDP."""
+    exact = part.name.endswith(".router.weight") and work.config.experts.exact_router
+    width = 4 if exact else work.matmul_bytes
+    if part.layer >= 0 and part.name.endswith(in_fp8):
+        width = fp8_gather_bytes(work)
+    reduced = part.padded * work.fsdp.reduce_bytes * work.trains
+    replicated = reduced // part.mesh * (work.fsdp.replicas > 1)
+    return (
+        (round(part.padded * width), reduced, replicated) if part.mesh > 1 else (0, 0, replicated)
+    )
 
 
 def bucket_bytes(work: Work, size: float) -> float:
@@ -87,28 +101,23 @@ def bucket_bytes(work: Work, size: float) -> float:
 def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
-    All of it in every micro step, over up to three meshes, besides what tokens move. A parameter's
-    rows are padded to a multiple of the shards. In a pipeline the bytes are of one of its groups of
-    ranks, which gathers and reduces its stages once a step.
+    All of it in every micro step, over up to three meshes, besides what tokens move. In a pipeline the
+    bytes are of one of its groups of ranks, which gathers and reduces its stages once a step.
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
     moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
-    partial, layers, in_fp8 = 0, work.layers_of(pp_rank), gathered_in_fp8(work, shapes)
-    for name, part, mesh in rank_parameters(shapes, work, pp_rank):
-        block = name.startswith("blocks.")
-        rows = -(-part[0] // mesh)
-        numbers = rows * mesh * math.prod(part[1:])
-        if mesh > 1:
-            gathers = 2 if block and work.trains and fsdp.reshard else 1
-            gathered = round(numbers * gathered_bytes(work, name, in_fp8))
-            moved["all_gather"] += micro_steps * gathers * gathered
-            if work.trains:
-                moved["reduce_scatter"] += micro_steps * numbers * fsdp.reduce_bytes
-        if fsdp.replicas > 1 and work.trains:
-            moved["all_reduce"] += micro_steps * numbers // mesh * fsdp.reduce_bytes
-        if block and divided(config, name) is None and fsdp.tp > 1:
-            partial += min(rows, part[0]) * math.prod(part[1:])
+    partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
+    for part in rank_parameters(shapes, work, pp_rank):
+        block = part.layer >= 0
+        gathered, reduced, replicated = _fsdp_bytes_of(work, part, in_fp8)
+        gathers = 2 if block and work.trains and fsdp.reshard else 1
+        moved["all_gather"] += micro_steps * gathers * gathered
+        moved["reduce_scatter"] += micro_steps * reduced
+        moved["all_reduce"] += micro_steps * replicated
+        if block and divided(config, part.name) is None and fsdp.tp > 1:
+            rows, *rest = part.shape
+            partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
     if work.pass_type == "step":  # gradients of what tp ranks have whole are completed together
         moved["all_reduce"] += 4 * partial
         if config.experts and config.experts.correction_rate:
@@ -121,45 +130,34 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     return {kind: size for kind, size in moved.items() if size}
 
 
-def rank_parameters(
-    shapes: Shapes, work: Work, pp_rank: int = 0
-) -> Iterator[tuple[str, Sequence[int], int]]:
-    """The parameters of a rank: name, shape of its part in the layout, and ranks that shard that part."""
+def rank_parameters(shapes: Shapes, work: Work, pp_rank: int = 0) -> Iterator[Part]:
+    """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     fsdp, config = work.fsdp, work.config
-    if not fsdp:
-        yield from ((name, shape, 1) for name, shape in shapes.items())
-        return
-    for name, shape in _shapes_of(shapes, work, pp_rank).items():
-        how, mesh = divided(config, name), fsdp.shards
-        if name.startswith("blocks."):
+    layers, last = set(work.layers_of(pp_rank)), config.num_hidden_layers - 1
+    roots = {"embed", "positions"} if 0 in layers else set()
+    if last in layers:
+        roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
+    for name, shape in shapes.items():
+        kind, number, *_ = name.split(".")
+        layer, mesh = (int(number) if kind == "blocks" else -1), fsdp.shards
+        if not (layer in layers or kind in roots):
+            continue
+        if layer >= 0:
+            how = divided(config, name)
             mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
-        yield name, part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep}), mesh
+        part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
+        yield Part(name, layer, part, mesh, -(-part[0] // mesh) * mesh * math.prod(part[1:]))
 
 
-def rank_matrices(work: Work, pp_rank: int = 0) -> tuple[tuple[str, Sequence[int], int], ...]:
-    """The same of the matrices; kept, since a search asks for them again and again."""
+def rank_matrices(work: Work, pp_rank: int = 0) -> tuple[Part, ...]:
+    """The same of the matrices; cached, since a search asks for them again and again."""
     return _rank_matrices(work.config, work.fsdp, pp_rank)
 
 
 @functools.lru_cache(maxsize=4096)
-def _rank_matrices(
-    config: ModelConfig, fsdp: Fsdp | None, pp_rank: int
-) -> tuple[tuple[str, Sequence[int], int], ...]:
+def _rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[Part, ...]:
     work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
     return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
-
-
-def _shapes_of(shapes: Shapes, work: Work, pp_rank: int) -> Shapes:
-    """The parameters of a group of ranks in a pipeline."""
-    layers, last = work.layers_of(pp_rank), work.config.num_hidden_layers - 1
-    ends = {"embed": 0 in layers or (last in layers and work.config.tie_word_embeddings),
-            "positions": 0 in layers, "norm": last in layers, "lm_head": last in layers}  # fmt: skip
-    found = {}
-    for name, shape in shapes.items():
-        part, number, *_ = name.split(".")
-        if int(number) in layers if part == "blocks" else ends[part]:
-            found[name] = shape
-    return found
 
 
 def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
@@ -182,8 +180,7 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
     return sent
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenMoves:
+class TokenMoves(NamedTuple):
     """Collectives of one kind that move a micro batch's tokens in a layer: each of `size` bytes.
 
     Among `ranks` that lie `apart` in the order of ranks.
@@ -196,7 +193,7 @@ class TokenMoves:
     apart: int
 
 
-def token_moves(work: Work, layer: int) -> list[TokenMoves]:
+def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     """What tokens of one micro batch move in a layer, forward and backward.
 
     Tensor parallelism: Korthikanti et al. 2022, section 4.2.2. Ulysses: Jacobs et al. 2023, section 3.2;
@@ -204,45 +201,38 @@ def token_moves(work: Work, layer: int) -> list[TokenMoves]:
     too, up to the input of its last linear layer; the `op` policy keeps what came. Rows of experts are
     the mean over ranks: a rank sends back what it got.
     """
-    fsdp, config, w = work.fsdp, work.config, work.matmul_bytes
+    fsdp, config, w, own = work.fsdp, work.config, work.matmul_bytes, work.own_tokens
     again = layer in work.recompute.blocks and work.recompute.policy == "block" and work.trains
     back = int(work.trains)
-    own, found = work.own_tokens, []
+    passes = 1 + back + again
     experts = config.experts if config.has_experts(layer) else NO_EXPERTS
     if fsdp.tp > 1:
         gathered = own * fsdp.tp * config.hidden_size * w
         places = 2 if not experts or experts.shared_size else 1
         # Each place gathers and reduces forward, and the other way round backward.
-        for kind, calls in (
-            ("all_gather", places * (1 + back + again)),
-            ("reduce_scatter", places * (1 + back) + again),
-        ):
-            found.append(TokenMoves(kind, calls, gathered, fsdp.tp, 1))
+        yield TokenMoves("all_gather", places * passes, gathered, fsdp.tp, 1)
+        reductions = places * (1 + back) + again
+        yield TokenMoves("reduce_scatter", reductions, gathered, fsdp.tp, 1)
     if fsdp.cp > 1:
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
         kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
         kv = kv_heads * (config.head_dim + config.value_dim)
         if fsdp.ulysses:
             for width in (heads * config.head_dim + kv, heads * config.value_dim):
-                size, calls = tokens * width * w, 1 + back + again
-                found.append(TokenMoves("all_to_all", calls, size, fsdp.cp, fsdp.tp))
+                yield TokenMoves("all_to_all", passes, tokens * width * w, fsdp.cp, fsdp.tp)
         else:
             size = tokens * fsdp.cp * kv * w
-            found.append(TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp))
-            found.append(TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp))
+            yield TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp)
+            yield TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp)
     if experts and fsdp.ep > 1:
         rows = own * experts.per_token * config.hidden_size * w
-        found.append(TokenMoves("all_to_all", 2 * (1 + back + again), rows, fsdp.ep, 1))
-        counts = 8 * experts.number
-        found.append(TokenMoves("all_to_all", 1 + again, counts, fsdp.ep, 1))
+        yield TokenMoves("all_to_all", 2 * passes, rows, fsdp.ep, 1)
+        yield TokenMoves("all_to_all", 1 + again, 8 * experts.number, fsdp.ep, 1)
     if experts.aux_loss and work.trains:
-        found.append(TokenMoves("all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1))
-    return found
+        yield TokenMoves("all_reduce", 1 + again, 4 * experts.number, fsdp.ranks, 1)
 
 
-def collective_time(
-    kind: str, size: float, ranks: int, per_node: int, gpu: Hardware, c: Constants | None = None
-) -> float:
+def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hardware) -> float:
     """Seconds of a collective of `size` bytes (the whole tensor) over neighbouring ranks.
 
     A ring: time = latency + size x (n - 1) / n / bus bandwidth, an all-reduce twice that. Over several
@@ -251,9 +241,7 @@ def collective_time(
     """
     if ranks == 1 or not size:
         return 0.0
-    c = c or constants()
-    inside = min(ranks, per_node)
-    nodes = math.ceil(ranks / per_node)
+    c, inside, nodes = gpu.constants, min(ranks, per_node), math.ceil(ranks / per_node)
     if kind == "all_to_all":
         away = size * (ranks - inside) / ranks / (c.network * gpu.nic_gb_per_s * 1e9)
         near = size * (inside - 1) / ranks / (gpu.ring_gb_per_s * 1e9)
@@ -270,13 +258,7 @@ def collective_time(
 
 
 def communication_time(
-    work: Work,
-    gpu: Hardware,
-    per_node: int,
-    compute: float,
-    c: Constants,
-    forward_part: float = 1 / 3,
-    pp_rank: int = 0,
+    work: Work, gpu: Hardware, per_node: int, compute: float, forward_part: float, pp_rank: int
 ) -> tuple[float, float]:
     """Seconds of communication of weights and gradients of one micro step, and its exposed part.
 
@@ -285,67 +267,29 @@ def communication_time(
     its reduction behind the next. The first gather of each pass and the last reductions of the blocks,
     and of embedding and head, hide behind nothing.
     """
-    if work.world == 1:
+    fsdp, ddp, train = work.fsdp, work.ddp, work.trains
+    if work.world == 1 or not (fsdp or train):
         return 0.0, 0.0
-    shapes = matrices(parameter_shapes(work.config))
-    if work.fsdp:
-        units = unit_times(work, gpu, per_node, c, pp_rank)
-        return _fsdp_time(work, units, compute, forward_part)
-    if not work.trains:
-        return 0.0, 0.0
-    moved, ddp = ddp_bytes(shapes, work), work.ddp
-    size = moved["all_reduce"]
-    bucket = bucket_bytes(work, size)  # each has its latency
-    total = size / bucket * collective_time("all_reduce", bucket, work.world, per_node, gpu, c)
-    last = bucket / size
-    exposed = max(total * last, total - 0.6 * compute) if ddp.overlap else total
-    after = collective_time("all_gather", moved.get("all_gather", 0), work.world, per_node, gpu, c)
-    return total + after, exposed + after
-
-
-def unit_times(
-    work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0
-) -> dict[int, tuple[float, float]]:
-    """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
-    fsdp, train, layers = work.fsdp, work.trains, work.layers_of(pp_rank)
-    in_fp8 = gathered_in_fp8(work, matrices(parameter_shapes(work.config)))
-    units: dict[int, dict[int, list[float]]] = {layer: {} for layer in (-1, *layers)}
-    for name, part, mesh in rank_matrices(work, pp_rank):
-        layer = int(name.split(".")[1]) if name.startswith("blocks.") else -1
-        numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
-        sizes = units[layer].setdefault(mesh, [0.0, 0.0, 0.0])
-        sizes[0] += round(numbers * gathered_bytes(work, name, in_fp8))
-        sizes[1] += numbers * fsdp.reduce_bytes * train
-        sizes[2] += numbers // mesh * fsdp.reduce_bytes * train * (fsdp.replicas > 1)
-    found = {}
-    for layer, meshes in units.items():
-        gather = reduce = 0.0
-        for mesh, (gathered, reduced, replicated) in meshes.items():
-            near = max(1, per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
-            gather += collective_time("all_gather", gathered, mesh, near, gpu, c)
-            reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu, c)
-            # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
-            apart = max(1, per_node // fsdp.shards)
-            reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu, c)
-        found[layer] = gather, reduce
-    return found
-
-
-def _fsdp_time(
-    work: Work, units: dict[int, tuple[float, float]], compute: float, forward_part: float
-) -> tuple[float, float]:
-    train, layers = work.trains, [unit for unit in units if unit >= 0]
-    again = train and work.fsdp.reshard
+    if not fsdp:
+        moved = ddp_bytes(matrices(parameter_shapes(work.config)), work)
+        size = moved["all_reduce"]
+        bucket = bucket_bytes(work, size)  # each has its latency
+        total = size / bucket * collective_time("all_reduce", bucket, work.world, per_node, gpu)
+        exposed = max(total * (bucket / size), total - 0.6 * compute) if ddp.overlap else total
+        after = collective_time("all_gather", moved.get("all_gather", 0), work.world, per_node, gpu)
+        return total + after, exposed + after
+    units = unit_times(work, gpu, per_node, pp_rank)
+    layers, again = [unit for unit in units if unit >= 0], train and fsdp.reshard
     total = exposed = sum(units[-1])
-    if work.fsdp.pp > 1:  # once a step: the first stage's gathers and last's reductions show
+    if fsdp.pp > 1:  # once a step: the first stage's gathers and last's reductions show
         blocks = sum(sum(units[i]) for i in layers)
-        return total + blocks, exposed + blocks / work.fsdp.virtual
+        return total + blocks, exposed + blocks / fsdp.virtual
     behind = 0.0  # reductions may fall behind the backward, and catch up
-    numbers = {layer: work.block_parameters[layer] for layer in layers}
+    numbers = sum(work.block_parameters[i] for i in layers)
     for i in layers:
         gather, reduce = units[i]
         total += gather * (2 if again else 1) + reduce
-        part = compute * numbers[i] / sum(numbers.values())
+        part = compute * work.block_parameters[i] / numbers
         forward, backward = part * (forward_part if train else 1), part * (1 - forward_part)
         exposed += max(0.0, gather - forward) + (gather if i == layers[0] else 0.0)
         if train:
@@ -354,21 +298,44 @@ def _fsdp_time(
     return total, min(exposed + max(0.0, behind), total)
 
 
-def token_time(work: Work, gpu: Hardware, per_node: int, c: Constants, pp_rank: int = 0) -> float:
+def unit_times(
+    work: Work, gpu: Hardware, per_node: int, pp_rank: int = 0
+) -> dict[int, tuple[float, float]]:
+    """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
+    fsdp, in_fp8, times = work.fsdp, _gathered_in_fp8(work), {}
+    units = {layer: {} for layer in (-1, *work.layers_of(pp_rank))}
+    for part in rank_matrices(work, pp_rank):
+        sizes = units[part.layer].get(part.mesh, (0, 0, 0))
+        added = zip(sizes, _fsdp_bytes_of(work, part, in_fp8), strict=True)
+        units[part.layer][part.mesh] = tuple(map(sum, added))
+    for layer, meshes in units.items():
+        gather = reduce = 0.0
+        for mesh, (gathered, reduced, replicated) in meshes.items():
+            near = max(1, per_node * mesh // fsdp.shards)  # ranks of the mesh in a node
+            gather += collective_time("all_gather", gathered, mesh, near, gpu)
+            reduce += collective_time("reduce_scatter", reduced, mesh, near, gpu)
+            # A copy of the model spans `shards` ranks: replicas of one shard are that far apart.
+            apart = max(1, per_node // fsdp.shards)
+            reduce += collective_time("all_reduce", replicated, fsdp.replicas, apart, gpu)
+        times[layer] = gather, reduce
+    return times
+
+
+def token_time(work: Work, gpu: Hardware, per_node: int, pp_rank: int = 0) -> float:
     """Seconds in which tokens of a micro batch move between ranks; nothing hides them."""
     if not work.fsdp.divided:
         return 0.0
     return sum(
         move.calls
-        * collective_time(move.kind, move.size, move.ranks, max(1, per_node // move.apart), gpu, c)
+        * collective_time(move.kind, move.size, move.ranks, max(1, per_node // move.apart), gpu)
         for layer in work.layers_of(pp_rank)
         for move in token_moves(work, layer)
     )
 
 
-def send_time(work: Work, gpu: Hardware, per_node: int, c: Constants) -> float:
+def send_time(work: Work, gpu: Hardware, per_node: int) -> float:
     """Seconds to hand the residual stream of a micro batch to the next stage of a pipeline."""
+    c, near = gpu.constants, work.world <= per_node
     size = work.own_tokens * work.config.hidden_size * work.matmul_bytes
-    near = work.world <= per_node
     rate = gpu.ring_gb_per_s if near else c.network * gpu.nic_gb_per_s
     return c.latency_s + (0 if near else c.latency_node_s) + size / (rate * 1e9)

@@ -57,46 +57,42 @@ def estimate_memory(
     copies for the backward. In a pipeline it is of the group of ranks that needs most, or of `pp_rank`.
     Experts are thought to get equal numbers of rows.
     """
-    fsdp, fp8, replicated = work.fsdp, work.fp8, work.ddp.buckets
-    if fsdp and fsdp.pp > 1:
+    fsdp, fp8, train = work.fsdp, work.fp8, work.trains
+    if fsdp.pp > 1:
         groups = range(fsdp.pp) if pp_rank is None else (pp_rank,)
-        found = [_of_a_group(work, fused_norm, group) for group in groups]
-        return max(found, key=lambda estimate: estimate.peak)
+        estimates = (_of_a_group(work, fused_norm, group) for group in groups)
+        return max(estimates, key=lambda estimate: estimate.peak)
     sizes = _Sizes(work)
-    several = work.batch.grad_acc_steps > 1
-    train, step = work.trains, work.pass_type == "step"
     parameters, gradients, optimizer = _lasting(work, sizes)
     if fp8 and fp8.primary_weights:  # the fp32 weights are the optimizer's
         orientations = 2 if fp8.recipe == "mxfp8" else 1
         parameters -= (4 - orientations) * sizes.blocks / fsdp.shards
-        optimizer += 4 * sizes.blocks / fsdp.shards if step else 0
-    host = 0.0
-    if fsdp and fsdp.cpu_offload:
-        host, parameters, optimizer, gradients = parameters + optimizer + gradients, 0.0, 0.0, 0.0
+        optimizer += 4 * sizes.blocks / fsdp.shards if work.pass_type == "step" else 0
+    host = parameters + optimizer + gradients if fsdp.cpu_offload else 0.0
+    if fsdp.cpu_offload:
+        parameters = optimizer = gradients = 0.0
     # Freed memory stays with the stream it was for: gathering and reducing have one each.
     passed = sizes.width + (fsdp.reduce_bytes if train else 0) if fsdp else 0
     apart = sizes.root * passed if sizes.root_gathered else 0.0
-    lasting = parameters + optimizer + (gradients if several or replicated else 0.0)
+    lasting = parameters + optimizer
+    lasting += gradients if work.batch.grad_acc_steps > 1 or work.ddp.buckets else 0.0
 
-    kept = _kept(work, work.layers, fused_norm)
-    width, stream = sizes.width, work.config.hidden_size * work.own_tokens
-    if not train:
-        kept = width * stream
-    norm_out = 2 if train else 1
-    tail = norm_out * width * stream
-    activations = kept + tail + sizes.copies
+    width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.own_tokens
+    kept = _kept(work, work.layers, fused_norm) if train else stream
+    activations = kept + (2 if train else 1) * stream + sizes.copies  # the last norm's output too
     logits, head_gradient = _loss(work, sizes)
     in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
     if fsdp and not fsdp.reshard:
         in_loss += sizes.gathered_blocks
+    gathered = sizes.root_gathered + sizes.gathered_blocks
     if not train:
-        in_block = lasting + sizes.root_gathered + sizes.block_copies + sizes.gathered_blocks
-        in_block += max(_passing_activations(work, layer) for layer in work.layers)
+        in_block = lasting + gathered + sizes.block_copies
+        peak = max(in_loss, in_block + max(_passing_activations(work, i) for i in work.layers))
         return MemoryEstimate(
-            parameters, gradients, 0.0, activations, logits, sizes.root_gathered + sizes.gathered_blocks,
-            max(in_loss, in_block), apart, host)  # fmt: skip
+            parameters, gradients, 0.0, activations, logits, gathered, peak, apart, host
+        )
     reduced = sizes.block * (width + fsdp.reduce_bytes) if fsdp else 4.0 * sizes.block
-    in_backward = lasting + sizes.root_gathered + kept + sizes.copies + sizes.gathered_blocks
+    in_backward = lasting + gathered + kept + sizes.copies
     in_backward += sizes.vocabulary * width if fsdp else head_gradient
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
     at_end = parameters + optimizer + gradients
@@ -106,10 +102,9 @@ def estimate_memory(
         at_end -= 0.0 if fsdp.cpu_offload else 4 * sizes.root / fsdp.shards
     else:
         at_end += 4 * sizes.vocabulary  # the embedding's gradient before it is added
-    if work.ddp.mode == "flat" and train:
+    if work.ddp.mode == "flat":
         at_end = max(at_end, parameters + optimizer + 2 * gradients)
-    gathered, peak = sizes.root_gathered + sizes.gathered_blocks, max(in_loss, in_backward, at_end)
-    logits += head_gradient
+    logits, peak = logits + head_gradient, max(in_loss, in_backward, at_end)
     return MemoryEstimate(
         parameters, gradients, optimizer, activations, logits, gathered, peak, apart, host
     )
@@ -134,27 +129,29 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     else:
         warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
         flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual
-    kept = _kept(work, layers, fused_norm)
-    kept += stream * len(stages)  # what each stage returns
+    kept = flying * (
+        _kept(work, layers, fused_norm) + stream * len(stages)
+    )  # and what each returns
     last = config.num_hidden_layers - 1 in layers
     logits, head_gradient = _loss(work, sizes) if last else (0.0, 0.0)
+    gathered = sizes.root_gathered + sizes.gathered_blocks
     whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here) * work.trains
-    lasting = parameters + optimizer + sizes.root_gathered + sizes.gathered_blocks + boundaries
+    lasting = parameters + optimizer + gathered + boundaries
     if not work.trains:
         passing = max(_passing_activations(work, layer) for layer in layers)
         peak = lasting + max(passing, logits + stream)
         return MemoryEstimate(parameters, 0.0, 0.0, stream, logits, lasting - parameters, peak, 0.0)
     # The last group has the loss of the first micro batch before it has gradients, the others' after.
     again = whole if batch.grad_acc_steps > 1 else 0.0
-    in_loss = lasting + again + flying * kept + stream + logits + head_gradient
-    in_backward = lasting + whole + flying * kept + _in_backward(work, layers, 0.0, fused_norm)
+    in_loss = lasting + again + kept + stream + logits + head_gradient
+    in_backward = lasting + whole + kept + _in_backward(work, layers, 0.0, fused_norm)
     # Of the first unit that is reduced: a copy for the collective beside all the others' gradients.
     unit = fsdp.reduce_bytes * max(sizes.block, sizes.root)
     at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
-    gathered, peak = sizes.root_gathered + sizes.gathered_blocks, max(in_loss, in_backward, at_end)
-    kept, logits = flying * kept + boundaries, logits + head_gradient
+    gradients, activations, logits = gradients + whole, kept + boundaries, logits + head_gradient
+    peak = max(in_loss, in_backward, at_end)
     return MemoryEstimate(
-        parameters, gradients + whole, optimizer, kept, logits, gathered, peak, 0.0
+        parameters, gradients, optimizer, activations, logits, gathered, peak, 0.0
     )
 
 
@@ -163,25 +160,23 @@ def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
     theirs, ddp, each = work.theirs, work.ddp, work.theirs.weight_bytes
     moments = {"adamw": 2, "sgd": 1}[work.optimizer] if work.pass_type == "step" else 0
     state = moments * theirs.moment_bytes
-    gradients = each * sizes.held if work.trains or (ddp and ddp.buckets) else 0.0
+    gradients = each * sizes.held if work.trains or ddp.buckets else 0.0
     if theirs.zero2:
         return each * sizes.held, gradients / work.world, state * sizes.held / work.world
     # ZeRO-1's optimizer works on copies of this rank's shares of parameters and gradients.
-    share = 1 / work.world if ddp and ddp.zero1 else 1
-    copies = 4 * sizes.held * share if ddp and ddp.zero1 and state else 0.0
+    share = 1 / work.world if ddp.zero1 else 1
+    copies = 4 * sizes.held * share if ddp.zero1 and state else 0.0
     return each * sizes.held + copies, gradients, state * sizes.held * share
 
 
 def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: bool) -> float:
     """Most bytes of a block in its backward, beyond what it kept: recomputed, and gradients."""
-    found = []
+    most = 0.0
     for layer, _ in alike(work, layers):
-        recomputed = 0.0
-        if work.recompute.blocks:
-            recomputed = block_activations(work, fused_norm, layer)
+        again = block_activations(work, fused_norm, layer) if work.recompute.blocks else 0.0
         # Weight gradients are there when most of the block's activations are gone.
-        found.append(max(recomputed + _backward_buffers(work, layer), reduced + recomputed / 2))
-    return max(found)
+        most = max(most, again + _backward_buffers(work, layer), reduced + again / 2)
+    return most
 
 
 class _Sizes:
@@ -191,20 +186,15 @@ class _Sizes:
         config, fsdp, fp8 = work.config, work.fsdp, work.fp8
         self.width = work.matmul_bytes
         self.vocabulary = config.padded_vocab_size * config.hidden_size
-        self.block, self.blocks = max(work.block_parameters), sum(work.block_parameters)
-        root, by_block = 0.0, dict.fromkeys(work.layers_of(pp_rank), 0.0)
-        self.held = 0.0
-        for name, part, mesh in rank_matrices(work, pp_rank):
-            # Rows are what is sharded: fewer experts than shards leave whole ones on the first ranks,
-            # and gathers come padded.
-            numbers = -(-part[0] // mesh) * mesh * math.prod(part[1:])
-            self.held += numbers / mesh
-            if name.startswith("blocks."):
-                by_block[int(name.split(".")[1])] += numbers
-            else:
-                root += numbers
-        self.root, self.blocks_here = root, sum(by_block.values())
-        self.block = max(by_block.values())
+        self.blocks, self.held = sum(work.block_parameters), 0.0
+        numbers = dict.fromkeys((-1, *work.layers_of(pp_rank)), 0.0)
+        # Rows are what is sharded: fewer experts than shards leave whole ones on the first ranks,
+        # and gathers come padded.
+        for part in rank_matrices(work, pp_rank):
+            self.held += part.padded / part.mesh
+            numbers[part.layer] += part.padded
+        self.root = numbers.pop(-1)
+        self.block, self.blocks_here = max(numbers.values()), sum(numbers.values())
         self.copies = self.block_copies = self.root_gathered = self.gathered_blocks = 0.0
         if fsdp.shards > 1 or fsdp.divided:
             self.root_gathered = self.width * self.root
@@ -215,9 +205,8 @@ class _Sizes:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains else 0
-        self.rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width)
-        if work.theirs.whole_logits:
-            self.rows = work.own_tokens
+        rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width)
+        self.rows = work.own_tokens if work.theirs.whole_logits else rows
 
 
 def _low_precision_copies(work: Work) -> float:
@@ -272,10 +261,6 @@ def block_activations(work: Work, fused_norm: bool = True, layer: int = 0) -> fl
     return w * numbers + extra
 
 
-def _te(work: Work) -> bool:
-    return work.fp8.backend == "te"
-
-
 def _keeps_inputs(work: Work) -> bool:
     """Whether matmuls keep what kernels before them made: a compiler recomputes it for FP8."""
     return not work.compiled or not work.fp8 or work.fp8.recipe == "rowwise_with_gw_hp"
@@ -287,20 +272,18 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     The input of its first layer, as all tp ranks have it; q, k, v and their rotated copies; output and
     log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
     """
-    config, fsdp = work.config, work.fsdp
-    tp, cp = (fsdp.tp, fsdp.cp) if fsdp else (1, 1)
-    d, heads = config.hidden_size, config.num_attention_heads / tp
-    a, kv, values = config.query_size / tp, config.kv_size / tp, heads * config.value_dim
-    other = 4 * heads  # log-sum-exp
-    shared = (d, 0) if not _te(work) else (0, d)  # one byte each in FP8
-    entry = shared if _keeps_inputs(work) or _te(work) else (0, 0)
-    numbers, other = entry[0], other + entry[1]
+    config, fsdp, te = work.config, work.fsdp, work.fp8.backend == "te"
+    tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
+    heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, config.kv_size / tp
+    values = heads * config.value_dim
+    other = 4 * heads + (d if te else 0)  # log-sum-exp; inputs of one byte each in FP8
+    numbers = d if _keeps_inputs(work) and not te else 0
     if m := config.latent:
         low = 2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim  # narrow layers, norms around them
         numbers += low + a + heads * (m.nope_dim + m.value_dim) + a + values
         other += 4 * 2
         if cp > 1:  # what was exchanged in place of what was sent
-            numbers += values - heads * (m.nope_dim + m.value_dim) + heads * m.value_dim
+            numbers += values - heads * m.nope_dim
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     fused, rotated = a + 2 * kv, config.qk_norm or not config.learned_positions
     if config.qk_norm:
@@ -315,7 +298,7 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     else:
         numbers += (fused if config.qk_norm else 0) + a + a
         numbers += fused if fsdp.ulysses else a + 2 * kv * cp
-    if _te(work):
+    if te:
         other += a
     own = work.batch.seq_len / cp
     mask = own * own * (2 * cp + 1) / 4 if cp > 1 and not fsdp.ulysses else 0.0  # its rows
@@ -324,15 +307,13 @@ def _attention_kept(work: Work) -> tuple[float, float]:
 
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
-    config, fp8 = work.config, work.fp8
+    config, fp8, tp = work.config, work.fp8, work.fsdp.tp
     d, e = config.hidden_size, config.experts
-    tp = work.fsdp.tp
     if not config.has_experts(layer):
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
-        if _te(work):
-            other += d + d + (f if fp8.recipe in ("blockwise", "mxfp8") else 0)
-            other += f
+        if fp8.backend == "te":
+            other += d + d + f * (2 if fp8.recipe in ("blockwise", "mxfp8") else 1)
         elif _keeps_inputs(work):
             numbers += d + f
             if config.gated_mlp and not work.compiled:
@@ -359,8 +340,7 @@ def _passing_activations(work: Work, layer: int = 0) -> float:
 
     They include the block's input, the MLP's input and the norm's output: their callers hold them.
     """
-    config, fsdp = work.config, work.fsdp
-    tp = fsdp.tp if fsdp else 1
+    config, tp = work.config, work.fsdp.tp
     f, a, kv = (n / tp for n in (config.intermediate_size, config.query_size, config.kv_size))
     tokens = work.gathered_tokens
     if config.has_experts(layer):
@@ -388,9 +368,8 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
         else:
             tp = work.fsdp.tp
             a, kv = config.query_size / tp, config.kv_size / tp
-            outputs = d if work.compiled else 2 * d  # compiled, the last matmul's is not kept
             part = 1.0 if work.recompute.policy == "op" else 0.5
-            outputs *= part
+            outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
             elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
             other = 4 * config.num_attention_heads / tp
             total += times * work.gathered_tokens * (w * elements + other)

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from llm_train_bench.base.hardware import Constants, Hardware, constants
+from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.collectives import (
     communication_time,
     rank_matrices,
@@ -29,36 +29,17 @@ from llm_train_bench.model.shares import part_shape
 
 @dataclasses.dataclass(frozen=True)
 class SpeedEstimate:
-    """Seconds of one optimizer step on one device."""
+    """Seconds of one optimizer step on one device.
+
+    The `parts` add up to the step, except for "hidden communication". "tokens between ranks" is the time
+    of tensor, context and expert parallelism and of a pipeline's sends. "beside communication" is what
+    computation loses to communication that runs beside it.
+    """
 
     step_s: float
-    matmul_s: float
-    attention_s: float
-    memory_s: float
-    optimizer_s: float
-    communication_s: float
-    exposed_s: float
     host_s: float
-    tokens_s: float = 0.0
-    """Tokens on their way between ranks: tensor, context and expert parallelism, and pipelines."""
-    waits_s: float = 0.0
-    """The device waits for the host, which launches its kernels."""
-    bubble_s: float = 0.0
-    beside_s: float = 0.0
-    """What computation loses beside communication."""
-    slowest_s: float = 0.0
-    """Waiting for the slowest of several nodes."""
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The same by the names that are printed."""
-        return {
-            "matmuls": self.matmul_s, "attention": self.attention_s, "memory-bound": self.memory_s,
-            "optimizer": self.optimizer_s, "tokens between ranks": self.tokens_s,
-            "pipeline bubble": self.bubble_s, "exposed communication": self.exposed_s,
-            "hidden communication": self.communication_s - self.exposed_s,
-            "beside communication": self.beside_s, "slowest node": self.slowest_s,
-            "waiting for the host": self.waits_s}  # fmt: skip
+    """Launching all kernels."""
+    parts: dict[str, float]
 
 
 def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimate:
@@ -67,26 +48,23 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     In a pipeline the slowest group of ranks sets the pace. The bubble is a micro batch of each other
     group over the virtual stages: (p - 1) / v if all are alike (Narayanan et al. 2021, section 2.2).
     """
-    c = dataclasses.replace(constants(), **gpu.fitted)
-    fsdp, micro_steps = work.fsdp, work.batch.grad_acc_steps
-    pp = fsdp.pp if fsdp else 1
-    groups = [_group_time(work, group, gpu, c) for group in range(pp)]
+    c, fsdp, micro_steps = gpu.constants, work.fsdp, work.batch.grad_acc_steps
+    groups = [_group_time(work, group, gpu) for group in range(fsdp.pp)]
     parts = max(groups, key=lambda g: g.compute)
-    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     optimizer = 0.0
     if work.pass_type == "step":
         # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
         # clipping reads, and scales.
         weight, moment = work.theirs.weight_bytes, work.theirs.moment_bytes
         each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
-        share = 1 / work.world if work.theirs.zero2 or (work.ddp.zero1) else 1
-        optimizer = (each * share + 3 * weight) * parts.held / rate
+        share = 1 / work.world if work.theirs.zero2 or work.ddp.zero1 else 1
+        optimizer = (each * share + 3 * weight) * parts.held / gpu.memory_rate
     compute = parts.compute
-    moves = token_time(work, gpu, per_node, c, parts.pp_rank)
-    if pp > 1:
-        moves += 2 * send_time(work, gpu, per_node, c)
+    moves = token_time(work, gpu, per_node, parts.pp_rank)
+    if fsdp.pp > 1:
+        moves += 2 * send_time(work, gpu, per_node)
     total, exposed = communication_time(
-        work, gpu, per_node, compute + moves, c, parts.forward_part, parts.pp_rank
+        work, gpu, per_node, compute + moves, parts.forward_part, parts.pp_rank
     )
     if gpu.platform == "cpu":
         exposed = total  # exchanges and computation take the same cores
@@ -98,19 +76,38 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
     micro = max(compute + moves + host * c.serial_host, host)
     others = sum(group.compute for group in groups) / parts.compute - 1
-    bubble = others / fsdp.virtual * micro if pp > 1 else 0.0
-    step = micro_steps * micro + bubble + optimizer
+    bubble = others / fsdp.virtual * micro if fsdp.pp > 1 else 0.0
     # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
-    travels = micro_steps if fsdp and pp == 1 else 1
-    slowest = 1 + c.slowest_node * math.log2(max(1.0, work.world / per_node))
-    step += travels * exposed
-    waits = max(0.0, micro - compute - moves)
-    return SpeedEstimate(
-        step_s=step * slowest, slowest_s=step * (slowest - 1), bubble_s=bubble, optimizer_s=optimizer,
-        matmul_s=micro_steps * parts.matmuls, attention_s=micro_steps * parts.attention,
-        memory_s=micro_steps * parts.memory, beside_s=micro_steps * beside,
-        communication_s=travels * total, exposed_s=travels * exposed,
-        host_s=micro_steps * host, tokens_s=micro_steps * moves, waits_s=micro_steps * waits)  # fmt: skip
+    travels = micro_steps if fsdp and fsdp.pp == 1 else 1
+    slowest = slowest_node(work, gpu, per_node)
+    step = micro_steps * micro + bubble + optimizer + travels * exposed
+    seconds = {
+        "matmuls": micro_steps * parts.matmuls,
+        "attention": micro_steps * parts.attention,
+        "memory-bound": micro_steps * parts.memory,
+        "optimizer": optimizer,
+        "tokens between ranks": micro_steps * moves,
+        "pipeline bubble": bubble,
+        "exposed communication": travels * exposed,
+        "hidden communication": travels * total - travels * exposed,
+        "beside communication": micro_steps * beside,
+        "slowest node": step * (slowest - 1),
+        "waiting for the host": micro_steps * max(0.0, micro - compute - moves),
+    }
+    return SpeedEstimate(step * slowest, micro_steps * host, seconds)
+
+
+def slowest_node(work: Work, gpu: Hardware, per_node: int) -> float:
+    """The factor on a step's time by which all wait for the slowest of several nodes."""
+    return 1 + gpu.constants.slowest_node * math.log2(max(1.0, work.world / per_node))
+
+
+class PartTime(NamedTuple):
+    """Seconds of matmuls, attention, and what memory bounds."""
+
+    matmuls: float
+    attention: float
+    memory: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,77 +127,63 @@ class _GroupTime:
         return self.matmuls + self.attention + self.memory
 
 
-class PartTime(NamedTuple):
-    """Seconds of matmuls, attention, and what memory bounds."""
-
-    matmuls: float
-    attention: float
-    memory: float
-
-
-def block_time(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[PartTime, PartTime]:
+def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTime]:
     """Forward and backward of a block for one micro batch, with what the backward recomputes."""
-    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     again, policy = layer in work.recompute.blocks, work.recompute.policy
-    block, last = _block_matmuls(work, layer, gpu, c)
-    forward, backward = _attention(work, layer, gpu, c)
-    moved = block_bytes(work, layer) / rate
-    first = PartTime(block, forward, moved)
+    block, last = _block_matmuls(work, layer, gpu)
+    forward, backward = _attention(work, layer, gpu)
+    moved = block_bytes(work, layer) / gpu.memory_rate
     if not work.trains:
-        return first, PartTime(0.0, 0.0, 0.0)
+        return PartTime(block, forward, moved), PartTime(0.0, 0.0, 0.0)
     # Recomputing stops before the last matmul, whose output no gradient needs.
     part = again * {"block": 1.0, "every-other-matmul": 0.5, "op": 0.0}[policy]
-    return first, PartTime(
+    return PartTime(block, forward, moved), PartTime(
         2 * block + (block - last) * part,
         backward + forward * (again and policy == "block"),
         moved * (PASS_FORWARDS[work.pass_type] - 1 + again),
     )
 
 
-def head_time(work: Work, gpu: Hardware, c: Constants) -> tuple[float, float]:
+def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     """Seconds of the head's matmuls, and of the loss over its logits, both passes of a micro batch."""
-    config = work.config
-    one = matmul_time(
-        work, work.own_tokens, config.padded_vocab_size, config.hidden_size, False, gpu, c
-    )
-    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
-    return PASS_FORWARDS[work.pass_type] * one, _loss_bytes(work) / rate
+    rows = work.config.padded_vocab_size
+    one = matmul_time(work, work.own_tokens, rows, work.config.hidden_size, False, gpu)
+    eager = 26 if work.matmul_bytes == 2 else 32  # bytes a logit of the loss and its gradient
+    loss = work.own_tokens * rows * (8 if work.compiled else eager)
+    return PASS_FORWARDS[work.pass_type] * one, loss / gpu.memory_rate
 
 
-def _group_time(work: Work, pp_rank: int, gpu: Hardware, c: Constants) -> _GroupTime:
-    config, train = work.config, work.trains
-    rate = gpu.memory_tb_per_s * 1e12 * c.bandwidth
+def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> _GroupTime:
+    rate, layers = gpu.memory_rate, work.layers_of(pp_rank)
     matmuls = attention = memory = 0.0
     passes = [0.0, 0.0]
-    for layer, times in alike(work, work.layers_of(pp_rank)):
-        for i, part in enumerate(block_time(work, layer, gpu, c)):
+    for layer, times in alike(work, layers):
+        for i, part in enumerate(block_time(work, layer, gpu)):
             matmuls += times * part.matmuls
             attention += times * part.attention
             memory += times * part.memory
             passes[i] += times * sum(part)
-    if config.num_hidden_layers - 1 in work.layers_of(pp_rank):
-        head, loss = head_time(work, gpu, c)
+    if work.config.num_hidden_layers - 1 in layers:
+        head, loss = head_time(work, gpu)
         matmuls, memory = matmuls + head, memory + loss
     parts = rank_matrices(work, pp_rank)
-    n = sum(math.prod(part) for _, part, _ in parts)
+    n = sum(math.prod(part.shape) for part in parts)
     if not work.fsdp and work.amp != "off" and work.theirs.weight_bytes == 4:
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
     if work.fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
-        gathers = 2 if train and work.fsdp.reshard else 1
+        gathers = 2 if work.trains and work.fsdp.reshard else 1
         memory += gathers * 2 * work.matmul_bytes * n / rate
-    if train:
+    if work.trains:
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate
-    held = sum(math.prod(part) / mesh for _, part, mesh in parts)
+    held = sum(math.prod(part.shape) / part.mesh for part in parts)
     return _GroupTime(pp_rank, matmuls, attention, memory, held, passes[0] / sum(passes))
 
 
-def matmul_time(
-    work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware, c: Constants
-) -> float:
+def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
     """Seconds of one (m, k) x (k, n) matmul, and of casting its inputs to FP8."""
-    width = work.matmul_bytes
+    c, width = gpu.constants, work.matmul_bytes
     if fp8:
         rate = gpu.measured_fp8_tflops or (gpu.fp8_tflops or gpu.bf16_tflops) * c.fp8_of_peak
     elif work.amp == "off" and not work.tf32:
@@ -209,14 +192,13 @@ def matmul_time(
         rate = gpu.measured_bf16_tflops or gpu.bf16_tflops * c.bf16_of_peak
         rate /= 2 if work.amp == "off" else 1  # TF32 has half the rate
     efficiency = math.prod(side / (side + c.half_side) for side in (m, n, k))
-    bandwidth = gpu.memory_tb_per_s * 1e12 * c.bandwidth
     moved = (m * k + k * n) * (1 if fp8 else width) + m * n * width
-    seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / bandwidth)
+    seconds = max(2 * m * n * k / (rate * 1e12 * c.sustained * efficiency), moved / gpu.memory_rate)
     if fp8:
         # Both inputs are read for their scale, then read and written in 8 bits. Rowwise scaling
         # does so twice: the backward needs them scaled along the other side.
         passes = 2 if work.fp8.recipe.startswith("rowwise") else 1
-        seconds += passes * (m * k + k * n) * (2 + 2 + 1) / bandwidth
+        seconds += passes * (m * k + k * n) * (2 + 2 + 1) / gpu.memory_rate
     return seconds
 
 
@@ -224,32 +206,31 @@ def matmul_time(
 GROUPED_ROWS = 128
 
 
-def _block_matmuls(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
+def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Forward seconds of a block's matmuls, and of its MLP's last; a backward one takes as long again."""
-    config, fsdp = work.config, work.fsdp
-    tp, ep = (fsdp.tp, fsdp.ep) if fsdp else (1, 1)
+    config, tp, ep = work.config, work.fsdp.tp, work.fsdp.ep
     low = work.fp8.layers if work.fp8 else ()
     names, seconds, last = layer_names(config), 0.0, 0.0
     for kind, shape in config.block_shapes(layer).items():
         name = f"blocks.{layer}.{names[kind]}.weight"
         n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
         tokens = work.own_tokens if kind == "router" else work.gathered_tokens
-        one = matmul_time(work, tokens, n, k, kind in low, gpu, c)
+        one = matmul_time(work, tokens, n, k, kind in low, gpu)
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
         # Each rank gets as many rows as it sends; an expert's last tile is filled up.
         rows = work.own_tokens * config.experts.per_token
         number = config.experts.number // ep
         filled = max(1.0, GROUPED_ROWS * math.ceil(rows / number / GROUPED_ROWS) * number / rows)
-        whole = matmul_time(work, rows * filled, n, k, False, gpu, c)
-        weights = number * n * k * work.matmul_bytes / (gpu.memory_tb_per_s * 1e12 * c.bandwidth)
+        whole = matmul_time(work, rows * filled, n, k, False, gpu)
+        weights = number * n * k * work.matmul_bytes / gpu.memory_rate
         seconds += max(whole, weights)
     return seconds, last
 
 
-def _attention(work: Work, layer: int, gpu: Hardware, c: Constants) -> tuple[float, float]:
+def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward."""
-    config, seq_len, amp = work.config, work.batch.seq_len, work.amp
+    config, seq_len, amp, c = work.config, work.batch.seq_len, work.amp, gpu.constants
     cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
@@ -291,10 +272,3 @@ def block_bytes(work: Work, layer: int = 0) -> float:
     elements += rows * (gated * e.size + moves * d)
     elements += gated * e.shared_size / tp * work.gathered_tokens
     return w * elements + work.own_tokens * e.number * 4 * 6  # scores, in fp32
-
-
-def _loss_bytes(work: Work) -> float:
-    """Bytes of the loss and its gradient over the logits, outside of the matmuls."""
-    eager = 26 if work.matmul_bytes == 2 else 32
-    each = 8 if work.compiled else eager
-    return work.own_tokens * work.config.padded_vocab_size * each
