@@ -20,7 +20,7 @@ from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.settings.plan import resolve_recompute, resolve_shards
+from llm_train_bench.settings.plan import resolve_recompute
 from tests.dist_worker import start_ranks
 from tests.helpers import FAMILIES, ROOT, plan_of, run_train, without_inductor
 
@@ -391,9 +391,8 @@ def test_ddp_traffic_by_hand():
 
 
 def test_shards_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="--dp-replicate 3 does not divide 4 ranks; 1, 2, 4 do"):
-        resolve_shards(3, 4)
-    assert resolve_shards(3, 6) == 2
+    with pytest.raises(UsageError, match="--dp-replicate 3 does not divide 4 ranks; 1, 2, 4 would"):
+        plan_of([ROOT / BASE[0], "--dp-replicate", 3], "train_fsdp.py", 4)
     argv = [ROOT / BASE[0], "--cpu-offload"]
     with pytest.raises(UsageError, match="--cpu-offload has no meaning on a CPU"):
         plan_of(argv, "train_fsdp.py", 2, "cpu")

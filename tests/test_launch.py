@@ -292,6 +292,9 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     (directory / "errors/rank1.txt").write_text("")  # as while it is written
     assert first_error(directory, now) is None
     assert first_error(directory, now, consequences=True) == ("failed", "rank 0: no step in 5 s")
+    with pytest.raises(RuntimeError) as on_a_cpu:
+        torch.empty(2**60)
+    assert classify(on_a_cpu.value)[0] == "oom"
 
 
 @pytest.mark.parametrize(

@@ -20,26 +20,29 @@ HARDWARE_FILE = ROOT / "configs" / "hardware.json"
 WHOLE = 0.8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """All that configs/hardware.json has on one device; None where unknown."""
+    """All that configs/hardware.json has on one device; None where unknown.
+
+    An entry of the user's may leave out what has a default here.
+    """
 
     name: str
     driver_names: tuple[str, ...]
     bf16_tflops: float
-    fp8_tflops: float | None
+    fp8_tflops: float | None = None
     fp32_tflops: float
-    mxfp8: bool
+    mxfp8: bool = False
     memory_gib: float
     memory_tb_per_s: float
-    tdp_w: float
-    ring_gb_per_s: float
-    nic_gb_per_s: float
-    measured_bf16_tflops: float | None
-    measured_fp8_tflops: float | None
-    usd_per_hour: float | None
-    fitted: dict[str, float]
-    peak_clock_mhz: float | None
+    tdp_w: float = 0.0  # unknown
+    ring_gb_per_s: float = 20.0
+    nic_gb_per_s: float = 12.5
+    measured_bf16_tflops: float | None = None
+    measured_fp8_tflops: float | None = None
+    usd_per_hour: float | None = None
+    fitted: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_clock_mhz: float | None = None
     """Clock at which the listed peak holds: FLOPs a clock, by the vendor's documents, times this."""
     source: str
 
@@ -61,14 +64,6 @@ class Hardware:
         return self.memory_tb_per_s * 1e12 * self.constants.bandwidth
 
 
-# What an entry of the user's may leave out, besides the name the driver gives, which is then its name.
-OPTIONAL: dict[str, Any] = {
-    "fp8_tflops": None, "mxfp8": False, "tdp_w": 0.0, "ring_gb_per_s": 20.0, "nic_gb_per_s": 12.5,
-    "measured_bf16_tflops": None, "measured_fp8_tflops": None, "usd_per_hour": None, "fitted": {},
-    "peak_clock_mhz": None}  # fmt: skip
-MAY_BE_0 = {"tdp_w"}  # unknown
-
-
 def own_hardware_file() -> Path:
     """The user's own devices: LLM_TRAIN_BENCH_HARDWARE, or hardware.json in the user's configuration."""
     if path := os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
@@ -83,16 +78,15 @@ def devices() -> tuple[Hardware, ...]:
 
     An entry of the user's needs `name`, `bf16_tflops`, `memory_gib` and `memory_tb_per_s` alone.
     """
-    path = own_hardware_file()
-    found = []
+    path, users = own_hardware_file(), []
     if path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
         for entry in _entries_of(path):
             name, rate = entry.get("name"), entry.get("bf16_tflops")
-            filled = {"driver_names": [name], "source": str(path), **OPTIONAL}
+            filled = {"driver_names": [name], "source": str(path)}
             if isinstance(rate, int | float):
                 filled["fp32_tflops"] = rate / 16  # without TF32: of CUDA cores
-            found.append(_hardware(filled | entry, path))
-    return (*found, *(_hardware(entry, HARDWARE_FILE) for entry in _entries_of(HARDWARE_FILE)))
+            users.append(_hardware(filled | entry, path))
+    return (*users, *(_hardware(entry, HARDWARE_FILE) for entry in _entries_of(HARDWARE_FILE)))
 
 
 def _entries_of(path: Path) -> list[dict[str, Any]]:
@@ -102,31 +96,29 @@ def _entries_of(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
     """An entry of a file, checked."""
-    hints = typing.get_type_hints(Hardware)
-    keys = {field.name for field in dataclasses.fields(Hardware)}
-    if wrong := sorted(keys ^ entry.keys()):
-        what = f"lacks {wrong[0]}" if wrong[0] in keys else f"has {wrong[0]}, which no entry has"
+    hints, fields = typing.get_type_hints(Hardware), dataclasses.fields(Hardware)
+    optional = {f.name for f in fields if f.default is not f.default_factory}
+    needed = hints.keys() - (optional if path != HARDWARE_FILE else set())
+    if wrong := sorted((needed - entry.keys()) | (entry.keys() - hints.keys())):
+        what = f"lacks {wrong[0]}" if wrong[0] in needed else f"has {wrong[0]}, which no entry has"
         raise UsageError(f"{path}: the entry {entry.get('name', '?')} {what}")
     for key, value in entry.items():
         kinds = typing.get_args(hints[key]) or (hints[key],)
         number = isinstance(value, int | float) and not isinstance(value, bool)
+        least = 0 if key == "tdp_w" else 1e-9
         right = (
-            (float in kinds and number and (0 if key in MAY_BE_0 else 1e-9) <= float(value) < 1e15)
+            (float in kinds and number and least <= float(value) < 1e15)
             or (value is None and type(None) in kinds)
-            or (key == "driver_names" and isinstance(value, list) and all(map(_is_text, value)))
+            or (key == "driver_names" and isinstance(value, list) and {*map(type, value)} <= {str})
             or (key == "fitted" and isinstance(value, dict))
             or type(value) in kinds
         )
         if not right:
             raise UsageError(f"{path}: {entry.get('name')!r}: {key} is {repr(value)[:40]}")
-    fields: dict[str, Any] = entry | {"driver_names": tuple(entry["driver_names"])}
-    return Hardware(**fields)
+    entry["driver_names"] = tuple(entry["driver_names"])
+    return Hardware(**entry)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -223,18 +215,18 @@ def find_cpu(cpu: str, ranks: int) -> Hardware:
 
     OMP_NUM_THREADS says how many, as it does to a run; else all that were measured, shared by the ranks.
     """
-    whole = [d for d in devices() if d.platform == "cpu" and d.name.startswith(f"{cpu}, ")]
-    most = max((int(d.name.split()[-2]) for d in whole), default=0)
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    wanted = threads_of(cpu, int(told) if told.isdecimal() and int(told) else max(1, most // ranks))
-    found = next((d for d in whole if d.name == wanted), None)
-    if found is None:
-        number = f"OMP_NUM_THREADS={wanted.split()[-2]} " if most else ""
-        raise UsageError(
-            f"cpu: {own_hardware_file()} does not have {wanted if most else cpu}; "
-            f"{number}python benchmarks/gemm.py measures it"
-        )
-    return found
+    measured = [d for d in devices() if d.platform == "cpu" and d.name.startswith(f"{cpu}, ")]
+    most = max((int(d.name.split()[-2]) for d in measured), default=0)
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(variable) if variable.isdecimal() and int(variable) else max(1, most // ranks)
+    name = threads_of(cpu, threads)
+    for device in measured:
+        if device.name == name:
+            return device
+    command = f"OMP_NUM_THREADS={threads} " * bool(most) + "python benchmarks/gemm.py"
+    raise UsageError(
+        f"cpu: {own_hardware_file()} does not have {name if most else cpu}; {command} measures it"
+    )
 
 
 def name_of_part(device_name: str, memory_gib: float | None) -> str:
@@ -272,21 +264,18 @@ def find_hardware(name: str) -> Hardware:
     exact = [d for d in devices() if low in map(str.lower, (d.name, *d.driver_names))]
     # To the end of a word, or A10 would be an A100; MI300 is MI300X.
     start = re.compile(re.escape(low) + r"x?(?!\w)")
-    found = exact or [d for d in devices() if start.match(d.name.lower())]
-    if not found:  # rtx4090, or 4090 alone
-        bare = re.sub(r"[\s-]", "", low)
-        found = [
-            d
-            for d in devices()
-            if bare in (d.name.lower().replace(" ", ""), *d.name.lower().split())
-        ]
-    if not exact and (len({d.name.split()[0] for d in found}) != 1 or not re.search(r"\d", name)):
+    bare = re.sub(r"[\s-]", "", low)  # rtx4090, or 4090 alone
+    near = exact or [d for d in devices() if start.match(d.name.lower())]
+    near = near or [
+        d for d in devices() if bare in (d.name.lower().replace(" ", ""), *d.name.lower().split())
+    ]
+    if not exact and (len({d.name.split()[0] for d in near}) != 1 or not re.search(r"\d", name)):
         known = ", ".join(d.name for d in devices())
         raise UsageError(
             f"{name}: no such device; configs/hardware.json has: {known}; add yours in "
             f"{own_hardware_file()}"
         )
-    return found[0]
+    return near[0]
 
 
 # Devices for which an estimate is as good: of one architecture and use.

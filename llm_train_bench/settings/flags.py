@@ -77,16 +77,8 @@ def positional(metavar: str, default: Any = dataclasses.MISSING, kind: Kind | No
 
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex"]
-Recipe = Literal[
-    "auto",
-    "delayed",
-    "current",
-    "blockwise",
-    "mxfp8",
-    "tensorwise",
-    "rowwise",
-    "rowwise_with_gw_hp",
-]
+TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
+TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
 Reshard = Literal["always", "never"]
@@ -169,7 +161,7 @@ class Fp8Flags:
 
     use_fp8: bool = flag(False, SPEED, headline=True)
     fp8_backend: Literal["auto", "te", "torchao"] = flag("auto", SPEED, needs="use_fp8")
-    fp8_recipe: Recipe = flag("auto", SPEED, needs="use_fp8")
+    fp8_recipe: Literal["auto", TeRecipe, TorchaoRecipe] = flag("auto", SPEED, needs="use_fp8")
     fp8_emulate: bool = flag(False, SPEED, needs="use_fp8")
     fp8_all_gather: bool = flag(False, SPEED, needs="use_fp8", scripts=(Script.FSDP,))
 
@@ -413,7 +405,7 @@ class Args(  # dataclasses take fields from the last base first
 
     def part(self, group: type[Group]) -> Group:
         """One group of the flags."""
-        return group(**{f.name: getattr(self, f.name) for f in dataclasses.fields(group)})
+        return group(**{name: getattr(self, name) for name in inspect.get_annotations(group)})
 
 
 def declared(kind: Any) -> dict[str, Flag]:
@@ -512,8 +504,8 @@ def check_bounds(args: Any) -> None:
 
 def _outside(flag: Flag, value: float) -> str | None:
     """The bound that a value breaks, in words; None where it breaks none."""
-    if flag.below is not None and not flag.at_least <= value < flag.below:
-        return f"from {flag.at_least:g} to below {flag.below:g}"
+    if flag.below is not None and not (flag.at_least or 0) <= value < flag.below:
+        return f"from {flag.at_least or 0:g} to below {flag.below:g}"
     if flag.above is not None and not flag.above < value < float("inf"):
         return f"above {flag.above:g} and finite"
     if flag.at_least is not None and not flag.at_least <= value < float("inf"):

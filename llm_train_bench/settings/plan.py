@@ -10,23 +10,14 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
-from llm_train_bench.formulas.work import (
-    NO_DDP,
-    NO_FSDP,
-    Batch,
-    Ddp,
-    Fp8Work,
-    Fsdp,
-    Recompute,
-    Work,
-)
+from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
@@ -135,8 +126,8 @@ class Plan:
 
     def needs(self, work: Work) -> float:
         """Bytes on each device by the estimate, of the plan's `work` or of one with another batch."""
-        found = estimate_memory(work, fused_norm=self.platform != "cpu")
-        return found.peak if self.platform == "cpu" else found.on_device(work.world)
+        memory = estimate_memory(work, fused_norm=self.platform != "cpu")
+        return memory.peak if self.platform == "cpu" else memory.on_device(work.world)
 
     @functools.cached_property
     def traffic(self) -> dict[str, int]:
@@ -172,7 +163,7 @@ def make_plan(
             small = dataclasses.replace(args, bsz=bsz)
             return make_plan(small, script, world, platform, config)
 
-        return sized(1) if memory_gib is None else largest_plan(sized, args, memory_gib)
+        return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
     if args.route == "balanced" and not config.experts:
         raise UsageError(f"--route balanced: {config.path} has no experts; leave it out")
     unit = 4 if args.amp == "off" else 8  # grouped matmuls load 16 bytes at a time
@@ -184,49 +175,37 @@ def make_plan(
     schedule = make_schedule(args.part(BatchFlags), args.part(ProfileFlags), platform)
     if args.export and args.init_from and (Path(args.init_from) / "manifest.json").exists():
         schedule = Schedule(0, 0)  # only a conversion: nothing is trained
-    if args.nsys_ranks and max(args.nsys_ranks) >= world:
-        raise UsageError(
-            f"--nsys-ranks {max(args.nsys_ranks)}: there are {world} ranks, numbered from 0"
-        )
+    if args.nsys_ranks and (last := max(args.nsys_ranks)) >= world:
+        raise UsageError(f"--nsys-ranks {last}: there are {world} ranks, numbered from 0")
     if schedule.profiler == "nsys" and platform == "cpu":
-        raise UsageError(
-            "--nsys-start: Nsight Systems and rocprofv3 look at GPUs; use --profile on a CPU"
-        )
+        raise UsageError("--nsys-start: Nsight Systems profiles GPUs; use --profile on a CPU")
     seq_len = resolve_seq_len(args.seq_len, config)
-    fsdp, ddp = NO_FSDP, NO_DDP
+    batch, ranks = args.part(BatchFlags), world
+    layout: dict[str, Any] = {}
     if script in SHARDED:
         if args.cpu_offload and platform == "cpu":
-            raise UsageError(
-                "--cpu-offload has no meaning on a CPU: parameters are in host memory; leave it out"
-            )
-        pp, virtual = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
-        if script is Script.PP:
-            _must_divide("--pp", pp, f"{world} ranks", world, least=2)
-        shards = resolve_shards(args.dp_replicate, world // pp)
-        # The stages of a pipeline stay gathered over all micro batches of a step.
-        reshard = args.reshard_after_forward == "always" and pp == 1
-        fsdp = Fsdp(
-            shards, args.dp_replicate, reshard, args.reduce_dtype, args.prefetch, args.cpu_offload,
-            pp=pp, virtual=virtual)  # fmt: skip
-        fsdp = resolve_layout(args.part(FsdpFlags), fsdp, config, seq_len)
+            raise UsageError("--cpu-offload has no meaning on a CPU; leave it out")
+        stages = (args.pp or 2, args.pp_virtual) if script is Script.PP else (1, 1)
+        fsdp = resolve_layout(args.part(FsdpFlags), *stages, config, seq_len, world)
         if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
             raise UsageError(
                 f"--tp {fsdp.tp} --sac-policy op: {config.path} has experts, whose gathers the policy "
                 "cannot tell from what it keeps; use --sac-policy block"
             )
+        if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
+            # One would leave ranks idle.
+            batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)
+        layout, ranks = {"fsdp": fsdp}, fsdp.ranks // (fsdp.tp * fsdp.cp)
     elif script is Script.DDP:
         mode, _, after = args.ddp_mode.partition("-")
         overlap = not after and mode != "flat"
-        ddp = Ddp(args.bucket_cap_mb, args.reduce_dtype, mode, overlap, args.zero1)
-    batch = args.part(BatchFlags)
-    if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
-        batch = dataclasses.replace(batch, grad_acc_steps=2 * fsdp.pp)  # one would leave ranks idle
-    batch = resolve_batch(batch, seq_len, (fsdp.ranks // (fsdp.tp * fsdp.cp)) if fsdp else world)
+        layout["ddp"] = Ddp(args.bucket_cap_mb, args.reduce_dtype, mode, overlap, args.zero1)
+    resolved = resolve_batch(batch, seq_len, ranks)
     if script is Script.PP:
-        check_pipeline(fsdp, config, batch, args.global_bsz)
+        check_pipeline(layout["fsdp"], config, resolved, args.global_bsz)
     same = {n: getattr(args, n) for n in ("pass_type", "amp", "tf32", "attention", "optimizer")}
     work = Work(
-        config, batch, world, **same, ddp=ddp, fsdp=fsdp, balanced=args.route == "balanced",
+        config, resolved, world, **same, **layout, balanced=args.route == "balanced",
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
@@ -237,24 +216,20 @@ def make_plan(
     return Plan(script, args, platform, work, schedule, flex)
 
 
-def largest_plan(sized: Callable[[int], Plan], flags: BatchFlags, memory_gib: float) -> Plan:
+def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gib: float) -> Plan:
     """The plan with the largest micro batch that leaves a tenth of a device's memory.
 
     `sized(bsz)` makes a plan of one. With --global-bsz only micro batches that divide it count.
     DoesNotFit if not even 1 does.
     """
     limit = (1 - SPARE) * memory_gib * 2**30
-    if flags.global_bsz is None:
+    if global_bsz is None:
         one = sized(1)
         bsz = largest_batch(lambda n: one.needs(one.work.with_micro_batch(n)), limit)
     else:
         bsz = 0
-        for n in range(1, flags.global_bsz + 1):
-            if flags.global_bsz % n:
-                continue
-            with contextlib.suppress(
-                UsageError
-            ):  # above the ranks' share, or too few micro batches
+        for n in (n for n in range(1, global_bsz + 1) if global_bsz % n == 0):
+            with contextlib.suppress(UsageError):  # as of too few micro batches
                 if (plan := sized(n)).needs(plan.work) <= limit:
                     bsz = n
     if not bsz:
@@ -270,13 +245,14 @@ def largest_plan(sized: Callable[[int], Plan], flags: BatchFlags, memory_gib: fl
 
 def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) -> Schedule:
     """The steps of a run; UsageError for a capture that begins too late."""
-    end = steps.warmup_steps + steps.n_steps
+    warmup, measured = steps.warmup_steps, steps.n_steps
+    end = warmup + measured
     captured, profiler = range(0), None
     if profile.profile:
         start = end + PROFILER_WARMUP if profile.profile_start is None else profile.profile_start
         captured, profiler = range(start, start + profile.profile_steps), "torch"
     elif profile.nsys_start is not None:
-        captured, profiler = range(profile.nsys_start, profile.nsys_end), "nsys"
+        captured, profiler = range(profile.nsys_start, profile.nsys_end or 0), "nsys"
     if captured and captured.start > end + PROFILER_WARMUP:
         flag = "profile-start" if profile.profile else "nsys-start"
         raise UsageError(
@@ -286,22 +262,18 @@ def make_schedule(steps: BatchFlags, profile: ProfileFlags, platform: Platform) 
     warmup_s = steps.warmup_seconds
     if warmup_s is None:
         warmup_s = GPU_WARMUP_S if platform != "cpu" else 0.0
-    return Schedule(
-        steps.warmup_steps, steps.n_steps, captured, profiler=profiler, warmup_s=warmup_s
-    )
+    return Schedule(warmup, measured, captured, profiler=profiler, warmup_s=warmup_s)
 
 
-def resolve_seq_len(wanted: int | None, config: ModelConfig) -> int:
+def resolve_seq_len(seq_len: int | None, config: ModelConfig) -> int:
     """The run's sequence length; UsageError if it is beyond what the model allows."""
     longest = config.max_position_embeddings
-    if wanted is None:
-        return min(longest, LONGEST_DEFAULT)
-    if wanted > longest:
+    if seq_len is not None and seq_len > longest:
         raise UsageError(
-            f"--seq-len {wanted}: {config.path} allows at most {longest} positions"
+            f"--seq-len {seq_len}: {config.path} allows at most {longest} positions"
             " (max_position_embeddings or n_positions)"
         )
-    return wanted
+    return seq_len or min(longest, LONGEST_DEFAULT)
 
 
 def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int = 1) -> Batch:
@@ -309,19 +281,19 @@ def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int = 1) 
 
     UsageError if --global-bsz does not divide.
     """
-    micro = flags.bsz * data_parallel_size
-    accumulation = flags.grad_acc_steps
+    bsz = 1 if flags.bsz == "auto" else flags.bsz
+    micro, accumulation = bsz * data_parallel_size, flags.grad_acc_steps
     if flags.global_bsz is not None:
         accumulation, rest = divmod(flags.global_bsz, micro)
         if rest or not accumulation:
             below = flags.global_bsz // micro * micro
             nearest = " or ".join(str(n) for n in (below, below + micro) if n)
             raise UsageError(
-                f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {flags.bsz} x "
+                f"--global-bsz {flags.global_bsz} is not a multiple of --bsz {bsz} x "
                 f"{data_parallel_size} ranks = {micro}; {nearest} would be"
             )
     size = micro * accumulation
-    return Batch(flags.bsz, accumulation, data_parallel_size, size, seq_len, size * seq_len)
+    return Batch(bsz, accumulation, data_parallel_size, size, seq_len, size * seq_len)
 
 
 def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Recompute:
@@ -341,18 +313,13 @@ def resolve_recompute(freq: str | None, policy: str, config: ModelConfig) -> Rec
     return Recompute(blocks, policy)
 
 
-def resolve_shards(replicas: int, world: int) -> int:
-    """Ranks that share one copy of the model under FSDP; UsageError if that is impossible."""
-    if world % replicas:
-        raise UsageError(
-            f"--dp-replicate {replicas} does not divide {world} ranks; "
-            f"{', '.join(str(n) for n in range(1, world + 1) if world % n == 0)} do"
-        )
-    return world // replicas
-
-
-def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: int) -> Fsdp:
-    """The ranks' shares of tokens, heads and experts; UsageError where sizes stand against them."""
+def resolve_layout(
+    flags: FsdpFlags, pp: int, virtual: int, config: ModelConfig, seq_len: int, world: int
+) -> Fsdp:
+    """The ranks' shares of layers, tokens, heads and experts; UsageError where sizes do not divide."""
+    _must_divide("--pp", pp, f"{world} ranks", world, least=2)
+    _must_divide("--dp-replicate", flags.dp_replicate, f"{world // pp} ranks", world // pp)
+    shards = world // pp // flags.dp_replicate
     tp, cp, ep = flags.tp, flags.cp, flags.ep
     if ep > 1 and not any(config.has_experts(i) for i in range(config.num_hidden_layers)):
         raise UsageError(f"--ep {ep}: {config.path} has no experts; leave it out")
@@ -364,17 +331,26 @@ def resolve_layout(flags: FsdpFlags, fsdp: Fsdp, config: ModelConfig, seq_len: i
     sizes = [heads, kv_heads, *_mlp_sizes(config)]
     parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
     _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
-    _must_divide("--tp", tp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    _must_divide("--tp", tp, f"the {shards} ranks of a replica", shards)
     _must_divide("--cp", cp, f"--seq-len {seq_len}", seq_len)
-    _must_divide("--tp x --cp", tp * cp, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+    _must_divide("--tp x --cp", tp * cp, f"the {shards} ranks of a replica", shards)
     _must_divide("--tp x --cp", tp * cp, f"--seq-len {seq_len}", seq_len)
     if ep > 1:
         _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
-        _must_divide("--ep", ep, f"the {fsdp.shards} ranks of a replica", fsdp.shards)
+        _must_divide("--ep", ep, f"the {shards} ranks of a replica", shards)
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     if not ulysses:
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
-    return dataclasses.replace(fsdp, tp=tp, cp=cp, ep=ep, ulysses=ulysses)
+    return Fsdp(
+        shards,
+        flags.dp_replicate,
+        # The stages of a pipeline stay gathered over all micro batches of a step.
+        reshard=flags.reshard_after_forward == "always" and pp == 1,
+        reduce_dtype=flags.reduce_dtype,
+        prefetch=flags.prefetch,
+        cpu_offload=flags.cpu_offload,
+        **{"tp": tp, "cp": cp, "ep": ep, "ulysses": ulysses, "pp": pp, "virtual": virtual},
+    )
 
 
 def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: int | None) -> None:
@@ -416,29 +392,20 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
     """Whether sliding windows go through FlexAttention; UsageError for a kernel that cannot serve."""
     config, name = work.config, work.attention
     windowed = work.windowed and not config.sinks  # their window is part of a mask
-    if name == "flex" and not windowed:
-        raise UsageError(
-            "--attention flex: no layer has a sliding window shorter than the sequence; "
-            "use --attention auto"
-        )
-    if name == "flex" and platform == "cpu" and work.trains:
-        raise UsageError(
-            "--attention flex: FlexAttention has no backward on a CPU; use --attention auto, "
-            "or --pass-type forward"
-        )
-    if name == "cudnn" and windowed:
-        raise UsageError(
-            "--attention cudnn: under a sliding window's mask its gradients can be NaN "
-            "(pytorch/pytorch#196678); use --attention auto"
-        )
     by_tokens = work.fsdp.cp > 1 and not work.fsdp.ulysses
-    if name == "flex" and by_tokens:
-        raise UsageError(
-            "--attention flex: heads do not divide over --cp, and only some rows of the mask would be "
-            "needed; use --attention auto"
-        )
-    flex = windowed and (name == "flex" or (name == "auto" and platform != "cpu"))
-    flex = flex and not by_tokens
+    why = ""
+    if name == "flex" and not windowed:
+        why = "no layer has a sliding window shorter than the sequence"
+    elif name == "flex" and platform == "cpu" and work.trains:
+        why = "FlexAttention works on a CPU only under --pass-type forward"
+    elif name == "cudnn" and windowed:
+        why = "under a sliding window's mask its gradients can be NaN (pytorch/pytorch#196678)"
+    elif name == "flex" and by_tokens:
+        why = "heads do not divide over --cp, and only some rows of the mask would be needed"
+    if why:
+        raise UsageError(f"--attention {name}: {why}; use --attention auto")
+    chosen = name == "flex" or (name == "auto" and platform != "cpu")
+    flex = windowed and chosen and not by_tokens
     if flex and config.attention_dropout:
         raise UsageError(
             f"{config.path}: attention_dropout {config.attention_dropout} does not work with "
@@ -450,19 +417,16 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
     """Which of a block's linear layers run in FP8; UsageError where sizes stand against it."""
     config = work.config
-    unable = {
-        "experts": bool(config.experts),
-        "latent attention": bool(config.latent),
-        "norms after its layers": config.norm_after and flags.fp8_backend == "te",
-    }
-    for what in (name for name, has in unable.items() if has):
-        raise UsageError(
-            f"--use-fp8: {config.path} has {what}, which run in high precision alone; leave it out"
-        )
     te = flags.fp8_backend == "te"
+    norms = config.norm_after and te
+    unable = {"experts": config.experts, "latent attention": config.latent}
+    for part in (part for part, has in (unable | {"norms after its layers": norms}).items() if has):
+        raise UsageError(
+            f"--use-fp8: {config.path} has {part}, which run in high precision alone; leave it out"
+        )
     gathers = (False, flags.fp8_all_gather) if te else (flags.fp8_all_gather, False)
     fp8 = Fp8Work(flags.fp8_backend, flags.fp8_recipe, flags.fp8_emulate, *gathers)
-    layers, kept = (_te_layers if fp8.backend == "te" else _torchao_layers)(fp8, work, platform)
+    layers, kept = (_te_layers if te else _torchao_layers)(fp8, work, platform)
     return dataclasses.replace(fp8, layers=layers, high_precision=kept)
 
 

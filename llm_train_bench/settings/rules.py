@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import re
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.settings.flags import (
@@ -16,6 +16,8 @@ from llm_train_bench.settings.flags import (
     Args,
     Fp8Flags,
     Script,
+    TeRecipe,
+    TorchaoRecipe,
     changed,
     declared,
     flag_of,
@@ -24,10 +26,7 @@ from llm_train_bench.settings.flags import (
 
 Checked = TypeVar("Checked", bound=Args)
 
-FP8_RECIPES = {
-    "te": ("current", "delayed", "blockwise", "mxfp8"),
-    "torchao": ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
-}
+FP8_RECIPES = {"te": get_args(TeRecipe), "torchao": get_args(TorchaoRecipe)}
 
 
 def _divided(a: Args) -> bool:
