@@ -196,27 +196,17 @@ def spoilt(right: bytes, ending: str, rng: random.Random) -> bytes:
 
 
 def read_hardware(path: Path) -> None:
-    with mock.patch.object(hardware, "HARDWARE_FILE", path), mock.patch.object(
-        hardware, "ROOFS_FILE", path
-    ):  # fmt: skip
-        hardware.devices.cache_clear()
-        hardware.constants.cache_clear()
+    caches = hardware.devices, hardware.constants
+    for cached in caches:
+        cached.cache_clear()
+    with mock.patch.multiple(hardware, HARDWARE_FILE=path, ROOFS_FILE=path):
         try:
             hardware.find_roof("NVIDIA H100 80GB HBM3")
             hardware.find_peaks("NVIDIA H100 80GB HBM3")
             hardware.constants()
         finally:
-            hardware.devices.cache_clear()
-            hardware.constants.cache_clear()
-
-
-def read_tokenizer(path: Path) -> None:
-    encode, _ = prepare_data.load_encoder(str(path))
-    encode("a b")
-
-
-def read_rows(path: Path) -> None:
-    Rows(path.rename(path.with_name("rows.jsonl")))
+            for cached in caches:
+                cached.cache_clear()
 
 
 def read_weights_index(path: Path) -> None:
@@ -248,18 +238,27 @@ def read_run_file(path: Path) -> None:
 # --- whole tools ------------------------------------------------------------------------------------
 
 
-def run(main: Callable, *argv: Any, out: Path) -> None:
-    """Run a tool in this process; AssertionError for a wrong exit code or output."""
-    printed, said = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-        code = main([str(word) for word in argv])
+def run(path: Path, main: Callable, *argv: Any) -> None:
+    """Run a tool in this process; AssertionError for a wrong exit code or output.
+
+    In `argv`, @ stands for the file, and @out for a directory that the tool writes into.
+    """
+    out, stdout, stderr = path.parent / "out", io.StringIO(), io.StringIO()
+    words = [str(word).replace("@out", str(out)) for word in argv]
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        code = main([str(path) if word == "@" else word for word in words])
     assert code in CODES, f"exit code {code}"
-    assert code != 2 or said.getvalue().strip(), "nothing said"
-    check_text(printed.getvalue(), "stdout")
-    check_text(said.getvalue(), "stderr")
+    assert code != 2 or stderr.getvalue().strip(), "nothing said"
+    check_text(stdout.getvalue(), "stdout")
+    check_text(stderr.getvalue(), "stderr")
     for file in out.rglob("*"):
         if file.is_file() and file.suffix in (".csv", ".json", ".md", ".html", ".jsonl"):
             check_file(file)
+
+
+def tool(main: Callable, *argv: Any) -> Callable[[Path], None]:
+    """What reads a file by running a tool."""
+    return lambda path: run(path, main, *argv)
 
 
 def check_text(text: str, where: str) -> None:
@@ -290,106 +289,87 @@ def _refuse(constant: str) -> None:
 
 def compares(path: Path) -> None:
     """By itself, and beside a run of ours, in one of some ways."""
-    out, ways = path.parent / "out", ([], ["--one-model"], ["--methodology", "identical_config"])
+    ways = ([], ["--one-model"], ["--methodology", "identical_config"])
     more = [[], [PLAIN]][len(path.read_bytes()) % 2]
-    flags = ["--output-dir", out / "c", "--tokens", 1e12]
-    run(compare.main, path, *more, *flags, *ways[path.stat().st_size % 3], out=out)
+    flags = ["--output-dir", "@out", "--tokens", 1e12, *ways[path.stat().st_size % 3]]
+    run(path, compare.main, "@", *more, *flags)
 
 
 def compares_sweep(path: Path) -> None:
     shutil.copytree(PLAIN.parent, path.parent / "runs/plain")
     path.rename(path.with_name("sweep.json"))
+    run(path, compare.main, path.parent, "--output-dir", "@out")
+
+
+def gates(path: Path, baselines: Path = ROOT / "tests/sample/baselines.json") -> None:
     out = path.parent / "out"
-    run(compare.main, path.parent, "--output-dir", out, out=out)
-
-
-def compares_prices(path: Path) -> None:
-    out = path.parent / "out"
-    run(compare.main, PLAIN, "--experiment", path, "--output-dir", out, out=out)
-
-
-def gates(path: Path) -> None:
-    _gate(path, ROOT / "tests/sample/baselines.json", path.parent / "out")
-
-
-def gates_by(path: Path) -> None:
-    _gate(PLAIN, path, path.parent / "out")
-
-
-def _gate(result: Path, baselines: Path, out: Path) -> None:
     out.mkdir()
-    files = ["--markdown", out / "a.md", "--benchmark-json", out / "b.json"]
-    run(compare.main, result, "--baseline", baselines, *files, out=out)
+    result = path if baselines != path else PLAIN
+    files = ["--markdown", "@out/a.md", "--benchmark-json", "@out/b.json"]
+    run(path, compare.main, result, "--baseline", baselines, *files)
     shutil.copy(baselines, out / "new.json")
-    if result != PLAIN:
-        run(compare.main, result, "--baseline", out / "new.json", "--update-baselines", out=out)
+    if result == path:
+        run(path, compare.main, "@", "--baseline", "@out/new.json", "--update-baselines")
 
 
 def reports_trace(path: Path) -> None:
     whole = TRACES / "rocm_mi300x_llama_block.json.gz"
-    for argv in ([path], [path, "--json"], [path, whole], [whole, path]):
-        run(trace_report.main, *argv, out=path)
+    for argv in (["@"], ["@", "--json"], ["@", whole], [whole, "@"]):
+        run(path, trace_report.main, *argv)
 
 
 def reports_ranks(path: Path) -> None:
-    out, ranks = path.parent / "out", path.parent / "ranks"
+    ranks = path.parent / "ranks"
     ranks.mkdir()
-    out.mkdir()
+    (path.parent / "out").mkdir()
     path.rename(ranks / f"rank1{path.name.removeprefix('spoilt')}")
     (ranks / "rank0.json").write_text(json.dumps(TRACE))
-    run(trace_report.main, ranks, "--html", out / "x.html", out=out)
-    run(trace_report.main, ranks, "--json", out=out)
+    for flags in (["--html", "@out/x.html"], ["--json"]):
+        run(path, trace_report.main, ranks, *flags)
 
 
 def reports_run(path: Path) -> None:
     """A trace in the directory of a run, whose result knows its matmuls."""
     path.rename(path.with_name("result.json"))
-    (path.parent / "trace").mkdir()
     trace = path.parent / "trace/rank0.json"
+    trace.parent.mkdir()
     trace.write_text(json.dumps(TRACE))
     for flags in ([], ["--json"]):
-        run(trace_report.main, trace, *flags, out=path.parent / "trace")
+        run(path, trace_report.main, trace, *flags)
 
 
 def sweeps_rows(path: Path) -> None:
     """A sweep that goes on from rows of before; nothing is run."""
-    out = path.parent / "out"
-    out.mkdir()
-    path.rename(out / "rows.jsonl")
+    (path.parent / "out").mkdir()
+    path.rename(path.parent / "out/rows.jsonl")
     (path.parent / "e.yaml").write_text(SWEEP)
+    argv = [path.parent / "e.yaml", "--platform", "cpu", "--output-dir", "@out"]
     with mock.patch.object(jobs, "run_here", lambda *_: iter(())):
-        run(sweep.main, path.parent / "e.yaml", "--platform", "cpu", "--output-dir", out, out=out)
+        run(path, sweep.main, *argv)
 
 
 def plans_sweep(path: Path) -> None:
     for platform in ("nvidia", "cpu"):
-        run(sweep.main, path, "--platform", platform, "--dry-run", out=path)
-
-
-def estimates(path: Path) -> None:
-    run(estimate.main, path, "--gpu", "h100", "--seq-len", 64, out=path)
-
-
-def calibrates(path: Path) -> None:
-    tiny = ROOT / "configs/gpt2-tiny.json"
-    run(estimate.main, tiny, "--gpu", "h100", "--seq-len", 64, "--calibrate", path, out=path)
+        run(path, sweep.main, "@", "--platform", platform, "--dry-run")
 
 
 def examines(path: Path) -> None:
     """doctor.py with a tool of the driver that prints this."""
-    kind = "amd" if path.suffix == ".json" else "nvidia"
-    text = path.read_bytes().decode("utf-8", "replace").strip()
-    others = dict.fromkeys(("libraries", "settings"), lambda *_: [])
-    with mock.patch.multiple(doctor, detect_platform=lambda: kind, torch_sees=lambda _: [], **others,
-                             _output=lambda *_: text), \
-            mock.patch.object(shutil, "which", lambda _: "x"):  # fmt: skip
+    stand_ins = dict.fromkeys(("libraries", "settings", "torch_sees"), lambda *_: [])
+    stand_ins["detect_platform"] = lambda: "amd" if path.suffix == ".json" else "nvidia"
+    stand_ins["_output"] = lambda *_: path.read_bytes().decode("utf-8", "replace").strip()
+    with (
+        mock.patch.multiple(doctor, **stand_ins),
+        mock.patch.object(shutil, "which", lambda _: "x"),
+    ):
         for flags in ([], ["--json"]):
-            run(doctor.main, *flags, out=path)
+            run(path, doctor.main, *flags)
 
 
 # --- kinds ------------------------------------------------------------------------------------------
 
 PLAIN, TRACES = ROOT / "tests/sample/plain/result.json", ROOT / "tests/traces"
+TINY = ROOT / "configs/gpt2-tiny.json"
 SWEEP = "experiment: e\nmodels: [configs/gpt2-tiny.json]\ntraining: {seq_len: 32}\ngrid: {bsz: [1, 2]}\n"
 
 
@@ -476,8 +456,9 @@ def kinds() -> dict[str, Kind]:
             for text in texts("tests/logs/*.log")]  # fmt: skip
     logs = [log.decode("utf-8", "replace").encode() for log in logs]
     results = texts("tests/sample/*/result.json")
-    on_h100 = json.loads(results[0])
-    on_h100["device"]["hardware"] = "H100 SXM"
+    measured_there = json.loads(results[0])
+    measured_there["device"]["hardware"] = "H100 SXM"
+    on_h100 = ("--gpu", "h100", "--seq-len", 64)
     rows = [json.loads(line) for line in texts("tests/sample/rows.jsonl")[0].splitlines()]
     measured = [row | {"key": cell_key(cell, 0)}
                 for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
@@ -510,9 +491,11 @@ def kinds() -> dict[str, Kind]:
         "again": (".json", results, read_run_file),
         "baselines": (".json", baselines, lambda path: read_baselines(path, True)),
         "hardware": (".json", texts("configs/hardware.json"), read_hardware),
-        "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()], read_rows),
+        "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()],
+                 lambda path: Rows(path.rename(path.with_name("rows.jsonl")))),
         "weights": (".json", values({"weight_map": {"a": "b.safetensors"}}), read_weights_index),
-        "tokenizer": (".json", values(tokenizer), read_tokenizer),
+        "tokenizer": (".json", values(tokenizer),
+                      lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
         "manifest": (".json", [content.encode()], read_checkpoint),
         "compare:result": (".json", results, compares),
         "compare:suite": (".json", values(SUITE, AUTOMODEL), compares),
@@ -521,32 +504,24 @@ def kinds() -> dict[str, Kind]:
         "compare:table": (".csv", csvs, compares),
         "compare:lines": (".jsonl", [lines, torchtune], compares),
         "compare:sweep": (".json", values(sweep_json), compares_sweep),
-        "compare:prices": (".yaml", experiments[:1], compares_prices),
+        "compare:prices": (".yaml", experiments[:1],
+                           tool(compare.main, PLAIN, "--experiment", "@", "--output-dir", "@out")),
         "gate:result": (".json", results, gates),
-        "gate:baselines": (".json", baselines, gates_by),
+        "gate:baselines": (".json", baselines, lambda path: gates(path, path)),
         "trace:file": (".json", values(TRACE, HOST_TRACE), reports_trace),
         "trace:gz": (".json.gz", gz[:2], reports_trace),
         "trace:ranks": (".json.gz", gz[:2], reports_ranks),
         "trace:run": (".json", texts("tests/sample/profiled/result.json"), reports_run),
         "sweep:rows": (".jsonl", ["\n".join(map(json.dumps, measured)).encode()], sweeps_rows),
         "sweep:experiment": (".yaml", experiments, plans_sweep),
-        "estimate:config": (".json", configs, estimates),
-        "estimate:calibrate": (".json", values(on_h100), calibrates),
+        "estimate:config": (".json", configs, tool(estimate.main, "@", *on_h100)),
+        "estimate:calibrate": (".json", values(measured_there),
+                               tool(estimate.main, TINY, *on_h100, "--calibrate", "@")),
         "doctor:amd": (".json", values(ROCM), examines),
         "doctor:nvidia": (".txt", [f"{NVIDIA}\n{NVIDIA}".encode()], examines),
     }  # fmt: skip
 
 
-KINDS = tuple(
-    "config tokens result steps log trainer suite table lines trace trace-gz experiment run again "
-    "baselines hardware rows weights tokenizer manifest".split()
-)
-TOOLS = tuple(
-    "compare:result compare:suite compare:log compare:trainer compare:table compare:lines "
-    "compare:sweep compare:prices gate:result gate:baselines trace:file trace:gz trace:ranks "
-    "trace:run sweep:rows sweep:experiment estimate:config estimate:calibrate doctor:amd "
-    "doctor:nvidia".split()
-)
 SLOW = ("experiment", "run", "again")  # YAML in plain Python
 
 
@@ -598,8 +573,8 @@ def told(read: Callable[[Path], object], path: Path, loud: bool = False) -> Iter
 def main() -> int:
     """CASES of each kind, by default a million for readers and 100,000 for tools; KINDS chooses some."""
     code, first = 0, int(os.environ.get("FIRST") or 0)
-    for name in (os.environ.get("KINDS") or " ".join((*KINDS, *TOOLS))).split():
-        usual = 1e5 / len(TOOLS) if name in TOOLS else 1e4 if name in SLOW else 57_100
+    for name in (os.environ.get("KINDS") or " ".join(kinds())).split():
+        usual = 5000 if ":" in name else 10_000 if name in SLOW else 57_100
         cases, begin = int(os.environ.get("CASES") or usual), time.monotonic()
         with tempfile.TemporaryDirectory() as directory:
             try:
