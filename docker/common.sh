@@ -64,12 +64,13 @@ parse() {
         --gpus | --image | --name | --output | --cache | --engine)
             [ $# -ge 2 ] || die "$1 needs a value; see $script --help" 2
             case $1 in
-            --gpus | --output | --cache) fixed=$1 ;;
+            --gpus) gpus=$2 fixed=$1 ;;
+            --output) output=$2 fixed=$1 ;;
+            --cache) cache=$2 fixed=$1 ;;
+            --image) asked=$2 ;;
+            --name) container=$2 ;;
+            --engine) engine=$2 ;;
             esac
-            name=${1#--}
-            [ "$name" != image ] || name=asked
-            [ "$name" != name ] || name=container
-            printf -v "$name" %s "$2"
             shift
             ;;
         --)
@@ -100,11 +101,8 @@ parse() {
 
 find_engine() {
     if [ -z "$engine" ]; then
-        for candidate in docker podman; do
-            if command -v "$candidate" >/dev/null; then
-                engine=$candidate
-                break
-            fi
+        for candidate in podman docker; do # docker where both are
+            ! command -v "$candidate" >/dev/null || engine=$candidate
         done
     fi
     if ! command -v "${engine:-docker}" >/dev/null; then
@@ -167,9 +165,8 @@ user_arguments() {
     elif [ -n "$rootless" ]; then
         user=0:0 # rootless docker: root inside is you
     fi
-    if [ -n "$podman$selinux" ]; then
-        args+=(--security-opt label=disable) # otherwise the mounted directories cannot be read
-    fi
+    # Otherwise the mounted directories cannot be read.
+    [ -z "$podman$selinux" ] || args+=(--security-opt label=disable)
     args+=(--user "$user")
     # Without a name for the user id, PyTorch before 2.13 finds no place for its caches.
     args+=(-e "USER=$user_name" -e "LOGNAME=$user_name" -e HOME=/cache/home)
@@ -213,9 +210,7 @@ environment_arguments() {
     local name revision
     while IFS= read -r name; do
         # With --gpus the container has these GPUs only, and numbers them from 0.
-        if [ "$gpus" = all ] || [[ $name != *_VISIBLE_DEVICES ]]; then
-            args+=(-e "$name")
-        fi
+        [ "$gpus" != all ] && [[ $name = *_VISIBLE_DEVICES ]] || args+=(-e "$name")
     done < <(compgen -e | grep -E "$passed_on" | grep -Ev "$kept_back" | sort)
     # The revision of the mounted tree, not of the image.
     revision=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)
@@ -223,17 +218,12 @@ environment_arguments() {
 }
 
 terminal=()
-if [ -t 0 ] && [ -t 1 ]; then
-    terminal=(-t)
-fi
+[ ! -t 0 ] || [ ! -t 1 ] || terminal=(-t)
 
 run() { # print or do
-    if [ -n "$dry" ]; then
-        printf '%q ' "$@"
-        echo
-    else
-        exec "$@"
-    fi
+    [ -n "$dry" ] || exec "$@"
+    printf '%q ' "$@"
+    echo
 }
 
 # Commands go through bash: NVIDIA's images set up their driver libraries in bash's start-up files.
@@ -243,12 +233,8 @@ through_bash=(bash -c 'exec "$@"' bash)
 main() {
     parse "$@"
     find_engine
-    if [ -z "$cpu" ]; then
-        find_gpus
-    fi
-    if [ ${#command[@]} = 0 ]; then
-        command=(bash)
-    fi
+    [ -n "$cpu" ] || find_gpus
+    [ ${#command[@]} != 0 ] || command=(bash)
     local state its_image its_tree
     # shellcheck disable=SC2034 # its_image is looked at where one was asked for
     IFS='|' read -r state its_image its_tree < <("$engine" container inspect --format \
@@ -261,9 +247,7 @@ main() {
         [ "$its_tree" = "$repo" ] ||
             die "container $container is of another tree, ${its_tree:-unknown}; --name starts another"
         echo "$script: container $container is there; entering it, with its GPUs and directories" >&2
-        if [ "$state" != true ] && [ -z "$dry" ]; then
-            "$engine" start "$container" >/dev/null
-        fi
+        [ "$state" = true ] || [ -n "$dry" ] || "$engine" start "$container" >/dev/null
         args=()
         environment_arguments
         run "$engine" exec -i ${terminal[@]+"${terminal[@]}"} "${args[@]}" --workdir "$workdir" "$container" "${through_bash[@]}" "${command[@]}"
@@ -271,9 +255,7 @@ main() {
     fi
     find_image
     args=(run --rm --init --pull=never --no-healthcheck -i ${terminal[@]+"${terminal[@]}"} --name "$container" --label "llm-train-bench.tree=$repo")
-    if [ -z "$cpu" ]; then
-        gpu_arguments
-    fi
+    [ -n "$cpu" ] || gpu_arguments
     network_arguments
     user_arguments
     mount_arguments
