@@ -464,7 +464,7 @@ def test_profile_breaks_a_step_down(tmp_path):
     assert 0 <= p["host_gaps"]["time_s"] <= p["classes_s"]["idle"] + 1e-9
     assert 50 < p["matmul_tflops"] < 990
     # The formula's FLOPs are those of the recorded shapes.
-    run_apart("train.py", tmp_path / "y", *SMALL, "--profile", "--profile-shapes")
+    run_apart("train.py", tmp_path / "y", *SMALL, "--profile", "--profile-stacks")
     (path,) = (tmp_path / "y").glob("*/trace/*.json.gz")
     found = break_down(read_trace(path)).matmul_flops
     assert found == pytest.approx(only_result(tmp_path / "y")["profile"]["matmul_flops"], rel=1e-6)

@@ -179,7 +179,7 @@ def test_time_between_steps_belongs_to_the_step_that_follows():
     log.start()
     start = time.perf_counter()
     for step in range(5):
-        log.finish(step, "measure", 0.0, 1, torch.zeros(()), None)
+        log.finish(step, "measure", 0.0, 1, torch.zeros(1), None)
         end = time.perf_counter()
     log.drain()
     times = [s.step_time_s for s in log.of_phase("measure")]

@@ -111,6 +111,7 @@ def test_result_is_complete(run):
     (path,) = run.glob("*/result.json")
     assert read_result(path).metrics.final_loss == r["metrics"]["final_loss"]
     assert {p.name for p in path.parent.iterdir()} == {"result.json", "steps.jsonl", "tensorboard"}
+    assert r["profile"] is None and r["memory"] is None
 
 
 def test_steps_file_and_tensorboard_say_the_same(run):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llm_train_bench.base.errors import OwnError, UsageError
-from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.base.machine import Platform, cpu_name
 
 GIB = 2**30
 
@@ -36,7 +36,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def platform_of(device: torch.device) -> str:
+def platform_of(device: torch.device) -> Platform:
     """`nvidia`, `amd` or `cpu`."""
     if device.type == "cpu":
         return "cpu"
@@ -135,14 +135,6 @@ def _of_process(name: str) -> int | None:
         return None
 
 
-def cpu_count() -> int:
-    """Cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that the device (or the host, on a CPU) ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -152,7 +144,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def cpu_seconds() -> tuple[float, float, float, float] | None:
+def cpu_seconds() -> tuple[float, ...] | None:
     """CPU seconds of the machine: all, busy, stolen by a virtual machine's host; and this process's.
 
     None where the system has no /proc/stat.

@@ -4,10 +4,12 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler._utils import traverse_dfs
 
 from llm_train_bench.apply.sharded import is_sharded
 from llm_train_bench.measure.device import GIB, reset_peak_memory
@@ -20,11 +22,11 @@ HISTORY = 200_000
 
 
 class MemoryReport:
-    """Looks at the last warm-up step and tells its memory by kind, into `result.memory`.
+    """Fills `result.memory` with the memory of the last warm-up step by kind.
 
     On a GPU the allocator's counters are read at the ends of its parts. A CPU has no such counters:
     there the profiler lists what the step allocates, which takes seconds and is done on request
-    (--memory-snapshot). Where `looks` is false, as under CUDA graphs, nothing is told.
+    (--memory-snapshot). Where `looks` is false, as under CUDA graphs, nothing is measured.
     """
 
     def __init__(
@@ -82,25 +84,23 @@ class MemoryReport:
         together = buckets or self.result.batch.grad_acc_steps > 1
         either = sum if together else max
         workspace = peak - parameters - states - either((activations, self.gradients))
-        kinds = dict(parameters=parameters, gradients=self.gradients, optimizer=states,
-                     activations=activations, workspace=workspace, peak=peak)  # fmt: skip
-        sizes = {f"{kind}_gib": size / GIB for kind, size in kinds.items()}
-        self.result.memory = Memory(step=step, **sizes)
+        sizes = (parameters, self.gradients, states, activations, workspace, peak)
+        gib = zip(list(Memory.model_fields)[1:], (size / GIB for size in sizes), strict=True)
+        self.result.memory = Memory(step=step, **dict(gib))
 
 
 def n_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """Bytes of tensors on this rank's device: a shard for a sharded one, 0 for an offloaded one."""
-    with torch.no_grad():
-        local = [t.to_local() if is_sharded(t) else t for t in tensors]
-    held = [part for t in local for part in _parts(t)]
-    return sum(t.numel() * t.element_size() for t in held if t.device.type == device.type)
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    # Transformer Engine's FP8 tensors hold the numbers once or, for the backward, twice.
-    if hasattr(tensor, "get_data_tensors"):
-        return [part for part in tensor.get_data_tensors() if part is not None]
-    return [tensor]
+    total = 0
+    local: Any
+    for local in tensors:
+        with torch.no_grad():
+            local = local.to_local() if is_sharded(local) else local
+        # Transformer Engine's FP8 tensors hold the numbers once or, for the backward, twice.
+        for data in local.get_data_tensors() if hasattr(local, "get_data_tensors") else [local]:
+            if data is not None and data.device.type == device.type:
+                total += data.numel() * data.element_size()
+    return total
 
 
 class CudaMeter:
@@ -145,8 +145,9 @@ class CpuMeter:
     def read(self) -> tuple[int, int]:
         """As CudaMeter.read."""
         self.profiler.stop()
-        roots = self.profiler.profiler.kineto_results.experimental_event_tree()
-        events = sorted(_flat(roots), key=lambda event: event.start_time_ns)
+        profiler: Any = self.profiler.profiler
+        tree = profiler.kineto_results.experimental_event_tree()
+        events = sorted(traverse_dfs(tree), key=lambda event: event.start_time_ns)
         live = highest = 0
         forward_end, before, activations = None, 0, None
         for event in events:
@@ -158,12 +159,6 @@ class CpuMeter:
             elif event.name == "part:forward" and forward_end is None:
                 forward_end, before = event.end_time_ns, live
         return live - before if activations is None else activations, highest
-
-
-def _flat(events) -> Iterator:
-    for event in events:
-        yield event
-        yield from _flat(event.children)
 
 
 def quiet_profiler() -> None:
@@ -184,7 +179,8 @@ class AllocatorRecord:
             # Symbols of C++ frames would be looked up for half a minute.
             torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
         self.looking = True  # an observer cannot be taken off
-        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
+        bindings: Any = torch._C
+        bindings._cuda_attach_out_of_memory_observer(self._on_out_of_memory)
 
     def _on_out_of_memory(self, device, size, allocated, freed) -> None:
         with contextlib.suppress(Exception):  # what is being reported matters more

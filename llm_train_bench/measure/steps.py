@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,42 +20,35 @@ from llm_train_bench.results.result_files import Step
 Stamp = torch.cuda.Event | float
 
 
-class Clock:
-    """Makes stamps in stream order and reads the time between two of them once they have passed."""
+def _stamp(device: torch.device) -> Stamp:
+    """Now, as the device sees it: after all work given to it so far."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
 
-    def stamp(self) -> Stamp:
-        """Now, as the device sees it: after all work given to it so far."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def passed(self, stamp: Stamp) -> bool:
-        """Whether the device has reached a stamp; asks without waiting."""
-        return isinstance(stamp, float) or stamp.query()
-
-    def seconds(self, start: Stamp, end: Stamp) -> float:
-        """Seconds between two stamps that have passed."""
-        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            return start.elapsed_time(end) / 1e3
-        return cast(float, end) - cast(float, start)
+def _seconds(start: Stamp, end: Stamp) -> float:
+    """Seconds between two stamps that have passed."""
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return start.elapsed_time(end) / 1e3
+    return cast(float, end) - cast(float, start)
 
 
 @dataclasses.dataclass
 class _Pending:
-    step: int
-    phase: str
-    lr: float
-    tokens: int
+    known: dict[str, Any]  # the fields of its Step that the host knows
     marks: list[tuple[str, Stamp]]
-    values: Tensor  # loss, gradient norm and wish, on the CPU once the last mark has passed
-    at: float
-    compile_s: float
-    paused: bool = False
+    values: Tensor  # gradient norm, loss and stop request, once the last mark has passed
+
+    @property
+    def end(self) -> Stamp:
+        return self.marks[-1][1]
+
+    def passed(self) -> bool:
+        """Whether the device has finished the step; asks without waiting."""
+        return self.end.query() if isinstance(self.end, torch.cuda.Event) else True
 
 
 class StepLog:
@@ -74,11 +67,10 @@ class StepLog:
     ):
         """`guard` is the context in which the main thread hands steps on: all sinks or none get them.
 
-        `compile_s` tells the seconds of compilation so far; it is asked outside of the window.
+        `compile_s` returns the seconds of compilation so far; it is not called inside the window.
         """
         self.compile_s, self.compiled_s = compile_s, compile_s()
         self.guard = guard
-        self.clock = Clock(device)
         self.device = device
         self.sinks = sinks
         self.steps: list[Step] = []
@@ -92,7 +84,7 @@ class StepLog:
 
     def start(self) -> None:
         """Stamp the start of the first step after a pause."""
-        self.marks = [("start", self.clock.stamp())]
+        self.marks = [("start", _stamp(self.device))]
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -102,7 +94,7 @@ class StepLog:
         self.mark(name)
 
     def watched(self, name: str) -> contextlib.AbstractContextManager:
-        """The context of a part of a step for those who look at it; the first began to look first."""
+        """The context of a part of a step for all watchers, the oldest first."""
         if not self.watchers:
             return contextlib.nullcontext()
         stack = contextlib.ExitStack()
@@ -112,7 +104,7 @@ class StepLog:
 
     def mark(self, part: str) -> None:
         """The time since the last mark belongs to this part."""
-        self.marks.append((part, self.clock.stamp()))
+        self.marks.append((part, _stamp(self.device)))
 
     def finish(
         self,
@@ -120,32 +112,33 @@ class StepLog:
         phase: str,
         lr: float,
         tokens: int,
-        loss: Tensor,
+        values: Tensor,
         grad_norm: Tensor | None,
-        wish: Tensor | None = None,
     ) -> None:
-        """End the step: send its values to the CPU without waiting, and hand on what has passed."""
+        """End the step: send its values to the CPU without waiting, and hand on what has passed.
+
+        `values` are the loss and, if the run saves, the stop request.
+        """
         # If gradients are offloaded to the CPU, their norm is there too.
-        norm = loss.new_full((), -1.0) if grad_norm is None else grad_norm.to(loss.device)
-        on_device = torch.stack((loss, norm) if wish is None else (loss, norm, wish))
-        values = self.values[step, : len(on_device)]
-        values.copy_(on_device, non_blocking=True)
+        norm = values.new_full((), -1.0) if grad_norm is None else grad_norm.to(values.device)
+        on_host = self.values[step, : 1 + len(values)]
+        on_host.copy_(torch.cat((norm[None], values)), non_blocking=True)
         self.mark("optimizer")
-        compiled_s, before = self.compiled_s, self.compiled_s
+        known = dict[str, Any](step=step, phase=phase, lr=lr, tokens=tokens)
+        known["at"] = round(time.time(), 6)
         if phase != "measure":
-            self.compiled_s = compiled_s = self.compile_s()
-        self.pending.append(
-            _Pending(step, phase, lr, tokens, self.marks, values, time.time(), compiled_s - before)
-        )
+            before, self.compiled_s = self.compiled_s, self.compile_s()
+            known["compile_s"] = self.compiled_s - before
+        self.pending.append(_Pending(known, self.marks, on_host))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
             self.drain(kept=1)
 
     def wish_of(self, step: int) -> float:
-        """The wish of an earlier step, once the device has finished it."""
+        """The stop request of an earlier step, once the device has finished it."""
         for pending in self.pending:
-            if pending.step == step and not self.clock.passed(pending.marks[-1][1]):
-                cast(torch.cuda.Event, pending.marks[-1][1]).synchronize()
+            if pending.known["step"] == step and isinstance(pending.end, torch.cuda.Event):
+                pending.end.synchronize()
         return self.values[step, 2].item()
 
     def pause(self) -> None:
@@ -154,7 +147,7 @@ class StepLog:
         The time until `start` belongs to no step.
         """
         if self.pending:
-            self.pending[-1].paused = True
+            self.pending[-1].known["saved"] = True
         elif self.steps:  # before the window's first step
             self.steps[-1] = dataclasses.replace(self.steps[-1], saved=True)
         self.drain()
@@ -166,7 +159,7 @@ class StepLog:
         main = threading.current_thread() is threading.main_thread()
         with self.guard() if main else contextlib.nullcontext():
             finished = []
-            while len(self.pending) > kept and self.clock.passed(self.pending[0].marks[-1][1]):
+            while len(self.pending) > kept and self.pending[0].passed():
                 finished.append(self._read(self.pending.popleft()))
             if finished:
                 self.steps += finished
@@ -174,26 +167,20 @@ class StepLog:
                     sink(finished)
 
     def _read(self, pending: _Pending) -> Step:
-        parts: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
+        parts: dict[str, Any] = dict.fromkeys(STEP_PARTS, 0.0)
         for (_, begin), (part, end) in zip(pending.marks, pending.marks[1:], strict=False):
-            parts[part] += self.clock.seconds(begin, end)
+            parts[part] += _seconds(begin, end)
         # A micro batch ends with its backward, or its forward where there is none.
         ends = [stamp for part, stamp in pending.marks if part == "backward"]
         ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
         begins = [pending.marks[0][1], *ends]
-        micro = [self.clock.seconds(*ab) for ab in zip(begins, ends, strict=False)]
-        loss, grad_norm, *_ = pending.values.tolist()
+        micro = [_seconds(begin, end) for begin, end in zip(begins, ends, strict=False)]
+        grad_norm, loss, *_ = pending.values.tolist()
         return Step(
-            step=pending.step,
-            phase=pending.phase,
+            **pending.known,
             loss=loss,
-            lr=pending.lr,
             grad_norm=None if grad_norm == -1.0 else grad_norm,
-            step_time_s=self.clock.seconds(pending.marks[0][1], pending.marks[-1][1]),
-            tokens=pending.tokens,
-            saved=pending.paused,
-            at=round(pending.at, 6),
-            compile_s=pending.compile_s,
+            step_time_s=_seconds(pending.marks[0][1], pending.end),
             micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},
         )

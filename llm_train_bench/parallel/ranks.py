@@ -19,7 +19,8 @@ from torch.distributed import distributed_c10d
 
 from llm_train_bench.base.errors import NotJoined, UsageError
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.measure.device import cpu_count, is_out_of_memory
+from llm_train_bench.base.machine import n_cores
+from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.results.result_files import RUN_POINTER, RUN_POINTER_BEFORE
 
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
@@ -109,7 +110,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     if offload:  # the optimizer runs on the CPU, which the ranks of a machine share
         here = min(ranks.world, torch.cuda.device_count() or 1)
-        torch.set_num_threads(max(1, cpu_count() // here))
+        torch.set_num_threads(max(1, n_cores() // here))
     at = private or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store = _file_store(private, ranks, timeout) if private else _agent_store(ranks, timeout)

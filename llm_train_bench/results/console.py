@@ -4,7 +4,7 @@ import contextlib
 import io
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,24 +20,23 @@ from llm_train_bench.trace.breakdown_table import show_breakdown
 
 
 def say(text: str, stream: TextIO | None = None) -> bool:
-    """Print a line, on standard error unless told otherwise; whether it went out.
+    """Print a line, by default on standard error; whether it was written.
 
-    A closed or full output ends no run, nor does a name that the terminal cannot show.
+    Neither a closed or full output ends the run, nor a name that the terminal cannot show.
     """
-    stream, text = stream or sys.stderr, printable(text, kept="\n")
+    out: Any = stream or sys.stderr
     try:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        encoding = getattr(out, "encoding", None) or "utf-8"
+        text = printable(text, kept="\n").encode(encoding, "backslashreplace").decode(encoding)
+        print(text, file=out, flush=True)
     except (OSError, ValueError, AttributeError):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # Python flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes at its end
         return False
     return True
 
 
-PHASES = {
-    "warmup": "warm-up", "resume": "resumed", "measure": "measured", "profile": "profiled",
-}  # fmt: skip
+PHASES = {"warmup": "warm-up", "resume": "resumed", "measure": "measured", "profile": "profiled"}
 
 
 class ProgressDisplay:
@@ -85,8 +84,7 @@ class ProgressDisplay:
         name = PHASES[step.phase]
         if self.bar is None:
             if done % self.tenth == 0 or done == self.n_steps:
-                line = f"step {done}/{self.n_steps}  {name}  {figures}"
-                say(line)
+                say(f"step {done}/{self.n_steps}  {name}  {figures}")
             return
         self.bar.update(self.task, completed=done, description=name, figures=figures)
         self.bar.refresh()
@@ -122,10 +120,10 @@ def print_header(result: Result, work: Work) -> None:
     if result.fp8 is not None:
         f = result.fp8
         emulated = ", emulated" if f.emulated else ""
-        kept = "; ".join(f"{what} ({why})" for what, why in f.high_precision.items())
+        higher = "; ".join(f"{what} ({why})" for what, why in f.high_precision.items())
         lines.append(
             f"FP8: {f.backend} {f.recipe}{emulated}, {f.n_linear_layers} linear layers of "
-            f"{f.n_parameters / 1e6:,.1f} M parameters; in higher precision: {kept}"
+            f"{f.n_parameters / 1e6:,.1f} M parameters; in higher precision: {higher}"
         )
     if work.compiled:
         lines.append("the first step compiles each kind of block, which may take a minute or more")
@@ -134,10 +132,9 @@ def print_header(result: Result, work: Work) -> None:
 
 def print_result(result: Result) -> None:
     """The final table, as Markdown, on standard output; on standard error if that is closed."""
-    text = io.StringIO()
-    table = markdown_table("metric", "value")
-    for name, value in table_rows(result):
-        table.add_row(name, value)
+    text, table = io.StringIO(), markdown_table("metric", "value")
+    for row in table_rows(result):
+        table.add_row(*row)
     console = Console(file=text, width=200, highlight=False, markup=False)
     console.print(table)
     if p := result.profile:
@@ -167,19 +164,11 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         rows.append(("kernels: attention; matmuls", f"{text}; {', '.join(o.matmuls) or 'unknown'}"))
         rows += [("fallbacks", "; ".join(o.fallbacks))] if o.fallbacks else []
         for kind, use in o.collectives.items():
-            rate = number(use.bus_gb_per_s, ".3g")
-            rows.append(
-                (f"{kind}: calls, time, bus", f"{use.calls:g}, {use.time_s:.4f} s, {rate} GB/s")
-            )
+            text = f"{use.calls:g}, {use.time_s:.4f} s, {number(use.bus_gb_per_s, '.3g')} GB/s"
+            rows.append((f"{kind}: calls, time, bus", text))
     if k:
-        kinds = (
-            k.parameters_gib,
-            k.gradients_gib,
-            k.optimizer_gib,
-            k.activations_gib,
-            k.workspace_gib,
-        )
-        text = " / ".join(f"{gib:.2f}" for gib in kinds)
+        kinds = ("parameters", "gradients", "optimizer", "activations", "workspace")
+        text = " / ".join(f"{getattr(k, f'{kind}_gib'):.2f}" for kind in kinds)
         rows.append(("parameters / gradients / optimizer / activations / rest", f"{text} GiB"))
     for d in result.devices:
         if d.sm_clock_mean_mhz is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from typing import Any
 
 from llm_train_bench.formulas.flops import flops_per_token, recomputed_flops_per_token
 from llm_train_bench.formulas.parameters import linear_parameters
@@ -25,7 +26,7 @@ class RankTimes:
     rank: int
     host: str
     step_times_s: list[float]
-    part_means_s: dict[str, float]
+    part_means_s: dict[str, Any]
     device: DeviceUse
     memory: dict[str, float | int | None]
     probe_tflops: float | None  # of its device by itself (llm_train_bench/measure/matmul_rate.py)
@@ -34,14 +35,14 @@ class RankTimes:
     n_recompilations: int = 0
     graphs_recorded: int | None = None
     # Of its machine: all, busy, stolen; and its own (llm_train_bench/measure/device.py).
-    cpu_seconds: tuple[float, float, float, float] | None = None
+    cpu_seconds: tuple[float, ...] | None = None
 
 
-def mean_part_times(steps: list[Step]) -> dict[str, float]:
-    """Mean time [s] of each part of a step; waiting is 0 where there is no pipeline."""
-    return {
-        part: statistics.fmean(getattr(s, f"{part}_time_s") for s in steps) for part in STEP_PARTS
-    }
+def mean_part_times(steps: list[Step]) -> dict[str, Any]:
+    """Mean time [s] of each part of a step; waiting is None where there is no pipeline."""
+    fields = {part: [getattr(s, f"{part}_time_s") for s in steps] for part in STEP_PARTS}
+    means = {part: statistics.fmean(seconds) for part, seconds in fields.items()}
+    return means | {"idle": means["idle"] or None}
 
 
 def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
@@ -67,32 +68,29 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         RankInfo(
             rank=r.rank,
             host=r.host,
-            step_time_mean_s=sum(r.step_times_s) / len(r.step_times_s),
-            data_time_mean_s=r.part_means_s["data"],
-            forward_time_mean_s=r.part_means_s["forward"],
-            backward_time_mean_s=r.part_means_s["backward"],
-            optimizer_time_mean_s=r.part_means_s["optimizer"],
-            idle_time_mean_s=r.part_means_s["idle"] or None,
+            step_time_mean_s=statistics.fmean(r.step_times_s),
             peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
             probe_tflops=r.probe_tflops,
+            **{f"{part}_time_mean_s": mean for part, mean in r.part_means_s.items()},
         )
         for r in ranks
     ]
     if any(r.part_means_s["idle"] for r in ranks):
         m.pipeline_bubble = statistics.fmean(
-            r.part_means_s["idle"] / (r.part_means_s["forward"] + r.part_means_s["backward"])
+            (r.part_means_s["idle"] or 0.0)
+            / (r.part_means_s["forward"] + r.part_means_s["backward"])
             for r in ranks
         )
     if not (m.all_gather_bytes or m.all_to_all_bytes or m.send_bytes):
         # Ranks wait for each other in backward, so all have the same step time. A late rank shows
         # in the parts before backward, unless it waits for weights there.
-        own = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
-        m.slowest_rank = own.index(max(own))
-        m.rank_imbalance = max(own) / (sum(own) / len(own)) - 1
+        before = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
+        m.slowest_rank = before.index(max(before))
+        m.rank_imbalance = max(before) / statistics.fmean(before) - 1
     rates = [r.probe_tflops for r in ranks if r.probe_tflops is not None]
     if len(rates) == len(ranks):
         m.slowest_device = rates.index(min(rates))
-        behind = m.device_imbalance = 1 - min(rates) / (sum(rates) / len(rates))
+        behind = m.device_imbalance = 1 - min(rates) / statistics.fmean(rates)
         if behind > SLOW_DEVICE and result.device.type == "cuda":
             late = ranks[m.slowest_device]
             result.notes.append(
@@ -126,7 +124,7 @@ def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
 def _fill_machine_use(result: Result, ranks: list[RankTimes]) -> None:
     """Parts of CPU time that went to other processes or were withheld, on the worst host."""
     m = result.metrics
-    for host in {r.host: r for r in ranks if r.cpu_seconds}:
+    for host in {r.host for r in ranks if r.cpu_seconds}:
         used = [r.cpu_seconds for r in ranks if r.host == host and r.cpu_seconds]
         total, busy, stolen = (max(column) for column in list(zip(*used, strict=True))[:3])
         if total < SHORTEST_LOOK_S:
@@ -140,12 +138,11 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
     """Energy of all devices, and if clocks or other processes spoilt the window, into `result`."""
     m = result.metrics
     result.devices = devices
-    joules = [d.energy_j for d in devices]
-    known = [j for j in joules if j is not None]
-    m.energy_j = (sum(known) or None) if len(known) == len(joules) else None
-    told = [d.throttled for d in devices if d.throttled is not None]
-    if told:
-        m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in told)
+    joules = [d.energy_j for d in devices if d.energy_j is not None]
+    m.energy_j = (sum(joules) or None) if len(joules) == len(devices) else None
+    throttled = [d.throttled for d in devices if d.throttled is not None]
+    if throttled:
+        m.power_cap_fraction = max(parts.get(POWER_CAP, 0.0) for parts in throttled)
         m.clocks_held_down = bool(result.spoilt_by)
     for d in devices:
         if d.held_down:
@@ -157,12 +154,12 @@ def fill_device_metrics(result: Result, devices: list[DeviceUse]) -> None:
                 f"rank {d.rank}: {counted:.0f} W by the energy counter, {sampled:.0f} W by samples of "
                 "the power: one of them is wrong"
             )
-    company = {d.rank: d.other_processes for d in devices if d.other_processes is not None}
-    if company:
-        m.device_shared = any(company.values())
-        for rank, n in company.items():
-            if n:
-                result.notes.append(f"rank {rank}: {n} other process(es) used its GPU")
+        if d.other_processes is not None:
+            m.device_shared = m.device_shared or d.other_processes > 0
+        if d.other_processes:
+            result.notes.append(
+                f"rank {d.rank}: {d.other_processes} other process(es) used its GPU"
+            )
 
 
 def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) -> None:
@@ -186,7 +183,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     for key, value in describe(times).items():
         setattr(m, key, value)
     for part, mean in mean_part_times(measured).items():
-        setattr(m, f"{part}_time_mean_s", mean or None if part == "idle" else mean)
+        setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)
     tokens = result.batch.tokens_per_step * len(times)
     m.steps_per_sec = len(times) / m.window_s
@@ -196,8 +193,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     if m.energy_j:
         m.average_power_w = m.energy_j / m.window_s
         m.tokens_per_joule = tokens / m.energy_j
-    price = result.args.get("usd_per_hour")
-    if price:
+    if price := result.args.get("usd_per_hour"):
         m.usd_per_million_tokens = price / 3600 / m.tokens_per_sec_per_gpu * 1e6
         m.tokens_per_usd = m.tokens_per_sec_per_gpu * 3600 / price
 
@@ -233,9 +229,8 @@ def fill_flop_metrics(result: Result, work: Work) -> None:
 def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:
     """FLOPs of a step's matmuls on one device, and their seconds at the measured roof.
 
-    Attention is left out. The seconds are None where the roof is not known. Everything computed counts:
-    recomputed blocks and
-    padded vocabulary rows too.
+    Attention is left out; recomputed blocks and padded vocabulary rows count. The seconds are None
+    where the roof is not known.
     """
     passes, d, config = PASS_FORWARDS[work.pass_type], result.device, work.config
     linear = linear_parameters(config)

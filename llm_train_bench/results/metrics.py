@@ -96,7 +96,7 @@ class Metrics(Strict):
     restart_s: float | None = None
     goodput: float | None = None
     time_parts_s: dict[str, float] | None = None
-    val_losses: list[tuple[int, float]] = Field(default_factory=list)
+    val_losses: list[tuple[int, float | None]] = Field(default_factory=list)
     window_evaluations: int | None = None
     val_perplexity: float | None = None
     val_loss_before: float | None = None

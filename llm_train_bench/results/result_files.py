@@ -4,17 +4,19 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.results.schema import Lineage, Result, Writer
+from llm_train_bench.results.schema import Lineage, Result, Status, Writer
 
 # Held on disk from the start, so that a full disk cannot keep the result from being written.
 RESERVED_BYTES = 2**20
@@ -139,18 +141,18 @@ def _started(pid: int | None) -> int | None:
     return None if state in "ZX" else int(rest[18])
 
 
-# The first rank of a machine leaves word of its run in a file of this name for the process that started
-# it, as JSON; that of an attempt before has the other name.
+# The first rank of a machine writes its run into a file of this name, as JSON, for the process that
+# started it; the file of the attempt before has the other name.
 RUN_POINTER, RUN_POINTER_BEFORE = "run", "run-before"
 
 
 def run_told(pointer: Path) -> Path | None:
     """The directory of the run that a RUN_POINTER names, if it has a result and that is this run's."""
     with contextlib.suppress(OSError, ValueError):
-        word = json.loads(pointer.read_text(encoding="utf-8"))
-        directory = Path(word["directory"])
+        content = json.loads(pointer.read_text(encoding="utf-8"))
+        directory = Path(content["directory"])
         lineage = read_result(directory / "result.json").lineage
-        return directory if lineage == Lineage.model_validate(word["lineage"]) else None
+        return directory if lineage == Lineage.model_validate(content["lineage"]) else None
     return None
 
 
@@ -166,7 +168,7 @@ def complete_result(pointer: Path, status: str, error: str, consequences: tuple[
         of_others = re.sub(r"^rank \d+: ", "", result.error or "").startswith(consequences)
         unaware = result.status == "interrupted" != status
         if result.status == "running" or unaware or of_others:
-            result.status, result.error = status, error
+            result.status, result.error = cast(Status, status), error
             result.ended_at = result.ended_at or now()
             file.write(result, last=True)
         file.spare.unlink(missing_ok=True)
@@ -179,11 +181,11 @@ def now() -> str:
 
 def settings_of(r: Result) -> dict[str, str]:
     """Variables of the environment that change speed or numerics; paths as they may be shown."""
-    given = r.environment.get("settings")
-    items = given.items() if isinstance(given, dict) else ()
-    # Threads are told apart, and a cache's place changes nothing.
-    passed_over = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
-    return {str(k): shown_word(str(v)) for k, v in items if k not in passed_over}
+    settings = r.environment.get("settings")
+    items = settings.items() if isinstance(settings, dict) else ()
+    # `software` has the threads, and a cache's place changes nothing.
+    ignored = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+    return {str(k): shown_word(str(v)) for k, v in items if k not in ignored}
 
 
 def commit_of(r: Result) -> str:
@@ -197,14 +199,13 @@ def software(r: Result) -> dict[str, str]:
     """Software that a run's speed can depend on, besides our own: name to version, where known."""
     e = r.environment
     parts = (e.get("libraries"), e.get("image"))
-    found, image = (dict(part) if isinstance(part, dict) else {} for part in parts)
-    found |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
-    if r.device.type == "cpu":
-        found["threads"] = e.get("torch_threads")
-    found |= {name: e.get(name) for name in ("python",)}
-    found |= settings_of(r)
-    found["image"] = " ".join(str(part) for part in image.values() if part)
-    return {name: str(version) for name, version in found.items() if version}
+    versions, image = (dict(part) if isinstance(part, dict) else {} for part in parts)
+    versions |= {name: e.get(name) for name in ("cuda", "hip", "cudnn", "nccl", "driver")}
+    versions["threads"] = e.get("torch_threads") if r.device.type == "cpu" else None
+    versions["python"] = e.get("python")
+    versions |= settings_of(r)
+    versions["image"] = " ".join(str(part) for part in image.values() if part)
+    return {name: str(version) for name, version in versions.items() if version}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,8 +261,23 @@ def read_losses(path: Path) -> list[float]:
     return [float("nan") if loss is None else loss for loss in losses]
 
 
-def finite(value):
+def step_figures(step: Step) -> dict[str, float | None]:
+    """The figures of a step, by their tags in TensorBoard and the trackers."""
+    return {
+        "train/loss": step.loss,
+        "train/lr": step.lr,
+        "train/grad_norm": step.grad_norm,
+        "speed/step_time_s": step.step_time_s,
+        "speed/tokens_per_sec": step.tokens / step.step_time_s,
+    }
+
+
+def finite(value: Any) -> Any:
     """A number JSON can hold, or None."""
-    if isinstance(value, float) and not -float("inf") < value < float("inf"):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the values that are finite numbers, as floats."""
+    numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}

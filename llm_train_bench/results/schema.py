@@ -165,13 +165,14 @@ class Lineage(Strict):
     started: float
 
 
+Status = Literal["running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"]
+
+
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
     schema_version: Literal[3] = SCHEMA_VERSION
-    status: Literal[
-        "running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"
-    ] = "running"
+    status: Status = "running"
     error: str | None = None
     notes: list[str] = Field(default_factory=list)
     writer: Writer

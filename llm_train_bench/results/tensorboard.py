@@ -4,15 +4,15 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from llm_train_bench.results.metrics import FINAL_METRICS
-from llm_train_bench.results.result_files import Step, finite
+from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
 
@@ -23,10 +23,8 @@ def _cell(value) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _scalars(figures: dict[str, float | None]) -> Summary:
-    """The known figures, each under its tag."""
-    known = {tag: value for tag, value in figures.items() if finite(value) is not None}
-    return Summary(value=[Summary.Value(tag=t, simple_value=v) for t, v in known.items()])
+Event: Any = vars(event_pb2)["Event"]  # classes of protocol buffers are made at run time
+Summary: Any = vars(summary_pb2)["Summary"]
 
 
 class TensorBoardFile:
@@ -47,14 +45,12 @@ class TensorBoardFile:
         memory: Callable[[], dict[str, float | None]],
     ):
         # The caller writes: a writing thread would take time from the loop at any moment, and could
-        # tell nobody that the disk is full.
+        # not report a full disk.
         directory.mkdir()
         name = f"events.out.tfevents.{int(time.time()):010d}.{platform.node()}.{os.getpid()}"
         self.file = (directory / name).open("wb")
         self.records = RecordWriter(self.file)
-        self.records.write(
-            Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()
-        )
+        self._add(file_version="brain.Event:2")
         self.flops_per_token, self.peak_tflops = flops_per_token, peak_tflops
         self.n_devices, self.memory = n_devices, memory
         self.last_memory, self.last_memory_step = 0.0, -1
@@ -69,31 +65,27 @@ class TensorBoardFile:
         """Write the event of one step."""
         rate = step.tokens / step.step_time_s
         tflops = rate * self.flops_per_token / 1e12 / self.n_devices
-        scalars = {
-            "train/loss": step.loss,
-            "train/lr": step.lr,
-            "train/grad_norm": step.grad_norm,
-            "speed/step_time_s": step.step_time_s,
-            "speed/tokens_per_sec": rate,
-            "speed/model_tflops_per_gpu": tflops,
-            "speed/mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-        }
+        mfu = tflops / self.peak_tflops if self.peak_tflops else None
+        scalars = step_figures(step) | {"speed/model_tflops_per_gpu": tflops, "speed/mfu": mfu}
         if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
             self._add_memory(step.step)
         self.tokens, self.last_step = self.tokens + step.tokens, step.step
-        self._add(_scalars(scalars), step.step)
+        self._scalars(scalars, step.step)
         by_tokens = {"by_tokens/loss": step.loss, "by_tokens/tokens_per_sec": rate}
-        self._add(_scalars(by_tokens), self.tokens)
+        self._scalars(by_tokens, self.tokens)
 
     def _add_memory(self, step: int) -> None:
         self.last_memory, self.last_memory_step = time.perf_counter(), step
-        self._add(
-            _scalars({f"memory/{name}": value for name, value in self.memory().items()}), step
-        )
+        self._scalars({f"memory/{name}": gib for name, gib in self.memory().items()}, step)
 
-    def _add(self, summary: Summary, step: int = 0) -> None:
-        event = Event(wall_time=time.time(), step=step, summary=summary)
-        self.records.write(event.SerializeToString())
+    def _scalars(self, figures: Mapping[str, float | None], step: int) -> None:
+        """Write the known figures, each under its tag."""
+        known = finite_numbers(figures)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+        self._add(step=step, summary=Summary(value=values))
+
+    def _add(self, **fields: Any) -> None:
+        self.records.write(Event(wall_time=time.time(), **fields).SerializeToString())
 
     def describe(self, result: Result) -> None:
         """Write as text what is about to run."""
@@ -108,42 +100,34 @@ class TensorBoardFile:
         }
         for name, content in parts.items():
             rows = "\n".join(f"| {k} | {_cell(v)} |" for k, v in content.items())
-            self._add(text(f"run/{name}", f"| {name} | value |\n|---|---|\n{rows}"))
+            table = f"| {name} | value |\n|---|---|\n{rows}"
+            self._add(summary=text(f"run/{name}", table))
         self.file.flush()
 
     def conclude(self, result: Result) -> None:
         """Write the arguments and the final metrics for the HPARAMS tab, which compares runs."""
         from torch.utils.tensorboard.summary import hparams
 
-        default, flags = defaults(Args), declared(Args)
-        given = {"model": result.model.name} | {
-            k: v
-            for k, v in result.args.items()
-            if k != "config"
-            and flags[k].kind is not OUTPUT
-            and (flags[k].headline or v != default[k])
-        }
-        known = {
-            k: v if isinstance(v, bool | int | float | str) else str(v).lower()
-            for k, v in given.items()
-        }
-        final = result.metrics.model_dump()
-        metrics = {
-            f"final/{name}": float(final[name])
-            for name in FINAL_METRICS
-            if finite(final[name]) is not None
-        }
-        for summary in hparams(known, metrics):
-            self._add(summary)
         m, last = result.metrics, self.last_step
-        # Each final figure is a line over the steps that it is of: one dot would be no curve.
+        settings: dict[str, Any] = {"model": result.model.name}
+        default = defaults(Args)
+        for name, flag in declared(Args).items():
+            value = result.args[name]
+            if flag.kind is not OUTPUT and (flag.headline or value != default[name]):
+                plain = isinstance(value, bool | int | float | str)
+                settings[name] = value if plain else str(value).lower()
+        settings.pop("config", None)
+        metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in FINAL_METRICS})
+        for summary in hparams(settings, metrics):
+            self._add(summary=summary)
+        # Each final figure is a line over its steps: one dot would be no curve.
         for step in (last - (m.n_measured_steps or 1) + 1, last):
-            self._add(_scalars(metrics), step)
+            self._scalars(metrics, step)
         if last > self.last_memory_step:
             self._add_memory(last)
         losses = [(0, m.val_loss_before), *m.val_losses, (last + 1, m.val_loss)]
         for step, loss in losses if m.val_loss_before is not None else ():
-            self._add(_scalars({"validation/loss": loss}), step)
+            self._scalars({"validation/loss": loss}, step)
         self.file.flush()
 
     def close(self) -> None:

@@ -15,9 +15,10 @@ import torch
 
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import DoesNotFit, Interrupted, UsageError
+from llm_train_bench.base.machine import n_cores
 from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory, largest_batch
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import GIB, cpu_count, memory_gib, pick_device, platform_of
+from llm_train_bench.measure.device import GIB, memory_gib, pick_device, platform_of
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from llm_train_bench.run.failures import (
     PREEMPTED,
@@ -182,7 +183,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     if not n:  # pytorch/pytorch#186516
         raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
     # The ranks share the cores; more threads than cores slow every one of them down.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cpu_count() // n)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores() // n)))
     # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
     # NCCL open is on the loopback. A store behind a port would obey whoever connects to it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
 from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
+from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
 from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.checkpoint.saver import Saver
@@ -25,6 +26,9 @@ from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.profiling import build_capture, build_profiler, observed_in
 from llm_train_bench.trace.read_trace import read_trace
+
+if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
+    from llm_train_bench.parallel.pipeline import Pipeline
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
@@ -35,7 +39,7 @@ Passes = Callable[[int], Tensor]
 
 
 class Watcher(Protocol):
-    """Whatever looks at every step from outside: the memory report, a profiler, the saver."""
+    """Is called around every step: the memory report, a profiler, the saver."""
 
     def before(self, step: int) -> None:
         """A step begins."""
@@ -119,20 +123,18 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
     validated or measured, and changes none of that. A failure is a note.
     """
     schedule = run.plan.schedule
-    looked = schedule.profiler == "torch"  # at the captured steps
-    if run.plan.profile.no_observe or looked or schedule.total <= schedule.start:
+    observed = schedule.profiler == "torch"  # in the captured steps
+    if run.plan.profile.no_observe or observed or schedule.total <= schedule.start:
         return
     run.count()
     path = run.directory / "observed.json.gz"
+    profiler = build_profiler(run.device, record_shapes=True) if run.ranks.main else None
     try:
-        looks = contextlib.nullcontext()
-        if run.ranks.main:
-            looks = build_profiler(run.device, record_shapes=True)
-        with looks as seen:
+        with profiler or contextlib.nullcontext():
             step_fn(schedule.total, OBSERVE)
             synchronize(run.device)
-        if run.ranks.main:
-            seen.export_chrome_trace(str(path))
+        if profiler is not None:
+            profiler.export_chrome_trace(str(path))
             run.result.observed = observed_in(read_trace(path), run)
     except Exception as error:
         run.result.notes.append(f"the kernels that ran were not observed: {classify(error)[1]}")
@@ -195,7 +197,7 @@ def build_passes(
     return passes
 
 
-def build_pipelined_passes(run: Run, model: nn.Module, micro_batches: Batches) -> Passes:
+def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) -> Passes:
     """Forward and backward of all micro batches of a step, by the schedule of a pipeline.Pipeline."""
     work, log = run.plan.work, run.log
     if not work.trains:
@@ -209,8 +211,8 @@ def build_pipelined_passes(run: Run, model: nn.Module, micro_batches: Batches) -
     def passes(step: int) -> Tensor:
         run.begin_micro_step(step)
         with log.part("data"):
-            some = [next(micro_batches) for _ in range(n_micro)]
-            inputs, labels = (torch.cat(tensors) for tensors in zip(*some, strict=True))
+            pairs = [next(micro_batches) for _ in range(n_micro)]
+            inputs, labels = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
         total = scheduled(inputs, labels)
         log.mark("idle")
         return total
@@ -230,7 +232,7 @@ def build_step(
     flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
     tokens = work.batch.tokens_per_step
     parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
-    gradients = model.layout.gradients(model) if work.fsdp else None
+    gradients = cast(Transformer, model).layout.gradients(model) if work.fsdp else None
     balances = bool(work.config.experts and work.config.experts.correction_rate)
     keeps_gradients = work.cuda_graphs and work.trains
     if keeps_gradients:
@@ -243,7 +245,7 @@ def build_step(
         total = passes(step)
         rate, norm = 0.0, None
         with log.watched("optimizer"):
-            if optimizer is not None:
+            if optimizer is not None and flags is not None:
                 rate = learning_rate(step, flags, n_steps)
                 norm = optimizer_step(
                     parameters, optimizer, rate, flags.grad_clip, scaler, gradients
@@ -252,19 +254,15 @@ def build_step(
                 if balances:
                     update_corrections(model)
             if keeps_gradients:  # in place, without one kernel for each
-                torch._foreach_zero_([parameter.grad for parameter in parameters])
+                torch.ops.aten._foreach_zero_([parameter.grad for parameter in parameters])
             elif work.trains:
                 for parameter in parameters:
                     parameter.grad = None
-        wish = None
-        if saver is None:
-            average_over_ranks(total)
-        else:  # a stop request, averaged with the loss
-            both = torch.stack((total, saver.wishes(run.device)))
-            average_over_ranks(both)
-            total, wish = both.unbind()
+        # A stop request is averaged with the loss.
+        values = torch.stack((total, saver.wishes(run.device))) if saver else total[None]
+        average_over_ranks(values)
         if phase != OBSERVE:
-            log.finish(step, phase, rate, tokens, total, norm, wish)
+            log.finish(step, phase, rate, tokens, values, norm)
 
     return step_fn
 

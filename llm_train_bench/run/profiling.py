@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerAction, ProfilerActivity
 
 from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import quiet_profiler
 from llm_train_bench.model import layers
+from llm_train_bench.model.layout import Attend
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
 from llm_train_bench.results.figures import matmul_work
@@ -34,19 +36,17 @@ Draw = Callable[[str], contextlib.AbstractContextManager]
 
 def build_capture(run: Run, model: nn.Module) -> list["TorchCapture | NsysCapture"]:
     """The watchers that the run's flags ask for: none or one."""
-    kinds = {"torch": TorchCapture, "nsys": NsysCapture}
-    profiler = run.plan.schedule.profiler
-    return [kinds[profiler](run, model)] if profiler else []
+    kinds = {"torch": [TorchCapture], "nsys": [NsysCapture], None: []}
+    return [kind(run, model) for kind in kinds[run.plan.schedule.profiler]]
 
 
 class TorchCapture:
     """A trace of some steps by torch.profiler, one file a rank, and rank 0's breakdown of it."""
 
     def __init__(self, run: Run, model: nn.Module):
-        self.run, self.flags, self.model = run, run.plan.profile, model
+        self.run, self.stacks, self.model = run, run.plan.profile.profile_stacks, model
         self.steps = run.plan.schedule.captured
         self.first = run.plan.schedule.profiled.start
-        self.directory = run.directory / "trace"
 
     def before(self, step: int) -> None:
         """Start tracing in time."""
@@ -61,12 +61,10 @@ class TorchCapture:
             self.run.device,
             schedule=self._action,
             # On a CPU a matmul's name says nothing of its format.
-            record_shapes=self.flags.profile_stacks or self.run.device.type == "cpu",
-            with_stack=self.flags.profile_stacks,
+            record_shapes=self.stacks or self.run.device.type == "cpu",
+            with_stack=self.stacks,
             # Without it the stacks are in the trace but not in what export_stacks reads.
-            experimental_config=torch._C._profiler._ExperimentalConfig(verbose=True)
-            if self.flags.profile_stacks
-            else None,
+            experimental_config=_ExperimentalConfig(verbose=True) if self.stacks else None,
         )
         self.profiler.step_num = self.first  # the trace counts steps as the run does
         self.profiler.current_action = self._action(self.first)
@@ -93,20 +91,18 @@ class TorchCapture:
 
     def write(self, step: int) -> None:
         """Write everything after the last captured step. If the window ended there it is closed."""
-        if step == self.steps[-1]:
-            self._write()
-            _go_on(self.run)
-
-    def _write(self) -> None:
-        self.directory.mkdir(exist_ok=True, parents=True)
+        if step != self.steps[-1]:
+            return
         # The name that TensorBoard's profiler plugin looks for.
-        path = self.directory / f"rank{self.run.ranks.rank}.pt.trace.json.gz"
+        path = self.run.directory / f"trace/rank{self.run.ranks.rank}.pt.trace.json.gz"
+        path.parent.mkdir(exist_ok=True, parents=True)
         self.profiler.export_chrome_trace(str(path))
-        if self.flags.profile_stacks:
+        if self.stacks:
             stacks = path.with_name(f"rank{self.run.ranks.rank}.stacks")
             self.profiler.export_stacks(str(stacks), f"self_{self.run.device.type}_time_total")
         if self.run.ranks.main:
             self.run.result.profile = self._breakdown(path)
+        _go_on(self.run)
 
     def _breakdown(self, path: Path) -> Profile:
         work = self.run.plan.work
@@ -119,7 +115,7 @@ class TorchCapture:
         apart = "math" not in (kernel, work.attention) and not (
             on_cpu and (work.config.attention_dropout or kernel == "flex")
         )
-        fields = {name: getattr(b, name) for name in Profile.model_fields if hasattr(b, name)}
+        fields: dict[str, Any] = {n: getattr(b, n) for n in Profile.model_fields if hasattr(b, n)}
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
         return Profile(
@@ -219,10 +215,8 @@ def _profiler_api(start: bool) -> None:
     if torch.version.hip:
         roctx = ctypes.CDLL("librocprofiler-sdk-roctx.so")
         (roctx.roctxProfilerResume if start else roctx.roctxProfilerPause)(0)
-    elif start:
-        torch.cuda.profiler.start()
     else:
-        torch.cuda.profiler.stop()
+        (torch.cuda.profiler.start if start else torch.cuda.profiler.stop)()
 
 
 def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
@@ -243,9 +237,8 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
 
 
 def attend_in_parts(
-    draw: Draw, fused: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Any,
-    dropout: float, scale: float | None = None,
-) -> Tensor:  # fmt: skip
+    draw: Draw, fused: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout=0.0, scale=None
+) -> Tensor:
     """What model.layers.attend computes, each part of it as a range; the softmax is fp32."""
     if mask is not None and not isinstance(mask, Tensor):
         return fused(q, k, v, mask, dropout, scale)
@@ -261,36 +254,30 @@ def attend_in_parts(
 
 
 def _draw_forward(stack: contextlib.ExitStack, module: nn.Module, name: str, draw: Draw) -> None:
-    ranges = []
+    running = contextlib.ExitStack()
 
-    def enter(module, args):
-        ranges.append(draw(name))
-        ranges[-1].__enter__()
-
-    def leave(module, args, output):
-        ranges.pop().__exit__(None, None, None)
+    def enter(*_) -> None:
+        running.enter_context(draw(name))
 
     stack.callback(module.register_forward_pre_hook(enter).remove)
-    stack.callback(module.register_forward_hook(leave).remove)
+    stack.callback(module.register_forward_hook(lambda *_: running.close()).remove)
 
 
 def _draw_backward(stack: contextlib.ExitStack, transformer: Transformer, draw: Draw) -> None:
     """Backward of a block: from its output's gradient to that of the previous block's output."""
-    running = []
+    running = contextlib.ExitStack()
 
     def switch(name: str | None) -> None:
-        if running:
-            running.pop().__exit__(None, None, None)
+        running.close()
         if name:
-            running.append(draw(name))
-            running[-1].__enter__()
+            running.enter_context(draw(name))
 
-    def watch(tensor, name: str | None) -> None:
+    def watch(tensor: Any, name: str | None) -> None:
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: switch(name))
 
-    blocks = list(transformer.blocks.values())
-    first = blocks[0].register_forward_pre_hook(lambda module, args: watch(args[0], None))
+    first = next(iter(transformer.blocks.values()))
+    first = first.register_forward_pre_hook(lambda module, args: watch(args[0], None))
     stack.callback(first.remove)
     for layer, block in transformer.blocks.items():
         hook = block.register_forward_hook(

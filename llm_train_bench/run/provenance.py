@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.cuda import nccl
 
 from llm_train_bench import __version__
 from llm_train_bench.base.files import ROOT
@@ -22,22 +23,22 @@ from llm_train_bench.base.hardware import (
     name_of_part,
     threads_of,
 )
-from llm_train_bench.base.machine import installed_version
+from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import cpu_count, device_memory_gib, device_name
-from llm_train_bench.results.result_files import this_process
+from llm_train_bench.measure.device import device_memory_gib, device_name
+from llm_train_bench.results.result_files import now, this_process
 from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result
 from llm_train_bench.settings.flags import GRAPH_MODES, Args, PeakFlags, declared, defaults
 from llm_train_bench.settings.plan import Plan, Schedule
 
 
-def default_name(model: str, given: dict[str, Any]) -> str:
-    """A run's name where none is given: time, model, the headline flags that were chosen, process."""
+def default_name(model: str, args: dict[str, Any]) -> str:
+    """The default --run-name: time, model, changed headline flags, process."""
     default, words = defaults(Args), ""
     for name, flag in declared(Args).items():
-        if flag.headline and given[name] != default[name]:
-            value = "" if given[name] is True else str(given[name]).replace("/", "_")
+        if flag.headline and args[name] != default[name]:
+            value = "" if args[name] is True else str(args[name]).replace("/", "_")
             words += f"-{name.replace('_', '-')}{value}"
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%Y%m%d-%H%M%S}-{model}{words[:100]}-{os.getpid()}"
@@ -52,16 +53,14 @@ def open_result(
     lineage: Lineage,
 ) -> Result:
     """The result of a run that begins now: nothing is measured yet."""
-    now = datetime.datetime.now(datetime.UTC)
     work, config = plan.work, plan.work.config
     resolved = {"seq_len": work.batch.seq_len, "grad_acc_steps": work.batch.grad_acc_steps}
-    part = _device(device, work.world, plan.peaks)
     result = Result(
         run_name=name,
         version=__version__,
         entrypoint=plan.script,
         command=[plan.script, *sys.argv[1:]],
-        started_at=now.isoformat(timespec="seconds"),
+        started_at=now(),
         args=dataclasses.asdict(plan.args) | resolved,
         model=ModelInfo(
             name=config.name,
@@ -73,7 +72,7 @@ def open_result(
             config=config.raw,
             ignored_keys=list(config.unknown_keys),
         ),
-        device=part,
+        device=_device(device, work.world, plan.peaks),
         batch=work.batch,
         fp8=fp8,
         attention_kernel=attention_kernel,
@@ -82,24 +81,24 @@ def open_result(
         environment=describe_environment(device),
         notes=[*plan.notes, *_notes(work, plan.schedule, plan.profile.memory_snapshot, device)],
     )
-    kinds = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-    for kind in kinds if work.ddp or work.fsdp else ():
-        setattr(result.metrics, f"{kind}_bytes", plan.traffic.get(kind, 0))
-    if work.fsdp.pp > 1:
-        fsdp, micro = work.fsdp, work.batch.grad_acc_steps
-        result.metrics.send_bytes = plan.traffic.get("send", 0)
-        result.metrics.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * micro)
+    m, fsdp = result.metrics, work.fsdp
+    if work.ddp or fsdp:
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+            setattr(m, f"{kind}_bytes", plan.traffic.get(kind, 0))
+    if fsdp.pp > 1:
+        m.send_bytes = plan.traffic.get("send", 0)
+        m.pipeline_bubble_ideal = (fsdp.pp - 1) / (fsdp.virtual * work.batch.grad_acc_steps)
     return result
 
 
-def _device(device: torch.device, ranks: int, given: PeakFlags) -> Device:
+def _device(device: torch.device, ranks: int, flags: PeakFlags) -> Device:
     memory = device_memory_gib(device)
     part = name_of_part(device_name(device), memory)
     threads = threads_of(part, torch.get_num_threads())
     known = device.type == "cpu" and device_called(threads)
-    peaks = find_peaks(threads if known else part, given.peak_tflops)
+    peaks = find_peaks(threads if known else part, flags.peak_tflops)
     return Device(
-        type=device.type,
+        type="cuda" if device.type == "cuda" else "cpu",
         name=device_name(device),
         memory_gib=memory,
         count=ranks,
@@ -133,12 +132,10 @@ def _notes(
 
 LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger-kernel")
 # Settings of the environment that change speed or numerics; others, which may be private, stay out.
-SETTINGS = (
-    "CUDA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "NVTE_",
-    "OMP_", "MKL_", "KMP_", "CUBLAS", "ROCBLAS_", "HIPBLASLT_", "DISABLE_ADDMM_", "HSA_", "CK_",
-    "GLOO_",
-    "GPU_MAX_HW_QUEUES", "SLURM_JOB_ID", "TRITON_",
-)  # fmt: skip
+SETTINGS = tuple(
+    "CUDA_ HIP_ ROCR_ NCCL_ RCCL_ GLOO_ TORCH_ TORCHINDUCTOR_ PYTORCH_ NVTE_ OMP_ MKL_ KMP_ CUBLAS "
+    "ROCBLAS_ HIPBLASLT_ DISABLE_ADDMM_ HSA_ CK_ TRITON_ GPU_MAX_HW_QUEUES SLURM_JOB_ID".split()
+)
 
 
 def _is_setting(name: str) -> bool:
@@ -152,8 +149,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "hostname": platform.node(),
         "os": platform.platform(),
         "python": platform.python_version(),
-        "cpu": device_name(torch.device("cpu")),
-        "cpu_count": cpu_count(),
+        "cpu": cpu_name(),
+        "cpu_count": n_cores(),
         "torch_threads": torch.get_num_threads(),
         "libraries": {name: installed_version(name) for name in LIBRARIES},
         "cuda": torch.version.cuda,
@@ -168,8 +165,8 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def container_image(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """Name and digest of the container image, where docker/launch.sh (or a manifest) told them."""
+def container_image(environ: Mapping[str, str]) -> dict[str, str | None] | None:
+    """Name and digest of the container image, as set by docker/launch.sh (or a manifest)."""
     known = {key: environ.get(f"BENCH_IMAGE_{key.upper()}") for key in ("name", "digest")}
     return known if any(known.values()) else None
 
@@ -180,24 +177,26 @@ def source_revision() -> dict[str, str | bool | None]:
     # In a container the tree often belongs to another user, which git refuses to read unasked.
     git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
     # An image has the tree without its history; it knows the revision it was built from.
-    sha = _output(*git, "rev-parse", "HEAD")
-    if not sha:
-        told = os.environ.get("BENCH_GIT_SHA")
-        return {"git_sha": None if told in ("", "unknown") else told, "git_dirty": None}
+    if not (sha := _output(*git, "rev-parse", "HEAD")):
+        built_from = os.environ.get("BENCH_GIT_SHA")
+        return {
+            "git_sha": None if built_from == "unknown" else built_from or None,
+            "git_dirty": None,
+        }
     changes = _output(
         *git, "status", "--porcelain", "--", ".", ":!benchmarks/results", ":!configs/roofs.json"
     )
-    found = {"git_sha": sha, "git_dirty": bool(changes)}
+    revision = {"git_sha": sha, "git_dirty": bool(changes)}
     if changes:  # two edits of one commit are two programs
         edit = _output(*git, "diff", "HEAD", "--", ".", ":!benchmarks/results") or ""
-        found["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
-    return found
+        revision["git_diff"] = hashlib.sha256((changes + edit).encode()).hexdigest()[:10]
+    return revision
 
 
 def _nccl() -> str | None:
     """Version of NCCL, or of RCCL on AMD."""
     try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
+        return ".".join(map(str, nccl.version()))
     except (RuntimeError, AttributeError):  # a build without it
         return None
 

@@ -17,18 +17,18 @@ from llm_train_bench.results.figures import RankTimes, mean_part_times
 
 
 class Window:
-    """Opened before the first measured step and closed after the last, each time with an idle device.
+    """Opened before the first measured step and closed after the last, with an idle device.
 
-    `history` keeps the allocator's history until the window opens; `pickle` is where it goes.
+    `history` keeps the allocator's history until the window opens, and then writes it to `pickle`.
     """
 
     def __init__(
         self, device: torch.device, ranks: Ranks, cuda_graphs: bool, pickle: Path, history: bool
     ):
         self.device, self.ranks, self.cuda_graphs = device, ranks, cuda_graphs
-        here = platform.node()
-        others = gather(ranks, (here, os.getpid()))
-        self.power = PowerMeter(device, {pid for host, pid in others if host == here})
+        processes = gather(ranks, (platform.node(), os.getpid()))
+        family = {pid for host, pid in processes if host == platform.node()}
+        self.power = PowerMeter(device, family)
         self.allocator = AllocatorRecord(pickle, history) if device.type == "cuda" else None
         self.probe_tflops = None
         reset_peak_memory(device)
@@ -57,13 +57,18 @@ class Window:
             use = use.model_copy(update={"energy_j": 0.0, "average_power_w": None})
         measured = log.of_phase("measure")
         times = RankTimes(
-            self.ranks.rank, platform.node(), [s.step_time_s for s in measured],
-            mean_part_times(measured), use, peak_memory(self.device), self.probe_tflops,
+            rank=self.ranks.rank,
+            host=platform.node(),
+            step_times_s=[s.step_time_s for s in measured],
+            part_means_s=mean_part_times(measured),
+            device=use,
+            memory=peak_memory(self.device),
+            probe_tflops=self.probe_tflops,
             compile_s=compiled.seconds,
             n_recompilations=compiled.recompilations,
             graphs_recorded=compiled.graphs_recorded_again if self.cuda_graphs else None,
             cpu_seconds=cpu and began and tuple(b - a for a, b in zip(began, cpu, strict=True)),
-        )  # fmt: skip
+        )
         return gather(self.ranks, times)
 
     def release(self) -> None:

@@ -1,5 +1,6 @@
 """An AMD GPU's readings, through AMD SMI (amdsmi)."""
 
+import importlib
 import os
 
 import torch
@@ -28,9 +29,7 @@ class AmdSensor(Sensor):
 
     def __init__(self, device: torch.device):
         # PyTorch has it open already where it found it; a second copy of the library would not do.
-        smi = getattr(torch.cuda, "amdsmi", None)
-        if smi is None:
-            import amdsmi as smi
+        smi = getattr(torch.cuda, "amdsmi", None) or importlib.import_module("amdsmi")
         self.smi = self.library = smi
         self.error = smi.AmdSmiException
         smi.amdsmi_init()
@@ -87,10 +86,8 @@ class AmdSensor(Sensor):
 
         Each rank opens every GPU it can see, so a run's other ranks are on this GPU's list too.
         """
-        found = self.ask("amdsmi_get_gpu_process_list")
-        if not found:
-            return None
-        held = {p["pid"]: p.get("mem") for p in found if isinstance(p, dict)}
+        processes = self.ask("amdsmi_get_gpu_process_list") or ()
+        held = {p["pid"]: p.get("mem") for p in processes if isinstance(p, dict)}
         if os.getpid() not in held:
             return None
         # A process with the driver open is on every GPU's list, even with nothing on this one.

@@ -81,10 +81,9 @@ class NvidiaSensor(Sensor):
 
         In a container the driver lists process ids of the host; one of them is this process.
         """
-        found = self.ask("nvmlDeviceGetComputeRunningProcesses")
-        if not found:
+        pids = {p.pid for p in self.ask("nvmlDeviceGetComputeRunningProcesses") or ()}
+        if not pids:
             return None
-        pids = {process.pid for process in found}
         return len(pids - ours) if os.getpid() in pids else len(pids) - 1
 
     def _fields(self, *ids: int) -> dict[int, float]:
