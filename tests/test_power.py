@@ -1,5 +1,6 @@
 """Power and clocks as drivers tell them: stand-ins for NVML and AMD SMI, and RAPL files on disk."""
 
+import itertools
 import mmap
 import os
 import sys
@@ -24,28 +25,15 @@ AMD_TYPES = {"AmdSmiTemperatureType": Some(HOTSPOT=1), "AmdSmiTemperatureMetric"
              "AmdSmiClkType": Some(GFX=0, MEM=4)}  # fmt: skip
 
 
-class Driver:
-    """A GPU at 400 W; its clock falls from 1980 to 1500 MHz when it is hot."""
-
-    def __init__(self):
-        self.start = time.perf_counter()
-        self.bits, self.clock = 0x1, 1980  # idle is no reason
-        self.processes = [os.getpid()]
-        self.capped_ns = 5_000_000_000
-
-    def seconds(self):
-        return time.perf_counter() - self.start
+class NVMLError(Exception):
+    pass
 
 
 @pytest.fixture
 def nvml(monkeypatch):
-    driver = Driver()
-
-    class NVMLError(Exception):
-        pass
-
-    def unsupported(*args):
-        raise NVMLError("Not Supported")
+    """A GPU at 400 W, whose driver has no nvmlDeviceGetPowerUsage."""
+    # Idle (0x1) is no reason.
+    driver = Some(bits=0x1, clock=1980, processes=[os.getpid()], capped_ns=5_000_000_000)
 
     def value(i):
         known = {186: 400_000, 74: driver.capped_ns}
@@ -53,22 +41,19 @@ def nvml(monkeypatch):
         kind, code = 1 if i == 186 else 3, 0 if i in known else 3
         return Some(fieldId=i, valueType=kind, nvmlReturn=code, value=content)
 
-    module = types.ModuleType("pynvml")
-    module.NVMLError = NVMLError
-    module.NVML_CLOCK_SM, module.NVML_CLOCK_MEM, module.NVML_TEMPERATURE_GPU = 1, 2, 0
-    module.nvmlInit = lambda: None
-    module.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
-    module.nvmlDeviceGetTotalEnergyConsumption = lambda h: int(1e9 + 400e3 * driver.seconds())
-    module.nvmlDeviceGetCurrentClocksEventReasons = lambda h: driver.bits
-    module.nvmlDeviceGetClockInfo = lambda h, kind: driver.clock if kind == 1 else 3201
-    module.nvmlDeviceGetMaxClockInfo = lambda h, kind: 1980
-    module.nvmlDeviceGetTemperature = lambda h, kind: 61
-    module.nvmlDeviceGetEnforcedPowerLimit = lambda h: 700_000
-    module.nvmlDeviceGetFieldValues = lambda h, ids: [value(i) for i in ids]
-    module.nvmlDeviceGetPowerUsage = unsupported
-    module.nvmlDeviceGetComputeRunningProcesses = lambda h: [
-        Some(pid=pid) for pid in driver.processes
-    ]
+    module = Some(
+        NVMLError=NVMLError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=lambda h: int(400e3 * time.perf_counter()),
+        nvmlDeviceGetCurrentClocksEventReasons=lambda h: driver.bits,
+        nvmlDeviceGetClockInfo=lambda h, kind: driver.clock if kind == 1 else 3201,
+        nvmlDeviceGetMaxClockInfo=lambda h, kind: 1980,
+        nvmlDeviceGetTemperature=lambda h, kind: 61,
+        nvmlDeviceGetEnforcedPowerLimit=lambda h: 700_000,
+        nvmlDeviceGetFieldValues=lambda h, ids: [value(i) for i in ids],
+        nvmlDeviceGetComputeRunningProcesses=lambda h: [Some(pid=i) for i in driver.processes],
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Some(uuid="1234"))
@@ -170,80 +155,69 @@ def test_other_ranks_of_the_run_are_no_strangers(nvml):
     assert meter.end(rank=0).other_processes == 1
 
 
-def noted(*devices):
+HELD = "clocks were held down in the window:"
+FINE = {"energy_j": 50.0, "throttled": {}, "other_processes": 0}
+HOT = {"energy_j": 100.0, "throttled": {"thermal (memory)": 0.3}, "other_processes": 2}
+CAPPED = {"throttled": {"power cap": 0.9}}
+SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
+
+
+@pytest.mark.parametrize(
+    ("devices", "figures", "notes"),
+    [
+        ((FINE, HOT), (150.0, True, True, 0),
+         [f"rank 1: {HELD} thermal (memory) 30%", "rank 1: 2 other process(es) used its GPU"]),
+        ([{"throttled": {"thermal (memory)": 0.001}, "other_processes": 0}],
+         (None, False, False, 0), []),
+        # Under full load a GPU is at its limit: that is how fast it is.
+        ((CAPPED, {"throttled": {}}), (None, False, None, 0.9), [f"rank 0: {HELD} power cap 90%"]),
+        ([{"throttled": CAPPED["throttled"] | {"power brake": 0.02}}], (None, True, None, 0.9),
+         [f"rank 0: {HELD} power cap 90%, power brake 2%"]),
+        ([{}], (None, None, None, None), []),
+        ([SAMPLED | {"average_power_w": 450.0}], (None, None, None, None), []),
+        ([SAMPLED | {"average_power_w": 50.0}], (None, None, None, None),
+         ["rank 0: 50 W by the energy counter, 500 W by samples of the power: one of them is wrong"]),
+    ],
+)  # fmt: skip
+def test_metrics_and_notes_of_devices(devices, figures, notes):
     """Metrics and notes made of what ranks 0, 1 ... saw."""
     result = Result.model_construct(metrics=Metrics(), notes=[], devices=[])
     fill_device_metrics(result, [DeviceUse(rank=i, **d) for i, d in enumerate(devices)])
-    return result.metrics, result.notes
-
-
-def test_flags_reach_result_and_notes():
-    fine = {"energy_j": 50.0, "throttled": {}, "other_processes": 0}
-    hot = {"energy_j": 100.0, "throttled": {"thermal (memory)": 0.3}, "other_processes": 2}
-    m, notes = noted(fine, hot)
-    assert m.energy_j == 150.0 and m.clocks_held_down is True and m.device_shared is True
-    assert m.power_cap_fraction == 0
-    assert notes == [
-        "rank 1: clocks were held down in the window: thermal (memory) 30%",
-        "rank 1: 2 other process(es) used its GPU",
-    ]
-    m, notes = noted({"throttled": {"thermal (memory)": 0.001}, "other_processes": 0})
-    assert m.energy_j is None and m.clocks_held_down is False and m.device_shared is False
-    assert notes == []
-
-
-def test_a_power_cap_is_noted_and_spoils_nothing():
-    """Under full load a GPU is at its limit: that is how fast it is."""
-    m, notes = noted({"throttled": {"power cap": 0.9}}, {"throttled": {}})
-    assert m.power_cap_fraction == 0.9 and m.clocks_held_down is False
-    assert notes == ["rank 0: clocks were held down in the window: power cap 90%"]
-    m, _ = noted({"throttled": {"power cap": 0.9, "power brake": 0.02}})
-    assert m.clocks_held_down is True
-    assert noted({})[0].power_cap_fraction is None
-
-
-def test_an_energy_counter_that_contradicts_the_power_is_named():
-    seen = {"n_samples": 9, "sampled_power_mean_w": 500.0}
-    assert noted(seen | {"average_power_w": 450.0})[1] == []
-    (note,) = noted(seen | {"average_power_w": 50.0})[1]
-    assert "50 W by the energy counter, 500 W by samples" in note
+    m = result.metrics
+    assert (m.energy_j, m.clocks_held_down, m.device_shared, m.power_cap_fraction) == figures
+    assert result.notes == notes
 
 
 @pytest.mark.parametrize("newer", [True, False], ids=["7.x", "6.0"])
 def test_amd(newer, monkeypatch):
-    ticks = {"n": 0}
-    module = types.ModuleType("amdsmi")
-
-    class AmdSmiException(Exception):
-        pass
-
-    def energy(handle):
-        ticks["n"] += 1_000_000
-        name = "energy_accumulator" if newer else "power"
-        return {name: ticks["n"], "counter_resolution": 15.3, "timestamp": 1}
-
-    def metrics(handle):
-        return {"accumulation_counter": ticks["n"], "ppt_residency_acc": ticks["n"] // 4,
-                "prochot_residency_acc": 0, "hbm_thm_residency_acc": "N/A"}  # fmt: skip
-
-    module.AmdSmiException = AmdSmiException
-    module.amdsmi_init = lambda: None
-    module.amdsmi_get_processor_handle_from_bdf = lambda bdf: bdf
-    vars(module).update(AMD_TYPES)
-    module.amdsmi_get_energy_count = energy
+    ticks = itertools.count(1_000_000, 1_000_000)
     power = {"current_socket_power": 65535, "average_socket_power": 612}
     if newer:
         power = {"socket_power": 612} | dict.fromkeys(power, "N/A")
-    clock = {"clk" if newer else "cur_clk": 2100, "max_clk": 2105}
-    module.amdsmi_get_power_info = lambda h: power
-    module.amdsmi_get_power_cap_info = lambda h: {"power_cap": 750_000_000}
-    module.amdsmi_get_clock_info = lambda h, kind: clock
-    module.amdsmi_get_temp_metric = lambda h, kind, what: 58
-    module.amdsmi_get_gpu_metrics_info = metrics
+
+    def energy(handle):
+        name = "energy_accumulator" if newer else "power"
+        return {name: next(ticks), "counter_resolution": 15.3, "timestamp": 1}
+
+    def metrics(handle):
+        n = next(ticks)
+        return {"accumulation_counter": n, "ppt_residency_acc": n // 4,
+                "prochot_residency_acc": 0, "hbm_thm_residency_acc": "N/A"}  # fmt: skip
+
     # Process 8 has only opened the driver; the memory of 7 is not known.
-    module.amdsmi_get_gpu_process_list = lambda h: [
-        {"pid": os.getpid(), "mem": 2**33}, {"pid": 7}, {"pid": 8, "mem": 2**20},
-    ]  # fmt: skip
+    processes = [{"pid": os.getpid(), "mem": 2**33}, {"pid": 7}, {"pid": 8, "mem": 2**20}]
+    clock = {"clk" if newer else "cur_clk": 2100, "max_clk": 2105}
+    module = Some(
+        AmdSmiException=OSError, **AMD_TYPES, amdsmi_init=lambda: None,
+        amdsmi_get_processor_handle_from_bdf=lambda bdf: bdf,
+        amdsmi_get_energy_count=energy,
+        amdsmi_get_power_info=lambda h: power,
+        amdsmi_get_power_cap_info=lambda h: {"power_cap": 750_000_000},
+        amdsmi_get_clock_info=lambda h, kind: clock,
+        amdsmi_get_temp_metric=lambda h, kind, what: 58,
+        amdsmi_get_gpu_metrics_info=metrics,
+        amdsmi_get_gpu_process_list=lambda h: processes,
+    )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "amdsmi", module, raising=False)
     properties = Some(pci_domain_id=0, pci_bus_id=0x0C, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -317,19 +291,17 @@ def test_mean_memory_is_of_all_looks(monkeypatch):
 def test_nvmls_names_are_its_own():
     """Bits and fields are those of nvidia-ml-py, which is made from NVIDIA's header."""
     pynvml = pytest.importorskip("pynvml")
-    reasons = {
-        "power cap": "SwPowerCap", "hardware slowdown": "HwSlowdown", "sync boost": "SyncBoost",
-        "thermal (software)": "SwThermalSlowdown", "thermal (hardware)": "HwThermalSlowdown",
-        "power brake": "HwPowerBrakeSlowdown",
-    }  # fmt: skip
-    bits = {k: getattr(pynvml, f"nvmlClocksEventReason{v}") for k, v in reasons.items()}
+    names = {  # of the bit, and of the field without its prefix
+        "power cap": ("SwPowerCap", "SW_POWER_CAP"),
+        "hardware slowdown": ("HwSlowdown", None),
+        "sync boost": ("SyncBoost", "SYNC_BOOST"),
+        "thermal (software)": ("SwThermalSlowdown", "SW_THERM_SLOWDOWN"),
+        "thermal (hardware)": ("HwThermalSlowdown", "HW_THERM_SLOWDOWN"),
+        "power brake": ("HwPowerBrakeSlowdown", "HW_POWER_BRAKE_SLOWDOWN"),
+    }
+    bits = {k: getattr(pynvml, f"nvmlClocksEventReason{v}") for k, (v, _) in names.items()}
     assert bits == nvidia.REASONS
-    counters = {
-        "power cap": "SW_POWER_CAP", "sync boost": "SYNC_BOOST",
-        "thermal (software)": "SW_THERM_SLOWDOWN", "thermal (hardware)": "HW_THERM_SLOWDOWN",
-        "power brake": "HW_POWER_BRAKE_SLOWDOWN",
-    }  # fmt: skip
     prefix = "NVML_FI_DEV_CLOCKS_EVENT_REASON_"
-    fields = {k: getattr(pynvml, prefix + v) for k, v in counters.items()}
+    fields = {k: getattr(pynvml, prefix + v) for k, (_, v) in names.items() if v}
     assert fields == nvidia.NVML_COUNTERS
     assert pynvml.NVML_FI_DEV_POWER_INSTANT == nvidia.INSTANT_POWER
