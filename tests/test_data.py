@@ -46,43 +46,49 @@ def test_write_and_open(tmp_path, vocab, width):
     path = tmp_path / "x.bin"
     ids = np.array([0, 5, vocab - 1])
     assert write_tokens(path, [ids, ids], vocab) == 6
-    for told in ("auto", width):
-        tokens = open_tokens(path, told)
+    for dtype in ("auto", width):
+        tokens = open_tokens(path, dtype)
         assert tokens.dtype == width and tokens.tolist() == [*ids, *ids]
     other = {"uint16": "uint32", "uint32": "uint16"}[width]
     with pytest.raises(UsageError, match=f"--data-dtype {other}: the header of .* says {width}"):
         open_tokens(path, other)
 
 
+def with_header(*words: int) -> bytes:
+    return np.array([*words] + [0] * (256 - len(words)), "<i4").tobytes() + bytes(1998)
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "message"),
+    [
+        # A header of an unknown version would be trained on as tokens.
+        *[(with_header(magic, version, 999), dtype, f"magic {magic}., but of version {version}")
+          for magic, version in ((20240520, 2), (20240801, 1), (20240801, 8))
+          for dtype in ("auto", "uint16")],
+        (with_header(20240520, 1, 1000), "auto", "header promises 1000 tokens, its size holds 999"),
+        (with_header(20240522, 1, 500), "auto", "has no header"),
+        (b"", "uint16", "complete"),
+        (b"abc", "uint16", "complete"),
+        *[(np.arange(2000, dtype=width).tobytes(), "auto", r"has no header .* --data-dtype uint16")
+          for width in ("uint16", "uint32")],
+        (b"once upon a time\n" * 200, "auto", "has no header .* looks like text"),
+        ("Grüße".encode() * 200, "auto", "looks like text"),
+        (gzip.compress(bytes(5000), mtime=0), "auto", "it is compressed"),
+        (np.arange(1000, dtype="<u1").tobytes(), "auto", "has no header"),
+        (np.arange(1000, 3000, dtype="<i8").tobytes(), "auto", "has no header"),
+        (b"\x93NUMPY\x01\x00" + bytes(120) + bytes(range(200)), "auto", "a .npy file"),
+    ],
+)  # fmt: skip
+def test_what_holds_no_tokens_is_refused(content, dtype, message, tmp_path):
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        open_tokens(tmp_path / "x.bin", dtype)
+
+
 @pytest.mark.parametrize("width", ["uint16", "uint32"])
-def test_headerless_files_need_a_width(tmp_path, width):
-    path = tmp_path / "nano.bin"
-    np.arange(2000, dtype=width).tofile(path)
-    assert open_tokens(path, width).tolist() == list(range(2000))
-    with pytest.raises(UsageError, match=r"has no header .* --data-dtype uint16"):
-        open_tokens(path)
-
-
-@pytest.mark.parametrize(("magic", "version"), [(20240520, 2), (20240801, 1), (20240801, 8)])
-def test_unknown_versions_are_refused(tmp_path, magic, version):
-    """Their header would be trained on as tokens."""
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, version, 500
-    (tmp_path / "x.bin").write_bytes(header.tobytes() + bytes(1000))
-    for told in ("auto", "uint16"):
-        with pytest.raises(UsageError, match=f"magic {magic}., but of version {version}"):
-            open_tokens(tmp_path / "x.bin", told)
-
-
-def test_truncated_files_are_refused(counting_file, tmp_path):
-    whole = counting_file.read_bytes()
-    counting_file.write_bytes(whole[:-2])
-    with pytest.raises(UsageError, match="header promises 1000 tokens, its size holds 999"):
-        open_tokens(counting_file)
-    for content in (b"", b"abc"):
-        counting_file.write_bytes(content)
-        with pytest.raises(UsageError, match="complete"):
-            open_tokens(counting_file, "uint16")
+def test_headerless_files_are_read_with_their_width(tmp_path, width):
+    np.arange(2000, dtype=width).tofile(tmp_path / "nano.bin")
+    assert open_tokens(tmp_path / "nano.bin", width).tolist() == list(range(2000))
 
 
 def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_file):
@@ -153,9 +159,9 @@ def test_synthetic_tokens_are_the_samples_own_however_many_are_made_at_once(ahea
     (samples,) = whole.micro_batches(range(1))
     monkeypatch.setattr(SyntheticTokens, "AHEAD", ahead)
     plan = range(2, 60, 8)  # the second of four ranks, two samples each
-    found = list(SyntheticTokens(1000, 2, 31, 5, CPU).micro_batches(plan))
-    assert len(found) == len(plan) == 8
-    for first, ids in zip(plan, found, strict=True):
+    micro_batches = list(SyntheticTokens(1000, 2, 31, 5, CPU).micro_batches(plan))
+    assert len(plan) == 8
+    for first, ids in zip(plan, micro_batches, strict=True):
         assert torch.equal(ids, samples[first : first + 2])
 
 
@@ -201,9 +207,8 @@ def test_prepare_with_a_tokenizer(tmp_path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text(text)
     out = tmp_path / "out"
-    argv = [str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"),
-            "--val-fraction", "0", "--output-dir", str(out)]  # fmt: skip
-    assert prepare_data.main(argv) == 0
+    argv = words(tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json")
+    assert prepare_data.main(words(argv, "--val-fraction 0 --output-dir", out)) == 0
     tokens = open_tokens(out / "train.bin").tolist()
     end = tokenizer.token_to_id("<|endoftext|>")
     assert tokens.count(end) == 1 and tokens[-1] == end
@@ -211,15 +216,12 @@ def test_prepare_with_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("broken", [None, "{}", "[1"])
-def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, capsys):
+def test_a_tokenizer_that_cannot_be_read_is_one_line(broken, tmp_path, refused):
     (tmp_path / "a.txt").write_text("text")
     if broken is not None:
         (tmp_path / "tokenizer.json").write_text(broken)
-    argv = [str(tmp_path / "a.txt"), "--tokenizer", str(tmp_path / "tokenizer.json"),
-            "--output-dir", str(tmp_path / "out")]  # fmt: skip
-    assert prepare_data.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "tokenizer.json" in err
+    argv = words(tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json")
+    refused(prepare_data.main, "tokenizer.json", argv, "--output-dir", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -239,9 +241,8 @@ def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
     out = tmp_path / "out"
     # Named a second time, and through a link, it is still the same document.
     (tmp_path / "link").symlink_to(tmp_path / "in")
-    argv = [str(tmp_path / "in"), str(tmp_path / "in" / "00.txt"), str(tmp_path / "link"),
-            "--val-fraction", "0.25", "--output-dir", str(out)]  # fmt: skip
-    assert prepare_data.main(argv) == 0
+    sources = [tmp_path / "in", tmp_path / "in/00.txt", tmp_path / "link"]
+    assert prepare_data.main(words(*sources, "--val-fraction 0.25 --output-dir", out)) == 0
     train, val = prepared(out)
     if len(sizes) == 60:
         assert train[-1] == val[-1] == b""
@@ -252,7 +253,7 @@ def test_what_is_held_out_is_not_trained_on(sizes, tmp_path):
     assert lengths[1] / sum(lengths) == pytest.approx(0.25, abs=0.12)
 
 
-def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, capsys):
+def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
     """Both stay: an old train.bin beside a new val.bin might hold the validation text."""
     (tmp_path / "in").mkdir()
     for i in range(40):
@@ -263,37 +264,15 @@ def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, capsys):
     before = prepared(out)
     for i in range(40):  # one of them is in val.bin
         (tmp_path / "in" / f"{i:02}.txt").write_bytes(b"\xff" if i % 2 else b"new")
-    assert prepare_data.main([*argv, "--val-fraction", "0.1"]) == 2
-    assert "not UTF-8 text" in capsys.readouterr().err
+    refused(prepare_data.main, "not UTF-8 text", argv, "--val-fraction 0.1")
     assert prepared(out) == before and len(list(out.iterdir())) == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"once upon a time\n" * 200, "has no header .* looks like text"),
-        ("Grüße".encode() * 200, "looks like text"),
-        (gzip.compress(bytes(5000), mtime=0), "it is compressed"),
-        (np.arange(1000, dtype="<u1").tobytes(), "has no header"),
-        (np.arange(1000, 3000, dtype="<i8").tobytes(), "has no header"),
-        (np.array([20240522, 1, 500] + [0] * 300, "<i4").tobytes(), "has no header"),
-        (b"\x93NUMPY\x01\x00" + bytes(120) + bytes(range(200)), "a .npy file"),
-    ],
-)
-def test_what_holds_no_tokens_is_refused(content, message, tmp_path):
-    (tmp_path / "x.bin").write_bytes(content)
-    with pytest.raises(UsageError, match=message):
-        open_tokens(tmp_path / "x.bin")
 
 
 @pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])
 def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
-    flags, batch = (
-        DataFlags(val_data=str(tmp_path / "val.bin")),
-        resolve_batch(BatchFlags(bsz=8), 4),
-    )
-    _, (_, firsts) = open_data(flags, 50, batch, 10, CPU)
+    flags = DataFlags(val_data=str(tmp_path / "val.bin"))
+    _, (_, firsts) = open_data(flags, 50, resolve_batch(BatchFlags(bsz=8), 4), 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
 
 
