@@ -40,6 +40,11 @@ class Finding:
     advice: str = ""
 
 
+def judged(what: str, found: str, wrong: bool, advice: str, state: str = "missing") -> Finding:
+    """A finding that is `ok`, or else has this state and advice."""
+    return Finding(what, state, found, advice) if wrong else Finding(what, "ok", found)
+
+
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 # Distribution, what it is for, how to get it, and whether nothing runs without it.
 NEEDED = {
@@ -98,9 +103,8 @@ def show(findings: list[Finding]) -> None:
 
 def machine() -> Iterator[Finding]:
     """Python, cores, memory, disk and shared memory."""
-    old = sys.version_info < (3, 11)
-    advice = "use Python 3.11 or newer" if old else ""
-    yield Finding("Python", "bad" if old else "ok", platform.python_version(), advice)
+    advice, old = "use Python 3.11 or newer", sys.version_info < (3, 11)
+    yield judged("Python", platform.python_version(), old, advice, "bad")
     yield Finding("CPU cores", "ok", str(n_cores()))
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # not on macOS
@@ -109,13 +113,13 @@ def machine() -> Iterator[Finding]:
         free = f"{sizes['MemAvailable']:.0f} of {sizes['MemTotal']:.0f} GiB free"
         yield Finding("memory", "ok", free)
     free = shutil.disk_usage(Path()).free / 2**30
-    advice = "give --output-dir a place with more" if free < 1 else ""
-    yield Finding("disk here", "missing" if free < 1 else "ok", f"{free:.0f} GiB free", advice)
+    yield judged(
+        "disk here", f"{free:.0f} GiB free", free < 1, "give --output-dir a place with more"
+    )
     if Path("/dev/shm").exists():
         shared = shutil.disk_usage("/dev/shm").total / 2**30
-        advice = "start the container with --ipc=host or --shm-size=16g" if shared < 1 else ""
-        state = "missing" if shared < 1 else "ok"
-        yield Finding("shared memory", state, f"{shared:.1f} GiB", advice)
+        advice = "start the container with --ipc=host or --shm-size=16g"
+        yield judged("shared memory", f"{shared:.1f} GiB", shared < 1, advice)
 
 
 def drivers(kind: str) -> list[Finding]:
@@ -193,19 +197,16 @@ def libraries(kind: str) -> Iterator[Finding]:
             advice = (
                 "an image with ROCm's build (rocm/primus), or github.com/ROCm/TransformerEngine"
             )
-        version, state = installed_version(name), "ok"
-        if version is None:
-            state = "bad" if needed else "missing"
-            version = f"not installed; needed for {purpose}"
-        elif name == "torch" and _numbers(version) < OLDEST_TORCH:
-            state, version = "bad", f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}"
-        yield Finding(name, state, version, "" if state == "ok" else advice)
+        version, old = installed_version(name), False
+        if name == "torch" and version is not None and _numbers(version) < OLDEST_TORCH:
+            version, old = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
+        text = version or f"not installed; needed for {purpose}"
+        yield judged(name, text, old or version is None, advice, "bad" if needed else "missing")
 
 
 def _mib(size: object) -> float:
     """Bytes as text in MiB; 0 for what is no number."""
-    known = isinstance(size, str) and size.isdecimal() and len(size) < 20
-    return int(size) / 2**20 if known else 0.0
+    return int(size) / 2**20 if isinstance(size, str) and re.fullmatch(r"\d{1,19}", size) else 0.0
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -223,10 +224,10 @@ def compiler() -> Finding:
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     lacking = [] if name and plain else ["a C and C++ compiler"]
     lacking += [] if headers.exists() else [f"Python's headers ({headers})"]
-    if not lacking:
-        return Finding("compiler", "ok", f"{name}, {plain}, Python's headers")
-    text = f"no {' and no '.join(lacking)}; needed for --pt-compile"
-    return Finding("compiler", "missing", text, "apt install build-essential python3-dev")
+    text = f"{name}, {plain}, Python's headers"
+    if lacking:
+        text = f"no {' and no '.join(lacking)}; needed for --pt-compile"
+    return judged("compiler", text, bool(lacking), "apt install build-essential python3-dev")
 
 
 def torch_sees(kind: str) -> Iterator[Finding]:
@@ -262,9 +263,8 @@ def settings() -> Iterator[Finding]:
     """Such variables, and AMD's NUMA balancing."""
     for name, bad in BAD_VALUES.items():
         if os.environ.get(name) == bad:
-            yield Finding(
-                name, "missing", f"is {bad or 'empty'}", f"unset {name}, unless you mean it"
-            )
+            advice = f"unset {name}, unless you mean it"
+            yield Finding(name, "missing", f"is {bad or 'empty'}", advice)
     balancing = Path("/proc/sys/kernel/numa_balancing")
     if detect_platform() == "amd" and balancing.exists() and balancing.read_text().strip() != "0":
         advice = "sudo sysctl kernel.numa_balancing=0"

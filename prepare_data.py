@@ -53,15 +53,7 @@ class PrepareArgs:
 @tool("prepare_data.py")
 def main(argv: Sequence[str]) -> int:
     """Write the two files; 0 when done, 2 and one line on bad input, 1 where writing fails."""
-    args = parse_dataclass(PrepareArgs, argv, "prepare_data.py")
-    try:
-        prepare(args)
-    except OSError as error:
-        print(
-            f"prepare_data.py: {error.filename or args.output_dir}: {error.strerror}",
-            file=sys.stderr,
-        )
-        return 1
+    prepare(parse_dataclass(PrepareArgs, argv, "prepare_data.py"))
     return 0
 
 

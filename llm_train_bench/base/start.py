@@ -80,18 +80,23 @@ def orphaned() -> bool:
 
 
 def end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this rank when its agent is gone, even by SIGKILL (on Linux).
-
-    Ranks of an agent that was killed would otherwise go on training and hold their GPUs. If the agent
-    is gone already, this ends the process.
-    """
+    """End this rank when its agent is gone. Ranks of an agent that was killed would otherwise go on
+    training and hold their GPUs."""
     global _agent
-    agent = _agent = int(os.environ.get(PARENT, os.getppid()))
+    _agent = int(os.environ.get(PARENT, os.getppid()))
+    end_with(_agent)
+
+
+def end_with(parent: int) -> None:
+    """Let the kernel send SIGTERM to this process when its parent ends, even by SIGKILL (on Linux).
+
+    If the parent is gone already, this ends the process.
+    """
     pr_set_pdeathsig = 1  # prctl(2)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGTERM))
-    if os.getppid() != agent:
-        _say("interrupted by the end of its agent")
+    if os.getppid() != parent:
+        _say("interrupted by the end of its parent process")
         os._exit(1)
 
 

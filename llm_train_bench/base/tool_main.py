@@ -15,7 +15,10 @@ Main = Callable[[Sequence[str]], int]
 
 
 def tool(prog: str) -> Callable[[Main], Main]:
-    """Decorates a tool's `main`: bad input becomes one line and exit code 2, what cannot fit 4."""
+    """Decorates a tool's `main`: bad input becomes one line and exit code 2.
+
+    What cannot fit exits with 4, and a file that cannot be read or written with 1.
+    """
 
     def decorate(main: Main) -> Main:
         @functools.wraps(main)
@@ -25,6 +28,9 @@ def tool(prog: str) -> Callable[[Main], Main]:
             except (UsageError, ConfigError) as error:
                 print(f"{prog}: {printable(str(error))}", file=sys.stderr)
                 return 4 if isinstance(error, DoesNotFit) else 2
+            except OSError as error:
+                print(f"{prog}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+                return 1
 
         return guarded
 

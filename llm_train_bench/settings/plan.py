@@ -415,78 +415,47 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
-    """Which of a block's linear layers run in FP8; UsageError where sizes stand against it."""
-    config = work.config
+    """The linear layers of a block that run in FP8; UsageError where the sizes do not allow it."""
+    config, tokens, recipe = work.config, work.batch.micro_tokens, flags.fp8_recipe
     te = flags.fp8_backend == "te"
-    norms = config.norm_after and te
     unable = {"experts": config.experts, "latent attention": config.latent}
-    for part in (part for part, has in (unable | {"norms after its layers": norms}).items() if has):
+    unable["norms after its layers"] = te and config.norm_after
+    for part in (part for part, has in unable.items() if has):
         raise UsageError(
             f"--use-fp8: {config.path} has {part}, which run in high precision alone; leave it out"
         )
-    gathers = (False, flags.fp8_all_gather) if te else (flags.fp8_all_gather, False)
-    fp8 = Fp8Work(flags.fp8_backend, flags.fp8_recipe, flags.fp8_emulate, *gathers)
-    layers, kept = (_te_layers if te else _torchao_layers)(fp8, work, platform)
-    return dataclasses.replace(fp8, layers=layers, high_precision=kept)
-
-
-def _torchao_layers(fp8: Fp8Work, work: Work, platform: Platform):
-    config, tokens = work.config, work.batch.micro_tokens
-    # The weight's gradient is summed over tokens; if not in FP8, their number need not divide.
-    if tokens % 16 and fp8.recipe != "rowwise_with_gw_hp":
-        raise UsageError(
-            f"--use-fp8: --bsz x --seq-len = {tokens} tokens is not a multiple of 16, which FP8 "
-            "matmuls need; change either"
-        )
-    names = layer_names(config)
-    layers, kept = [], {"head": "always", "embeddings, norms, attention": "no linear layers"}
-    for kind, (n, k) in config.block_shapes().items():
-        if n % 16 or k % 16:
-            kept[f"blocks.*.{names[kind]}"] = f"{k} x {n} is not in multiples of 16"
-            continue
-        layers.append(kind)
-        if fp8.all_gather and n % work.fsdp.shards:
-            raise UsageError(
-                f"--fp8-all-gather: {n} rows of blocks.0.{names[kind]} do not divide evenly "
-                f"over {work.fsdp.shards} ranks; leave it out"
-            )
-    if not layers:
-        raise UsageError(
-            "--use-fp8: no linear layer of the blocks has sizes in multiples of 16; leave it out"
-        )
-    return tuple(layers), kept
-
-
-def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
-    config, kind, tokens = work.config, fp8.recipe, work.batch.micro_tokens
     multiple = 16
-    if kind == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
+    if recipe == "mxfp8":  # a scale per 32 numbers; hipBLASLt's matmuls sum over multiples of 128
         multiple = 128 if platform == "amd" else 32
-    if tokens % multiple:
+    # The weight's gradient is summed over tokens; if not in FP8, their number need not divide.
+    if tokens % multiple and recipe != "rowwise_with_gw_hp":
         raise UsageError(
-            f"--fp8-recipe {kind}: --bsz x --seq-len = {tokens} tokens is not a multiple of "
+            f"--use-fp8 with {recipe}: --bsz x --seq-len = {tokens} tokens is not a multiple of "
             f"{multiple}; change either"
         )
-    shapes = config.block_shapes()
-    modules = {"attn.qkv": ("qkv",), "attn.out": ("out",), "mlp": ("up", "down")}
-    sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
+    shapes, names = config.block_shapes(), layer_names(config)
+    modules = {names[layer]: [layer] for layer in shapes}
+    sizes = {names[layer]: shape for layer, shape in shapes.items()}
+    if te:  # its MLP is one module
+        modules = {"attn.qkv": ["qkv"], "attn.out": ["out"], "mlp": ["up", "down"]}
+        sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
     kept = {
         name: f"{k} x {n} is not in multiples of {multiple}"
         for name, (n, k) in sizes.items()
         if n % multiple or k % multiple
     }
-    if config.activation not in TE_ACTIVATIONS:
+    if te and config.activation not in TE_ACTIVATIONS:
         kept["mlp"] = f"Transformer Engine has no {config.activation}"
     if kept.keys() == modules.keys():
+        why = "; ".join(f"{name}: {reason}" for name, reason in kept.items())
         raise UsageError(
-            f"--use-fp8: no layer of {config.path} can run in FP8 by Transformer Engine: "
-            f"{'; '.join(f'{name}: {why}' for name, why in kept.items())}; leave it out"
+            f"--use-fp8: no layer of {config.path} can run in FP8: {why}; leave it out"
         )
-    layers = tuple(layer for name in modules.keys() - kept for layer in modules[name])
-    layers = tuple(layer for layer in shapes if layer in layers)
-    if fp8.primary_weights:
-        shards, rows, names = work.fsdp.shards, 32 if kind == "mxfp8" else 1, layer_names(config)
-        if shards == 1 and kind == "mxfp8":
+    converted = {layer for name in modules.keys() - kept for layer in modules[name]}
+    layers = tuple(layer for layer in shapes if layer in converted)
+    if flags.fp8_all_gather:
+        shards, rows = work.fsdp.shards, 32 if recipe == "mxfp8" else 1
+        if shards == 1 and recipe == "mxfp8":
             raise UsageError(  # torch's FSDP then copies one tensor per weight; mxfp8 has two
                 "--fp8-all-gather: --fp8-recipe mxfp8 needs two or more ranks; use current"
             )
@@ -496,5 +465,16 @@ def _te_layers(fp8: Fp8Work, work: Work, platform: Platform):
                     f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
                     f"divide over {shards} ranks in multiples of {rows}; leave it out"
                 )
-    high = {"head": "always", "embeddings, attention": "no linear layers"}
-    return layers, high | {f"blocks.*.{name}": why for name, why in kept.items()}
+    always = {
+        "head": "always",
+        f"embeddings,{'' if te else ' norms,'} attention": "no linear layers",
+    }
+    return Fp8Work(
+        flags.fp8_backend,
+        recipe,
+        emulated=flags.fp8_emulate,
+        all_gather=flags.fp8_all_gather and not te,
+        primary_weights=flags.fp8_all_gather and te,
+        layers=layers,
+        high_precision=always | {f"blocks.*.{name}": why for name, why in kept.items()},
+    )

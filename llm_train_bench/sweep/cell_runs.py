@@ -1,7 +1,6 @@
 """Run one cell of a sweep in its own process; whatever happens becomes a row. Needs no torch."""
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -17,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError, printable, printable_data
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.machine import cpu_name, installed_version
@@ -44,15 +44,14 @@ def cell_key(cell: Cell, repeat: int | str) -> str:
 
 def _versions(cell: Cell) -> list[str]:
     """The present versions of a setting's files: an edited file makes another setting."""
-    found = []
+    versions, flags = [], dict(cell.flags)
     with contextlib.suppress(ConfigError):
-        found.append(load_config(cell.config).hash)
-    flags = dict(cell.flags)
+        versions.append(load_config(cell.config).hash)
     for name in ("data", "val_data"):
-        with contextlib.suppress(OSError, TypeError):  # none given, synthetic, or not there yet
-            about = Path(flags.get(name)).stat()
-            found.append(f"{name} {about.st_size} {about.st_mtime_ns}")
-    return found
+        with contextlib.suppress(OSError, KeyError):  # none given, synthetic, or not there yet
+            about = Path(flags[name]).stat()
+            versions.append(f"{name} {about.st_size} {about.st_mtime_ns}")
+    return versions
 
 
 def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -> CellRow:
@@ -67,9 +66,9 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     if (result := _finished(run)) is None:
         _remove(run)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
-        start = time.monotonic()
+        began = time.monotonic()
         ended, why = _run(cell, key, runs, log, timeout_s)
-        row["wall_s"] = round(time.monotonic() - start, 3)
+        row["wall_s"] = round(time.monotonic() - began, 3)
         result = _finished(run)
         if ended == "timeout" or result is None:
             row |= {"status": ended, "error": why or _last_line(log)}
@@ -134,7 +133,7 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
         process = subprocess.Popen(
             _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
             env=os.environ | dict(cell.environment), start_new_session=True,
-            preexec_fn=functools.partial(_die_with_parent, os.getpid()))  # fmt: skip
+            preexec_fn=functools.partial(start.end_with, os.getpid()))  # fmt: skip
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -151,24 +150,14 @@ def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple
     return ("oom" if process.returncode == 3 else "failed"), None
 
 
-def _die_with_parent(parent: int) -> None:
-    """In the new process: SIGTERM when the sweep is gone, even by SIGKILL (on Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))
-    if os.getppid() != parent:  # it is gone already
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _end(process: subprocess.Popen) -> None:
     """End a run and all its ranks: politely, then not."""
-    for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
+    for number, timeout_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        try:
-            process.wait(patience)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
             break
-        except subprocess.TimeoutExpired:
-            continue
 
 
 # Runs whose result says nothing of how they would have ended.
@@ -238,16 +227,14 @@ class Rows:
         self.path = path
         self.rows: dict[str, CellRow] = {}
         self._lock()
-        if path.exists():
-            whole = [line for line in path.read_bytes().split(b"\n") if line]
-            for line in whole:
-                # The last may be cut off: the sweep was killed.
-                with contextlib.suppress(ValueError):
-                    row = printable_data(parse_json(line))
-                    json.dumps(row, allow_nan=False)
-                    if _is_whole(row):
-                        self.rows[row["key"]] = row
-            self._rewrite()
+        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+            # The last may be cut off: the sweep was killed.
+            with contextlib.suppress(ValueError):
+                row = printable_data(parse_json(line))
+                json.dumps(row, allow_nan=False)
+                if _is_whole(row):
+                    self.rows[row["key"]] = row
+        self._rewrite()
 
     def _lock(self) -> None:
         """Until this process ends, even by SIGKILL, no other sweep writes here."""

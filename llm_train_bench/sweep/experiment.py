@@ -23,7 +23,7 @@ from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.run_file import parse_yaml
 
 Value = bool | int | float | str | None
-Flags = dict[str, Value]
+Flags = dict[str, Any]  # as they are checked already
 
 
 class Machine(BaseModel, extra="forbid"):
@@ -38,8 +38,8 @@ class Machine(BaseModel, extra="forbid"):
 class Parallel(BaseModel, extra="forbid"):
     """How the GPUs are shared out: replicas x shards."""
 
-    dp_replicate: int = Field(1, ge=1)
-    dp_shard: int | None = Field(None, ge=1)
+    dp_replicate: Annotated[int, Field(ge=1)] = 1
+    dp_shard: Annotated[int | None, Field(ge=1)] = None
 
 
 # More cells than anybody can run: at a minute each, a week.
@@ -55,10 +55,10 @@ class Experiment(BaseModel, extra="forbid"):
     hardware: dict[Platform, Machine] = {}
     parallel: Parallel = Parallel()
     models: list[Annotated[str, Field(pattern=r"^[^-]")]] = Field(min_length=1)
-    training: Flags = {}
+    training: dict[str, Value] = {}
     grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
-    cells: list[Flags] = []
-    platforms: dict[Platform, Flags] = {}
+    cells: list[dict[str, Value]] = []
+    platforms: dict[Platform, dict[str, Value]] = {}
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(3600.0, gt=0)
@@ -106,15 +106,15 @@ def read_experiment(path: str | Path) -> Experiment:
 
 def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]]:
     """US$ per hour and TDP [W] of an experiment file's machines, by the name of their hardware."""
-    found = {}
+    machines = {}
     for machine in read_experiment(path).hardware.values():
         if machine.gpu is not None:
             try:
                 name = find_hardware(machine.gpu).name
             except UsageError as error:
                 raise UsageError(f"{path}: gpu {error}") from None
-            found[name] = machine.usd_per_hour, machine.tdp_w
-    return found
+            machines[name] = machine.usd_per_hour, machine.tdp_w
+    return machines
 
 
 def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text") -> str:
@@ -125,13 +125,13 @@ def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text")
     text = re.sub(r"(?m)^[ \t]*#.*$", "", text)
 
     def value(match: re.Match) -> str:
-        name, default = match[1], match[3]
-        found = environ.get(name) or default
-        if found is None:
+        name = match[1]
+        text = environ.get(name) or match[3]
+        if text is None:
             raise UsageError(
                 f"{path}: ${{{name}}} is not set, and has no default (${{{name}:-...}})"
             )
-        return found
+        return text
 
     return re.sub(r"\$\{(\w+)(:-([^}]*))?\}", value, text)
 

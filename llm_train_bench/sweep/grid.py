@@ -11,7 +11,7 @@ from llm_train_bench.model.config import ConfigError, model_name
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import SETTABLE, Args, Script, differing, flag_of, to_argv
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
-from llm_train_bench.sweep.experiment import Experiment, Flags, Machine, Value, nearest_flag
+from llm_train_bench.sweep.experiment import Experiment, Flags, Value, nearest_flag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Cell:
 
     script: str
     config: str
-    flags: tuple[tuple[str, Value], ...]
+    flags: tuple[tuple[str, Any], ...]
     axes: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that its process has besides ours."""
@@ -51,8 +51,9 @@ def _plain(value: Value) -> str:
 def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> list[Cell]:
     """All settings of an experiment on one platform; UsageError if one of them could not run."""
     axes = list(e.grid)
-    both = sorted(set(e.grid) & {key for row in e.cells for key in row})
-    if both:
+    listed_axes = dict.fromkeys(key for row in e.cells for key in row)
+    names = tuple(dict.fromkeys([*axes, *listed_axes]))
+    if both := sorted(set(axes) & set(listed_axes)):
         raise UsageError(
             f"{where}: {both[0]} is in the grid and in cells; each cell runs with the whole grid"
         )
@@ -66,23 +67,24 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
         flags = e.training | e.platforms.get(platform, {}) | chosen | listed
-        unknown = sorted(set(flags) - SETTABLE)
-        if unknown:
-            what = f"{unknown[0]}: no such flag{nearest_flag(unknown[0])}"
-            raise UsageError(f"{where}: {what}; {e.script} --help lists them")
+        if unknown := sorted(set(flags) - SETTABLE):
+            hint = nearest_flag(unknown[0])
+            raise UsageError(
+                f"{where}: {unknown[0]}: no such flag{hint}; {e.script} --help lists them"
+            )
         flags = {name: _meant(name, value, where) for name, value in flags.items()}
         flags = _with_machine(flags, e, platform, where)
-        both = None not in (flags.get("global_bsz"), flags.get("grad_acc_steps"))
-        size = flags.pop("global_bsz") if both else None
-        if both and flags.get("bsz") == "auto":
-            raise UsageError(
-                f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
-            )
-        names = tuple(dict.fromkeys([*axes, *(key for row in e.cells for key in row)]))
+        size = flags.get("global_bsz") if flags.get("grad_acc_steps") is not None else None
+        if size is not None:
+            del flags["global_bsz"]
+            if flags.get("bsz") == "auto":
+                raise UsageError(
+                    f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
+                )
         ordered = tuple(sorted(flags.items()))
         cell = Cell(e.script, model, ordered, names, tuple(e.environment.items()))
         try:
-            world = _world(flags, e, machine)
+            world = _world(flags, e, platform)
             plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
             _check_sizes(plan.work.batch, e, world, size)
         except (UsageError, ConfigError) as error:
@@ -111,10 +113,11 @@ def _meant(name: str, value: Value, where: str) -> Value:
         raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
 
 
-def _world(flags: Flags, e: Experiment, machine: Machine | None) -> int | None:
+def _world(flags: Flags, e: Experiment, platform: Platform) -> int | None:
     """Ranks of a run; None where that is left to the machine it runs on."""
     if e.script is Script.ONE:
         return 1
+    machine = e.hardware.get(platform)
     return flags.get("nproc") or (machine.gpus if machine else None)
 
 
@@ -175,32 +178,28 @@ def differences(e: Experiment) -> list[str]:
     Under `identical_config` there should be none.
     """
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
-    platforms = [p for p in ("nvidia", "amd", "cpu") if p in named]
-    resolved = {}
-    for platform in platforms:
-        cells = make_cells(e, platform)
-        resolved[platform] = [
-            _resolved(cell, _world(dict(cell.flags), e, e.hardware.get(platform)), platform)
-            for cell in cells
-        ]
+    resolved = {
+        platform: [_resolved(cell, e, platform) for cell in make_cells(e, platform)]
+        for platform in get_args(Platform)
+        if platform in named
+    }
     lines = []
-    for a, b in itertools.pairwise(platforms):
-        for left, right in zip(resolved[a], resolved[b], strict=False):
-            lines += [
-                f"{model_name(left['config'])}: {name}: {a} {_plain(left[name])}, "
-                f"{b} {_plain(right[name])}"
-                for name in differing(left, right)
-            ]
-        if len(resolved[a]) != len(resolved[b]):
-            lines.append(f"{a} has {len(resolved[a])} settings, {b} {len(resolved[b])}")
+    for (a, ours), (b, theirs) in itertools.pairwise(resolved.items()):
+        for left, right in zip(ours, theirs, strict=False):
+            model = model_name(left["config"])
+            for name in differing(left, right):
+                sides = f"{a} {_plain(left[name])}, {b} {_plain(right[name])}"
+                lines.append(f"{model}: {name}: {sides}")
+        if len(ours) != len(theirs):
+            lines.append(f"{a} has {len(ours)} settings, {b} {len(theirs)}")
     return list(dict.fromkeys(lines))
 
 
-def _resolved(cell: Cell, world: int | None, platform: Platform) -> dict[str, Any]:
+def _resolved(cell: Cell, e: Experiment, platform: Platform) -> dict[str, Any]:
     """All arguments of a cell, and its global batch where the number of ranks is known."""
     args = parse_args(cell.argv(), cell.script)
-    content = dataclasses.asdict(args) | {"config": cell.config}
-    if world:
+    content = dataclasses.asdict(args)
+    if world := _world(dict(cell.flags), e, platform):
         plan = plan_of(args, cell.script, world, platform)
         content["global_batch"] = plan.work.batch.global_batch
     return content

@@ -80,24 +80,22 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
             fast, slow = bootstrap_mean(times) or (None, None)
             low, high = slow and tokens / slow, tokens / fast if fast else None
             cv = statistics.stdev(times) / mean if len(times) > 1 else 0.0
-        mfus = [row.get("mfu") for row in ok]
-        memory, kind = max(map(_memory, ok), key=lambda pair: pair[0] or 0.0)
+        mfus = [row["mfu"] for row in ok if row.get("mfu") is not None]
+        peaks = [(row.get("memory_gib"), row.get("memory_kind")) for row in ok]
+        memory, kind = max(peaks, key=lambda peak: peak[0] or 0.0)
         status = "ok" if len(ok) == len(members) else f"ok {len(ok)} of {len(members)}"
         if why := next((row["unfit"] for row in ok if row.get("unfit")), None):
             status = f"unfit: {why}"
-        mfu, rate = None if None in mfus else statistics.fmean(mfus), statistics.fmean(rates)
-        ranked.append(Ranked(group, label, status, rate, low, high, cv, mfu, memory, kind))
+        mfu = statistics.fmean(mfus) if len(mfus) == len(ok) else None
+        ranked.append(
+            Ranked(group, label, status, statistics.fmean(rates), low, high, cv, mfu, memory, kind)
+        )
     order = list(dict.fromkeys(r.group for r in ranked))
 
     def place(r: Ranked) -> tuple[int, bool, float]:
         return order.index(r.group), r.status.startswith("unfit"), -(r.tokens_per_sec or 0.0)
 
     return sorted(ranked, key=place)
-
-
-def _memory(row: CellRow) -> tuple[float | None, str | None]:
-    """A row's peak memory [GiB] and its kind."""
-    return row.get("memory_gib"), row.get("memory_kind")
 
 
 def _label(row: CellRow) -> str:
@@ -112,7 +110,7 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
     first = {r.group: r for r in reversed(ranked)}
     for r in ranked:
         best = first[r.group]
-        if r.tokens_per_sec is None:
+        if r.tokens_per_sec is None or best.tokens_per_sec is None:
             table.add_row(r.label, r.status, *[""] * 6)
             continue
         tied = r.high is not None and best.low is not None and r.high >= best.low
