@@ -7,6 +7,7 @@ first two, twice that for the third.
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -106,7 +107,7 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
-    moved = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"), 0)
+    moved: Counter[str] = Counter()
     partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
     for part in rank_parameters(shapes, work, pp_rank):
         block = part.layer >= 0
@@ -188,7 +189,7 @@ class TokenMoves(NamedTuple):
 
     kind: str
     calls: int
-    size: float
+    size: int
     ranks: int
     apart: int
 

@@ -1,6 +1,7 @@
 """Shapes and numbers of a model's parameters, by formula. Needs no torch."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from llm_train_bench.model.config import ModelConfig
@@ -33,11 +34,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.learned_positions:
         shapes["positions.weight"] = (config.max_position_embeddings, d)
     for i in range(config.num_hidden_layers):
-        found = {f"attn_norm.{kind}": shape for kind, shape in norm.items()}
-        found |= _attention_parameters(config)
-        found |= {f"mlp_norm.{kind}": shape for kind, shape in norm.items()}
-        found |= _mlp_parameters(config, i)
-        shapes |= {f"blocks.{i}.{name}": shape for name, shape in found.items()}
+        block = {f"attn_norm.{kind}": shape for kind, shape in norm.items()}
+        block |= _attention_parameters(config)
+        block |= {f"mlp_norm.{kind}": shape for kind, shape in norm.items()}
+        block |= _mlp_parameters(config, i)
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     shapes |= {f"norm.{kind}": shape for kind, shape in norm.items()}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (rows, d)
@@ -46,36 +47,37 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _attention_parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes = config.attention_shapes()
-    found = {f"attn.{kind}.weight": shape for kind, shape in shapes.items()}
+    parameters: dict[str, tuple[int, ...]] = {}
     if config.sinks:
-        found = {"attn.sinks": (config.num_attention_heads,)} | found
+        parameters["attn.sinks"] = (config.num_attention_heads,)
+    parameters |= {f"attn.{kind}.weight": shape for kind, shape in shapes.items()}
     if config.qkv_bias:
-        found["attn.qkv.bias"] = shapes["qkv"][:1]
+        parameters["attn.qkv.bias"] = shapes["qkv"][:1]
     if config.attention_out_bias:
-        found["attn.out.bias"] = (config.hidden_size,)
+        parameters["attn.out.bias"] = (config.hidden_size,)
     if config.qk_norm:
         whole = (config.query_size, config.kv_size)
         sizes = whole if config.whole_qk_norm else (config.head_dim,) * 2
-        found |= {f"attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}
+        parameters |= {f"attn.{x}_norm.weight": (n,) for x, n in zip("qk", sizes, strict=True)}
     if config.latent:
         if config.latent.q_rank:
-            found["attn.q_down_norm.weight"] = (config.latent.q_rank,)
-        found["attn.kv_down_norm.weight"] = (config.latent.kv_rank,)
-    return found
+            parameters["attn.q_down_norm.weight"] = (config.latent.q_rank,)
+        parameters["attn.kv_down_norm.weight"] = (config.latent.kv_rank,)
+    return parameters
 
 
 def _mlp_parameters(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    names, biased = layer_names(config), config.mlp_bias
-    found: dict[str, tuple[int, ...]] = {}
+    names, experts = layer_names(config), config.experts
+    parameters: dict[str, tuple[int, ...]] = {}
     for kind, shape in config.mlp_shapes(layer).items():
-        found[f"{names[kind]}.weight"] = shape
-        if config.experts.biases if kind == "router" else biased:
-            found[f"{names[kind]}.bias"] = shape[:1]
+        parameters[f"{names[kind]}.weight"] = shape
+        if experts.biases if kind == "router" else config.mlp_bias:
+            parameters[f"{names[kind]}.bias"] = shape[:1]
     for kind, shape in config.expert_shapes(layer).items():
-        found[f"{names[kind]}.weight"] = (config.experts.number, *shape)
-        if config.experts.biases:
-            found[f"{names[kind]}.bias"] = (config.experts.number, shape[0])
-    return found
+        parameters[f"{names[kind]}.weight"] = (experts.number, *shape)
+        if experts.biases:
+            parameters[f"{names[kind]}.bias"] = (experts.number, shape[0])
+    return parameters
 
 
 def matrices(shapes: Shapes) -> dict[str, Sequence[int]]:
@@ -114,10 +116,11 @@ def linear_parameters(config: ModelConfig) -> dict[str, int]:
 
     Of experts those that a token is sent to.
     """
-    found: dict[str, int] = {}
+    parameters: Counter[str] = Counter()
     for i in range(config.num_hidden_layers):
         for name, (n, k) in config.block_shapes(i).items():
-            found[name] = found.get(name, 0) + n * k
+            parameters[name] += n * k
         for name, (n, k) in config.expert_shapes(i).items():
-            found[name] = found.get(name, 0) + config.experts.per_token * n * k
-    return found | {"head": config.vocab_size * config.hidden_size}
+            parameters[name] += config.experts.per_token * n * k
+    parameters["head"] = config.vocab_size * config.hidden_size
+    return parameters

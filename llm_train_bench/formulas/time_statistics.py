@@ -27,7 +27,7 @@ def describe(times: list[float]) -> dict[str, float | None]:
     x = np.asarray(times, dtype=np.float64)
     mean = float(x.mean())
     std = float(x.std(ddof=1)) if len(x) > 1 else None
-    low, high = bootstrap_mean(x) or (None, None)
+    low, high = bootstrap_mean(times) or (None, None)
     return {
         "step_time_median_s": float(np.median(x)),
         "step_time_mean_s": mean,
@@ -155,10 +155,10 @@ def welch_ratio(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, f
 
     Welch's test on logarithms of the runs' rates; None with fewer than two runs on a side.
     """
-    if min(len(a), len(b)) < 2:
-        return None
     logs = (mean_of([math.log(x) for x in side]) for side in (a, b))
-    middle, error, degrees = difference(*logs)
+    if min(len(a), len(b)) < 2 or (gap := difference(*logs)) is None:
+        return None
+    middle, error, degrees = gap
     wide = student_t(0.975, degrees) * error
     chance = chance_of(middle / error, degrees) if error else float(middle == 0)
     return math.exp(middle - wide), math.exp(middle + wide), chance

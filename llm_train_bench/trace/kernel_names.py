@@ -6,6 +6,7 @@ hipBLASLt (Cijk), Composable Kernel, AITER, Triton, Inductor, NCCL, RCCL and PyT
 
 import functools
 import re
+from collections.abc import Iterable
 
 MATMUL, ATTENTION, COMMUNICATION, COPIES = "matmul", "attention", "communication", "copies"
 LOSS, OPTIMIZER, ELEMENTWISE = "loss", "optimizer", "elementwise"
@@ -61,21 +62,38 @@ _OPERATOR_CLASSES = (
 )  # fmt: skip
 
 
-def _first(classes: tuple[tuple[str | None, str], ...], name: str, other: str | None) -> str | None:
-    matches = (kind for kind, text in classes if re.search(text, name, re.IGNORECASE))
-    return next(matches, other)
+_COLLECTIVES = (
+    ("all_to_all", r"all_?to_?all"),
+    ("all_gather", r"all_?gather"),
+    ("reduce_scatter", r"reduce_?scatter"),
+    ("all_reduce", r"all_?reduce"),
+    ("send/receive", r"send|recv"),
+    ("broadcast", r"broadcast"),
+    ("reduce", r"reduce"),
+    ("barrier", r"barrier"),
+)
+
+
+def _first(patterns: Iterable[tuple[str | None, str]], name: str) -> str | None:
+    return next((kind for kind, text in patterns if re.search(text, name, re.IGNORECASE)), None)
 
 
 @functools.cache
 def kernel_class(name: str) -> str:
     """The class of a GPU kernel, memory copy or memset."""
-    return _first(_KERNEL_CLASSES, name, ELEMENTWISE)
+    return _first(_KERNEL_CLASSES, name) or ELEMENTWISE
 
 
 @functools.cache
 def operator_class(name: str) -> str | None:
     """The class of a CPU operator's own time; None for what only looks at tensors or calls others."""
-    return _first(_OPERATOR_CLASSES, name, None)
+    return _first(_OPERATOR_CLASSES, name)
+
+
+def collective_kind(said: object, name: str) -> str:
+    """The kind of a collective, by what its `Collective name` says or by its kernel's or range's name."""
+    kinds = (_first(_COLLECTIVES, text) for text in (str(said or ""), name))
+    return next(filter(None, kinds), "other")
 
 
 # Tried in this order: an 8-bit kernel's name often contains its 16-bit output format too.

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from llm_train_bench.trace.breakdown import outermost
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
     MATMUL,
+    collective_kind,
     kernel_class,
     matmul_format,
     operator_class,
@@ -47,14 +48,6 @@ _LIBRARIES = {
 }
 _FUSED_OPTIMIZER = re.compile(r"_fused_(adamw?|sgd)_|Fused(Adam|Sgd)|multi_tensor_adam")
 _WAITING_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost")
-
-
-_COLLECTIVES = {
-    "all-gather": re.compile(r"all_?gather", re.IGNORECASE),
-    "reduce-scatter": re.compile(r"reduce_?scatter", re.IGNORECASE),
-    "all-reduce": re.compile(r"all_?reduce", re.IGNORECASE),
-    "all-to-all": re.compile(r"all_?to_?all", re.IGNORECASE),
-}
 # Bytes that each rank sends in a ring, in units of those it hands in (nccl-tests, PERFORMANCE.md).
 _ON_THE_BUS: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: n - 1,
@@ -97,18 +90,17 @@ def observe(trace: Trace, trains: bool, ranks: int = 1) -> Observed:
     `ranks` is the size of a collective's group where the trace does not tell it.
     """
     n = max(1, len(trace.steps))
-    names = {s.name for spans in (*trace.host.values(), trace.gpu) for s in spans}
+    names = {s.name for s in (*trace.host_spans, *trace.gpu)}
     sides = ("forward", "backward") if trains else ("forward",)
-    found = _attention(names) or {side: {"math"} for side in sides}
+    kernels = _attention(names) or {side: {"math"} for side in sides}
     fallbacks = []
     if not any(map(_FUSED_OPTIMIZER.search, names)):
         fallbacks.append("optimizer that is not fused")
-    copies = Counter(s.name for s in trace.gpu if _WAITING_COPY.search(s.name))
-    for name, calls in copies.items():
-        if "Pinned" not in name:
-            fallbacks.append(f"host copy that waits: {name}, {calls / n:g} a step")
+    copies = [s.name for s in trace.gpu if _WAITING_COPY.search(s.name) and "Pinned" not in s.name]
+    for name, calls in Counter(copies).items():
+        fallbacks.append(f"host copy that waits: {name}, {calls / n:g} a step")
     return Observed(
-        attention={side: sorted(found.get(side, ())) for side in sides},
+        attention={side: sorted(kernels.get(side, ())) for side in sides},
         matmuls={name: calls / n for name, calls in sorted(_matmuls(trace).items())},
         fallbacks=fallbacks,
         collectives=_collectives(trace, ranks, n) if ranks > 1 else {},
@@ -130,48 +122,49 @@ def _attention(names: set[str]) -> dict[str, set[str]]:
     return found
 
 
-def _matmuls(trace: Trace) -> Counter:
+def _matmuls(trace: Trace) -> Counter[str]:
     """Calls of matmuls by library and format, in all steps."""
-    calls: Counter = Counter()
     if trace.gpu:
-        types = {s.operator: s.args.get("Input type") for s in _operators(trace)}
-        for span in trace.gpu:
-            if kernel_class(span.name) == MATMUL:
-                known = types.get(trace.operator_id(span))
-                calls[_named(span.name, matmul_format(span.name, known))] += 1
-        return calls
-    for spans in trace.host.values():
-        for span in outermost([s for s in spans if operator_class(s.name) == MATMUL]):
-            calls[_named(span.name, matmul_format("", span.args.get("Input type")))] += 1
+        matmuls = (
+            (span.name, trace.operators.get(trace.operator_id(span), {}))
+            for span in trace.gpu
+            if kernel_class(span.name) == MATMUL
+        )
+    else:
+        matmuls = (
+            (span.name, span.args)
+            for spans in trace.host.values()
+            for span in outermost(s for s in spans if operator_class(s.name) == MATMUL)
+        )
+    calls: Counter[str] = Counter()
+    for kernel, args in matmuls:
+        library = next((n for n, pattern in _LIBRARIES.items() if pattern.search(kernel)), "other")
+        number_format = matmul_format(kernel if trace.gpu else "", args.get("Input type"))
+        calls[f"{library} {number_format or 'unknown'}"] += 1
     return calls
 
 
 def _collectives(trace: Trace, ranks: int, n: int) -> dict[str, CollectiveUse]:
     """Collectives by kind: NCCL's and RCCL's kernels, or gloo's ranges on its own threads."""
-    spans: dict[str, list[Span]] = defaultdict(list)
-    everywhere = trace.gpu or [s for some in trace.host.values() for s in some]
-    for span in everywhere:
+    by_kind: dict[str, list[Span]] = defaultdict(list)
+    for span in trace.gpu or trace.host_spans:
         if trace.gpu and kernel_class(span.name) != COMMUNICATION:
             continue
         if not trace.gpu and not span.name.startswith("gloo:"):
             continue
-        text = f"{span.args.get('Collective name', '')} {span.name}"
-        if kind := next((k for k, pattern in _COLLECTIVES.items() if pattern.search(text)), None):
-            spans[kind].append(span)
-    found = {}
-    for kind, some in spans.items():
-        seconds = union((s.start, s.end) for s in some) / n / 1e6
-        use = CollectiveUse(calls=len(some) / n, time_s=seconds)
-        sizes = [_input_bytes(s) for s in some]
-        if None not in sizes and seconds:
-            use.input_bytes = sum(sizes) / n
-            sent = sum(
-                size * _ON_THE_BUS[kind](_group_size(s, ranks))
-                for size, s in zip(sizes, some, strict=True)
-            )
+        kind = collective_kind(span.args.get("Collective name"), span.name).replace("_", "-")
+        if kind in _ON_THE_BUS:
+            by_kind[kind].append(span)
+    uses = {}
+    for kind, spans in by_kind.items():
+        seconds = union((s.start, s.end) for s in spans) / n / 1e6
+        use = uses[kind] = CollectiveUse(calls=len(spans) / n, time_s=seconds)
+        sizes = [(s, size) for s in spans if (size := _input_bytes(s)) is not None]
+        if len(sizes) == len(spans) and seconds:
+            use.input_bytes = sum(size for _, size in sizes) / n
+            sent = sum(size * _ON_THE_BUS[kind](_group_size(s, ranks)) for s, size in sizes)
             use.bus_gb_per_s = sent / n / seconds / 1e9
-        found[kind] = use
-    return found
+    return uses
 
 
 def _group_size(span: Span, ranks: int) -> int:
@@ -189,13 +182,3 @@ def _input_bytes(span: Span) -> float | None:
         count, kind = math.prod(dims[0]), types[0]
     width = _BYTES.get(str(kind).lower().removeprefix("c10::"))
     return None if width is None else float(count * width)
-
-
-def _operators(trace: Trace) -> Iterator[Span]:
-    for spans in trace.host.values():
-        yield from (s for s in spans if s.category == "cpu_op" and s.operator is not None)
-
-
-def _named(kernel: str, number_format: str | None) -> str:
-    library = next((n for n, pattern in _LIBRARIES.items() if pattern.search(kernel)), "other")
-    return f"{library} {number_format or 'unknown'}"

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llm_train_bench.base.tables import markdown_table, milliseconds, show_whole
-from llm_train_bench.trace.rank_traces import Interval, Rank, Waiting, length_of
+from llm_train_bench.trace.rank_traces import Rank, Waiting
+from llm_train_bench.trace.timeline import joined, union
 
 # Lanes of more ranks nobody tells apart; the table has all.
 MOST_LANES = 32
@@ -27,7 +28,7 @@ i {{ display: inline-block; width: .8em; height: .8em; }} span {{ margin-right: 
 """
 
 
-def show_ranks(ranks: Sequence[Rank], found: Waiting) -> None:
+def show_ranks(ranks: Sequence[Rank], waits: Waiting) -> None:
     """A row a rank, a row a collective, and who is waited for, in words."""
     table = markdown_table(
         "rank", "step, ms", "computes", "communication exposed", "hidden", "idle", "waits for others",
@@ -40,81 +41,81 @@ def show_ranks(ranks: Sequence[Rank], found: Waiting) -> None:
             r.breakdown.step_time_s, sum(t for name, t in seconds.items() if name not in apart),
             seconds.get("communication", 0.0), r.breakdown.communication_overlapped_s,
             seconds.get("idle", 0.0) + seconds.get("host", 0.0),
-            found.of(r.rank) / n / 1e6, found.caused_by(r.rank) / n / 1e6,
+            waits.of(r.rank) / n / 1e6, waits.caused_by(r.rank) / n / 1e6,
         )))  # fmt: skip
     show_whole(table)
     table = markdown_table("collective", "calls a step", "ms a step", "exposed", "of it waiting")
-    for kind, row in by_collective(ranks, found).items():
+    for kind, row in by_collective(ranks, waits).items():
         times = (milliseconds(row[key]) for key in ("time_s", "exposed_s", "waiting_s"))
         table.add_row(kind, f"{row['calls']:.4g}", *times)
     show_whole(table)
-    for line in verdict_on_ranks(ranks, found):
+    for line in verdict_on_ranks(ranks, waits):
         print(line)
 
 
-def by_collective(ranks: Sequence[Rank], found: Waiting) -> dict[str, dict[str, float]]:
+def by_collective(ranks: Sequence[Rank], waits: Waiting) -> dict[str, dict[str, float]]:
     """Calls and seconds a step of each kind, means over the ranks that have it."""
     rows = {}
     for kind in dict.fromkeys(kind for r in ranks for kind, _ in r.calls):
         having = [r for r in ranks if kind in r.exposed]
-        each = [
-            (sum(len(v) for (k, _), v in r.calls.items() if k == kind) / r.breakdown.n_steps,
-             sum(sum(v) for (k, _), v in r.calls.items() if k == kind) / r.breakdown.n_steps / 1e6,
-             r.exposed[kind] / r.breakdown.n_steps / 1e6)
-            for r in having
-        ]  # fmt: skip
-        calls, time_s, exposed_s = (sum(part) / len(having) for part in zip(*each, strict=True))
-        waited = found.by_kind[kind] / len(having) / having[0].breakdown.n_steps / 1e6
-        rows[kind] = {"calls": calls, "time_s": time_s, "exposed_s": exposed_s, "waiting_s": waited}
+        rows[kind] = dict.fromkeys(("calls", "time_s", "exposed_s", "waiting_s"), 0.0)
+        for r in having:
+            each = len(having) * r.breakdown.n_steps
+            lengths = [t for (k, _), times in r.calls.items() if k == kind for t in times]
+            rows[kind]["calls"] += len(lengths) / each
+            rows[kind]["time_s"] += sum(lengths) / each / 1e6
+            rows[kind]["exposed_s"] += r.exposed[kind] / each / 1e6
+        steps = len(having) * having[0].breakdown.n_steps
+        rows[kind]["waiting_s"] = waits.by_kind[kind] / steps / 1e6
     return dict(sorted(rows.items(), key=lambda item: -item[1]["time_s"]))
 
 
-def verdict_on_ranks(ranks: Sequence[Rank], found: Waiting) -> list[str]:
+def verdict_on_ranks(ranks: Sequence[Rank], waits: Waiting) -> list[str]:
     """Who is waited for, and what could not be matched, in words."""
-    total, lines = sum(found.by_pair.values()), []
+    total, lines = sum(waits.by_pair.values()), []
     if total:
-        late = max(ranks, key=lambda r: found.caused_by(r.rank))
-        waits = found.caused_by(late.rank)
-        most = max((p for p in found.by_pair if p[1] == late.rank), key=found.by_pair.__getitem__)
+        late = max(ranks, key=lambda r: waits.caused_by(r.rank))
+        caused = waits.caused_by(late.rank)
+        most = max((p for p in waits.by_pair if p[1] == late.rank), key=waits.by_pair.__getitem__)
         n = late.breakdown.n_steps
         fair = 1.5 * total / len(ranks)
-        if waits > fair:
+        if caused > fair:
             lines.append(
-                f"rank {late.rank} is the straggler: others wait for it {milliseconds(waits / n / 1e6)} "
-                f"ms a step, {waits / total:.0%} of all waiting; rank {most[0]} most"
+                f"rank {late.rank} is the straggler: others wait for it {milliseconds(caused / n / 1e6)} "
+                f"ms a step, {caused / total:.0%} of all waiting; rank {most[0]} most"
             )
         else:
             lines.append("no straggler: no rank causes much more than its share of the waiting")
-    elif len(ranks) > 1 and found.matched:
+    elif len(ranks) > 1 and waits.matched:
         lines.append("no rank waits for another")
-    if found.unmatched:
+    if waits.unmatched:
         lines.append(
-            f"{found.unmatched} collectives are not matched: ranks recorded different numbers of them"
+            f"{waits.unmatched} collectives are not matched: ranks recorded different numbers of them"
         )
     return lines
 
 
-def ranks_as_json(ranks: Sequence[Rank], found: Waiting) -> dict[str, Any]:
+def ranks_as_json(ranks: Sequence[Rank], waits: Waiting) -> dict[str, Any]:
     """The same as plain data; seconds a step."""
     return {
         "ranks": [
             {"rank": r.rank, "trace": r.path, "device": r.device_name, **r.breakdown.model_dump(),
-             "waits_s": found.of(r.rank) / r.breakdown.n_steps / 1e6,
-             "waited_for_s": found.caused_by(r.rank) / r.breakdown.n_steps / 1e6}
+             "waits_s": waits.of(r.rank) / r.breakdown.n_steps / 1e6,
+             "waited_for_s": waits.caused_by(r.rank) / r.breakdown.n_steps / 1e6}
             for r in ranks
         ],
         "waiting": [
             {"rank": who, "for": late, "seconds": us / ranks[0].breakdown.n_steps / 1e6}
-            for (who, late), us in found.by_pair.most_common()
+            for (who, late), us in waits.by_pair.most_common()
         ],
-        "collectives": by_collective(ranks, found),
-        "matched": found.matched, "unmatched": found.unmatched,
+        "collectives": by_collective(ranks, waits),
+        "matched": waits.matched, "unmatched": waits.unmatched,
     }  # fmt: skip
 
 
-def timeline_page(name: str, ranks: Sequence[Rank], found: Waiting) -> str:
+def timeline_page(name: str, ranks: Sequence[Rank], waits: Waiting) -> str:
     """One step of each rank as lanes, in one file of HTML that needs no other."""
-    shown = sorted(ranks, key=lambda r: -found.caused_by(r.rank))[:MOST_LANES]
+    shown = sorted(ranks, key=lambda r: -waits.caused_by(r.rank))[:MOST_LANES]
     shown.sort(key=lambda r: r.rank)
     longest = max(r.step_us for r in shown)
     lanes, y = [], 0
@@ -122,10 +123,14 @@ def timeline_page(name: str, ranks: Sequence[Rank], found: Waiting) -> str:
         lanes.append(f'<text x="0" y="{y + 24}">rank {r.rank}</text>')
         for lane, (kind, intervals) in enumerate(r.lanes.items()):
             top = y + 12 * lane
-            busy = length_of(intervals) / 1e3
+            busy = union(intervals) / 1e3
+            pixels = (
+                (max(a * WIDTH / longest, 0.0), min(b * WIDTH / longest, WIDTH))
+                for a, b in intervals
+            )
             drawn = "".join(
                 f"M{70 + a:.1f},{top}h{max(b - a, 0.4):.1f}v10h-{max(b - a, 0.4):.1f}z"
-                for a, b in _scaled(intervals, longest)
+                for a, b in joined(pixels, gap=0.5)
             )
             lanes.append(
                 f'<path d="{drawn}" fill="{LANE_COLOURS[kind]}"><title>rank {r.rank}: {kind}, '
@@ -140,21 +145,10 @@ def timeline_page(name: str, ranks: Sequence[Rank], found: Waiting) -> str:
         f'<span><i style="background:{colour}"></i> {kind}</span>'
         for kind, colour in LANE_COLOURS.items()
     )
-    said = "".join(f"<li>{html.escape(line)}</li>" for line in verdict_on_ranks(ranks, found))
+    said = "".join(f"<li>{html.escape(line)}</li>" for line in verdict_on_ranks(ranks, waits))
     more = len(ranks) - len(shown)
     return PAGE.format(
         name=html.escape(name), said=said, legend=legend, lanes="".join(lanes), ticks=ticks,
         more=f"<p>{more} more ranks are in the table.</p>" if more else "", width=WIDTH + 130,
         height=y + 20,
     )  # fmt: skip
-
-
-def _scaled(intervals: Sequence[Interval], longest: float) -> list[Interval]:
-    """Intervals in pixels, those joined that are closer than half of one."""
-    found: list[list[float]] = []
-    for a, b in ((a * WIDTH / longest, b * WIDTH / longest) for a, b in intervals):
-        if found and a - found[-1][1] < 0.5:
-            found[-1][1] = b
-        else:
-            found.append([max(a, 0.0), b])
-    return [(a, min(b, float(WIDTH))) for a, b in found]

@@ -6,32 +6,24 @@ shortest came last, and the others waited for it by as much as theirs are longer
 
 import dataclasses
 import gzip
-import math
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.trace.breakdown import HOST, break_down, pieces_of_thread, span_labels
 from llm_train_bench.trace.breakdown_schema import Breakdown
-from llm_train_bench.trace.kernel_names import COMMUNICATION, COPIES, kernel_class, operator_class
-from llm_train_bench.trace.read_trace import Span, Trace, read_trace
-
-Interval = tuple[float, float]
-# What a collective is called in a kernel's or an operator's name.
-KINDS = (
-    ("all_to_all", r"all_?to_?all"),
-    ("all_gather", r"all_?gather"),
-    ("reduce_scatter", r"reduce_?scatter"),
-    ("all_reduce", r"all_?reduce"),
-    ("send/receive", r"send|recv"),
-    ("broadcast", r"broadcast"),
-    ("reduce", r"reduce"),
-    ("barrier", r"barrier"),
+from llm_train_bench.trace.kernel_names import (
+    COMMUNICATION,
+    COPIES,
+    collective_kind,
+    kernel_class,
+    operator_class,
 )
+from llm_train_bench.trace.read_trace import Span, Trace, open_trace, read_trace
+from llm_train_bench.trace.timeline import Interval, joined, union
 
 
 @dataclasses.dataclass
@@ -74,16 +66,14 @@ def trace_files(directory: Path) -> list[Path]:
     """The trace files of a run's directory, or of its `trace/`; UsageError if there are none."""
     for place in (directory, directory / "trace"):
         names = sorted(p for p in place.glob("*") if p.name.endswith((".json", ".json.gz")))
-        if found := [p for p in names if _looks_like_a_trace(p)]:
-            return found
+        if traces := [p for p in names if _looks_like_a_trace(p)]:
+            return traces
     raise UsageError(f"{directory}: holds no trace of torch.profiler (.json, .json.gz)")
 
 
 def _looks_like_a_trace(path: Path) -> bool:
     try:
-        with plain_file(path).open("rb") as f:
-            packed = f.read(2) == b"\x1f\x8b"
-        with (gzip.open if packed else open)(path, "rb") as f:
+        with open_trace(path) as f:
             return b'"traceEvents"' in f.read(2**20)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         return True  # damaged, as its reader says: without it the waiting of the others is wrong
@@ -93,32 +83,34 @@ def _looks_like_a_trace(path: Path) -> bool:
 
 def read_ranks(directory: Path) -> list[Rank]:
     """All ranks of a run, one trace in memory at a time; UsageError for what cannot be one run."""
-    found = []
+    ranks = []
     for i, path in enumerate(trace_files(directory)):
         trace = read_trace(path)
         named = re.search(r"rank[-_]?(\d+)", path.name)
         number = trace.rank if trace.rank is not None else int(named[1]) if named else i
-        found.append(summary_of(trace, number))
-    numbers = Counter(r.rank for r in found)
-    for rank, times in numbers.items():
-        if times > 1:
-            twice = ", ".join(Path(r.path).name for r in found if r.rank == rank)
-            raise UsageError(
-                f"{directory}: rank {rank} has {times} traces ({twice}); give one run's"
-            )
-    return sorted(found, key=lambda r: r.rank)
+        ranks.append(summary_of(trace, number))
+    for rank in {r.rank for r in ranks}:
+        files = [Path(r.path).name for r in ranks if r.rank == rank]
+        if len(files) > 1:
+            several = f"rank {rank} has {len(files)} traces ({', '.join(files)})"
+            raise UsageError(f"{directory}: {several}; give one run's")
+    return sorted(ranks, key=lambda r: r.rank)
 
 
 def summary_of(trace: Trace, number: int) -> Rank:
     """A rank's breakdown, collectives and lanes."""
     labelled = [(s, kernel_class(s.name)) for s in trace.gpu] if trace.gpu else _host_spans(trace)
-    collectives = [s for s, label in labelled if label == COMMUNICATION and _counts(s, trace)]
+    # On a CPU a collective is the transfer itself, not the call or the wait around it.
+    collectives = [
+        s
+        for s, label in labelled
+        if label == COMMUNICATION and (trace.gpu or s.name.startswith(("gloo:", "nccl:")))
+    ]
     calls: dict[tuple[str, str], list[float]] = defaultdict(list)
     times: dict[str, list[Interval]] = defaultdict(list)
     for span in collectives:
-        kind = collective_of(span)
-        group = str(span.args.get("Process Group Name", ""))
-        calls[kind, group].append(span.length)
+        kind = collective_kind(span.args.get("Collective name"), span.name)
+        calls[kind, str(span.args.get("Process Group Name", ""))].append(span.length)
         times[kind].append((span.start, span.end))
     busy = joined(
         (s.start, s.end) for s, label in labelled if label not in (COMMUNICATION, COPIES, HOST)
@@ -134,49 +126,35 @@ def summary_of(trace: Trace, number: int) -> Rank:
         "copies": joined((s.start, s.end) for s, label in labelled if label == COPIES),
     }
     return Rank(
-        number, trace.path, trace.device_name, break_down(trace), dict(calls),
-        {kind: length_of(part) - shared(part, busy) for kind, found in times.items()
-         for part in [joined(found)]},
-        {name: [(a - begin, b - begin) for a, b in part if b > begin and a < end]
-         for name, part in lanes.items()},
+        number,
+        trace.path,
+        trace.device_name,
+        break_down(trace),
+        dict(calls),
+        {kind: union([*busy, *intervals]) - union(busy) for kind, intervals in times.items()},
+        {
+            name: [(a - begin, b - begin) for a, b in lane if b > begin and a < end]
+            for name, lane in lanes.items()
+        },
         end - begin,
-    )  # fmt: skip
+    )
 
 
 def _host_spans(trace: Trace) -> list[tuple[Span, str]]:
     """A CPU's work: pieces of the training thread by class, and communication of any thread."""
-    thread = (
-        trace.steps[0].thread if trace.steps else max(trace.host, key=lambda t: len(trace.host[t]))
-    )
+    thread = trace.training_thread
     spans = trace.host.get(thread, [])
     labels = dict(zip(map(id, spans), span_labels(spans), strict=True))
     end = max((s.end for s in spans), default=0.0)
-    found = [
+    labelled = [
         (Span(span.name, span.category, start, stop, thread), labels[id(span)])
         for start, stop, span in pieces_of_thread(spans, spans[0].start if spans else 0.0, end)
         if span is not None and labels[id(span)] not in (HOST, COMMUNICATION)
     ]
-    found += [
-        (span, COMMUNICATION)
-        for theirs in trace.host.values()
-        for span in theirs
-        if operator_class(span.name) == COMMUNICATION
+    labelled += [
+        (s, COMMUNICATION) for s in trace.host_spans if operator_class(s.name) == COMMUNICATION
     ]
-    return sorted(found, key=lambda pair: pair[0].start)
-
-
-def _counts(span: Span, trace: Trace) -> bool:
-    """Whether a CPU's span is the transfer itself, not the call or the wait around it."""
-    return bool(trace.gpu) or span.name.startswith(("gloo:", "nccl:"))
-
-
-def collective_of(span: Span) -> str:
-    """The kind of a collective, by what it says of itself or by its name."""
-    for text in (str(span.args.get("Collective name", "")), span.name):
-        for kind, pattern in KINDS:
-            if re.search(pattern, text, re.IGNORECASE):
-                return kind
-    return "other"
+    return sorted(labelled, key=lambda pair: pair[0].start)
 
 
 def waiting(ranks: Sequence[Rank]) -> Waiting:
@@ -199,32 +177,3 @@ def waiting(ranks: Sequence[Rank]) -> Waiting:
                     found.by_kind[kind] += length - shortest
             found.matched += 1
     return found
-
-
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times as intervals that are apart, in order."""
-    found: list[list[float]] = []
-    for a, b in sorted(intervals):
-        if found and a <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], b)
-        elif b > a:
-            found.append([a, b])
-    return [(a, b) for a, b in found]
-
-
-def length_of(apart: Iterable[Interval]) -> float:
-    """Length of intervals that are apart."""
-    return math.fsum(b - a for a, b in apart)
-
-
-def shared(these: Sequence[Interval], those: Sequence[Interval]) -> float:
-    """Length that two lists of intervals, each apart and in order, share."""
-    total, j = 0.0, 0
-    for a, b in these:
-        while j < len(those) and those[j][1] <= a:
-            j += 1
-        k = j
-        while k < len(those) and those[k][0] < b:
-            total += min(b, those[k][1]) - max(a, those[k][0])
-            k += 1
-    return total

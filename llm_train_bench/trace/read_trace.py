@@ -7,8 +7,11 @@ by event: a long trace does not fit into memory as JSON.
 import bisect
 import codecs
 import dataclasses
+import functools
 import gc
 import gzip
+import io
+import itertools
 import json
 import math
 import re
@@ -21,18 +24,25 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.model.json_keys import plain_file
 
-GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-HOST_CATEGORIES = ("cpu_op", "user_annotation")
+# Categories of the events that are read.
+KINDS = {
+    "gpu": ("kernel", "gpu_memcpy", "gpu_memset"),
+    "launch": ("cuda_runtime", "cuda_driver"),
+    "host": ("cpu_op", "user_annotation"),
+}
+CATEGORIES = {category: (kind, category) for kind, names in KINDS.items() for category in names}
 STEP = "ProfilerStep#"
 PIECE = 2**23
 # No single event is as long.
 LONGEST_EVENT = 2**26
 
-SPACES, SPACES_AND_COMMAS = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
+TOKEN, ITEM = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
 Thread = tuple[Any, Any]  # process and thread
 _NOTHING: dict[str, Any] = {}
 PLAIN = {str, int, float, bool, type(None)}
+# Arguments that a span keeps: of an operator, then of a collective.
+READ_ARGS = {"Input Dims", "Input type"}
+READ_ARGS |= {"Collective name", "Process Group Name", "Group size", "In msg nelems", "dtype"}
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,6 +80,24 @@ class Trace:
     rank: int | None = None
     """As its process group said."""
 
+    @property
+    def host_spans(self) -> Iterator[Span]:
+        """The spans of all threads of the host."""
+        return itertools.chain.from_iterable(self.host.values())
+
+    @property
+    def training_thread(self) -> Thread:
+        """The thread that runs the steps; without marked steps the busiest."""
+        if self.steps:
+            return self.steps[0].thread
+        return max(self.host, key=lambda thread: len(self.host[thread]))
+
+    @functools.cached_property
+    def operators(self) -> dict[Any, dict[str, Any]]:
+        """Arguments of the CPU operators with recorded shapes, by the id that their kernels carry."""
+        spans = (s for s in self.host_spans if s.category == "cpu_op" and s.operator is not None)
+        return {s.operator: s.args for s in spans if s.args.get("Input Dims")}
+
     def launch_of(self, activity: Span) -> Span | None:
         """The call of the host that gave this to the GPU, where it was recorded."""
         return self.launches.get(activity.correlation)
@@ -83,39 +111,23 @@ class Trace:
         return activity.operator if launch and launch.operator == activity.operator else None
 
 
-KEPT_ARGS = {"Input Dims", "Input type", "Collective name", "Process Group Name", "Group size",
-             "In msg nelems", "dtype"}  # fmt: skip
-
-
-def _kind(category: str, path: str | Path) -> tuple[str, str]:
-    """What a category's events are: gpu, launch or host, "" for what is not read; and the category."""
-    if category.startswith("mtia"):
-        raise UsageError(f"{path}: is of an MTIA device, whose kernels are not read")
-    groups = {"gpu": GPU_CATEGORIES, "launch": LAUNCH_CATEGORIES, "host": HOST_CATEGORIES}
-    return next((kind for kind, names in groups.items() if category in names), ""), category
-
-
 def read_trace(path: str | Path) -> Trace:
     """The spans of a trace file; UsageError if it is no trace."""
     header: dict[str, Any] = {}
     gpu, launches, steps = [], {}, []
     host: dict[Thread, list[Span]] = defaultdict(list)
-    kinds: dict[str, tuple[str, str]] = {}
-    kept: dict[Any, Any] = {}  # one object for each name, thread and shape, however often it comes
+    seen: dict[Any, Any] = {}  # one object for each name, thread and shape, however often it comes
     for event in _events(Path(path), header):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        known = event.get("cat")
-        if not isinstance(known, str):
-            known = ""
-        if known not in kinds:
-            kinds[known] = _kind(known.lower(), path)
-        kind, category = kinds[known]
+        category = str(event.get("cat")).lower()
+        if category.startswith("mtia"):
+            raise UsageError(f"{path}: is of an MTIA device, whose kernels are not read")
+        kind, category = CATEGORIES.get(category, ("", ""))
         try:
             start, length = float(event["ts"]), float(event.get("dur", 0))
         except (KeyError, TypeError, ValueError, OverflowError):
-            length = 0.0
-            start = math.nan
+            start, length = math.nan, 0.0
         if not math.isfinite(start + length) or length < 0:
             raise UsageError(f"{path}: has an event without times: {str(event)[:80]}")
         if not kind:
@@ -126,17 +138,16 @@ def read_trace(path: str | Path) -> Trace:
                 f"{path}: has an event of a form that torch.profiler does not write: {str(event)[:80]}"
             )
         name = event.get("name", "")
-        name = kept.get(name) or kept.setdefault(name, printable(str(name)))
+        name = seen.get(name) or seen.setdefault(name, printable(str(name)))
         thread = (event.get("pid"), event.get("tid"))
-        thread = kept.setdefault(thread, thread)
-        own = _NOTHING
-        if kind != "launch" and not KEPT_ARGS.isdisjoint(args):
-            own = {key: args[key] for key in KEPT_ARGS if key in args}
-            own = kept.setdefault(str(own), own)
-        span = Span(
-            name, category, start, start + length, thread,
-            args.get("External id"), args.get("correlation"), args.get("device"), own,
-        )  # fmt: skip
+        thread = seen.setdefault(thread, thread)
+        read_args = _NOTHING
+        if kind != "launch" and not READ_ARGS.isdisjoint(args):
+            read_args = {key: args[key] for key in READ_ARGS if key in args}
+            read_args = seen.setdefault(str(read_args), read_args)
+        operator, launch, device = map(args.get, ("External id", "correlation", "device"))
+        end = start + length
+        span = Span(name, category, start, end, thread, operator, launch, device, read_args)
         if kind == "gpu":
             gpu.append(span)
         elif kind == "launch":
@@ -174,24 +185,28 @@ def read_trace(path: str | Path) -> Trace:
 
 def _is_odd(event: dict[str, Any], args: Any) -> bool:
     """Whether an event has fields of a type that no reader could use."""
-    if not isinstance(args, dict) or type(args.get("Input type", [])) is not list:
+    if not isinstance(args, dict):
         return True
-    if type(args.get("Input Dims", [])) is not list:
+    if any(type(args.get(key, [])) is not list for key in ("Input type", "Input Dims")):
         return True
-    get, has = event.get, args.get
-    found = {type(get("pid")), type(get("tid")), type(get("name")), type(has("device")),
-             type(has("correlation")), type(has("External id"))}  # fmt: skip
-    return not found <= PLAIN
+    types = {type(event.get(key)) for key in ("pid", "tid", "name")}
+    types |= {type(args.get(key)) for key in ("device", "correlation", "External id")}
+    return not types <= PLAIN
+
+
+def open_trace(path: Path) -> gzip.GzipFile | io.BufferedReader:
+    """A trace file, which may be gzipped."""
+    with plain_file(path).open("rb") as f:
+        packed = f.read(2) == b"\x1f\x8b"
+    return gzip.open(path) if packed else path.open("rb")
 
 
 class _Source:
     """A file's text, piece by piece, and JSON values cut from its front."""
 
     def __init__(self, path: Path):
-        self.path, self.size = path, plain_file(path).stat().st_size
-        with path.open("rb") as f:
-            packed = f.read(2) == b"\x1f\x8b"
-        self.file = (gzip.open if packed else open)(path, "rb")
+        self.path, self.file = path, open_trace(path)
+        self.size = path.stat().st_size
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         # Kineto does not escape everything that JSON wants escaped.
         self.scan = json.JSONDecoder(strict=False).raw_decode
@@ -213,11 +228,11 @@ class _Source:
 
     def skip(self, commas: bool = False) -> str:
         """The next character that is no space (and no comma); "" at the end."""
-        spaces = SPACES_AND_COMMAS if commas else SPACES
         while True:
-            self.at = spaces.match(self.text, self.at).end()
-            if self.at < len(self.text):
-                return self.text[self.at]
+            if match := (ITEM if commas else TOKEN).search(self.text, self.at):
+                self.at = match.start()
+                return match[0]
+            self.at = len(self.text)
             if not self.more():
                 return ""
 
@@ -238,13 +253,13 @@ class _Source:
 
 def _events(path: Path, header: dict[str, Any]) -> Iterator[Any]:
     """The events of a trace one by one; what stands beside them goes into `header`."""
-    found = False
+    has_events = False
     gc.disable()  # millions of spans are made, and none goes
     try:
         source = _Source(path)
         with source.file:
             if source.skip() == "[":  # the format's other form: the events alone
-                found = True
+                has_events = True
                 yield from _elements(source)
                 return
             if source.skip() != "{":
@@ -257,7 +272,7 @@ def _events(path: Path, header: dict[str, Any]) -> Iterator[Any]:
                     raise json.JSONDecodeError("Expecting a name", source.text[:1], 0)
                 source.at += 1
                 if key == "traceEvents" and source.skip() == "[":
-                    found = True
+                    has_events = True
                     yield from _elements(source)
                 else:
                     header[str(key)] = source.value()
@@ -268,7 +283,7 @@ def _events(path: Path, header: dict[str, Any]) -> Iterator[Any]:
         raise UsageError(f"{path}: is not JSON ({error}); was the trace cut off?") from None
     finally:
         gc.enable()
-    if not found:
+    if not has_events:
         raise UsageError(f"{path}: is JSON, but has no traceEvents; is it a PyTorch trace?")
 
 
@@ -285,7 +300,8 @@ def _of_busiest_device(gpu: list[Span]) -> list[Span]:
     busy: dict[Any, float] = defaultdict(float)
     for span in gpu:
         busy[span.device] += span.length
-    return [s for s in gpu if s.device == max(busy, key=busy.get)]
+    busiest = max(busy, key=busy.__getitem__, default=None)
+    return [s for s in gpu if s.device == busiest]
 
 
 class Ranges:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from llm_train_bench.trace.kernel_names import COMMUNICATION, COPIES
 
 IDLE = "idle"
+Interval = tuple[float, float]
 
 
 def priority(label: str) -> int:
@@ -20,7 +21,7 @@ def sweep(
 
     If two kernels compute at once, the moment counts for the one that started first.
     """
-    waiting = sorted((a, b, label) for a, b, label in intervals)
+    waiting = sorted(intervals)
     pieces: list[tuple[float, float, str]] = []
     now, i = begin, 0
     running: list[tuple[int, float, float, str]] = []  # priority, start, end, label
@@ -45,16 +46,17 @@ def sweep(
     return pieces
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length that the intervals cover together."""
-    total, reached = 0.0, -math.inf
+def joined(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """The intervals in order, with those that overlap or lie at most `gap` apart as one."""
+    result: list[Interval] = []
     for a, b in sorted(intervals):
-        total += max(0.0, b - max(a, reached))
-        reached = max(reached, b)
-    return total
+        if result and a - result[-1][1] <= gap:
+            result[-1] = result[-1][0], max(result[-1][1], b)
+        elif b > a:
+            result.append((a, b))
+    return result
 
 
-def covered(start: float, stop: float, intervals: list[tuple[float, float]]) -> float:
-    """Length of start ... stop that the intervals cover together."""
-    inside = [(max(a, start), min(b, stop)) for a, b in intervals if b > start and a < stop]
-    return union(inside)
+def union(intervals: Iterable[Interval]) -> float:
+    """Length that the intervals cover together."""
+    return math.fsum(b - a for a, b in joined(intervals))
