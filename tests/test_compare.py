@@ -1,5 +1,6 @@
 """compare.py: every kind of input, ratios with their intervals, what is not compared, files, the gate."""
 
+import copy
 import csv
 import json
 import re
@@ -26,7 +27,7 @@ from tests import fuzz
 from tests.helpers import ROOT, python, run_train, words
 
 LOGS = ROOT / "tests/logs"
-SAME = {"args__bucket_cap_mb": 25.0}  # repeats() gives each name its own
+SAME = {"args__bucket_cap_mb": 25.0}  # runs_of() gives each name its own
 NONE = Prices({}, {})
 EMULATED = {"backend": "torchao", "version": "0", "recipe": "tensorwise", "emulated": True,
             "all_gather": False, "n_linear_layers": 1, "n_parameters": 1,
@@ -45,39 +46,50 @@ def result(tmp_path_factory):
     return out / "base"
 
 
-def variant(result, directory, name, speed=1.0, noise=0.01, **changes):
-    """A copy of the run with other step times (mean 0.1 s / speed) and other fields."""
-    run = directory / name
-    shutil.copytree(result, run)
-    content = json.loads((run / "result.json").read_text())
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
-    times = 0.1 / speed * (1 + noise * rng.standard_normal(40))
-    times *= 0.1 / speed / times.mean()
-    content["step_times_s"] = times.tolist()
-    rate = 64 / times.mean()
-    spread = 1.96 * times.std() / 40**0.5
-    content["metrics"] |= {
-        "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": 40,
-        "step_time_ci95_low_s": times.mean() - spread, "step_time_ci95_high_s": times.mean() + spread,
-        "peak_rss_gib": 1.0, "energy_j": None, "average_power_w": None, "tokens_per_joule": None,
-    }  # fmt: skip
-    content["run_name"] = name
+def changed(content, **changes) -> dict:
+    """A copy of a file's content with other fields, by `part__field` or `field`."""
+    content = copy.deepcopy(content)
     for key, value in changes.items():
         part, _, field = key.partition("__")
-        if field:
-            content[part][field] = value
-        else:
-            content[part] = value
-    (run / "result.json").write_text(json.dumps(content))
-    return run
+        (content[part] if field else content)[field or part] = value
+    return content
 
 
-def repeats(result, directory, name, speed=1.0, spread=0.004, n=3, **changes):
-    """Runs of one setting, named name-0, name-1, ...; their speeds are that far apart."""
-    number = float(zlib.crc32(name.encode()) % 1000 + 1)
-    changes = {"args__bucket_cap_mb": number} | changes
-    speeds = [speed * (1 + spread * (i - (n - 1) / 2)) for i in range(n)]
-    return [variant(result, directory, f"{name}-{i}", s, **changes) for i, s in enumerate(speeds)]
+@pytest.fixture
+def run_of(result, tmp_path):
+    """Makes a copy of the run at a place, with other step times (mean 0.1 s / speed) and fields."""
+
+    def make(place, speed=1.0, noise=0.01, **changes) -> Path:
+        run = tmp_path / place
+        shutil.copytree(result, run)
+        content = json.loads((run / "result.json").read_text())
+        rng = np.random.default_rng(zlib.crc32(run.name.encode()))
+        times = 0.1 / speed * (1 + noise * rng.standard_normal(40))
+        times *= 0.1 / speed / times.mean()
+        rate, spread = 64 / times.mean(), 1.96 * times.std() / 40**0.5
+        content |= {"run_name": run.name, "step_times_s": times.tolist()}
+        content["metrics"] |= {
+            "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": 40,
+            "step_time_ci95_low_s": times.mean() - spread, "step_time_ci95_high_s": times.mean() + spread,
+            "peak_rss_gib": 1.0, "energy_j": None, "average_power_w": None, "tokens_per_joule": None,
+        }  # fmt: skip
+        (run / "result.json").write_text(json.dumps(changed(content, **changes)))
+        return run
+
+    return make
+
+
+@pytest.fixture
+def runs_of(run_of):
+    """Makes runs of one setting, named name-0, name-1, ...; their speeds are that far apart."""
+
+    def make(place, speed=1.0, spread=0.004, n=3, **changes) -> list[Path]:
+        number = float(zlib.crc32(Path(place).name.encode()) % 1000 + 1)
+        changes = {"args__bucket_cap_mb": number} | changes
+        speeds = [speed * (1 + spread * (i - (n - 1) / 2)) for i in range(n)]
+        return [run_of(f"{place}-{i}", s, **changes) for i, s in enumerate(speeds)]
+
+    return make
 
 
 def records_of(*paths, facts=None) -> list[Record]:
@@ -102,6 +114,9 @@ SUITE = fuzz.SUITE | {
 }  # fmt: skip
 
 
+PLAIN = json.loads(fuzz.PLAIN.read_text())
+
+
 def test_the_other_suites_json(tmp_path):
     path = tmp_path / "train_amd.json"
     path.write_text(json.dumps(SUITE))
@@ -115,14 +130,13 @@ def test_the_other_suites_json(tmp_path):
 
 def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
     """By the file's name without its platform; older names of curves; MFU from parameters."""
-    content = json.loads(json.dumps(SUITE))
+    shape = {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096}
+    content = changed(SUITE, raw_memory_values=[100.0, 118.0, 110.0])
+    content["training_config"] |= shape
     del content["training_config"]["model"], content["memory_metrics"]
     for key in ("step_times", "loss_values", "learning_rates"):
         content[f"raw_{key}"] = content.pop(key)
-    content["raw_memory_values"] = [100.0, 118.0, 110.0]
-    content["training_config"] |= {"num_parameters": 8e9, "num_layers": 32, "hidden_size": 4096}
-    other = json.loads(json.dumps(content))
-    other["gpu_info"]["device_name"] = "NVIDIA H100 80GB HBM3"
+    other = changed(content, gpu_info__device_name="NVIDIA H100 80GB HBM3")
     for name, each in (("rocm_llama", content), ("cuda_llama", other), ("cuda_qwen", other)):
         (tmp_path / f"benchmark_{name}.json").write_text(json.dumps(each))
     records = records_of(tmp_path)
@@ -141,28 +155,36 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
 
 
 @pytest.mark.parametrize(
-    ("part", "changes", "message"),
-    [("performance_metrics", {"tokens_per_second": "5000"}, "of a known kind, but not understood"),
-     ("performance_metrics", {"tokens_per_second": -3.0}, "tokens_per_sec is -3.0, not a number"),
-     ("gpu_info", {"device_name": 5}, "hardware is 5, not text"),
-     (None, {"step_times": [1.0, float("nan"), 1.0]}, "tokens_per_sec is nan"),
-     (None, {"loss_values": ["low"]}, "losses holds 'low', not a number")],
+    ("content", "message"),
+    [("is no JSON", "is no JSON"),
+     (changed(SUITE, performance_metrics__tokens_per_second="5000", step_times=[]),
+      "of a known kind, but not understood"),
+     (changed(SUITE, performance_metrics__tokens_per_second=-3.0, step_times=[]),
+      "tokens_per_sec is -3.0, not a number"),
+     (changed(SUITE, gpu_info__device_name=5), "hardware is 5, not text"),
+     (changed(SUITE, step_times=[1.0, float("nan"), 1.0]), "tokens_per_sec is nan"),
+     (changed(SUITE, loss_values=["low"]), "losses holds 'low', not a number"),
+     (changed(SUITE, training_config__num_gpus="eight"), "num_gpus is 'eight'"),
+     (changed(PLAIN, **{"metrics__tok\ns": 1.0}), r"tok\ns: Extra inputs")],
 )  # fmt: skip
-def test_figures_that_are_none_are_refused(part, changes, message, tmp_path, refused):
-    content = json.loads(json.dumps(SUITE))
-    if part == "performance_metrics":
-        content["step_times"] = []
-    (content if part is None else content[part]).update(changes)
+def test_a_file_with_impossible_content_is_refused(content, message, tmp_path, refused):
     path = tmp_path / "x.json"
-    path.write_text(json.dumps(content))
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
     assert str(path) in refused(compare.main, message, path)
 
 
-def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
-    variant(result, tmp_path, "a")
-    variant(result, tmp_path, "b", speed=1.1)  # a repeat of a
-    variant(result, tmp_path.parent / f"{tmp_path.name}-far", "c", args__bucket_cap_mb=1.0)
-    (tmp_path / "link").symlink_to(tmp_path.parent / f"{tmp_path.name}-far")
+def test_a_broken_loss_curve_costs_no_run(output_of, run_of):
+    run = run_of("run")
+    (run / "steps.jsonl").write_text("[1, 2]\n")
+    output_of(compare.main, run)
+
+
+def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
+    run_of("a")
+    run_of("b", speed=1.1)  # a repeat of a
+    far = tmp_path.with_name(f"{tmp_path.name}-far")
+    run_of(far / "c", args__bucket_cap_mb=1.0)
+    (tmp_path / "link").symlink_to(far)
     (tmp_path / "loop").symlink_to(tmp_path)
     shutil.copy(LOGS / "torchtitan.log", tmp_path / "t.log")
     (tmp_path / "notes.txt").write_text("nothing of interest\n")
@@ -182,10 +204,10 @@ def test_directories_are_searched_and_strangers_named(result, tmp_path, capsys):
 # --- comparison ------------------------------------------------------------------------------------
 
 
-def test_ratio_and_its_interval(result, tmp_path):
+def test_ratio_and_its_interval(runs_of):
     """Over runs of each setting, not over steps: two runs of one setting are no contestants."""
     speeds = {"a": 1.0, "b": 1.2, "c": 1.001, "d": 0.9}
-    rows = rows_of(*(p for n, s in speeds.items() for p in repeats(result, tmp_path, n, s, n=5)))
+    rows = rows_of(*(p for n, s in speeds.items() for p in runs_of(n, s, n=5)))
     assert len(rows) == 4 and rows["a-0"].verdict == "reference"
     b = rows["b-0"]
     assert b.ratio == pytest.approx(1.2) and b.verdict == "faster" and len(b.record.rates) == 5
@@ -194,15 +216,14 @@ def test_ratio_and_its_interval(result, tmp_path):
     assert rows["c-0"].verdict == "within noise" and rows["d-0"].verdict == "slower"
     # The runs surely differ, but by less than runs of one setting do on another day.
     speeds = {"a": 1, "b": 1.009, "c": 1.02}
-    sure = tmp_path / "sure"
-    rows = rows_of(*(p for n, s in speeds.items() for p in repeats(result, sure, n, s, 1e-4)))
+    rows = rows_of(*(p for n, s in speeds.items() for p in runs_of(f"sure/{n}", s, 1e-4)))
     assert rows["b-0"].ratio_low > 1.008 and rows["b-0"].verdict == "within noise"
     assert rows["c-0"].verdict == "faster"
 
 
-def test_one_or_two_runs_give_no_verdict(result, tmp_path, output_of):
+def test_one_or_two_runs_give_no_verdict(tmp_path, output_of, runs_of):
     """Repeats are one row, whatever their speeds; without three runs nobody knows how runs differ."""
-    paths = repeats(result, tmp_path, "a", spread=0.3, n=2) + repeats(result, tmp_path, "b", 3, n=1)
+    paths = runs_of("a", spread=0.3, n=2) + runs_of("b", 3, n=1)
     rows = rows_of(*paths)
     assert [len(row.record.rates) for row in rows.values()] == [2, 1]
     assert rows["b-0"].verdict == "no verdict: 1 run" and rows["b-0"].ratio == pytest.approx(3)
@@ -212,13 +233,13 @@ def test_one_or_two_runs_give_no_verdict(result, tmp_path, output_of):
     assert len((tmp_path / "out/runs.csv").read_text().splitlines()) == 4  # every run stays
 
 
-def test_settings_are_named_by_what_differs(result, tmp_path):
+def test_settings_are_named_by_what_differs(run_of):
     """The reference is the plainest, whatever the order; an unfit run is left out of its setting."""
     rows = rows_of(
-        variant(result, tmp_path, "x", args__sac_freq="1/2", args__bsz=3),
-        variant(result, tmp_path, "y", args__sac_freq="1/2", status="oom"),
-        variant(result, tmp_path, "z", args__sac_freq="1/2"),
-        variant(result, tmp_path, "plain"),
+        run_of("x", args__sac_freq="1/2", args__bsz=3),
+        run_of("y", args__sac_freq="1/2", status="oom"),
+        run_of("z", args__sac_freq="1/2"),
+        run_of("plain"),
     )
     names = {row.record.setting: row for row in rows.values()}
     assert set(names) == {"bsz 3, sac 1/2", "bsz 2, sac 1/2", "bsz 2, no sac"}
@@ -231,9 +252,6 @@ def test_settings_are_named_by_what_differs(result, tmp_path):
     ("changes", "mark"),
     [
         ({"status": "oom"}, "status oom"),
-        ({"args__profile": True}, "profiled"),
-        ({"args__nsys_start": 3}, "profiled"),
-        ({"fp8": EMULATED}, "FP8 emulated"),
         ({"devices": [{"rank": 0, "throttled": {"power cap": 0.9, "thermal (memory)": 0.02}}]},
          "clocks held down (thermal (memory))"),
         ({"metrics__device_shared": True}, "shared GPU"),
@@ -241,11 +259,8 @@ def test_settings_are_named_by_what_differs(result, tmp_path):
         ({"model__hash": "x" * 16}, "another model under the same name"),
     ],
 )  # fmt: skip
-def test_what_is_not_alike_is_marked_and_not_mixed(result, tmp_path, changes, mark):
-    rows = rows_of(
-        variant(result, tmp_path, "a"),
-        variant(result, tmp_path, "b", speed=2, args__bucket_cap_mb=1.0, **changes),
-    )
+def test_what_is_not_alike_is_marked_and_not_mixed(tmp_path, changes, mark, run_of):
+    rows = rows_of(run_of("a"), run_of("b", speed=2, args__bucket_cap_mb=1.0, **changes))
     assert rows["b"].marks == [mark] and rows["b"].verdict == "not compared"
     assert rows["b"].ratio is None
     # It is no reference either where another run can be.
@@ -258,36 +273,32 @@ def test_what_is_not_alike_is_marked_and_not_mixed(result, tmp_path, changes, ma
     [(False, "default", (5.0, "allocated")), (True, "default", (5.0, "allocated")),
      (True, "reduce-overhead", (9.0, "reserved")), (True, "max-autotune", (9.0, "reserved"))],
 )  # fmt: skip
-def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, tmp_path):
+def test_memory_that_cuda_graphs_hide_counts(compiled, mode, memory, result, run_of):
     """In tables, in baselines and in sweeps alike."""
-    run = variant(result, tmp_path, "a", metrics__peak_allocated_gib=5.0,
-                  metrics__peak_reserved_gib=9.0, metrics__peak_rss_gib=None,
-                  args__pt_compile=compiled, args__compile_mode=mode)  # fmt: skip
+    gib = {"metrics__peak_allocated_gib": 5.0, "metrics__peak_reserved_gib": 9.0}
+    run = run_of("a", args__pt_compile=compiled, args__compile_mode=mode, **gib)
     (row,) = rows_of(run).values()
     assert (row.record.memory_gib, row.record.memory_kind) == memory
     assert gate.entry_of([read_result(run / "result.json")]).memory_gib == memory[0]
 
 
-def test_settings_may_differ_unless_all_must_be_identical(result, tmp_path):
-    paths = (
-        *repeats(result, tmp_path, "a", args__bucket_cap_mb=25.0),
-        *repeats(result, tmp_path, "b", 1.5, args__pt_compile=True, batch__global_batch=4),
-    )
+def test_settings_may_differ_unless_all_must_be_identical(runs_of):
+    paths = runs_of("a", args__bucket_cap_mb=25.0)
+    paths += runs_of("b", 1.5, args__pt_compile=True, batch__global_batch=4)
     assert rows_of(*paths)["b-0"].verdict == "faster"
     marks = rows_of(*paths, identical=True)["b-0"].marks
     assert any("global_batch 2 / 4" in m for m in marks) and any("pt_compile" in m for m in marks)
 
 
-def test_models_and_lengths_are_groups_of_their_own(result, tmp_path):
-    longer = variant(result, tmp_path, "b", batch__seq_len=64)
-    rows = rows_of(variant(result, tmp_path, "a"), longer)
+def test_models_and_lengths_are_groups_of_their_own(run_of):
+    rows = rows_of(run_of("a"), run_of("b", batch__seq_len=64))
     assert rows["a"].group == "gpt2-tiny T32" and rows["b"].group == "gpt2-tiny T64"
     assert rows["b"].verdict == "reference"
 
 
-def test_cost_energy_and_days_by_hand(result, tmp_path):
-    a = variant(result, tmp_path, "a", device__hardware="H100 SXM", metrics__tokens_per_joule=0.5)
-    b = variant(result, tmp_path, "b", device__hardware="MI300X")
+def test_cost_energy_and_days_by_hand(run_of):
+    a = run_of("a", device__hardware="H100 SXM", metrics__tokens_per_joule=0.5)
+    b = run_of("b", device__hardware="MI300X")
     prices = Prices({"H100 SXM": 3.6}, {"MI300X": 640.0})
     rows = rows_of(a, b, prices=prices, tokens=640 * 86400 * 3.0)
     assert rows["a"].usd_per_trillion == pytest.approx(3.6 / 3600 / 640 * 1e12)
@@ -297,7 +308,7 @@ def test_cost_energy_and_days_by_hand(result, tmp_path):
     assert rows["b"].tokens_per_joule == pytest.approx(1.0) and not rows["b"].energy_measured
     # If its power is not given: the limit it ran under, otherwise the datasheet's.
     limit = [{"rank": 0, "power_limit_w": 320.0}]  # a setting by itself
-    c = variant(result, tmp_path, "c", device__hardware="MI300X", devices=limit)
+    c = run_of("c", device__hardware="MI300X", devices=limit)
     rows = rows_of(b, c)
     assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
     assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
@@ -319,10 +330,9 @@ def test_names_and_figures_that_other_libraries_trip_over(tmp_path, output_of):
 NASTY = "\x1b]52;c;aGk=\x07x[/y]<script>|=cmd"
 
 
-def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(result, tmp_path, output_of):
+def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, output_of):
     """Escapes, markup, HTML and formulas in names from a file."""
-    content = json.loads((result / "result.json").read_text())
-    content |= {"run_name": f"=1+1{NASTY}", "device": content["device"] | {"hardware": f"@{NASTY}"}}
+    content = changed(PLAIN, run_name=f"=1+1{NASTY}", device__hardware=f"@{NASTY}")
     (tmp_path / "b.json").write_text(json.dumps(content))
     shown = output_of(compare.main, tmp_path / "b.json", "--output-dir", tmp_path / "c")
     assert "\x1b" not in shown and "\x07" not in shown and "x[/y]" in shown
@@ -337,36 +347,26 @@ def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(result, tmp_
 
 def test_nested_names_command_nothing(tmp_path, output_of):
     """Values and keys inside a result's args and its software; a sweep's rows: test_sweep.py."""
-    content = json.loads(fuzz.PLAIN.read_text())
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
     for i, path in enumerate(paths):
-        content["args"] |= {"optimizer": f"{i}{NASTY}", f"key{NASTY}": i}
-        content["environment"]["libraries"] = {f"lib{NASTY}": f"{i}{NASTY}"}
-        path.write_text(json.dumps(content))
+        changes = {"args__optimizer": f"{i}{NASTY}", f"args__key{NASTY}": i}
+        changes["environment__libraries"] = {f"lib{NASTY}": f"{i}{NASTY}"}
+        path.write_text(json.dumps(changed(PLAIN, **changes)))
     out = tmp_path / "c"
     shown = output_of(compare.main, paths, "--methodology identical_config --output-dir", out)
     shown += "".join(file.read_text() for file in out.iterdir())
     assert r"\x1b]52" in shown and "\x1b" not in shown and "\x07" not in shown
-    content["args"].pop(f"key{NASTY}")
-    content |= {"run_name": NASTY, "device": content["device"] | {"hardware": "H100 SXM"}}
-    content["args"]["optimizer"] = "adamw"
+    content = changed(PLAIN, run_name=NASTY, device__hardware="H100 SXM")
     paths[0].write_text(json.dumps(content))
     argv = "configs/gpt2-tiny.json --gpu h100 --seq-len 32 --calibrate"
     shown = output_of(estimate.main, argv, paths[0])
     assert r"calibrated: by \x1b]52" in shown and "\x1b" not in shown
 
 
-def test_a_field_with_a_line_break_in_its_name_is_one_line(tmp_path, refused):
-    content = json.loads(fuzz.PLAIN.read_text())
-    content["metrics"]["tok\ns"] = 1.0
-    (tmp_path / "r.json").write_text(json.dumps(content))
-    refused(compare.main, r"tok\ns: Extra inputs", tmp_path / "r.json")
-
-
-def test_a_sweep_is_read_once_wherever_it_lies(result, tmp_path, capsys):
+def test_a_sweep_is_read_once_wherever_it_lies(result, tmp_path, capsys, run_of):
     """If moved, its rows name runs that lie elsewhere; if killed, it has probes but no CSV yet."""
-    run = variant(result, tmp_path / "s" / "runs", "x-1-0")
-    variant(result, tmp_path / "s" / "probes", "x-1-probe")
+    run = run_of("s/runs/x-1-0")
+    run_of("s/probes/x-1-probe")
     (tmp_path / "s" / "rows.jsonl").write_text("")
     assert [r.label for r in records_of(tmp_path / "s")] == ["x-1-0"]
     row = {"key": "x-1-0", "status": "ok", "model": "gpt2-tiny", "tokens_per_sec": 640,
@@ -389,9 +389,9 @@ def test_rows_of_a_csv_keep_their_axes(tmp_path):
     assert c.marks == ["pt_compile False / True"] and "pt_compile=True" in c.record.settings
 
 
-def test_all_files_are_written(result, tmp_path, output_of):
-    paths = [*repeats(result, tmp_path, "a", **SAME),
-             *repeats(result, tmp_path, "b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)]  # fmt: skip
+def test_all_files_are_written(tmp_path, output_of, runs_of):
+    paths = [*runs_of("a", **SAME),
+             *runs_of("b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)]  # fmt: skip
     out = tmp_path / "out"
     price = ["--usd-per-hour", f"{cpu_name()}=0.5"]
     argv = words(paths, LOGS / "primus.log", "--tokens 1e9 --output-dir", out, price)
@@ -430,20 +430,10 @@ def report_data(out):
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-def test_what_a_setting_costs_is_said_with_its_memory(result, tmp_path, output_of):
-    plain = repeats(result, tmp_path, "a", metrics__peak_rss_gib=20.0, **SAME)
-    sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": 12.0, **SAME}
-    sac = repeats(result, tmp_path, "b", 0.88, **sac)
-    said, certain = output_of(compare.main, plain, sac).splitlines()[-2:]
-    assert certain.startswith("1 verdict: the chance that any is false is at most 5%")
-    assert re.fullmatch(r"sac 1/2 costs 12\.\d % \[1\d\.\d, 1\d\.\d\] of the speed of no sac "
-                        r"and saves 8\.0 GiB\.", said), said  # fmt: skip
-
-
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to show the report in")
-def test_the_report_in_a_browser(result, tmp_path):
+def test_the_report_in_a_browser(tmp_path, runs_of):
     sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": 0.1, **SAME}
-    paths = [*repeats(result, tmp_path, "a", **SAME), *repeats(result, tmp_path, "b", 1.3, **sac)]
+    paths = [*runs_of("a", **SAME), *runs_of("b", 1.3, **sac)]
     out = tmp_path / "out"
     assert compare.main(words(paths, "--output-dir", out)) == 0
     page = (out / "report.html").read_text()
@@ -490,10 +480,7 @@ PRIMUS = "tests/logs/primus.log"
         (f"{PRIMUS} --usd-per-hour H100=nan", "must be HARDWARE=NUMBER"),
         (f"{PRIMUS} --tokens inf", "--tokens inf: must be above 0 and finite"),
         (f"{PRIMUS} --baseline b.json", "b.json: no such file"),
-        (
-            f"{PRIMUS} --log other.log:seq-len=8",
-            "--log other.log:seq-len=...: no log of this name was read",
-        ),
+        (f"{PRIMUS} --log x.log:gpus=8", "--log x.log:gpus=...: no log of this name was read"),
     ],
 )
 def test_bad_input_is_one_line(argv, message, refused):
@@ -509,50 +496,20 @@ def test_a_directory_without_a_result_is_named_last(capsys):
 
 
 @pytest.fixture
-def baselines(result, tmp_path):
+def baselines(tmp_path, runs_of):
     path = tmp_path / "baselines.json"
-    repeats(result, tmp_path / "old", "old", spread=0.002, n=5, args__bucket_cap_mb=25.0)
+    runs_of("old/old", spread=0.002, n=5, args__bucket_cap_mb=25.0)
     assert compare.main(words(tmp_path / "old", "--baseline", path, "--update-baselines")) == 0
     return path
 
 
-def test_baselines_say_where_they_come_from(baselines, result):
-    (entry,) = json.loads(baselines.read_text())["baselines"].values()
-    assert entry["tokens_per_sec_per_gpu"] == pytest.approx(640)
-    assert entry["low"] < 640 < entry["high"]
-    origin = entry["provenance"]
-    assert entry["n_runs"] == 5 and entry["noise_degrees"] == 4
-    assert entry["noise"] == pytest.approx(0.002 * 2.5**0.5)
-    assert origin["run"] == "old-0" and origin["git_sha"] and origin["command"]
-    assert origin["software"]["torch"]
-
-
-@pytest.mark.parametrize(
-    ("options", "word", "code"),
-    [
-        ({"speed": 1.0}, "ok", 0),
-        ({"speed": 0.97}, "ok", 0),
-        ({"speed": 1.2}, "ok", 0),
-        ({"speed": 7.8}, "IMPLAUSIBLE GAIN", 5),
-        ({"speed": 0.90}, "SLOWER", 1),
-        ({"speed": 0.94, "noise": 0.2}, "UNCERTAIN", 5),  # one number is below, but uncertain
-        ({"speed": 0.95}, "UNCERTAIN", 5),
-        ({"metrics__peak_rss_gib": 1.2}, "MORE MEMORY", 1),
-        ({"speed": 0.5, "metrics__peak_rss_gib": 2.0}, "SLOWER and MORE MEMORY", 1),
-        ({"devices": [{"rank": 0, "power_limit_w": 700.0}]}, "ok", 0),  # the baseline's is unknown
-        ({"args__profile": True}, "UNFIT, left out", 5),
-        ({"status": "oom"}, "UNFIT, left out", 5),
-        ({"metrics__tokens_per_sec_per_gpu": None}, "UNFIT, left out", 5),
-        ({"metrics__step_time_ci95_high_s": None}, "UNFIT, left out", 5),
-    ],
-)
-def test_gate(baselines, result, tmp_path, options, word, code, output_of):
-    run = variant(result, tmp_path / "new", "new", **options)
-    out = output_of(compare.main, run, "--tolerance 5% --baseline", baselines, code=code)
-    assert out.startswith(f"{word} Invented CPU 9000 (avx2, ")
-    assert "gpt2-tiny, train.py, T 32" in out
-    if word == "UNCERTAIN":
-        assert re.search(r"; (\d+ runs|it is so near)", out)
+def test_baselines_say_where_they_come_from(baselines):
+    (entry,) = gate.read_baselines(baselines, must_exist=True).values()
+    assert entry.tokens_per_sec_per_gpu == pytest.approx(640) and entry.low < 640 < entry.high
+    assert entry.n_runs == 5 and entry.noise_degrees == 4
+    assert entry.noise == pytest.approx(0.002 * 2.5**0.5)
+    origin = entry.provenance
+    assert origin.run == "old-0" and origin.git_sha and origin.command and origin.software["torch"]
 
 
 @pytest.fixture
@@ -563,33 +520,76 @@ def judged(output_of):
     )
 
 
+UNFIT = [
+    ({"status": "oom"}, "status oom"),
+    ({"args__profile": True}, "profiled"),
+    ({"args__nsys_start": 3}, "profiled"),
+    ({"fp8": EMULATED}, "FP8 emulated"),
+    ({"metrics__window_compile_s": 0.5}, "compiled in the window"),
+    ({"metrics__window_graphs_recorded": 1}, "CUDA graphs recorded in the window"),
+    ({"metrics__final_loss": None}, "loss not finite"),
+    ({"metrics__tokens_per_sec_per_gpu": None}, "too few or too unlike steps"),
+    ({"metrics__step_time_ci95_high_s": None}, "too few or too unlike steps"),
+    ({"metrics__tokens_per_sec_per_gpu": -5.0}, "a rate that its step times do not give"),
+    ({"metrics__tokens_per_sec_per_gpu": 2500.0}, "a rate that its step times do not give"),
+    ({"step_times_s": [0.0] * 40}, "step times that no run has"),
+    ({"metrics__step_time_ci95_low_s": 9.0}, "an impossible rate or interval"),
+    ({"step_times_s": [0.1] * 13 + [0.02] * 27}, "step time changed by"),
+    ({"metrics__peak_reserved_gib": 90.0, "device__memory_gib": 80.0}, "more memory than its device"),
+    ({"devices": [{"rank": 0, "average_power_w": 720.0, "power_limit_w": 600.0}]},
+     "more power than its limit"),
+    ({"metrics__first_loss": 3.9}, "first loss not that of random values"),
+    ({"metrics__first_loss": 7.1}, "first loss not that of random values"),
+    ({"observed": OBSERVED | {"mismatches": [MISMATCH]}}, MISMATCH),
+]  # fmt: skip
+NEW = (
+    r": new; --update-baselines adds one\nNOT MEASURED Invented CPU 9000 .* bsz 2.*\nNOTHING JUDGED"
+)
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{"args__bsz": 3}, {"device__count": 2, "metrics__tokens_per_sec_per_gpu": 320.0},
-     {"model__hash": "y" * 16}],
+    ("changes", "status", "text", "code"),
+    [
+        ({"speed": 1.0}, "ok", "", 0),
+        ({"speed": 0.97}, "ok", "", 0),
+        ({"speed": 1.2}, "ok", "", 0),
+        ({"speed": 7.8}, "IMPLAUSIBLE GAIN", "; does it still do the same work?", 5),
+        ({"speed": 0.90}, "SLOWER", "", 1),
+        # One number is below, but uncertain.
+        ({"speed": 0.94, "noise": 0.2}, "UNCERTAIN", r"; (\d+ runs|it is so near)", 5),
+        ({"speed": 0.95}, "UNCERTAIN", r"; (\d+ runs|it is so near)", 5),
+        ({"metrics__peak_rss_gib": 1.2}, "MORE MEMORY", "", 1),
+        ({"speed": 0.5, "metrics__peak_rss_gib": 2.0}, "SLOWER and MORE MEMORY", "", 1),
+        ({"speed": 0.7, "metrics__other_cpu_fraction": 0.64}, "SLOWER", "; busy CPU 64%", 1),
+        # The baseline's limit is unknown.
+        ({"devices": [{"rank": 0, "power_limit_w": 700.0}]}, "ok", "", 0),
+        ({"args__bsz": 3}, "NO BASELINE", NEW, 5),
+        ({"model__hash": "y" * 16}, "NO BASELINE", NEW, 5),
+        ({"device__count": 2, "metrics__tokens_per_sec_per_gpu": 320.0}, "NO BASELINE",
+         ": new; --update-baselines adds one\nNOTHING JUDGED", 5),
+        *((changes, "UNFIT, left out", f": new: {why}", 5) for changes, why in UNFIT),
+    ],
 )  # fmt: skip
-def test_what_has_no_baseline_is_named_and_alone_no_pass(
-    judged, baselines, result, tmp_path, changes
-):
-    new = variant(result, tmp_path / "new", "new", **changes)
-    known = variant(result, tmp_path / "known", "known")
-    lines = judged(baselines, new, known, code=5).splitlines()
-    assert lines[0].startswith("NO BASELINE ") and ": new; --update-baselines" in lines[0]
-    assert lines[1].startswith("ok ") and ": known: 640 tokens/s" in lines[1]
-    assert "NOTHING JUDGED" in judged(baselines, new, code=5)
+def test_gate(judged, baselines, changes, status, text, code, run_of):
+    run, before = run_of("new/new", **changes), baselines.read_text()
+    setting = r"Invented CPU 9000 \(avx2, .*gpt2-tiny, train.py, T 32"
+    out = judged(baselines, run, code=code)
+    assert re.match(f"{status} {setting}.*{text}", out, re.DOTALL), out
+    if status.startswith("UNFIT"):
+        out = judged(baselines, run, "--update-baselines", code=5)
+        assert f"UNFIT{text[1:]}" in out and baselines.read_text() == before
 
 
-def test_nothing_passes_that_was_not_judged(judged, result, tmp_path):
+def test_nothing_passes_that_was_not_judged(judged, tmp_path, runs_of):
     """Baselines that nothing measured, results without a baseline; each can be allowed by its flag."""
     path = tmp_path / "b.json"
-    six = [tmp_path / f"v{i}" for i in range(6)]
-    for i, directory in enumerate(six):
-        repeats(result, directory, "v", args__bucket_cap_mb=float(i + 1))
+    first, *others = (runs_of(f"v{i}", args__bucket_cap_mb=i + 1.0) for i in range(6))
+    six = sum(others, first)
     judged(path, six, "--update-baselines")
     judged(path, six)
-    assert judged(path, six[0], code=5).count("NOT MEASURED") == 5
-    judged(path, six[0], "--allow missing")
-    new = variant(result, tmp_path, "new", args__bucket_cap_mb=99.0)
+    assert judged(path, first, code=5).count("NOT MEASURED") == 5
+    judged(path, first, "--allow missing")
+    new = runs_of("new", args__bucket_cap_mb=99.0)
     judged(path, six, new, code=5)
     judged(path, six, new, "--allow new")
     # A baseline of another machine is for that machine to measure.
@@ -600,20 +600,17 @@ def test_nothing_passes_that_was_not_judged(judged, result, tmp_path):
     judged(path, six)
 
 
-def test_repeats_are_judged_together_and_entries_have_tolerances(judged, result, tmp_path):
+def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_path, runs_of):
     path = tmp_path / "b.json"
 
-    def only_entry():
-        (entry,) = json.loads(path.read_text())["baselines"].values()
+    def only_entry() -> gate.Entry:
+        (entry,) = gate.read_baselines(path, must_exist=True).values()
         return entry
 
-    judged(path, repeats(result, tmp_path / "old", "a", n=5), "--update-baselines")
-    entry = only_entry()
-    assert entry["n_runs"] == 5 and entry["tokens_per_sec_per_gpu"] == pytest.approx(640)
+    judged(path, runs_of("old/a", n=5), "--update-baselines")
     # Runs that differ are noise; all of them slow is not.
-    out = judged(path, repeats(result, tmp_path / "now", "a", spread=0.01, n=5))
-    assert "ok " in out and ": a-0 and 4 more: " in out
-    slow = repeats(result, tmp_path / "slow", "a", speed=0.92, spread=0.002, n=5)
+    assert ": a-0 and 4 more: " in judged(path, runs_of("now/a", spread=0.01, n=5))
+    slow = runs_of("slow/a", speed=0.92, spread=0.002, n=5)
     judged(path, slow, code=1)
     content = json.loads(path.read_text())
     next(iter(content["baselines"].values()))["tolerance"] = 0.1
@@ -621,15 +618,14 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(judged, result,
     judged(path, slow)
     judged(path, slow, "--update-baselines")
     # A single run keeps the noise that is known.
-    kept = only_entry()
+    noise = only_entry().noise
     judged(path, slow[0], "--update-baselines")
     single = only_entry()
-    assert single["n_runs"] == 1 and single["noise"] == kept["noise"] > 0
-    assert single["tolerance"] == 0.1
+    assert single.n_runs == 1 and single.noise == noise > 0 and single.tolerance == 0.1
 
 
-def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, result, tmp_path, output_of):
-    slow = variant(result, tmp_path / "slow", "slow|x", speed=0.8)
+def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, tmp_path, output_of, run_of):
+    slow = run_of("slow/slow|x", speed=0.8)
     files = tmp_path / "gate.md", tmp_path / "benchmark.json"
     argv = ["--baseline", baselines, "--output-dir", tmp_path]
     output_of(compare.main, slow, argv, code=1)
@@ -639,38 +635,30 @@ def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, result, tmp_path
     assert " | slower | 512 (-20.0%) |" in text and r": slow\|x: 512 tokens/s" in text
     speed, samples = json.loads(files[1].read_text())
     assert speed["value"] == pytest.approx(512) and speed["unit"] == "tokens/s per GPU"
-    length = json.loads(Path(slow, "result.json").read_text())["batch"]["seq_len"]
-    assert samples["value"] == pytest.approx(512 / length)
+    assert samples["value"] == pytest.approx(512 / 32)
     assert {"name", "unit", "value"} <= set(speed)
     # A series is a setting's: another run of it adds a point.
-    other = variant(result, tmp_path / "other", "another", speed=0.8)
+    other = run_of("other/another", speed=0.8)
     output_of(compare.main, other, argv, code=1)
     assert [p["name"] for p in json.loads(files[1].read_text())] == [speed["name"], samples["name"]]
 
 
-@pytest.fixture
-def devices_of(result, tmp_path):
-    """Three runs of one setting whose device says so; their directory."""
-
-    def make(name, **device):
-        repeats(result, tmp_path / name, "x", devices=[{"rank": 0} | device])
-        return tmp_path / name
-
-    return make
-
-
-def test_mean_memory_is_judged_too(judged, devices_of, tmp_path):
-    path = tmp_path / "b.json"
-    judged(path, devices_of("a", memory_mean_gib=1.0), "--update-baselines")
-    judged(path, devices_of("b", memory_mean_gib=1.04))
-    out = judged(path, devices_of("c", memory_mean_gib=1.2), code=1)
+def test_mean_memory_is_judged_too(judged, runs_of, tmp_path):
+    path, means = tmp_path / "b.json", {"a": 1.0, "b": 1.04, "c": 1.2}
+    a, b, c = (
+        runs_of(f"{name}/x", devices=[{"rank": 0, "memory_mean_gib": mean}])
+        for name, mean in means.items()
+    )
+    judged(path, a, "--update-baselines")
+    judged(path, b)
+    out = judged(path, c, code=1)
     assert "MORE MEMORY Inv" in out and "mean 1.20 GiB, was 1.00" in out
 
 
-def test_the_gate_in_other_peoples_tests(baselines, result, tmp_path):
+def test_the_gate_in_other_peoples_tests(baselines, tmp_path, run_of):
     """As a function, and as pytest's fixture: a regression fails, a run as before passes."""
-    same = variant(result, tmp_path / "same", "same")
-    slow = variant(result, tmp_path / "slow", "slow", speed=0.8)
+    same = run_of("same/same")
+    slow = run_of("slow/slow", speed=0.8)
     assert [v.status for v in gate.assert_no_regression(same, baseline=baselines)] == ["ok"]
     with pytest.raises(gate.Regression, match=r"SLOWER .*: slow: 512 tokens/s"):
         gate.assert_no_regression(slow, baseline=baselines)
@@ -685,31 +673,30 @@ def test_the_gate_in_other_peoples_tests(baselines, result, tmp_path):
     assert "2 skipped" in python(argv, PYTHONPATH=str(ROOT)).stdout
 
 
-def test_another_power_limit_is_another_machine(judged, devices_of, tmp_path):
+def test_another_power_limit_is_another_machine(judged, runs_of, tmp_path):
     path, watts = tmp_path / "b.json", {"a": 700.0, "b": 699.0, "c": 500.0}
-    a, b, c = (devices_of(name, power_limit_w=limit) for name, limit in watts.items())
+    a, b, c = (
+        runs_of(f"{name}/x", devices=[{"rank": 0, "power_limit_w": limit}])
+        for name, limit in watts.items()
+    )
     judged(path, a, "--update-baselines")
     judged(path, b)
     assert "power limit 500 W, the baseline's was 700 W" in judged(path, c, code=5)
-    both, low = compare_records(records_of(a, b, c), NONE, None)
+    both, low = compare_records(records_of(*a, *b, *c), NONE, None)
     assert both.marks == [] and len(both.record.rates) == 6
     assert low.marks == ["power limit 700 / 500 W"]
 
 
-def test_what_got_slower_says_what_changed(judged, result, tmp_path):
-    old = json.loads((result / "result.json").read_text())["environment"]
-    libraries = old["libraries"] | {"torch": "0.1"}
-    changed = SAME | {"environment": old | {"libraries": libraries}}
-    repeats(result, tmp_path / "before", "before", **changed)
-    judged(tmp_path / "b.json", tmp_path / "before", "--update-baselines")
-    image = {"name": "new:1", "digest": None}
-    after = variant(result, tmp_path, "after", speed=0.8, environment=old | {"image": image})
+def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of, runs_of):
+    libraries = json.loads((result / "result.json").read_text())["environment"]["libraries"]
+    before = runs_of("a", environment__libraries=libraries | {"torch": "0.1"}, **SAME)
+    judged(tmp_path / "b.json", before, "--update-baselines")
+    after = run_of("after", speed=0.8, environment__image={"name": "new:1", "digest": None})
     out = judged(tmp_path / "b.json", after, code=1)
-    now = old["libraries"]["torch"]
-    assert f"; since then image none -> new:1, torch 0.1 -> {now}" in out
+    assert f"; since then image none -> new:1, torch 0.1 -> {libraries['torch']}" in out
 
 
-def test_a_flag_that_came_later_leaves_baselines_alone(result, tmp_path):
+def test_a_flag_that_came_later_leaves_baselines_alone(result):
     new = read_result(result / "result.json")
     args = {k: v for k, v in new.args.items() if k != "grad_clip"}  # from a version without it
     old = new.model_copy(update={"args": args})
@@ -738,67 +725,24 @@ def test_broken_baselines_are_one_line_without_python_s_words(content, result, t
     assert "object" not in error and "'" not in error
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"args__profile": True}, "profiled"),
-        ({"args__nsys_start": 3}, "profiled"),
-        ({"fp8": EMULATED}, "FP8 emulated"),
-        ({"metrics__window_compile_s": 0.5}, "compiled in the window"),
-        ({"metrics__window_graphs_recorded": 1}, "CUDA graphs recorded in the window"),
-        ({"metrics__final_loss": None}, "loss not finite"),
-        ({"metrics__tokens_per_sec_per_gpu": -5.0}, "a rate that its step times do not give"),
-        ({"metrics__tokens_per_sec_per_gpu": 2500.0}, "a rate that its step times do not give"),
-        ({"step_times_s": [0.0] * 40}, "step times that no run has"),
-        ({"metrics__step_time_ci95_low_s": 9.0}, "an impossible rate or interval"),
-        ({"step_times_s": [0.1] * 13 + [0.02] * 27}, "step time changed by"),
-        ({"metrics__peak_reserved_gib": 90.0, "device__memory_gib": 80.0}, "more memory than its dev"),
-        ({"devices": [{"rank": 0, "average_power_w": 720.0, "power_limit_w": 600.0}]},
-         "more power than its limit"),
-        ({"metrics__first_loss": 3.9}, "first loss not that of random values"),
-        ({"metrics__first_loss": 7.1}, "first loss not that of random values"),
-        ({"observed": OBSERVED | {"mismatches": [MISMATCH]}}, MISMATCH),
-    ],
-)  # fmt: skip
-def test_unfit_runs_become_no_baseline(change, why, judged, baselines, result, tmp_path):
-    before = baselines.read_text()
-    run = variant(result, tmp_path / "new", "new", speed=3, **change)
-    assert f"UNFIT new: {why}" in judged(baselines, run, "--update-baselines", code=5)
-    assert json.loads(baselines.read_text()) == json.loads(before)
-    assert re.search(f"UNFIT, left out .*: new: {why}", judged(baselines, run, code=5))
-
-
-def test_repeats_that_are_unfit_are_no_pass(judged, baselines, result, tmp_path):
+def test_repeats_that_are_unfit_are_no_pass(judged, baselines, run_of):
     """Four of five runs failed: who knows how fast they would have been?"""
-    for i in range(5):
-        variant(result, tmp_path / "now", f"n{i}", status="failed" if i else "ok")
-    out = judged(baselines, tmp_path / "now", code=5)
+    runs = [run_of(f"now/n{i}", status="failed" if i else "ok") for i in range(5)]
+    out = judged(baselines, runs, code=5)
     assert out.startswith("UNCERTAIN ") and "left out n1 (status failed)" in out
 
 
-def test_a_busy_machine_is_told_beside_a_verdict(judged, baselines, result, tmp_path):
-    run = variant(result, tmp_path / "n", "n", speed=0.7, metrics__other_cpu_fraction=0.64)
-    assert "; busy CPU 64% in the window" in judged(baselines, run, code=1)
-
-
-def test_renamed_results_are_judged_too(judged, baselines, result, tmp_path):
-    slow = variant(result, tmp_path / "slow", "slow", speed=0.7)
+def test_renamed_results_are_judged_too(judged, baselines, tmp_path, run_of):
+    slow = run_of("slow/slow", speed=0.7)
     (tmp_path / "kept").mkdir()
     shutil.copy(slow / "result.json", tmp_path / "kept/slow-0.json")
     (tmp_path / "kept/notes.json").write_text("{}")
     judged(baselines, tmp_path / "kept", code=1)
 
 
-def test_what_was_not_measured_is_named_in_words(judged, baselines, result, tmp_path):
-    other = variant(result, tmp_path / "o", "o", args__bsz=3)
-    out = judged(baselines, other, "--allow new missing", code=5)
-    name = r"NOT MEASURED Invented CPU 9000 .* x 1: gpt2-tiny, train.py, T 32, bsz 2"
-    assert re.search(name, out)
-
-
-def test_baselines_are_written_though_nobody_reads_the_lines(result, tmp_path):
+def test_baselines_are_written_though_nobody_reads_the_lines(tmp_path, run_of):
     for i in range(40):
-        variant(result, tmp_path / "runs", f"n{i}", args__bucket_cap_mb=float(i + 1))
+        run_of(f"runs/n{i}", args__bucket_cap_mb=float(i + 1))
     command = f"{sys.executable} compare.py {tmp_path}/runs --baseline {tmp_path}/b.json"
     shell = f"{command} --update-baselines | head -1"
     done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True)
@@ -811,26 +755,28 @@ def test_baselines_are_written_though_nobody_reads_the_lines(result, tmp_path):
     [{"git_dirty": True, "git_diff": "0123456789"}, {"torch_threads": 77}, {"python": "3.99"},
      {"settings": {"NCCL_ALGO": "Ring"}}],
 )  # fmt: skip
-def test_another_edit_or_environment_is_another_setting(changes, result, tmp_path):
+def test_another_edit_or_environment_is_another_setting(changes, result, tmp_path, run_of):
     """Else an edited copy, or more threads, would be averaged with what it should be held against."""
     environment = json.loads((result / "result.json").read_text())["environment"]
-    variant(result, tmp_path, "a", environment=environment | {"git_dirty": False})
-    variant(result, tmp_path, "b", environment=environment | {"git_dirty": False} | changes)
+    run_of("a", environment=environment | {"git_dirty": False})
+    run_of("b", environment=environment | {"git_dirty": False} | changes)
     assert len(compare_records(records_of(tmp_path), NONE, None)) == 2
     a, b = (gate.baseline_key(read_result(tmp_path / name / "result.json")) for name in "ab")
     # The gate holds versions against each other.
     assert (a == b) == ("git_dirty" in changes or "python" in changes)
 
 
-def test_the_report_says_where_runs_come_from_and_names_no_place(result, tmp_path, output_of):
+def test_the_report_says_where_runs_come_from_and_names_no_place(
+    result, tmp_path, output_of, run_of
+):
     environment = json.loads((result / "result.json").read_text())["environment"]
     environment |= {"settings": {"NCCL_TOPO_FILE": "/home/alice/topo.xml"}, "driver": "580.1"}
     command = ["train.py", "/home/alice/c.json", "--data", "/home/alice/x.bin"]
     for name, torch_version in (("a", "2.11.0"), ("b", "2.13.0")):
         libraries = environment["libraries"] | {"torch": torch_version}
         here = environment | {"libraries": libraries, "hostname": "secret-host"}
-        variant(result, tmp_path / "r", name, environment=here, command=command,
-                args__data=f"/home/alice/{name}.bin")  # fmt: skip
+        data = f"/home/alice/{name}.bin"
+        run_of(f"r/{name}", environment=here, command=command, args__data=data)
     out = tmp_path / "out"
     printed = output_of(compare.main, tmp_path / "r", "--output-dir", out)
     for file in out.iterdir():
@@ -846,22 +792,10 @@ def test_the_report_says_where_runs_come_from_and_names_no_place(result, tmp_pat
     assert lines.index("torch") < lines.index("the same for all runs")
 
 
-def test_a_broken_file_is_named_for_what_it_is(result, tmp_path, output_of, refused):
-    run = variant(result, tmp_path, "run")
-    (run / "steps.jsonl").write_text("[1, 2]\n")  # the loss curve is lost, the run is not
-    output_of(compare.main, run)
-    (tmp_path / "empty.json").write_text("")
-    other = {"gpu_info": {"device_name": "x"}, "training_config": {"num_gpus": "eight"},
-             "performance_metrics": {}}  # fmt: skip
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    for name, message in (("empty", "is no JSON"), ("other", "num_gpus is 'eight'")):
-        refused(compare.main, message, tmp_path / f"{name}.json")
-
-
-def test_length_of_a_run_is_no_part_of_its_key(result, tmp_path):
-    a = read_result(variant(result, tmp_path, "a") / "result.json")
-    b = read_result(variant(result, tmp_path, "b", args__n_steps=999) / "result.json")
-    c = read_result(variant(result, tmp_path, "c", args__lr=1.0) / "result.json")
+def test_length_of_a_run_is_no_part_of_its_key(result, run_of):
+    a = read_result(run_of("a") / "result.json")
+    b = read_result(run_of("b", args__n_steps=999) / "result.json")
+    c = read_result(run_of("c", args__lr=1.0) / "result.json")
     assert gate.baseline_key(a) == gate.baseline_key(b) != gate.baseline_key(c)
     assert "NO BASELINE" in gate.judge([a], {}, 0.05).line
 
@@ -876,12 +810,12 @@ def test_shipped_baselines_are_readable():
 
 
 def test_no_number_is_cut_and_no_column_is_unknown_throughout(
-    result, tmp_path, output_of, monkeypatch
+    tmp_path, output_of, monkeypatch, run_of
 ):
     monkeypatch.setenv("COLUMNS", "80")
     long = {"device__hardware": "A device with a rather long name"}
-    variant(result, tmp_path / "r", "a", **long)
-    variant(result, tmp_path / "r", "b", args__bsz=4, args__sac_freq="1/2", **long)
+    run_of("r/a", **long)
+    run_of("r/b", args__bsz=4, args__sac_freq="1/2", **long)
     printed = output_of(compare.main, tmp_path / "r", "--output-dir", tmp_path / "o")
     assert "…" not in printed and "A device with a rather long name" in printed
     assert "MFU" not in printed and "tokens/s per GPU" in printed  # a CPU's peak is unknown
@@ -890,19 +824,25 @@ def test_no_number_is_cut_and_no_column_is_unknown_throughout(
         assert "mfu" in next(csv.reader(f))  # every column, for programs
 
 
-def test_a_copy_of_a_result_is_no_second_run(result, tmp_path):
-    (tmp_path / "a").mkdir()
-    runs = repeats(result, tmp_path / "a", "x")
+def test_a_copy_of_a_result_is_no_second_run(tmp_path, runs_of):
+    runs = runs_of("a/x")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     found = records_of(tmp_path / "a", tmp_path / "b")
     assert sorted(r.label for r in found) == sorted(run.name for run in runs)
 
 
 @pytest.mark.parametrize(
-    ("spread", "says"), [(0.004, "is as fast as"), (0.4, "cannot be told from")]
-)
-def test_as_fast_as_is_said_of_small_differences_alone(spread, says, result, tmp_path, output_of):
-    repeats(result, tmp_path, "x", spread=spread)
-    repeats(result, tmp_path, "y", speed=1.002, spread=spread)
-    out = output_of(compare.main, tmp_path)
-    assert says in out and out.count("is as fast as") + out.count("cannot be told from") == 1
+    ("speed", "spread", "memory", "sentence"),
+    [(1.002, 0.004, 20.0, r"sac 1/2 is as fast as no sac \(.*\)"),
+     (1.002, 0.4, 20.0, r"sac 1/2 cannot be told from no sac \(.*\)"),
+     (0.88, 0.004, 12.0, r"sac 1/2 costs 12\.\d % \[1\d\.\d, 1\d\.\d\] of the speed of no sac "
+                         r"and saves 8\.0 GiB")],
+)  # fmt: skip
+def test_verdicts_are_sentences(speed, spread, memory, sentence, output_of, runs_of):
+    plain = runs_of("a", spread=spread, metrics__peak_rss_gib=20.0, **SAME)
+    sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": memory, **SAME}
+    said, certain = output_of(compare.main, plain, runs_of("b", speed, spread, **sac)).splitlines()[
+        -2:
+    ]
+    assert certain.startswith("1 verdict: the chance that any is false is at most 5%")
+    assert re.fullmatch(rf"{sentence}\.", said), said
