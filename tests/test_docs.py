@@ -39,8 +39,8 @@ def test_metrics_page_defines_each_field_once():
     tables = r"<!-- fields: (\w+)(?: from \w+)? -->\n((?:\|.*\n)*)"
     for name, table in re.findall(tables, METRICS):
         rows[name] += re.findall(r"^\| `(\w+)` \| .*\w", table, re.MULTILINE)
-    kinds = {k: list(v.model_fields) for k, v in vars(schema).items()
-             if isinstance(v, type) and issubclass(v, Strict) and v is not Strict}  # fmt: skip
+    models = [v for v in vars(schema).values() if isinstance(v, type) and issubclass(v, Strict)]
+    kinds = {model.__name__: list(model.model_fields) for model in models if model is not Strict}
     assert rows == kinds | {"Batch": [f.name for f in dataclasses.fields(schema.Batch)]}
 
 
@@ -101,9 +101,9 @@ def test_command_runs(command, tmp_path, monkeypatch, tiny_world):
         assert (ROOT / words[words.index("-f") + 1]).exists()
         return
     if words[0] == "pip":
-        wanted = words[-1].removeprefix(".[").removesuffix("]").split(",")
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        assert set(wanted) <= set(extras["optional-dependencies"])
+        extras = words[-1].removeprefix(".[").removesuffix("]").split(",")
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        assert set(extras) <= set(project["optional-dependencies"])
         return
     if words[0] == ".":
         assert words[1] == ".venv/bin/activate"  # what `make` makes
@@ -132,10 +132,9 @@ def a_run(tmp_path_factory):
     content = json.loads((out / "a/result.json").read_text())
     for name, seconds in (("a", 0.01), ("b", 0.01002), ("c", 0.00998)):
         rate = content["batch"]["tokens_per_step"] / seconds
-        content["metrics"] |= {
-            "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "other_cpu_fraction": 0.0,
-            "step_time_ci95_low_s": 0.999 * seconds, "step_time_ci95_high_s": 1.001 * seconds,
-        }  # fmt: skip
+        content["metrics"] |= dict(tokens_per_sec=rate, tokens_per_sec_per_gpu=rate)
+        content["metrics"] |= dict(step_time_ci95_low_s=0.999 * seconds, other_cpu_fraction=0.0)
+        content["metrics"] |= dict(step_time_ci95_high_s=1.001 * seconds)
         times = [seconds, 1.01 * seconds, 0.99 * seconds] * 13
         content |= {"run_name": name, "step_times_s": times}
         (out / name).mkdir(exist_ok=True)
@@ -160,7 +159,7 @@ def tiny_world(tmp_path, a_run):
             return
         if script in TOOLS:
             small = {"sweep.py": ["--dry-run"]}.get(script, []) if "--dry-run" not in argv else []
-            argv = [str(tmp_path / "comparison") if a == "comparison" else a for a in argv]
+            argv = [str(tmp_path / a) if a in ("comparison", "verdict") else a for a in argv]
             if script == "compare.py":
                 places = {"baselines.json": str(a_run / "baselines.json")}
                 places["verdict"] = str(tmp_path / "verdict")
@@ -172,8 +171,8 @@ def tiny_world(tmp_path, a_run):
         assert (ROOT / config).exists()
         prepare_data.main([str(text), "--val-fraction", "0", "--output-dir", str(tmp_path)])
         flags = [str(tmp_path / "train.bin") if f.startswith("data/") else f for f in flags]
-        small = words("--n-steps 2 --warmup-steps 3 --seq-len 32 --bsz 1 --device cpu --output-dir",
-                      tmp_path / "runs")  # fmt: skip
+        small = words("--n-steps 2 --warmup-steps 3 --seq-len 32 --bsz 1 --device cpu")
+        small += ["--output-dir", str(tmp_path / "runs")]
         if "--use-fp8" in flags:
             small.append("--fp8-emulate")  # what there is without a GPU
         if script == "train.py":
@@ -184,10 +183,10 @@ def tiny_world(tmp_path, a_run):
             # Four layers, so that --sac-freq 1/4 can choose one.
             tiny = "llama" if "--sac-freq" in flags else "gpt2"
             tiny = "moe" if {"--route", "--ep"} & set(flags) else tiny
-            many = {"--ep", "--global-bsz"} & set(flags)
-            for name in many:  # of two ranks
+            two_ranks = {"--ep", "--global-bsz"} & set(flags)
+            for name in two_ranks:
                 flags[flags.index(name) + 1] = "2"
-            small += [] if many else ["--nproc", "1"]
+            small += [] if two_ranks else ["--nproc", "1"]
             python(script, f"configs/{tiny}-tiny.json", flags, small, TORCHDYNAMO_DISABLE="1")
 
     return run
@@ -197,14 +196,14 @@ MIGRATING = (ROOT / "docs/MIGRATING.md").read_text(encoding="utf-8")
 
 
 def replacements() -> list[str]:
-    """What stands in the right column for each command of a predecessor, where it is one of ours."""
-    found = []
+    """Our commands in the right columns of MIGRATING.md."""
+    ours = []
     for line in MIGRATING.splitlines():
         cells = line.replace("\\|", "\0").split("|")[1:-1]
         cells = [cell.replace("\0", "|").strip() for cell in cells]
         if len(cells) == 2 and cells[0].startswith("`") and " " in cells[0]:
-            found += re.findall(r"`((?:python|torchrun|nsys) [^`]+)`", cells[1])
-    return [c for c in dict.fromkeys(found) if c not in commands(README + TASKS)]
+            ours += re.findall(r"`((?:python|torchrun|nsys) [^`]+)`", cells[1])
+    return [c for c in dict.fromkeys(ours) if c not in commands(README + TASKS)]
 
 
 def test_migrating_answers_all_of_their_commands():
@@ -231,13 +230,13 @@ def test_replacement_runs(command, tmp_path, monkeypatch, tiny_world):
 
 
 @pytest.mark.parametrize("typed", re.findall(r"^\| `(python train[^`]+)`", MIGRATING, flags=re.M))
-def test_their_own_lines_that_call_our_scripts_are_taken_as_written(typed):
+def test_commands_of_earlier_tools_with_our_scripts_work_unchanged(typed):
     words = shlex.split(typed)
     assert parse_args(words[2:], words[1]).config.startswith("configs/")
     assert (ROOT / words[2]).exists()
 
 
-def test_the_page_s_own_gpu_is_known(own_hardware):
+def test_the_gpu_of_tasks_is_known(own_hardware):
     (entry,) = re.findall(r"```json\n(.*?)```", TASKS, flags=re.S)
     own_hardware().write_text(entry)
     assert find_hardware("My GPU").bf16_tflops == 500
@@ -266,22 +265,22 @@ COUNTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 def commands_on_gpus() -> list[tuple[str, str, int, str, str]]:
     """Page, GPU, how many, script and flags of every command with a model, in the README and docs/.
 
-    An 80 GB H100 is meant, one node of eight where several ranks start, unless the line says more.
+    The GPU is an H100 with 80 GB, in a node of eight for several ranks, unless the line says otherwise.
     """
-    found = []
+    commands = []
     for path in [ROOT / "README.md", *PAGES]:
         for line in path.read_text(encoding="utf-8").splitlines():
             for match in re.finditer(START, line):
                 script, flags = match.groups()
                 after = line[match.end() :].split("| `")[0]
-                told = re.search(r"nproc-per-node (\d+)", line)
-                told = told or re.search(r"--nproc (\d+)", flags)
-                count = int(told[1]) if told else PER_NODE[script]
+                ranks = re.search(r"nproc-per-node (\d+)", line)
+                ranks = ranks or re.search(r"--nproc (\d+)", flags)
+                count = int(ranks[1]) if ranks else PER_NODE[script]
                 if of := re.search(r"on each of (\w+)", after):
                     count = COUNTS[of[1]]
                 gpu = "h200" if "fits an H200" in line and "--bsz 32" in flags else "h100"
-                found.append((path.name, gpu, count, script, flags.strip() + "#" + after))
-    return found
+                commands.append((path.name, gpu, count, script, flags.strip() + "#" + after))
+    return commands
 
 
 @pytest.mark.parametrize("command", commands_on_gpus(), ids=lambda c: f"{c[0]}: {c[3]} {c[4][:60]}")
@@ -293,6 +292,6 @@ def test_documented_command_fits_the_machine_it_is_for(command):
     need = estimate_memory(work).on_device(count) / 2**30
     assert need <= find_hardware(gpu).memory_gib, f"needs {need:.1f} GiB on {count} x {gpu}"
     # The figure beside it, where the text after the command begins with one.
-    if told := re.match(r"[`:# ]*([\d.]+) GiB", after):
-        digits = len(told[1].partition(".")[2])
-        assert f"{need:.{digits}f}" == told[1]
+    if stated := re.match(r"[`:# ]*([\d.]+) GiB", after):
+        digits = len(stated[1].partition(".")[2])
+        assert f"{need:.{digits}f}" == stated[1]
