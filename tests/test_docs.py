@@ -162,7 +162,6 @@ def tiny_world(tmp_path, a_run):
             argv = [str(tmp_path / a) if a in ("comparison", "verdict") else a for a in argv]
             if script == "compare.py":
                 places = {"baselines.json": str(a_run / "baselines.json")}
-                places["verdict"] = str(tmp_path / "verdict")
                 argv = [str(a_run) if a.startswith("runs/") else places.get(a, a) for a in argv]
             assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return

@@ -52,7 +52,7 @@ class EstimateFlags:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateArgs(EstimateFlags, Args):
-    """Estimate memory, speed, energy and cost of a run with these flags of a training script."""
+    """Estimate memory, speed, energy and cost of a training run. Takes the flags of its script."""
 
 
 LIMITS = ("power", "clock", "memory", "nic")
