@@ -46,7 +46,7 @@ GIB = 2**30
 def run(tmp_path_factory):
     """One run with everything switched on."""
     out = tmp_path_factory.mktemp("runs")
-    flags = ("--profile --profile-stacks --memory-snapshot --sac-freq 1/4 "
+    flags = ("--profile --profile-stacks --profile-steps 2 --memory-snapshot --sac-freq 1/4 "
              "--pad-vocab 384 --peak-tflops 1 --output-dir")  # fmt: skip
     assert run_train(*words(TINY, flags, out)) == 0
     return out
@@ -60,10 +60,10 @@ def trace(run):
 
 def test_captured_steps_are_extra_and_marked(run):
     phases = [s["phase"] for s in read_steps(run)]
-    assert phases == ["warmup"] * 2 + ["measure"] * 4 + ["profile"] * 5
+    assert phases == ["warmup"] * 2 + ["measure"] * 4 + ["profile"] * 4
     r = only_result(run)
     assert r["metrics"]["n_measured_steps"] == 4 and len(r["step_times_s"]) == 4
-    assert r["profile"]["first_step"] == 8 and r["profile"]["n_steps"] == 3
+    assert r["profile"]["first_step"] == 8 and r["profile"]["n_steps"] == 2
     assert r["profile"]["in_window"] is False
     assert any("a profiler looked at steps after" in note for note in r["notes"])
 
@@ -73,7 +73,7 @@ def test_trace_has_the_ranges(trace):
     blocks = {f"blocks.{i}" for i in range(4)}
     assert {"data", "forward", "backward", "optimizer", "loss"} <= names
     assert blocks | {f"{b} backward" for b in blocks} <= names
-    assert [s.name for s in trace.steps] == [f"ProfilerStep#{i}" for i in (8, 9, 10)]
+    assert [s.name for s in trace.steps] == [f"ProfilerStep#{i}" for i in (8, 9)]
 
 
 def test_ranges_lie_where_they_belong(trace):
@@ -99,7 +99,7 @@ def test_classes_add_up_to_the_steps_own_times(run, trace):
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
     clocked = [s["step_time_s"] for s in read_steps(run)[8:]]
-    assert total == pytest.approx(sum(clocked) / 3, rel=0.1)
+    assert total == pytest.approx(sum(clocked) / 2, rel=0.1)
     assert {"matmul fp32", "attention", "elementwise", "optimizer", "loss", "host"} <= set(
         p["classes_s"]
     )

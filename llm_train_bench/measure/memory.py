@@ -133,7 +133,7 @@ class CpuMeter:
     def __init__(self):
         quiet_profiler()
         self.profiler = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         )
         self.profiler.start()
 

@@ -127,7 +127,7 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
     if run.plan.profile.no_observe or observed or schedule.total <= schedule.start:
         return
     run.count()
-    path = run.directory / "observed.json.gz"
+    path = run.directory / "observed.json"
     profiler = build_profiler(run.device, record_shapes=True) if run.ranks.main else None
     try:
         with profiler or contextlib.nullcontext():

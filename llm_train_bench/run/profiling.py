@@ -7,6 +7,8 @@ from its first step to its last, so other steps cost nothing.
 import contextlib
 import ctypes
 import functools
+import gzip
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,7 +98,12 @@ class TorchCapture:
         # The name that TensorBoard's profiler plugin looks for.
         path = self.run.directory / f"trace/rank{self.run.ranks.rank}.pt.trace.json.gz"
         path.parent.mkdir(exist_ok=True, parents=True)
-        self.profiler.export_chrome_trace(str(path))
+        plain = path.with_suffix("")
+        self.profiler.export_chrome_trace(str(plain))
+        # PyTorch's own compression, line by line, takes nine times as long.
+        with plain.open("rb") as source, gzip.open(path, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target)
+        plain.unlink()
         if self.stacks:
             stacks = path.with_name(f"rank{self.run.ranks.rank}.stacks")
             self.profiler.export_stacks(str(stacks), f"self_{self.run.device.type}_time_total")
@@ -131,7 +138,7 @@ def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profi
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, acc_events=True, **options)
+    return torch.profiler.profile(activities=activities, **options)
 
 
 def observed_in(trace: Trace, run: Run) -> Observed:
