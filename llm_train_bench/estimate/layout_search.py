@@ -22,8 +22,8 @@ TOKENS_PER_STEP = 4 * 2**20
 # Tokens of a sample from which on ranks share them.
 LONG = 4096
 RECOMPUTED = (None, "1/4", "1/2", "1/1")
-LOSSES = ("pipeline bubble", "tokens between ranks", "exposed communication", "optimizer",
-          "beside communication", "slowest node")  # fmt: skip
+LOSSES = ("pipeline bubble", "tokens between ranks", "exposed communication", "optimizer")
+LOSSES += ("beside communication", "slowest node")
 Make = Callable[[dict[str, Any], Script, int], Work]
 
 
@@ -49,8 +49,8 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """The fastest layouts that fit, best first; how many were looked at, and why others fell out."""
+class Ranking:
+    """The fastest layouts that fit, best first; how many were tried, and why others fell out."""
 
     best: list[Layout]
     tried: int
@@ -81,8 +81,8 @@ def layouts(
                     continue
                 shared = {k: v for k, v in (("tp", tp), ("cp", cp), ("ep", ep)) if v > 1}
                 for replicas in {1, max(1, gpus // max(per_node, tp * cp, ep))}:
-                    own = {"dp_replicate": replicas} if replicas > 1 else {}
-                    yield Script.FSDP, {**shared, **own}
+                    more = {"dp_replicate": replicas} if replicas > 1 else {}
+                    yield Script.FSDP, {**shared, **more}
                 for pp in powers(min(32, config.num_hidden_layers // 2, gpus // (tp * cp)))[1:]:
                     for virtual in (1, 2, 4):
                         more = {"pp_virtual": virtual} if virtual > 1 else {}
@@ -90,22 +90,17 @@ def layouts(
 
 
 def search(
-    config: ModelConfig,
-    gpu: Hardware,
-    gpus: int,
-    per_node: int,
-    global_bsz: int,
-    seq_len: int,
-    make: Make,
-) -> Found:
+    config: ModelConfig, gpu: Hardware, gpus: int, per_node: int, batch: dict[str, int], make: Make
+) -> Ranking:
     """All layouts, with the least recomputation and the largest micro batches that fit each.
 
-    `make(flags, script, gpus)` makes a step of flags, or raises UsageError.
+    `batch` has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags,
+    or raises UsageError.
     """
-    limit, found, tried = (1 - FREE) * gpu.memory_gib * 2**30, [], 0
+    limit, fitting = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()
-    for script, shared in layouts(config, gpus, per_node, seq_len):
-        flags = {**shared, "global_bsz": global_bsz}
+    for script, shared in layouts(config, gpus, per_node, batch["seq_len"]):
+        flags = {**shared, "global_bsz": batch["global_bsz"]}
         try:
             least = make({**flags, "bsz": 1, "sac_freq": "1/1"}, script, gpus)
         except UsageError as error:  # by its kind: numbers differ
@@ -117,22 +112,22 @@ def search(
         plain = script is not Script.PP and not {"tp", "cp", "ep"} & set(shared)
         formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops and plain else ({},)
         for freq, number_format in itertools.product(RECOMPUTED, formats):
-            own = {**flags, **number_format} | ({"sac_freq": freq} if freq else {})
-            size = _largest(own, script, gpus, limit, make)
+            options = {**flags, **number_format} | ({"sac_freq": freq} if freq else {})
+            size = _largest(options, script, gpus, limit, make)
             for bsz in {size, size // 2} - {0}:
                 with contextlib.suppress(UsageError):
-                    work = make({**own, "bsz": bsz}, script, gpus)
+                    work = make({**options, "bsz": bsz}, script, gpus)
                     memory = estimate_memory(work).on_device(gpus)
                     if memory > limit:
                         continue
-                    tried += 1
                     speed = estimate_speed(work, gpu, per_node)
                     rate = work.batch.tokens_per_step / speed.step_s
-                    found.append(Layout(script, {**shared, **own, "bsz": bsz}, memory, speed, rate))
-    found.sort(key=lambda layout: -layout.tokens_per_sec)
-    for layout in found[10:]:
+                    layout = Layout(script, {**options, "bsz": bsz}, memory, speed, rate)
+                    fitting.append(layout)
+    fitting.sort(key=lambda layout: -layout.tokens_per_sec)
+    for layout in fitting[10:]:
         lost[f"slower: {layout.loss().rsplit(' ', 1)[0]}"] += 1
-    return Found(found[:10], tried, dict(lost))
+    return Ranking(fitting[:10], len(fitting), dict(lost))
 
 
 def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, make: Make) -> int:

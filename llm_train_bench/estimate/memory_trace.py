@@ -41,7 +41,8 @@ class _EvenLayout(RankLayout):
 
     def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
         n, micro = self.ep, self.work.batch.micro_tokens // (self.tp * self.cp)
-        return ([micro * self.work.config.experts.per_token // n] * n,) * 2
+        rows = [micro * self.work.config.experts.per_token // n] * n
+        return rows, rows
 
 
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
@@ -52,20 +53,20 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
     if work.fsdp.virtual > 1:
         raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
     if work.compiled or work.fp8:
-        text = "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
-        raise UsageError(text)
+        raise UsageError(
+            "--trace follows eager 16- and 32-bit steps; leave out --pt-compile, --use-fp8"
+        )
     rank = pp_rank * work.fsdp.ranks if pp_rank else 0
     with _fake_ranks(work.world, rank), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.device("meta"):
-            layout = _EvenLayout(work, rank) if work.fsdp else ALONE
+            even = _EvenLayout(work, rank) if work.fsdp else None
             layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
-            model = Transformer(
-                work.config, work.batch.seq_len, balanced=True, layout=layout, layers=layers
-            )
+            config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
+            model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
         apply_recompute(model, work.recompute)
-        if work.fsdp:
-            apply_fsdp(model, layout.connect(CPU, 60.0), work)
+        if even:
+            apply_fsdp(model, even.connect(CPU, 60.0), work)
         with (
             FakeTensorMode(allow_non_fake_inputs=True),
             mock.patch.object(
@@ -150,7 +151,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
@@ -169,7 +170,7 @@ class _FusedAttention(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         q, k, v, _, _ = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 

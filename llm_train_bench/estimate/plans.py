@@ -17,7 +17,7 @@ from llm_train_bench.estimate.estimate_flags import (
     as_trained_by,
     device_of,
 )
-from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Found, powers, search
+from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Ranking, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
@@ -26,8 +26,10 @@ from llm_train_bench.settings.plan import make_plan, resolve_seq_len
 from llm_train_bench.settings.rules import check
 
 # What --plan chooses itself.
-CHOSEN = ("bsz", "grad_acc_steps", "tp", "cp", "ep", "pp", "pp_virtual", "dp_replicate", "sac_freq",
-          "sac_policy", "use_fp8", "pt_compile", "compile_mode", "ddp_mode", "zero1")  # fmt: skip
+CHOSEN = (
+    "bsz grad_acc_steps tp cp ep pp pp_virtual dp_replicate sac_freq sac_policy use_fp8".split()
+)
+CHOSEN += "pt_compile compile_mode ddp_mode zero1".split()
 
 
 def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
@@ -55,66 +57,60 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     plain = changed()
     batch, price = plain.part(BatchFlags), plain.part(PeakFlags).usd_per_hour
     seq_len = resolve_seq_len(batch.seq_len, config)
-    given = wanted.gpu or ""
-    names = [given] if device_called(given) else given.split(",")
-    all_found, enough = {}, False
-    for name in names:
+    names = wanted.gpu or ""
+    content, enough = {}, False
+    for name in [names] if device_called(names) else names.split(","):
         gpu = device_of(name.strip(), wanted)
         gpu = dataclasses.replace(gpu, usd_per_hour=price or gpu.usd_per_hour)
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
-            given = changed(pt_compile=True, **flags)
-            work = make_plan(check(given, script), script, n, gpu.platform, config).work
-            return as_trained_by(work, wanted)
+            args = check(changed(pt_compile=True, **flags), script)
+            return as_trained_by(make_plan(args, script, n, gpu.platform, config).work, wanted)
 
-        counts = [wanted.gpus]
-        if wanted.days:
-            counts = [n * wanted.per_node for n in powers(2**20 // wanted.per_node)]
-        for gpus in counts:
+        gpus = wanted.per_node if wanted.days else wanted.gpus
+        while True:
             # About four million tokens, in as many samples for each GPU.
             each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
             samples = batch.global_bsz or gpus * each
-            found = search(config, gpu, gpus, wanted.per_node, samples, seq_len, make)
-            days = None
-            if found.best and wanted.tokens:
-                days = wanted.tokens / found.best[0].tokens_per_sec / 86400
-            if not wanted.days or (days and days <= wanted.days):
+            sizes = {"global_bsz": samples, "seq_len": seq_len}
+            ranking = search(config, gpu, gpus, wanted.per_node, sizes, make)
+            rate = ranking.best[0].tokens_per_sec if ranking.best else 0.0
+            days = wanted.tokens / rate / 86400 if rate and wanted.tokens else math.inf
+            reached = bool(ranking.best) and days <= (wanted.days or math.inf)
+            if reached or not wanted.days or 2 * gpus > 2**20:
                 break
-        enough |= bool(found.best) and not (wanted.days and days > wanted.days)
+            gpus *= 2
+        enough |= reached
         if wanted.json:
-            ways = [dataclasses.asdict(layout) | {"words": layout.words()} for layout in found.best]
-            part = {"gpus": gpus, "samples": samples, "best": ways, "lost": found.lost}
-            all_found[gpu.name] = part
+            best = [dataclasses.asdict(x) | {"words": x.words()} for x in ranking.best]
+            plan = {"gpus": gpus, "samples": samples, "best": best, "lost": ranking.lost}
+            content[gpu.name] = plan
             continue
-        show_plan(found, gpu, gpus, samples, (config.path, seq_len), wanted)
-        if wanted.days and days and days > wanted.days:
+        print(
+            f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {ranking.tried} "
+            f"settings, each with {config.path} --seq-len {seq_len} --pt-compile:"
+        )
+        show_ranking(ranking, gpu, gpus, wanted.tokens)
+        if wanted.days and ranking.best and not reached:
             print(f"even {gpus:,} GPUs take longer than {wanted.days:g} days: {days:,.1f}")
     if wanted.json:
-        print(json.dumps(all_found, indent=1))
+        print(json.dumps(content, indent=1))
     return 0 if enough else 4
 
 
-def show_plan(
-    found: Found, gpu: Hardware, gpus: int, samples: int, of: tuple[str, int], wanted: EstimateFlags
-) -> None:
+def show_ranking(ranking: Ranking, gpu: Hardware, gpus: int, tokens: float | None) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
-    path, seq_len = of
-    print(
-        f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {found.tried} settings, "
-        f"each with {path} --seq-len {seq_len} --pt-compile:"
-    )
     table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
-    for layout in found.best:
-        days = wanted.tokens and wanted.tokens / layout.tokens_per_sec / 86400
+    for layout in ranking.best:
+        days = tokens and tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
-        table.add_row(
-            layout.words(), f"{layout.tokens_per_sec / gpus:,.0f}",
-            f"{layout.memory / BYTES_PER_GIB:,.1f}", number(days, ",.1f"), number(usd, ",.0f"),
-            layout.loss(),
-        )  # fmt: skip
+        rate, memory = layout.tokens_per_sec / gpus, layout.memory / BYTES_PER_GIB
+        cells = (f"{rate:,.0f}", f"{memory:,.1f}", number(days, ",.1f"), number(usd, ",.0f"))
+        table.add_row(layout.words(), *cells, layout.loss())
     Console(width=150, highlight=False, markup=False).print(table)
-    if not found.best:
-        why = "fits" if any("does not fit" in reason for reason in found.lost) else "can be run"
+    if not ranking.best:
+        why = "fits" if any("does not fit" in reason for reason in ranking.lost) else "can be run"
         print(f"nothing {why}; use more GPUs, or larger ones")
-    others = ", ".join(f"{n} {why}" for why, n in sorted(found.lost.items(), key=lambda x: -x[1]))
+    lost = sorted(ranking.lost.items(), key=lambda item: -item[1])
+    others = ", ".join(f"{n} {why}" for why, n in lost)
     print(f"the others: {others}" if others else "")
