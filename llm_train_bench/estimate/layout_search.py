@@ -49,7 +49,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranking:
+class LayoutRanking:
     """The fastest layouts that fit, best first; how many were tried, and why others fell out."""
 
     best: list[Layout]
@@ -91,7 +91,7 @@ def layouts(
 
 def search(
     config: ModelConfig, gpu: Hardware, gpus: int, per_node: int, batch: dict[str, int], make: Make
-) -> Ranking:
+) -> LayoutRanking:
     """All layouts, with the least recomputation and the largest micro batches that fit each.
 
     `batch` has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags,
@@ -127,7 +127,7 @@ def search(
     fitting.sort(key=lambda layout: -layout.tokens_per_sec)
     for layout in fitting[10:]:
         lost[f"slower: {layout.loss().rsplit(' ', 1)[0]}"] += 1
-    return Ranking(fitting[:10], len(fitting), dict(lost))
+    return LayoutRanking(fitting[:10], len(fitting), dict(lost))
 
 
 def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, make: Make) -> int:

@@ -17,7 +17,7 @@ from llm_train_bench.estimate.estimate_flags import (
     as_trained_by,
     device_of,
 )
-from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Ranking, search
+from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, LayoutRanking, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
@@ -90,7 +90,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {ranking.tried} "
             f"settings, each with {config.path} --seq-len {seq_len} --pt-compile:"
         )
-        show_ranking(ranking, gpu, gpus, wanted.tokens)
+        show_layouts(ranking, gpu, gpus, wanted.tokens)
         if wanted.days and ranking.best and not reached:
             print(f"even {gpus:,} GPUs take longer than {wanted.days:g} days: {days:,.1f}")
     if wanted.json:
@@ -98,7 +98,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
     return 0 if enough else 4
 
 
-def show_ranking(ranking: Ranking, gpu: Hardware, gpus: int, tokens: float | None) -> None:
+def show_layouts(ranking: LayoutRanking, gpu: Hardware, gpus: int, tokens: float | None) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
     table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
     for layout in ranking.best:
