@@ -1,6 +1,6 @@
 # make demo      train a small Llama on Python's own standard library, on the CPU or a GPU
 # make test      lint and all tests that need no GPU
-# make gpu-check the tests that need a GPU, then the benchmarks worth having on one
+# make gpu-check the tests that need a GPU, then the benchmarks for a GPU
 # make bench     the benchmarks of the project itself; results go to benchmarks/results/
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,11 +31,11 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/check-jsonschema -q --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-# Two workers; the models are so small that more threads only slow them.
+# Two workers with one thread each, because more threads slow down such small models.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder
 
-# The same with the oldest torch that is supported, in an environment kept apart.
+# The tests with the oldest supported torch, in a separate environment.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
@@ -46,39 +46,39 @@ docs: $(READY)
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
-# The campaign against checkpoints, at most 90 minutes; in parts: PART="kills calls" COUNT=100.
+# Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills calls" COUNT=100.
 faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 
-# What --track writes, read back by each library itself; these are not installed for `make test`.
+# Read back what --track writes, with each tracker's library; `make test` does not install these.
 test-track:
 	test -d .venv-track || $(PY) -m venv .venv-track
 	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
 
-# Every layout of ranks against one device: losses, norms, every gradient; three minutes.
+# Compare every layout of ranks with one device: losses, norms, every gradient; three minutes.
 layouts: $(READY)
 	$(BIN)/python -m tests.layouts
 
-# Every supported combination of toggles through Inductor's code generation too: ten minutes.
+# Every supported combination of flags, including Inductor's code generation: ten minutes.
 test-cells: $(READY)
 	LLM_TRAIN_BENCH_ALL_CELLS=1 $(BIN)/python -m pytest tests/test_combinations.py
 
-# Bytes and kernels of a step on an H200, ours and peers', counted without a GPU: ten minutes.
+# Count bytes and kernels of a step on an H200, of ours and other trainers, without a GPU: ten minutes.
 bytes:
 	$(MAKE) .venv-oldest/.ready VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -W ignore benchmarks/bytes.py
 
-# Any bytes as any file that the tools read: a million cases, or CASES of each kind in KINDS.
+# Changed files for every reader: a million cases, or CASES of each kind in KINDS.
 fuzz: $(READY)
 	CASES="$(CASES)" KINDS="$(KINDS)" $(BIN)/python -m tests.fuzz
 
-# COUNT random changes of the program, one at a time, that a test must notice; SEED chooses them.
+# COUNT random changes of the program, one at a time; a test must detect each. SEED selects them.
 mutants: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --count $(or $(COUNT),60) --seed $(or $(SEED),1)
 
-# A benchmark that fails (a limit, an absent library) does not stop the others. With colons it is a sweep, its
-# model, micro batch and length; the batches of number-formats take 42 to 123 GiB in bf16, eager.
+# A benchmark that fails (a limit, a missing library) does not stop the others. Names with colons are a sweep, its
+# model, micro batch and sequence length; the batches of number-formats need 42 to 123 GiB in bf16, eager.
 each = @failed=; for name in $(2); do echo "== $$name"; case $$name in \
 	*:*) set -- $$(echo $$name | tr : ' '); out=sweeps/$$1-$$2; \
 	  BSZ=$$3 SEQ_LEN=$$4 $(1) sweep.py configs/sweeps/$$1.yaml --models $$2 --output-dir $$out && \
@@ -90,14 +90,14 @@ GPU_BENCHES = gemm numerics overhead loss recompute:gpt2-1.5b:16:1024 recompute:
   $(FORMATS:%=number-formats:%) peers
 BENCHES = loss overhead peers numerics gemm recompute:llama-tiny:4:256 gate
 
-# If the machine's own Python has torch with CUDA or ROCm: make gpu-facts PY=python3 OUT=folder. Each takes
-# nine minutes at most and packs all that it found into one archive in OUT. In gpu-test PART chooses tests
-# (transformer_engine, torchao, "gpu and not torchao"); with many cores JOBS=4 runs four at a time.
+# With a Python that has torch for CUDA or ROCm: make gpu-facts PY=python3 OUT=folder. Each command takes at most
+# nine minutes and leaves one archive in OUT. For gpu-test, PART selects tests (transformer_engine, torchao,
+# "gpu and not torchao"), and JOBS=4 runs four at a time.
 PY ?= $(BIN)/python
 gpu-facts gpu-compare gpu-test: gpu-%: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	PY="$(PY)" OUT="$(OUT)" PART="$(PART)" JOBS="$(JOBS)" benchmarks/gpu.sh $*
 
-# The tests, then the benchmarks worth having on a GPU: two to three hours.
+# The tests, then the benchmarks for a GPU: two to three hours.
 gpu-check: gpu-test gpu-bench
 
 gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
@@ -106,11 +106,11 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 bench: $(READY)
 	$(call each,$(BIN)/python,$(BENCHES))
 
-# The images, built and run for real by buildah: as root; ten minutes. docker/image_test.sh explains.
+# Build and run the images with buildah, as root; ten minutes. docker/image_test.sh explains it.
 image-test:
 	docker/image_test.sh
 
-# The CPU entries of configs/baselines.json: five interleaved runs of each tiny config, judged together.
+# Add this CPU to configs/baselines.json: five interleaved runs of each tiny config.
 TINY = configs/gpt2-tiny.json configs/llama-tiny.json configs/moe-tiny.json
 cpu-baselines: $(READY)
 	$(BIN)/python sweep.py --models $(TINY) --repeats 5 --output-dir sweeps/cpu-baselines \

@@ -3,11 +3,11 @@
 #   JOB_ID=k3vq9x NNODES=2 HEAD=10.0.0.1 docker/torchrun_node.sh train_fsdp.py configs/llama-3.1-8b.json
 # JOB_ID       a random word, the same on all nodes; whoever knows it can join (docs/CLUSTER.md)
 # NNODES       number of nodes
-# HEAD         address of one of them, where all meet; PORT (29400) is the port there
+# HEAD         address of one node, where all nodes meet; PORT (29400) is the port there
 # NODE         number of this node, 0 at HEAD: then the others wait for it, up to WAIT (900) seconds.
 #              Without it start all within two minutes. Kubernetes' JOB_COMPLETION_INDEX serves as well
 # GPUS         processes on this node; by default one per GPU
-# MAX_RESTARTS how often all ranks start again after one failed, from the last checkpoint (0)
+# MAX_RESTARTS how often to restart all ranks from the newest checkpoint after one failed (0)
 set -euo pipefail
 if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ] || [ -z "${JOB_ID:-}" ]; then
     sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
