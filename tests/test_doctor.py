@@ -46,11 +46,38 @@ def test_without_any_library():
         assert f"!!  {name:18}  not installed" in done.stdout
 
 
-def test_an_old_torch_is_bad(monkeypatch):
-    versions = {"torch": "2.9.1+cu128"}
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: versions.get(name, "1.0"))
-    (torch,) = [f for f in doctor.libraries("cpu") if f.what == "torch"]
+@pytest.fixture
+def installed(monkeypatch):
+    """Lets doctor.libraries find these versions (None: not installed), and 2.12 of all others."""
+
+    def library(kind, name, **versions):
+        def version(library):
+            if (found := versions.get(library.replace("-", "_"), "2.12")) is None:
+                raise importlib.metadata.PackageNotFoundError
+            return found
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        return next((f for f in doctor.libraries(kind) if f.what == name), None)
+
+    return library
+
+
+def test_libraries_that_are_old_or_missing(installed):
+    torch = installed("cpu", "torch", torch="2.9.1+cu128")
     assert torch.state == "bad" and "2.9.1+cu128, older than 2.11" in torch.found
+    torchao = installed("nvidia", "torchao", torchao=None)
+    assert torchao.state == "missing" and "pip install -e '.[fp8]'" in torchao.advice
+    assert installed("nvidia", "numpy", numpy=None).state == "bad"
+    assert installed("nvidia", "nvidia-ml-py").state == "ok"
+    assert installed("nvidia", "amdsmi") is None
+
+
+def test_amds_build_of_transformer_engine_has_another_name(installed):
+    without = dict.fromkeys(["transformer_engine", "transformer_engine_rocm10"])
+    assert installed("amd", "transformer-engine", **without).state == "ok"
+    without |= dict.fromkeys(["transformer_engine_rocm7", "transformer_engine_rocm_torch"])
+    missing = installed("amd", "transformer-engine", **without)
+    assert "ROCm/TransformerEngine" in missing.advice
 
 
 def test_who_holds_a_gpus_memory(tmp_path, monkeypatch):
@@ -91,41 +118,9 @@ def test_a_failing_driver_is_bad(tmp_path, monkeypatch):
     assert finding.state == "bad" and finding.advice
 
 
-def test_missing_libraries_say_how_to_get_them(monkeypatch):
-    def version(name):
-        if name in ("torchao", "numpy"):
-            raise importlib.metadata.PackageNotFoundError
-        return "1.0"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    found = {f.what: f for f in doctor.libraries("nvidia")}
-    assert found["torchao"].state == "missing"
-    assert "pip install -e '.[fp8]'" in found["torchao"].advice
-    assert found["numpy"].state == "bad" and found["nvidia-ml-py"].state == "ok"
-    assert "amdsmi" not in found
-
-
-def test_amds_build_of_transformer_engine_has_another_name(monkeypatch):
-    def version(name):
-        if name.startswith("transformer") and name != "transformer-engine-rocm7":
-            raise importlib.metadata.PackageNotFoundError
-        return "2.8.0"
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    found = {f.what: f for f in doctor.libraries("amd")}
-    assert found["transformer-engine"].state == "ok"
-    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
-    found = {f.what: f for f in doctor.libraries("amd")}
-    assert "ROCm/TransformerEngine" in found["transformer-engine"].advice
-
-
 def test_settings_that_slow_a_run_down(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = {f.what: f for f in doctor.settings()}
     assert found["CUDA_LAUNCH_BLOCKING"].advice.startswith("unset CUDA_LAUNCH_BLOCKING")
     assert found["CUDA_VISIBLE_DEVICES"].found == "is empty"
-
-
-def test_bad_flag(refused):
-    refused(doctor.main, "--mend", "--mend")

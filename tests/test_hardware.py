@@ -59,18 +59,29 @@ def test_a_gpu_of_ones_own_needs_four_keys(own_hardware, output_of):
     assert 0.05 < found["mfu"] < 0.8
 
 
+BOX = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]}
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [({"name": "x"}, "the entry x lacks bf16_tflops"),
      (FOUR | {"bf16_tflops": 0}, "'My Card': bf16_tflops is 0"),
      (FOUR | {"tflops": 1}, "has tflops, which no entry has"),
-     (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'")],
+     (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'"),
+     ({k: v for k, v in BOX.items() if k != "tdp_w"}, "entry Box lacks tdp_w"),
+     (BOX | {"colour": "grey"}, "entry Box has colour"), (BOX | {"a\nb": None}, r"has a\\nb")],
 )  # fmt: skip
-def test_a_wrong_entry_of_ones_own_is_one_line(own_hardware, entry, message):
+def test_a_wrong_entry_is_one_line(own_hardware, entry, message, tmp_path):
+    """Of the user's own file, and of ours, where all keys are needed."""
     own_hardware(entry)
     with pytest.raises(UsageError, match=message) as refused:
+        if entry["name"] == "Box":
+            own_hardware()
+            whole = json.loads(HARDWARE_FILE.read_text()) | {"devices": [*DEVICES, entry]}
+            (tmp_path / "ours.json").write_text(json.dumps(whole))
+            fuzz.read_hardware(tmp_path / "ours.json")
         devices()
-    assert "hardware.json: " in str(refused.value) and "\n" not in str(refused.value)
+    assert ".json: " in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_partition_is_not_the_whole():
@@ -88,21 +99,6 @@ def test_the_user_knows_better():
     assert h200.source.startswith("--peak-tflops; else vendor datasheet")
     box = find_peaks("Box", 12.5)
     assert (box.name, box.fp8_tflops, box.source) == ("Box", None, "--peak-tflops")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"tdp_w": None}, "entry Box lacks tdp_w"), ({"colour": "grey"}, "entry Box has colour"),
-     ({"a\nb": None}, r"has a\\nb")],
-)  # fmt: skip
-def test_a_wrong_entry_of_ours_is_one_line(change, message, tmp_path):
-    entry = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]} | change
-    entry = {k: v for k, v in entry.items() if k != "tdp_w" or v is not None}
-    whole = json.loads(HARDWARE_FILE.read_text()) | {"devices": [*DEVICES, entry]}
-    (tmp_path / "hardware.json").write_text(json.dumps(whole))
-    with pytest.raises(UsageError, match=message) as refused:
-        fuzz.read_hardware(tmp_path / "hardware.json")
-    assert "\n" not in str(refused.value)
 
 
 def test_every_figure_has_a_source_and_fp8_is_dense():
