@@ -1,5 +1,7 @@
 """The exceptions a run can end with, apart from bugs, and text that may go to a terminal."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -21,6 +23,12 @@ def printable_data(value: Any) -> Any:
     if isinstance(value, dict):
         return {printable_data(k): printable_data(v) for k, v in value.items()}
     return type(value)(map(printable_data, value)) if isinstance(value, list | tuple) else value
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
+    """The end of a message on an unknown word: the nearest known one, if one is near."""
+    near = difflib.get_close_matches(word, known, 1, cutoff)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 # A message may quote a value of a file, whatever its size.

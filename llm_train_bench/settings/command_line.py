@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import inspect
 import shutil
 import textwrap
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.machine import version_text
 from llm_train_bench.settings.flags import (
     Args,
@@ -98,20 +97,20 @@ def translated(argv: Sequence[str]) -> list[str]:
         if name in REPLACED:
             raise UsageError(f"{name}: is a flag of an earlier tool; {REPLACED[name]}")
         words.append(RENAMED[name] + equals + value if name in RENAMED else word)
-    for i in reversed([i for i, word in enumerate(words) if _name(word) == "--model-size"]):
-        inline = "=" in words[i]
-        size = words[i].partition("=")[2] if inline else "".join(words[i + 1 : i + 2])
-        if size not in MODEL_SIZES:
-            raise UsageError(
-                f"--model-size {size}: must be {_either(MODEL_SIZES)}; or give a config"
-            )
-        words[i : i + 2 - inline] = []
-        words.insert(0, str(CONFIGS / f"cs336-{size.lower()}.json"))
-    for flag in ("--nsys-start", "--nsys-end"):  # -1 switched it off
-        for i in reversed([i for i, word in enumerate(words) if _name(word) == flag]):
-            if words[i].endswith("=-1") or words[i + 1 : i + 2] == ["-1"]:
-                words[i : i + 2 - ("=" in words[i])] = []
-    return ["forward-backward" if word == "forward_backward" else word for word in words]
+    config = []
+    for i in reversed(range(len(words))):
+        name, equals, value = words[i].partition("=")
+        name, value = _name(name), value if equals else "".join(words[i + 1 : i + 2])
+        if name == "--model-size":
+            if value not in MODEL_SIZES:
+                known = _either(MODEL_SIZES)
+                raise UsageError(f"--model-size {value}: must be {known}; or give a config")
+            config = [str(CONFIGS / f"cs336-{value.lower()}.json")]
+        elif name not in ("--nsys-start", "--nsys-end") or value != "-1":  # -1 switched it off
+            continue
+        words[i : i + 2 - bool(equals)] = []
+    words = ["forward-backward" if word == "forward_backward" else word for word in words]
+    return config + words
 
 
 def _name(word: str) -> str:
@@ -157,7 +156,8 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
         flag = flag.replace("_", "-")
         name = flag.removeprefix("--").replace("-", "_")
         if name not in flags or flags[name].positional:
-            raise UsageError(f"{flag}: unknown flag{_nearest(flag, map(flag_of, flags), prog)}")
+            near = did_you_mean(flag[2:], [flag_of(n)[2:] for n in flags], 0.8, "--")
+            raise UsageError(f"{flag}: unknown flag{near or f'; see {prog} --help'}")
         if hints[name] is bool:
             if equals:
                 raise UsageError(f"{flag}: takes no value; leave out ={inline}")
@@ -225,16 +225,8 @@ def _value(flag: str, text: str, hint: Any) -> Any:
         else:
             with contextlib.suppress(ValueError):
                 return option(text)
-    near = [w for o in _options(hint) if get_origin(o) is Literal for w in get_args(o)]
-    hint_at = difflib.get_close_matches(text, near, n=1)
-    maybe = f"; did you mean {hint_at[0]}?" if hint_at else ""
-    raise UsageError(f"{flag} {text}: must be {allowed(hint)}{maybe}")
-
-
-def _nearest(flag: str, known: Iterable[str], prog: str) -> str:
-    """What a mistyped flag was meant to be, if one is near; else where to look."""
-    near = difflib.get_close_matches(flag[2:], [name[2:] for name in known], n=1, cutoff=0.8)
-    return f"; did you mean --{near[0]}?" if near else f"; see {prog} --help"
+    words = [w for o in _options(hint) if get_origin(o) is Literal for w in get_args(o)]
+    raise UsageError(f"{flag} {text}: must be {allowed(hint)}{did_you_mean(text, words)}")
 
 
 def help_text(kind: type, prog: str, script: Script | None) -> str:

@@ -1,7 +1,6 @@
 """--from: a whole run in one file, a result.json or YAML, as a command line. Needs no torch."""
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.flags import (
     OUTPUT,
@@ -128,9 +127,8 @@ def _run_file(path: Path) -> RunFile:
         given = {key.replace("-", "_"): value for key, value in content.items()}
         wanted, config = given.pop("script", None), given.pop("config", None)
         if wrong := sorted(given.keys() - declared(Args).keys()):
-            near = difflib.get_close_matches(wrong[0], declared(Args), n=1, cutoff=0.6)
-            maybe = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{maybe}")
+            near = did_you_mean(wrong[0], declared(Args))
+            raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{near}")
         given = {k: "off" if v is False and k == "amp" else v for k, v in given.items()}
     if wanted not in (None, *Script):
         raise UsageError(f"--from {path}: script: must be {', '.join(Script)}")

@@ -3,7 +3,6 @@
 One file serves NVIDIA and AMD: `platforms` holds what differs. sweep/grid.py resolves it to cells.
 """
 
-import difflib
 import math
 import os
 import re
@@ -13,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated
-from llm_train_bench.settings.flags import SETTABLE, Script
+from llm_train_bench.settings.flags import SETTABLE, Script, flag_of
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.run_file import parse_yaml
 
@@ -138,12 +137,12 @@ def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text")
 
 def nearest_flag(flag: str) -> str:
     """What an unknown flag may have meant, in words: another suite's name, or a near one."""
-    name = f"--{flag.replace('_', '-')}"
-    ours = RENAMED.get(name)
-    if ours is None and name in REPLACED:
+    name = flag_of(flag)
+    if name in REPLACED:
         return f": another suite's; {REPLACED[name]}"
-    near = [ours] if ours else difflib.get_close_matches(flag, SETTABLE, 1)
-    return f"; did you mean {near[0].removeprefix('--').replace('-', '_')}?" if near else ""
+    if name in RENAMED:
+        return f"; did you mean {RENAMED[name].removeprefix('--').replace('-', '_')}?"
+    return did_you_mean(flag, SETTABLE)
 
 
 def from_command_line(
