@@ -177,30 +177,22 @@ def device_called(name: str | None) -> Hardware | None:
 
 @dataclasses.dataclass(frozen=True)
 class Peaks:
-    """Dense datasheet peaks of one device, in TFLOP/s; None where unknown."""
+    """Matmul rates of one device, in TFLOP/s; None where unknown.
 
-    name: str
-    bf16_tflops: float | None
-    fp8_tflops: float | None
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Roof:
-    """The matmul rates of the best shapes, sustained on a device (benchmarks/gemm.py), in TFLOP/s."""
+    Dense datasheet peaks, or the roof: the rates of the best shapes, sustained (benchmarks/gemm.py).
+    """
 
     bf16_tflops: float | None = None
     fp8_tflops: float | None = None
     source: str = "unknown"
+    name: str = ""
 
 
-def find_roof(device_name: str) -> Roof:
+def find_roof(device_name: str) -> Peaks:
     """The measured roof of the device of that name (`name_of_part`), from configs/roofs.json."""
-    if not ROOFS_FILE.exists():
-        return Roof()
-    entry = _read_json(ROOFS_FILE).get(device_name)
+    entry = _read_json(ROOFS_FILE).get(device_name) if ROOFS_FILE.exists() else None
     try:
-        return Roof(**entry) if entry else Roof()
+        return Peaks(**entry) if entry else Peaks()
     except TypeError:
         raise UsageError(f"{ROOFS_FILE}: {device_name!r} is {str(entry)[:80]!r}, no roof") from None
 
@@ -246,13 +238,13 @@ def find_peaks(device_name: str, user_bf16: float | None = None) -> Peaks:
     Names are matched whole: a near miss may be a part with another peak, so it counts as unknown.
     `user_bf16` (--peak-tflops) overrides the file.
     """
-    known = Peaks(device_name, None, None, "unknown")
-    if listed := device_called(device_name):
-        known = Peaks(listed.name, listed.bf16_tflops, listed.fp8_tflops, listed.source)
+    peaks, listed = Peaks(name=device_name), device_called(device_name)
+    if listed:
+        peaks = Peaks(listed.bf16_tflops, listed.fp8_tflops, listed.source, listed.name)
     if user_bf16 is None:
-        return known
-    rest = f"; else {known.source}" if known.bf16_tflops is not None else ""
-    return Peaks(known.name, user_bf16, known.fp8_tflops, f"--peak-tflops{rest}")
+        return peaks
+    source = "--peak-tflops" + (f"; else {listed.source}" if listed else "")
+    return dataclasses.replace(peaks, bf16_tflops=user_bf16, source=source)
 
 
 def find_hardware(name: str) -> Hardware:

@@ -104,7 +104,7 @@ def _device(device: torch.device, ranks: int, flags: PeakFlags) -> Device:
         count=ranks,
         hardware=part if device.type == "cpu" else peaks.name,
         **{f"peak_{key}": value for key, value in vars(peaks).items() if key != "name"},
-        **{f"roof_{key}": value for key, value in vars(find_roof(part)).items()},
+        **{f"roof_{key}": value for key, value in vars(find_roof(part)).items() if key != "name"},
     )
 
 

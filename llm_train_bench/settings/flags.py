@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from llm_train_bench.base.errors import UsageError
 
@@ -27,16 +27,9 @@ class Script(enum.StrEnum):
     PP = "train_pp.py"
 
 
-class Kind(enum.Enum):
-    """The effect of a flag: on what is learnt, the speed, the length, or only on what is written."""
-
-    HYPERPARAMETER = "hyperparameter"
-    SPEED = "speed"
-    LENGTH = "length"
-    OUTPUT = "output"
-
-
-LEARNT, SPEED, LENGTH, OUTPUT = Kind.HYPERPARAMETER, Kind.SPEED, Kind.LENGTH, Kind.OUTPUT
+# The effect of a flag: on what is learnt, the speed, the length, or only on what is written.
+Kind = Literal["hyperparameter", "speed", "length", "output"]
+LEARNT, SPEED, LENGTH, OUTPUT = get_args(Kind)
 EVERYWHERE, SEVERAL = tuple(Script), (Script.DDP, Script.FSDP, Script.PP)
 SHARDED = (Script.FSDP, Script.PP)
 LARGEST = 2**31
