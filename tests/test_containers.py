@@ -1,7 +1,5 @@
 """Containers without an engine: linters, launch scripts against a recording docker, manifests, layers."""
 
-import atexit
-import functools
 import gzip
 import importlib.metadata
 import itertools
@@ -14,7 +12,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
@@ -65,11 +62,10 @@ exit {code}
 NOT_PLAIN = tuple("docker podman nvidia rocm amd-smi srun scontrol kubectl nerdctl".split())
 
 
-@functools.cache
-def plain_tools() -> Path:
+@pytest.fixture(scope="module")
+def plain_tools(tmp_path_factory) -> Path:
     """A directory with this machine's tools, without engines, drivers' tools and launchers."""
-    directory = Path(tempfile.mkdtemp(prefix="llm-train-bench-tools-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = tmp_path_factory.mktemp("tools")
     for place in (Path("/usr/bin"), Path("/bin")):
         for tool in place.iterdir():
             link = directory / tool.name
@@ -81,13 +77,13 @@ def plain_tools() -> Path:
 class Machine:
     """A simulated machine: an engine that records, GPUs, a root for /dev, /sys and /proc."""
 
-    def __init__(self, tmp_path: Path):
+    def __init__(self, tmp_path: Path, tools: Path):
         self.path = tmp_path / "bin"
         self.state, self.root, self.home = (tmp_path / n for n in ("state", "root", "home"))
         for directory in (self.path, self.state, self.root, self.home):
             directory.mkdir()
         self.environment = {
-            "PATH": f"{self.path}:{plain_tools()}", "HOME": str(self.home), "USER": "someone",
+            "PATH": f"{self.path}:{tools}", "HOME": str(self.home), "USER": "someone",
             "BENCH_TEST_ROOT": str(self.root),
         }  # fmt: skip
 
@@ -101,9 +97,8 @@ class Machine:
 
     def slurm(self, kind: str, code: int = 0) -> None:
         """A job of two nodes; srun and scontrol record."""
-        self.put(
-            "scontrol", f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\necho node7\necho node8\n'
-        )
+        answer = f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\necho node7\necho node8\n'
+        self.put("scontrol", answer)
         self.put("srun", SRUN.format(state=self.state, code=code))
         job = {"SUBMIT_DIR": str(ROOT), "JOB_NODELIST": "node[7-8]", "JOB_ID": "1234"}
         job |= {"JOB_NUM_NODES": "2"}
@@ -146,8 +141,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path):
-    return Machine(tmp_path)
+def machine(tmp_path, plain_tools):
+    return Machine(tmp_path, plain_tools)
 
 
 @pytest.fixture
@@ -203,15 +198,14 @@ WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-n
 INSTALL = r"install\.sh /opt/bench/pyproject\.toml /opt/bench (.*)"
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory):
+@pytest.fixture
+def image(tmp_path):
     """A virtual environment that stands for a vendor's image, with the vendor's torch and numpy.
 
     Its pip finds the packages of this environment, as wheels without code.
     """
-    directory = tmp_path_factory.mktemp("image")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory / "venv"], check=True)
-    site = next((directory / "venv/lib").glob("python*/site-packages"))
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
     (site / "pip").symlink_to(OUR_SITE / "pip")
     for name, version in VENDORS.items():
         info = site / f"{name}-{version}.dist-info"
@@ -221,65 +215,49 @@ def image(tmp_path_factory):
     for package in importlib.metadata.distributions():
         stem = re.sub(r"[-.]+", "_", package.metadata["Name"]) + f"-{package.version}"
         files = {"METADATA": package.read_text("METADATA"), "WHEEL": WHEEL, "RECORD": ""}
-        with zipfile.ZipFile(directory / f"{stem}-py3-none-any.whl", "w") as wheel:
+        with zipfile.ZipFile(tmp_path / f"{stem}-py3-none-any.whl", "w") as wheel:
             for file, text in files.items():
                 wheel.writestr(f"{stem}.dist-info/{file}", text or "")
-    return directory, directory / "venv/bin/python", site
+    return site
 
 
 def install(image, *extras, **environment):
-    directory, python, _ = image
-    command = ["bash", str(ROOT / "docker/install.sh"), str(ROOT / "pyproject.toml")]
-    settings = {
-        "PYTHON": python,
-        "PIP_NO_COMPILE": 1,
-        "PIP_NO_INDEX": 1,
-        "PIP_FIND_LINKS": directory,
-    }
-    environment |= {name: str(value) for name, value in settings.items()}
-    return subprocess.run(
-        [*command, str(directory / "bench"), *extras], capture_output=True, text=True,
-        env=os.environ | environment,
-    )  # fmt: skip
+    top = image.parents[3]
+    settings = {"PIP_NO_COMPILE": 1, "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": top}
+    settings = {"PYTHON": top / "venv/bin/python"} | settings | environment
+    variables = os.environ | {name: str(value) for name, value in settings.items()}
+    command = words("bash docker/install.sh pyproject.toml", top / "bench", *extras)
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
 
 
 def test_dependency_layer_leaves_the_images_own_alone(image):
-    directory, python, site = image
+    bench, python = image.parents[3] / "bench", image.parents[2] / "bin/python"
     extras = {x for path in DOCKERFILES for x in re.search(INSTALL, path.read_text())[1].split()}
     assert {"energy", "fp8"} <= extras  # of any image: the union installs, so each image's do
     done = install(image, *sorted(extras))
     assert done.returncode == 0, done.stderr
-    lines = (directory / "bench/after.txt").read_text().splitlines()
+    lines = (bench / "after.txt").read_text().splitlines()
     after = dict(line.lower().split("==") for line in lines)
     assert after.items() >= VENDORS.items()
     assert {"pyyaml", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= set(after)
-    assert (directory / "bench/torch.version").read_text().strip() == VENDORS["torch"]
+    assert (bench / "torch.version").read_text().strip() == VENDORS["torch"]
     # Scripts that need no torch run there, with the code of what was installed.
     packages = map(importlib.metadata.files, after.keys() - {"torch", "transformer_engine"})
     for top in {file.parts[0] for files in packages for file in files or ()} - {".."}:
-        if not (site / top).exists():
-            (site / top).symlink_to(OUR_SITE / top)
+        if not (image / top).exists():
+            (image / top).symlink_to(OUR_SITE / top)
     for command in ("estimate.py configs/gpt2-125m.json --gpu h100", "compare.py --help"):
         ran = subprocess.run([python, *words(command)], cwd=ROOT, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
     # HEALTHCHECK's own command, against this layer.
     (check,) = re.findall(r"HEALTHCHECK .* CMD (\[.*\])", (ROOT / "docker/Dockerfile").read_text())
-    code = json.loads(check)[2].replace("/opt/bench", str(directory / "bench"))
+    code = json.loads(check)[2].replace("/opt/bench", str(bench))
     assert subprocess.run([python, "-c", code]).returncode == 0
 
 
-@pytest.fixture
-def metadata(image):
-    """Files in which the vendor's packages state their versions; restored afterwards."""
-    paths = {name: image[2] / f"{name}-{v}.dist-info/METADATA" for name, v in VENDORS.items()}
-    texts = {name: path.read_text() for name, path in paths.items()}
-    yield paths
-    for name, path in paths.items():
-        path.write_text(texts[name])
-
-
-def test_build_fails_where_the_images_torch_is_too_old(image, metadata):
-    metadata["torch"].write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.0+rocm7\n")
+def test_build_fails_where_the_images_torch_is_too_old(image):
+    metadata = image / f"torch-{VENDORS['torch']}.dist-info/METADATA"
+    metadata.write_text(metadata.read_text().replace(VENDORS["torch"], "2.10.0+rocm7"))
     done = install(image)
     assert done.returncode != 0
     assert "install.sh: the image has torch 2.10.0+rocm7, and 2.11 is needed" in done.stderr
@@ -290,19 +268,19 @@ def test_build_fails_where_something_would_replace_torch(image):
     done = install(image, REQUIRE="torch<2.14")  # others would serve
     assert done.returncode != 0
     assert "torch" in done.stderr and "pip replaced" not in done.stderr
-    assert [x.name for x in image[2].glob("torch-*")] == [f"torch-{VENDORS['torch']}.dist-info"]
+    assert [x.name for x in image.glob("torch-*")] == [f"torch-{VENDORS['torch']}.dist-info"]
 
 
-def test_build_fails_where_something_was_replaced(image, metadata, tmp_path):
+def test_build_fails_where_something_was_replaced(image):
     """Even if pip let it through: the versions before and after are compared."""
-    directory, python, site = image
-    wrapper, path = tmp_path / "python", metadata["transformer_engine"]
+    wrapper = image.parents[3] / "python"
+    metadata = image / "transformer_engine-2.19.0+abc.dist-info/METADATA"
     wrapper.write_text(
-        f'#!/bin/sh\nif [ "$2" = pip ]; then sed -i s/2.19.0+abc/9.9/ "{path}"; exit 0; fi\n'
-        f'exec "{python}" "$@"\n'
+        f'#!/bin/sh\nif [ "$2" = pip ]; then sed -i s/2.19.0+abc/9.9/ "{metadata}"; exit 0; fi\n'
+        f'exec "{image.parents[2]}/bin/python" "$@"\n'
     )
     wrapper.chmod(0o755)
-    done = install((directory, wrapper, site))
+    done = install(image, PYTHON=wrapper)
     assert done.returncode == 1 and "pip replaced what belongs to the image" in done.stderr
     assert "transformer_engine==2.19.0+abc" in done.stderr
 
@@ -333,6 +311,9 @@ def test_a_first_start(ready):
     image = call.index("llm-train-bench:nvidia")
     assert call[image + 1 :] == ["bash", "-c", 'exec "$@"', "bash", *command]
     assert (ready.home / ".cache/llm-train-bench/llm-train-bench_nvidia/home").is_dir()
+    # Without a command it is a shell; there is no terminal here.
+    call = ready.starts()
+    assert call[-1] == "bash" and "-t" not in call
 
 
 HOST = dict(HIP_PATH="/opt/rocm", TORCH_HOME="/x", HF_TOKEN="secret", HIP_LAUNCH_BLOCKING="1",
@@ -364,11 +345,6 @@ def test_what_a_container_is_started_with(argv, state, flag, there, absent, read
         (ready.state / name).write_text(text)
     arguments = values(ready.starts(argv, "true", **HOST), flag)
     assert set(there) <= set(arguments) and not set(absent) & set(arguments)
-
-
-def test_without_a_command_it_is_a_shell(ready):
-    call = ready.starts()
-    assert call[-1] == "bash" and "-t" not in call  # no terminal here
 
 
 @pytest.mark.parametrize("script", [NVIDIA, AMD])
@@ -457,17 +433,18 @@ def test_nodes_wait_for_the_first(machine):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         where = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "JOB_ID": "k3v"}
-        torchrun = functools.partial(
-            machine.launch, "train_fsdp.py x.json", script="torchrun_node.sh", **where
-        )
-        found = {}
-        for node in ("0", "1", ""):
-            code, found[node], _ = torchrun(NODE=node)
-            assert code == 0
-    assert "--rdzv-conf is_host=1 train_fsdp.py x.json" in found["0"]
-    assert "--rdzv-conf is_host=0 train_fsdp.py x.json" in found["1"]
-    assert "is_host" not in found[""] and "--rdzv-id k3v" in found[""]
-    code, _, error = torchrun(JOB_COMPLETION_INDEX="1", WAIT="2")
+        where |= {"script": "torchrun_node.sh"}
+        for node, conf in (
+            ("0", "--rdzv-conf is_host=1 "),
+            ("1", "--rdzv-conf is_host=0 "),
+            ("", ""),
+        ):
+            code, out, _ = machine.launch("train_fsdp.py x.json", NODE=node, **where)
+            assert code == 0 and f":{port} {conf}train_fsdp.py x.json" in out
+            assert "--rdzv-id k3v" in out
+    code, _, error = machine.launch(
+        "train_fsdp.py x.json", **where, JOB_COMPLETION_INDEX="1", WAIT="2"
+    )
     message = f"nothing answers at 127.0.0.1:{port} after 2 s; is node 0 up?"
     assert (code, error) == (1, f"torchrun_node.sh: {message}\n")
 
