@@ -169,8 +169,8 @@ class OneRun:
         line = Lineage(id="one", name="r", attempt=0, began=0.0, started=0.0)
         attempt = Attempt(line, directory, place, leases=[Lease(place)])
         self.leases = attempt.leases
-        attempt.found = newest([place])
-        attempt.manifest = attempt.found and read_manifest(attempt.found)
+        attempt.checkpoint = newest([place])
+        attempt.manifest = attempt.checkpoint and read_manifest(attempt.checkpoint)
         open_place(attempt)
         run = types.SimpleNamespace(
             plan=plan, ranks=ALONE, device=torch.device("cpu"), result=result, log=log, scaler=None,
@@ -179,7 +179,7 @@ class OneRun:
         )  # fmt: skip
         self.run, self.notes = run, result.notes
         with mock.patch.object(saver, "say", lambda text: None):
-            self.saver = saver.Saver(run, model, optimizer, files)
+            self.saver = saver.Saver(run, model, optimizer, place, files)
 
     def save(self, step: int) -> None:
         with torch.no_grad():

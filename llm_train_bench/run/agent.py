@@ -53,13 +53,15 @@ from llm_train_bench.run.signals import ENDING, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import RankFlags, SaveFlags
 
+# torch wraps methods of its agent in a decorator without types.
+TorchAgent: Any = LocalElasticAgent
 PREFIX = "llm-train-bench-"
 # Seconds that ranks have to end, besides --save-timeout.
 ENDING_S = 90
 
 
 def run_agent(
-    configure: Callable[[Path], tuple[LaunchConfig, list[str]]], prog: str, saving: SaveFlags
+    configure: Callable[[Path], tuple[LaunchConfig, list[Any]]], prog: str, saving: SaveFlags
 ) -> int:
     """Run the ranks of this node until all have ended; the exit code. Interrupted by a signal.
 
@@ -69,9 +71,9 @@ def run_agent(
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # the agent's: all there is to say is said here
     os.environ[PARENT] = str(os.getpid())
-    agents: list[LocalElasticAgent] = []
+    agents: list[Any] = []
 
-    class Agent(LocalElasticAgent):
+    class Agent(TorchAgent):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             agents.append(self)
@@ -80,7 +82,7 @@ def run_agent(
             result = super()._monitor_workers(worker_group)
             if result.state == WorkerState.FAILED:
                 main = any(worker.global_rank == 0 for worker in worker_group.workers)
-                codes.append(_told(result.failures, prog, private, main))
+                codes.append(_report(result.failures, prog, private, main))
                 if codes[-1] in (2, 4):  # it would end the same again
                     self._remaining_restarts = 0
                 if self._remaining_restarts:
@@ -92,7 +94,7 @@ def run_agent(
             if worker_group.group_rank == 0:
                 worker_group.store.set(ROUND, uuid.uuid4().hex)
             os.environ[ROUND] = worker_group.store.get(ROUND).decode()
-            with contextlib.suppress(OSError):  # what is said from now on is the new attempt's
+            with contextlib.suppress(OSError):  # from now on the file is the new attempt's
                 (private / RUN_POINTER).replace(private / RUN_POINTER_BEFORE)
             return super()._start_workers(worker_group)
 
@@ -113,7 +115,7 @@ def run_agent(
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGQUIT)
 
-    numbers = (*ENDING, *[signal.SIGUSR1] * (saving.save_every > 0))
+    numbers = (*ENDING, signal.SIGUSR1) if saving.save_every else ENDING
     with private_directory() as private, handled_by(stop, numbers):
         os.environ[MEETING] = str(private)
         config, command = configure(private)
@@ -124,7 +126,7 @@ def run_agent(
                 config.shutdown_timeout = patience
             else:
                 PContext.close.__defaults__ = (None, patience)
-        api.LocalElasticAgent = Agent
+        api.__dict__["LocalElasticAgent"] = Agent
         try:
             if number := early_wish():
                 raise SignalException("while this started", signal.Signals(number))
@@ -133,10 +135,8 @@ def run_agent(
             return codes[-1]
         except SignalException as end:
             if not (private / STOPPED_FILE).exists():
-                name = end.sigval.name
-                complete_result(
-                    private / RUN_POINTER, "interrupted", f"interrupted by {name}", (LOST,)
-                )
+                name, pointer = end.sigval.name, private / RUN_POINTER
+                complete_result(pointer, "interrupted", f"interrupted by {name}", (LOST,))
                 raise Interrupted(name) from None
         finally:  # this process ends; SLURM tells it to when another node's has ended
             ignore(numbers)
@@ -185,21 +185,20 @@ def first_failure(failures: dict[int, Any]) -> int:
             return report["message"].startswith("interrupted by")
         return failures[rank].exitcode == -signal.SIGTERM
 
-    told = [rank for rank in failures if told_to_end(rank)]
-    others = [rank for rank in failures if rank not in told]
-    first = min(others, key=lambda rank: when(rank, 10), default=None)
-    ended = min(told, key=lambda rank: (not reported(failures[rank]), when(rank)), default=first)
-    if first is None or (reported(failures[ended]) and when(ended) < when(first)):
-        return ended
-    return first
+    ended = [rank for rank in failures if told_to_end(rank)]
+    ended.sort(key=lambda rank: (not reported(failures[rank]), when(rank)))
+    first = [rank for rank in failures if rank not in ended]
+    first.sort(key=lambda rank: when(rank, 10))
+    if not first or (ended and reported(failures[ended[0]]) and when(ended[0]) < when(first[0])):
+        return ended[0]
+    return first[0]
 
 
-def _told(failures: dict[int, Any], prog: str, private: Path, main: bool) -> int:
-    """Print the error of the rank that failed first, and see that the result says it; its exit code."""
+def _report(failures: dict[int, Any], prog: str, private: Path, main: bool) -> int:
+    """Print the error of the rank that failed first, and put it into the result; its exit code."""
     rank = first_failure(failures)
-    first = failures[rank]
+    first, data = failures[rank], reported(failures[rank])
     code = first.exitcode if first.exitcode in (2, 3, 4) else 1
-    data = reported(first)
     text = data.get("message") or (
         f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     )
@@ -229,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     options = torchrun.parse_args(argv)
     prog = Path(options.training_script).name
 
-    def configure(private: Path) -> tuple[LaunchConfig, list[str]]:
+    def configure(private: Path) -> tuple[LaunchConfig, list[Any]]:
         options.log_dir = options.log_dir or str(private)
         config, program, rest = torchrun.config_from_args(options)
         return config, [program, *rest]
@@ -241,10 +240,11 @@ def main(argv: Sequence[str]) -> int:
     except (UsageError, ValueError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
-    except (RendezvousError, Interrupted) as error:
-        why = "interrupted by " if isinstance(error, Interrupted) else "the nodes did not meet: "
-        print(f"{prog}: {why}{error}", file=sys.stderr)
-        return 1
+    except Interrupted as error:
+        print(f"{prog}: interrupted by {error}", file=sys.stderr)
+    except RendezvousError as error:
+        print(f"{prog}: the nodes did not meet: {error}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.model.config import ConfigError
 from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.results.console import say
+from llm_train_bench.results.schema import Status
 
 LOST = "lost another rank"
 PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
@@ -36,6 +37,8 @@ STOPPED_FILE = "stopped"
 SECOND_FILE = "second"
 # The name of a thread that writes a checkpoint.
 SAVES = "saves"
+# The errors of this process that are in a file, with their tracebacks.
+_WRITTEN: list[BaseException] = []
 # Their messages say all there is to say.
 EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep, NotFinite)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
@@ -47,10 +50,8 @@ OOM_ADVICE = (
 )
 
 
-def classify(error: BaseException | None) -> tuple[str, str | None]:
+def classify(error: BaseException) -> tuple[Status, str]:
     """Status of a run that ended with this exception, and its message on one line."""
-    if error is None:
-        return "ok", None
     text = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, Preempted) and error.step is not None:
         return "preempted", f"saved at step {error.step} and stopped by {error}"
@@ -100,43 +101,38 @@ def is_our_fault(error: BaseException) -> bool:
     return status == "failed" and not expected
 
 
-def full_traceback(error: BaseException) -> str:
-    """The traceback as text."""
-    return "".join(traceback.format_exception(error))
-
-
 def keep_error(directory: Path, rank: int, error: BaseException) -> None:
     """Write a rank's error into its run's directory: status and message, then the traceback.
 
-    On a machine that shares no disk with rank 0 the directory is made first.
+    The directory is created on machines that share no disk with rank 0.
     """
     status, text = classify(error)
     with contextlib.suppress(OSError):
         directory = directory / "errors"
         directory.mkdir(parents=True, exist_ok=True)
-        content = f"{status}: {text}\n\n{full_traceback(error)}"
-        write_whole(directory / f"rank{rank}.txt", content)  # nobody reads half of it
-        error.kept = True
+        content = "".join([f"{status}: {text}\n\n", *traceback.format_exception(error)])
+        write_whole(directory / f"rank{rank}.txt", content)
+        _WRITTEN.append(error)
 
 
 def first_error(
     directory: Path, before_s: float, consequences: bool = False
-) -> tuple[str, str] | None:
+) -> tuple[Status, str] | None:
     """Status and message of the rank that failed first, before `before_s` (`time.time()`) [s].
 
     A rank that lost another counts only with `consequences`, and only if no other rank failed.
     Interrupted ranks do not count.
     """
-    found = []
+    failed: list[tuple[bool, float, Status, str]] = []
     for path in (directory / "errors").glob("rank*.txt"):
         with contextlib.suppress(OSError, ValueError, LookupError):
             status, text = path.read_text(encoding="utf-8").splitlines()[0].split(": ", 1)
-            when = path.stat().st_mtime
-            lost = text.startswith(NO_CAUSE)
+            when, lost = path.stat().st_mtime, text.startswith(NO_CAUSE)
             if status in ("oom", "failed") and when <= before_s and (consequences or not lost):
-                who = f"rank {path.stem.removeprefix('rank')}"
-                found.append((lost, when, status, f"{who}: {text}"))
-    return min(found)[2:] if found else None
+                failed.append(
+                    (lost, when, status, f"rank {path.stem.removeprefix('rank')}: {text}")
+                )
+    return min(failed)[2:] if failed else None
 
 
 def has_parent() -> bool:
@@ -145,35 +141,25 @@ def has_parent() -> bool:
 
 
 def report(error: BaseException, prog: str, ranks: Ranks) -> None:
-    """Print one line, and write a file for torchrun's agent.
+    """Print one line, and write the error file that torchrun's agent reads, if there is one.
 
     A traceback comes first if the fault is ours and no error file has it. If the arguments, a
-    config or a file are wrong, one rank of each machine says so for all.
+    config or a file are wrong, one rank of each machine reports it for all.
     """
     _, text = classify(error)
-    shown = is_our_fault(error) and not getattr(error, "kept", False)
-    _tell_agent(error, text, shown)
+    trace = "".join(traceback.format_exception(error)) if is_our_fault(error) else ""
+    shown = bool(trace) and error not in _WRITTEN
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun reads whole seconds; the nanoseconds order the failures.
+        now = time.time_ns()
+        info = {"timestamp": str(now // 10**9), "time_ns": now, "py_callstack": trace or text}
+        message = {"message": text, "extraInfo": info | {"shown": shown}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": message}))
     if has_parent():
         return
     if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, OwnError):
         return
     if shown:
-        say(full_traceback(error).rstrip("\n"))
-    who = f"{prog}: rank {ranks.rank}" if ranks.world > 1 else prog
-    say(f"{who}: {text}")
-
-
-def _tell_agent(error: BaseException, text: str, shown: bool) -> None:
-    """Write the error where torchrun's agent looks for it, if there is one."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # The form torchrun reads, in whole seconds; nanoseconds tell who failed first.
-        now = time.time_ns()
-        info = {
-            "timestamp": str(now // 10**9),
-            "time_ns": now,
-            "py_callstack": full_traceback(error) if is_our_fault(error) else text,
-            "shown": shown,
-        }
-        message = {"message": text, "extraInfo": info}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": message}))
+        say(trace.rstrip("\n"))
+    say(f"{prog}: rank {ranks.rank}: {text}" if ranks.world > 1 else f"{prog}: {text}")

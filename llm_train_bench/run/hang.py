@@ -5,6 +5,7 @@ after SIGTERM, or aborted by NCCL's own watchdog. Its result would say nothing.
 """
 
 import faulthandler
+import math
 import select
 import signal
 import socket
@@ -47,7 +48,7 @@ class HangWatch:
         timeout_s: float | None,
         broken: Callable[[], str | None] = lambda: None,
     ):
-        self.end, self.timeout_s, self.broken = end, timeout_s, broken
+        self.end, self.timeout_s, self.broken = end, timeout_s or math.inf, broken
         self.last_step: float | None = None
         self.armed = -1.0  # when the last resort was last put off
         self.reacted = threading.Event()
@@ -58,49 +59,50 @@ class HangWatch:
         threading.Thread(target=self._wait, daemon=True).start()
 
     def _wait(self) -> None:
-        heard, first, until = Heard(), None, None  # until when the main thread may save and end
+        heard, first, until = Heard(), 0, math.inf  # the main thread may save and end until then
+        timed = self.timeout_s < math.inf
         while True:
-            last, left = self.last_step, 1.0 if self.timeout_s or until else None
-            if last is not None:
-                left = max(0.0, last + self.timeout_s - time.monotonic())
-            ready = select.select([self.receiver], [], [], left and min(left, 1.0))[0]
-            late = until is not None and time.monotonic() > until
+            last, now = self.last_step, time.monotonic()
+            left = math.inf if last is None else max(0.0, last + self.timeout_s - now)
+            asleep = min(left, 1.0) if timed or first else None
+            ready = select.select([self.receiver], [], [], asleep)[0]
+            late = time.monotonic() > until
             if ready or late:
-                received = self.receiver.recv(1) if ready else [first]
-                number = received[0] if received else None
+                number = int.from_bytes(self.receiver.recv(1)) if ready else first
                 if number in ENDING and self.spared is not None and not late:
                     again = heard.again(number)
-                    if first is None:
+                    if not first:
                         first, until = number, time.monotonic() + self.spared
                     if not again:
                         continue
                 if number in ENDING:
-                    when = time.time()
-                    if not self.reacted.wait(self.PATIENCE_S):
-                        self.end(Interrupted(signal_said(number)), when)
-                if number is None or number in ENDING:
+                    self._end_unless_reacted(Interrupted(signal_said(number)))
+                if number in (0, *ENDING):  # 0: the watch is closed
                     break
-            elif last is not None and last == self.last_step and left == 0.0:
+            elif left == 0.0 and last == self.last_step:
                 text = f"no step in {self.timeout_s:g} s: waits for a rank that is gone"
                 self.end(self._waiting(f"{text}, or is stuck itself"), time.time())
                 break
-            elif self.timeout_s and (why := self.broken()):
-                when = time.time()
-                if not self.reacted.wait(self.PATIENCE_S):
-                    self.end(self._waiting(f"{LOST}: NCCL reports {why}"), when)
+            elif timed and (why := self.broken()):
+                self._end_unless_reacted(self._waiting(f"{LOST}: NCCL reports {why}"))
                 break
         self.receiver.close()
+
+    def _end_unless_reacted(self, error: BaseException) -> None:
+        when = time.time()
+        if not self.reacted.wait(self.PATIENCE_S):
+            self.end(error, when)
 
     def _waiting(self, text: str) -> NoStep:
         """The error of a waiting rank, with its main thread's stack."""
         error = NoStep(text)
-        frame = sys._current_frames().get(threading.main_thread().ident)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         error.add_note("the main thread is in\n" + "".join(traceback.format_stack(frame)))
         return error
 
     def step(self) -> None:
         """A step, or a part of it, begins: from now on the next must follow in time."""
-        if not self.timeout_s:
+        if self.timeout_s == math.inf:
             return
         self.last_step = now = time.monotonic()
         if now > self.armed + 1.0:  # not for every one: it starts a thread, outside of Python

@@ -36,12 +36,10 @@ from llm_train_bench.settings.plan import make_plan
 
 
 def launch(train: Callable[..., None], argv: Sequence[str], script: str) -> int:
-    """Run on one device; whatever happens becomes one line and an exit code.
+    """Run on one device; whatever happens becomes one line and an exit code (`exit_code`).
 
-    0 done, 2 bad arguments or config, 3 out of memory, 1 anything else. Only a failure that
-    is our fault shows a traceback.
+    Only a failure that is our fault shows a traceback.
     """
-
     prog = Path(script).name
     return _guarded(lambda: train_planned(train, argv, prog, ALONE), prog, ALONE)
 
@@ -76,9 +74,8 @@ def train_planned(
     if not args.save_every:
         start.refuse_wishes()
     device = pick_device(args.device, ranks.local_rank)
-    script, platform = Script(script), platform_of(device)
-    free = free_gib(device, ranks)
-    plan = make_plan(args, script, ranks.world, platform, memory_gib=free)
+    platform, free = platform_of(device), free_gib(device, ranks)
+    plan = make_plan(args, Script(script), ranks.world, platform, memory_gib=free)
     refuse_impossible(plan.work, device)
     if platform != "cpu" and not args.no_fit_check and free:
         plan = dataclasses.replace(plan, notes=(*plan.notes, *check_fit(plan.work, free)))
@@ -128,8 +125,14 @@ def check_started_by_launcher(flags: RankFlags) -> None:
 
 
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
+    def end(error: BaseException, when: float) -> None:
+        report(error, prog, ranks)
+        os._exit(exit_code(error))
+
     start.imported()
-    with handled_by(end_at_first), _heard_while_joining(prog, ranks):
+    with handled_by(end_at_first), contextlib.ExitStack() as stack:
+        if ranks.world > 1:  # connecting to the others runs in C, without Python's signal handlers
+            stack.callback(HangWatch(end, None).close)
         try:
             code = body() or 0
             if any(t.name == SAVES for t in threading.enumerate()) and start.is_script():
@@ -148,24 +151,6 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
                 sys.stdout.flush()
                 os._exit(exit_code(error))
             return exit_code(error)
-
-
-@contextlib.contextmanager
-def _heard_while_joining(prog: str, ranks: Ranks):
-    """End this rank if a signal comes while it connects to the others, where no Python runs."""
-    if ranks.world == 1:
-        yield
-        return
-
-    def end(error: BaseException, when: float) -> None:
-        report(error, prog, ranks)
-        os._exit(exit_code(error))
-
-    watch = HangWatch(end, None)
-    try:
-        yield
-    finally:
-        watch.close()
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
@@ -187,8 +172,9 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
     # NCCL open is on the loopback. A store behind a port would obey whoever connects to it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", _loopback())
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
     def configure(private: Path) -> tuple[LaunchConfig, list[str]]:
         config = LaunchConfig(
@@ -206,8 +192,3 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
         return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
 
     return run_agent(configure, prog, args.part(SaveFlags))
-
-
-def _loopback() -> str:
-    """The name of the loopback interface."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -11,7 +11,7 @@ from typing import Self
 
 import torch
 
-from llm_train_bench.apply.compile import CompileCounts, compile_counts
+from llm_train_bench.apply.compile import compile_counts
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.base.errors import CompileError, UsageError
@@ -23,7 +23,7 @@ from llm_train_bench.results.console import ProgressDisplay, print_header, print
 from llm_train_bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
 from llm_train_bench.results.goodput import lineage_before, time_parts
 from llm_train_bench.results.result_files import ResultFile, StepsFile, now
-from llm_train_bench.results.schema import ResumedFrom
+from llm_train_bench.results.schema import ResumedFrom, Status
 from llm_train_bench.results.tensorboard import TensorBoardFile
 from llm_train_bench.results.trackers import check_trackers, track
 from llm_train_bench.run.checkpoint.lineage import Attempt, attempts, open_place
@@ -63,15 +63,15 @@ class Run:
         self.result.notes += attempt.notes
         if before := attempt.manifest:
             self.result.resumed_from = ResumedFrom(
-                run=before.run, step=before.step, path=str(attempt.found)
+                run=before.run, step=before.step, path=str(attempt.checkpoint)
             )
 
     def __enter__(self) -> Self:
-        self.file = None
+        self.file: ResultFile | None = None
         try:
             self._open()
         except BaseException as error:
-            if self.file is not None:
+            if self.file:
                 self.result.status, self.result.error = classify(error)
                 self.file.write(self.result, last=True)
             self._release()
@@ -79,22 +79,20 @@ class Run:
         return self
 
     def _open(self) -> None:
-        sinks: list = []
-        on_main(self.ranks, lambda: sinks.extend(self._open_files()))
+        self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile] = []
+        on_main(self.ranks, self._open_files)
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
         seconds = (lambda: compile_counts().seconds) if self.plan.work.compiled else lambda: 0.0
-        self.log = StepLog(self.device, self.plan.schedule.total, sinks, held, seconds)
+        self.log = StepLog(self.device, self.plan.schedule.total, [*self.sinks], held, seconds)
         name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
-        self.window = Window(
-            self.device, self.ranks, self.plan.work.cuda_graphs, self.directory / name,
-            self.plan.profile.memory_snapshot,
-        )  # fmt: skip
+        snapshot, graphs = self.plan.profile.memory_snapshot, self.plan.work.cuda_graphs
+        self.window = Window(self.device, self.ranks, graphs, self.directory / name, snapshot)
         self.hang, self.ending = None, threading.Lock()
         if self.ranks.world > 1:
             limit = patience(self.device, self.plan.ranks.dist_timeout)
             self.hang = HangWatch(self._end_hanging, limit, broken_group)
-        if self.ranks.main:
+        if self.file:
             self.file.write(self.result)
             print_header(self.result, self.plan.work)
             if before := self.result.resumed_from:
@@ -102,7 +100,7 @@ class Run:
             for note in self.attempt.notes:
                 say(note)
 
-    def _open_files(self) -> list:
+    def _open_files(self) -> None:
         plan, r = self.plan, self.result
         check_trackers(plan.output.track)
         try:
@@ -110,7 +108,6 @@ class Run:
             self.directory.mkdir()
             self.file = ResultFile(self.directory, plan.schedule.total)
             self.steps = StepsFile(self.directory / "steps.jsonl")
-            sinks = [self.steps]
         except FileExistsError as error:
             raise UsageError(
                 f"{error.filename}: exists already; nothing was touched, choose another --run-name "
@@ -123,19 +120,13 @@ class Run:
                 "choose another"
             ) from None
         open_place(self.attempt)
-        work, device = plan.work, r.device
+        work, count, peak = plan.work, r.device.count, r.device.peak_bf16_tflops
         flops = flops_per_token(work.config, work.batch.seq_len, False, work.pass_type)
-        shown = flops / device.count, device.peak_bf16_tflops
-        sinks.append(ProgressDisplay(plan.schedule.total, *shown))
+        self.sinks += [self.steps, ProgressDisplay(plan.schedule.total, flops / count, peak)]
         if not plan.output.no_tensorboard:
-            sinks.append(
-                TensorBoardFile(
-                    self.directory / "tensorboard", flops, r.device.peak_bf16_tflops, r.device.count,
-                    lambda: peak_memory(self.device),
-                )
-            )  # fmt: skip
-            sinks[-1].describe(r)
-        return sinks
+            directory, memory = self.directory / "tensorboard", lambda: peak_memory(self.device)
+            self.sinks.append(board := TensorBoardFile(directory, flops, peak, count, memory))
+            board.describe(r)
 
     def _release(self) -> None:
         for lease in self.attempt.leases:
@@ -185,9 +176,9 @@ class Run:
             self.window.release()
             if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
                 keep_error(self.directory, self.ranks.rank, error)
-            if self.ranks.main:
+            if self.file:
                 with self.ending:
-                    self._finish(error, when)
+                    self._finish(error, when, self.file)
             self._release()
 
     def _end_hanging(self, error: BaseException, when: float) -> None:
@@ -198,28 +189,28 @@ class Run:
         faulthandler.dump_traceback_later(30, exit=True)
         try:
             keep_error(self.directory, self.ranks.rank, error)
-            if self.ranks.main:
+            if self.file:
                 self.result.status, self.result.error = self._ending(error, when)
                 self.file.write(self.result)
             with contextlib.suppress(OSError):  # a terminal that is gone
                 report(error, self.result.entrypoint, self.ranks)
-            if self.ranks.main:
-                self._finish(error, when)
+            if self.file:
+                self._finish(error, when, self.file)
         finally:
             os._exit(1)
 
-    def _ending(self, error: BaseException | None, when: float) -> tuple[str, str | None]:
+    def _ending(self, error: BaseException, when: float) -> tuple[Status, str]:
         """Status and error of the run, which ended at `when`; later failures are not its cause."""
         status, text = classify(error)
         # A rank that lost another, or that the agent ended, is not the cause.
         interrupted = status == "interrupted"
-        if text and (text.startswith(NO_CAUSE) or interrupted):
-            status, text = first_error(self.directory, when, interrupted) or (status, text)
+        if text.startswith(NO_CAUSE) or interrupted:
+            return first_error(self.directory, when, interrupted) or (status, text)
         return status, text
 
-    def _finish(self, error: BaseException | None, when: float) -> None:
+    def _finish(self, error: BaseException | None, when: float, file: ResultFile) -> None:
         r, m = self.result, self.result.metrics
-        r.status, r.error = self._ending(error, when)
+        r.status, r.error = self._ending(error, when) if error else ("ok", None)
         with contextlib.suppress(Exception):  # a second failure must not hide the first
             self.log.drain()
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
@@ -238,51 +229,42 @@ class Run:
         if r.observed:
             r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
         r.ended_at = now()
-        if self.plan.saving.save_every or self.attempt.found:
-            with contextlib.suppress(OSError, ValueError, LookupError):  # somebody's else files
-                self._fill_goodput()
-        for sink in self.log.sinks:
+        if self.plan.saving.save_every or self.attempt.checkpoint:
+            with contextlib.suppress(OSError, ValueError, LookupError):  # files of other programs
+                runs = attempts(self.directory.parent, self.attempt.lineage.name)
+                runs = [*lineage_before(runs, r), self.directory]
+                m.time_parts_s = time_parts(runs, time.time(), self.saved_at)
+                m.goodput = m.time_parts_s["steps"] / sum(m.time_parts_s.values())
+        for sink in self.sinks:
             with contextlib.suppress(Exception):
                 if isinstance(sink, TensorBoardFile):
                     sink.conclude(r)
             with contextlib.suppress(Exception):
                 sink.close()
         try:
-            self.file.write(r, last=True)
+            file.write(r, last=True)
         finally:  # the directory may be gone, or the disk full
             if error is None:
                 print_result(r)
-        say(f"{r.status}: {self.file.path}")
+        say(f"{r.status}: {file.path}")
         for line in track(self.plan.output.track, r, self.directory):
             say(line)
-
-    def _fill_goodput(self) -> None:
-        line, m = self.attempt.lineage, self.result.metrics
-        runs = attempts(self.directory.parent, line.name)
-        own = [*lineage_before(runs, self.result), self.directory]
-        m.time_parts_s = time_parts(own, time.time(), self.saved_at)
-        m.goodput = m.time_parts_s["steps"] / sum(m.time_parts_s.values())
 
     def count(self, error: BaseException | None = None) -> None:
         """Fill in the skipped steps and compilations so far, once: later ones are not the run's."""
         if self.counted:
             return
-        self.counted = True
+        self.counted, m = True, self.result.metrics
         if self.scaler is not None and (error is None or self.device.type == "cpu"):
             with contextlib.suppress(Exception):  # the device may be what failed
-                self.result.metrics.skipped_steps = int(self.scaler.skipped)
-        if self.plan.work.compiled:
-            self._count_compilations(self.compiled_at_start, compile_counts())
-
-    def _count_compilations(self, before: CompileCounts, after: CompileCounts) -> None:
-        m = self.result.metrics
-        m.compile_s = after.seconds - before.seconds
-        m.n_compiled_graphs = after.graphs - before.graphs
-        m.n_graph_breaks = after.graph_breaks - before.graph_breaks
-        m.n_recompilations = max(0, after.recompilations - before.recompilations)
-        refused = after.graphs_refused - before.graphs_refused
-        if refused and self.plan.work.cuda_graphs:
+                m.skipped_steps = int(self.scaler.skipped)
+        if not self.plan.work.compiled:
+            return
+        counts = compile_counts() - self.compiled_at_start
+        m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
+        m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, max(0, counts.recompilations)
+        if counts.graphs_refused and self.plan.work.cuda_graphs:
             self.result.notes.append(
-                f"{refused} compiled graphs run without CUDA graphs, which PyTorch refused for them; "
-                "TORCH_LOGS=cudagraphs says why"
+                f"{counts.graphs_refused} compiled graphs run without CUDA graphs, which PyTorch "
+                "refused for them; TORCH_LOGS=cudagraphs says why"
             )

@@ -90,7 +90,7 @@ def measure(
                 run.end_steps()  # writing a trace may take long
             for watcher in watchers:
                 watcher.after(step)
-            if step == schedule.start and run.attempt.found:
+            if step == schedule.start and run.attempt.checkpoint:
                 synchronize(run.device)
                 m.restart_s = seconds_alive()
             if eval_every and (step + 1) % eval_every == 0:

@@ -1,4 +1,4 @@
-"""Writing so that a crash at any point leaves the old or the new, never half of it. Needs no torch.
+"""Writing files so that a crash leaves the old or the new content, never half. Needs no torch.
 
 A file is on disk when it was synchronised; a name is there when its directory was. A checkpoint is a
 directory that gets its final name last: that rename is the commit.
@@ -7,8 +7,9 @@ directory that gets its final name last: that rename is the commit.
 import os
 import shutil
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 CHUNK = 2**24
 
@@ -61,6 +62,15 @@ def checksum(path: Path) -> tuple[int, int]:
             size += len(part)
             crc = zlib.crc32(part, crc)
     return size, crc
+
+
+def failure_of(work: Callable[..., object], *args: Any) -> str | None:
+    """Why some work on files failed; None if it did not."""
+    try:
+        work(*args)
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return None
 
 
 def commit(part: Path, final: Path, files: Files) -> None:

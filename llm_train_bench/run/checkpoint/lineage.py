@@ -11,10 +11,11 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
@@ -25,11 +26,10 @@ from llm_train_bench.parallel.ranks import Ranks, on_main, tell_next, word_befor
 from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import command_began, this_process
 from llm_train_bench.results.schema import Lineage, Writer
-from llm_train_bench.run.checkpoint.durable import Files
+from llm_train_bench.run.checkpoint.durable import failure_of
 from llm_train_bench.run.checkpoint.manifest import (
     Manifest,
     check_same_training,
-    clean,
     committed,
     find_given,
     newest,
@@ -38,7 +38,6 @@ from llm_train_bench.run.checkpoint.manifest import (
     verify,
 )
 from llm_train_bench.run.provenance import default_name
-from llm_train_bench.settings.flags import SaveFlags
 from llm_train_bench.settings.plan import Plan
 
 RECORD, LOCK = "lineage.json", "lineage.lock"
@@ -81,10 +80,10 @@ class Lease:
         locked = True
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except (BlockingIOError, PermissionError):
+            locked = False
+        except OSError:
             locked = None  # this file system has no locks
-            if isinstance(error, BlockingIOError | PermissionError):
-                locked = False
         record, here = place_record(self.place), this_process()
         holder = record.holder if record else None
         # One kernel has one table of locks, whatever its containers are called.
@@ -110,15 +109,11 @@ class Lease:
                 return True
 
     def take(self, lineage: Lineage) -> None:
-        """Write down that this process saves here, as an attempt of a lineage, from now on."""
-        self._write(
-            PlaceRecord(lineage=lineage, holder=this_process(), launcher=launcher_of_this())
-        )
+        """Record that this process saves here from now on, as an attempt of a lineage."""
+        holder, launcher = this_process(), launcher_of_this()
+        self.mine = PlaceRecord(lineage=lineage, holder=holder, launcher=launcher)
+        write_whole(self.place / RECORD, self.mine.model_dump_json())
         threading.Thread(target=self._renew, daemon=True).start()
-
-    def _write(self, record: PlaceRecord) -> None:
-        self.mine = record
-        write_whole(self.place / RECORD, record.model_dump_json())
 
     def _renew(self) -> None:
         while not self.ended.wait(RENEWED_S):
@@ -135,7 +130,8 @@ class Lease:
             self.ended.set()
             with contextlib.suppress(OSError):  # gone, or full
                 if self.mine and self.held():
-                    self._write(self.mine.model_copy(update={"holder": None}))
+                    record = self.mine.model_copy(update={"holder": None})
+                    write_whole(self.place / RECORD, record.model_dump_json())
             if self.made and self.mine is None:  # nothing came of it
                 with contextlib.suppress(OSError):
                     (self.place / LOCK).unlink()
@@ -166,35 +162,32 @@ def lineage_of(place: Path) -> Lineage | None:
 
 
 def attempts(output_dir: Path, name: str) -> list[Path]:
-    """The directories of a run and of all its restarts, in their order."""
+    """The directories of a run and of all its restarts, in order."""
     pattern = re.compile(re.escape(name) + r"(-restart\d+)?")
     with contextlib.suppress(FileNotFoundError):
-        found = [p for p in output_dir.iterdir() if pattern.fullmatch(p.name)]
-        return sorted(found, key=lambda p: (len(p.name), p.name))
+        runs = (run for run in output_dir.iterdir() if pattern.fullmatch(run.name))
+        return sorted(runs, key=lambda run: (len(run.name), run.name))
     return []
 
 
 def places(output_dir: Path, name: str, save_dir: str | None = None) -> list[Path]:
     """The directories in which attempts of a run saved; UsageError where one cannot be read."""
-    given = [Path(save_dir) / name] if save_dir else []
-    found = [run / "checkpoints" for run in attempts(output_dir, name)] + given
-    for link in found:
+    links = [run / "checkpoints" for run in attempts(output_dir, name)]
+    links += [Path(save_dir) / name] if save_dir else []
+    for link in links:
         if link.is_symlink() and not link.exists():
             raise UsageError(
                 f"{link}: leads to {link.resolve()}, which is not there; is its disk mounted?"
             )
-    kept = []
-    for place in dict.fromkeys(p.resolve() for p in found):
+    used = []
+    for place in dict.fromkeys(link.resolve() for link in links):
         if lineage_of(place):
-            kept.append(place)
-        elif some := committed(place):
-            try:
-                verify(some[-1])
-            except (OSError, ValueError) as error:
-                raise UsageError(
-                    f"{place}: none of its checkpoints can be read ({error}); move it away to start anew"
-                ) from None
-    return kept
+            used.append(place)
+        elif (saved := committed(place)) and (why := failure_of(verify, saved[-1])):
+            raise UsageError(
+                f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
+            )
+    return used
 
 
 @dataclasses.dataclass
@@ -204,40 +197,26 @@ class Attempt:
     lineage: Lineage
     directory: Path
     place: Path | None = None
-    found: Path | None = None
+    checkpoint: Path | None = None
     manifest: Manifest | None = None
-    own: tuple[Path, ...] = ()
+    places: tuple[Path, ...] = ()
     """All directories in which its lineage saved."""
     notes: list[str] = dataclasses.field(default_factory=list)
     leases: list[Lease] = dataclasses.field(default_factory=list)
 
 
 def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
-    """The attempt that this run is, the same on every rank, and the plan of the steps that are left.
+    """The attempt that this run is, the same on every rank, and the plan of the remaining steps.
 
     UsageError where it cannot resume.
     """
-    output, leases = plan.output, []
-
-    def check(manifest: Manifest, where: Path) -> None:
-        flags = {} if plan.saving.resume_anyway else dataclasses.asdict(plan.args)
-        check_same_training(manifest, where, plan.work, plan.schedule.total, flags, plan.data)
-
-    def begin() -> Attempt:
-        count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        restarts = int(count) if count.isdecimal() else 0
-        name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
-        top, word = Path(output.output_dir), word_before()
-        attempt, held = begin_attempt(plan.saving, top, name, restarts, word, check)
-        leases.extend(held)
-        return attempt
-
-    attempt = on_main(ranks, begin)
+    leases: list[Lease] = []  # they stay with rank 0
+    attempt = on_main(ranks, lambda: _begin_attempt(plan, leases))
     attempt.leases = leases
     word = {
         "directory": str(attempt.directory.resolve()),
         "lineage": attempt.lineage.model_dump(),
-        "places": list(map(str, {*attempt.own, attempt.place} - {None})),
+        "places": list(map(str, {*attempt.places, attempt.place} - {None})),
     }
     tell_next(ranks, json.dumps(word))
     if before := attempt.manifest:
@@ -246,37 +225,33 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
     return plan, attempt
 
 
-def begin_attempt(
-    saving: SaveFlags,
-    top: Path,
-    name: str,
-    restarts: int,
-    before: str | None,
-    check: Callable[[Manifest, Path], None],
-) -> tuple[Attempt, list[Lease]]:
-    """The attempt that this run is, and what it holds. Nothing else decides where a run starts.
+def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
+    """The attempt that this run is; what it holds is added to `leases`.
 
-    `top` is where runs of that `name` lie. `restarts` counts a launcher's, and `before` is the word that
-    the run left which it started last. `check` refuses a checkpoint of another training. UsageError
-    for one that is missing or a living run's.
+    Nothing else decides where a run starts. UsageError for a checkpoint that is missing, of another
+    training, or a living run's.
     """
-    lineage, own, notes = None, [], []
-    if before:
+    saving, output = plan.saving, plan.output
+    top = Path(output.output_dir)
+    name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    restarts = int(count) if count.isdecimal() else 0
+    lineage, saved_in, notes = None, [], []
+    if before := word_before():
         word = json.loads(before)
         lineage = Lineage.model_validate(word["lineage"])
         top, name = Path(word["directory"]).parent, lineage.name
-        own = [p for p in map(Path, word["places"]) if p.is_dir()]
+        saved_in = [p for p in map(Path, word["places"]) if p.is_dir()]
     elif restarts:
-        if record := _record_of_launcher(top, saving.save_dir):
-            own, lineage = [record[0]], record[1].lineage
+        if last_place := _place_of_launcher(top, saving.save_dir):
+            saved_in, lineage = [last_place[0]], last_place[1]
             name = lineage.name
         else:
             notes.append(f"restart {restarts}: no attempt before it got so far as to save")
     elif saving.resume == "auto":
-        own = places(top, name, saving.save_dir)
-    goes_on = lineage is not None or saving.resume == "auto"
+        saved_in = places(top, name, saving.save_dir)
+    resumes = lineage is not None or saving.resume == "auto"
     with contextlib.ExitStack() as held:
-        leases: list[Lease] = []
         unwritable: dict[Path, OSError] = {}
 
         def lease(place: Path) -> None:
@@ -286,30 +261,31 @@ def begin_attempt(
             except OSError as error:  # it can only be read
                 unwritable[place] = error
 
-        for place in own:
+        for place in saved_in:
             lease(place)
-        saved = [place for place in own if committed(place)]
-        known = [lineage] if lineage else [lineage_of(p) for p in saved or own[-1:]]
-        if len({one.id for one in known}) > 1:
+        known = [lineage_of(place) for place in saved_in if committed(place)]
+        known = known or [lineage_of(place) for place in saved_in[-1:]]
+        lineages = [lineage] if lineage else [line for line in known if line]
+        if len({line.id for line in lineages}) > 1:
             raise UsageError(
-                f"--resume auto: {name} is the name of several runs, in {', '.join(map(str, own))}; "
-                "give --resume PATH and another --run-name"
+                f"--resume auto: {name} is the name of several runs, in "
+                f"{', '.join(map(str, saved_in))}; give --resume PATH and another --run-name"
             )
         began = command_began(started_again=bool(before or restarts))
-        attempt = _next(known, name, top, goes_on or restarts > 0, began)
+        attempt = _next(lineages, name, top, resumes or restarts > 0, began)
         attempt.notes = notes
-        attempt.own = tuple(place for place in own if place not in unwritable)
-        attempt.found = newest(own, notes)
-        if attempt.found is None and saving.resume not in (None, "auto"):
-            attempt.found = find_given(Path(saving.resume), notes)
-        elif attempt.found is None and goes_on:
+        attempt.places = tuple(place for place in saved_in if place not in unwritable)
+        attempt.checkpoint = newest(saved_in, notes)
+        if attempt.checkpoint is None and saving.resume not in (None, "auto"):
+            attempt.checkpoint = find_given(Path(saving.resume), notes)
+        elif attempt.checkpoint is None and resumes:
             notes.append(f"no checkpoint of {name}; starts from 0")
-        if found := attempt.found:
-            attempt.manifest = read_manifest(found)
-            check(attempt.manifest, found)
+        if checkpoint := attempt.checkpoint:
+            attempt.manifest = read_manifest(checkpoint)
+            check_same_training(attempt.manifest, checkpoint, plan)
         if saving.save_every and saving.save_dir:
             attempt.place = (Path(saving.save_dir) / attempt.lineage.name).resolve()
-            if attempt.place not in own:
+            if attempt.place not in saved_in:
                 lease(attempt.place)
                 if committed(attempt.place):
                     raise UsageError(
@@ -317,22 +293,24 @@ def begin_attempt(
                         "or --run-name, or go on from them with --resume auto"
                     )
         elif saving.save_every:
-            last = own[-1] if own else (attempt.directory / "checkpoints").absolute()
-            attempt.place = attempt.found.parent if found and found.parent in own else last
+            last = saved_in[-1] if saved_in else (attempt.directory / "checkpoints").absolute()
+            attempt.place = (
+                checkpoint.parent if checkpoint and checkpoint.parent in saved_in else last
+            )
         if attempt.place in unwritable:
             raise unwritable[attempt.place]
         held.pop_all()
-    return attempt, leases
+    return attempt
 
 
-def _record_of_launcher(top: Path, save_dir: str | None) -> tuple[Path, PlaceRecord] | None:
-    """The directory in which an earlier attempt of this rank's launcher saved, and its record."""
-    found = [*top.glob(f"*/checkpoints/{RECORD}")]
-    found += Path(save_dir).glob(f"*/{RECORD}") if save_dir else []
-    for place in dict.fromkeys(path.parent.resolve() for path in found):
+def _place_of_launcher(top: Path, save_dir: str | None) -> tuple[Path, Lineage] | None:
+    """Where an earlier attempt of this rank's launcher saved, and its lineage."""
+    paths = [*top.glob(f"*/checkpoints/{RECORD}")]
+    paths += Path(save_dir).glob(f"*/{RECORD}") if save_dir else []
+    for place in dict.fromkeys(path.parent.resolve() for path in paths):
         record = place_record(place)
         if record and record.launcher and record.launcher == launcher_of_this():
-            return place, record
+            return place, record.lineage
     return None
 
 
@@ -356,7 +334,7 @@ def _next(known: Sequence[Lineage], name: str, top: Path, again: bool, now: floa
 
 
 def open_place(attempt: Attempt) -> None:
-    """Take what the attempt holds, now that its run's directory is there, and clear up in it.
+    """Take what the attempt holds, now that its run's directory exists, and clear up in it.
 
     Unfinished saves go. What is newer than the checkpoint it starts from did not verify: it is set
     aside, so that its step can be saved again.
@@ -372,7 +350,9 @@ def open_place(attempt: Attempt) -> None:
     start = attempt.manifest.step if attempt.manifest else -1
     for lease in leases:
         lease.take(attempt.lineage)
-        clean(lease.place, Files())
+        for path in lease.place.glob(".step-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
         for path in committed(lease.place):
             if step_of(path) > start:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))

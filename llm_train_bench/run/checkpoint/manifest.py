@@ -16,16 +16,16 @@ from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
-from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.model.stored import Part
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
-from llm_train_bench.run.checkpoint.durable import Files, checksum
+from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind
+from llm_train_bench.settings.plan import Plan
 
 MANIFEST = "manifest.json"
-COMMITTED = re.compile(r"step-(\d{8,})")
+COMMITTED = re.compile(r"step-\d{8,}")
 # Flags that the learning rate's curve, or the data, depend on besides the hyperparameters.
 ALSO_EQUAL = ("n_steps", "warmup_steps", "pad_vocab")
 
@@ -111,124 +111,102 @@ def verify(directory: Path) -> Manifest:
 
 
 def committed(directory: Path) -> list[Path]:
-    """The committed checkpoints below a directory of checkpoints, oldest first."""
+    """The committed checkpoints in a directory, oldest first."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        found = [p for p in directory.iterdir() if COMMITTED.fullmatch(p.name)]
-        return sorted(found, key=step_of)
+        return sorted((p for p in directory.iterdir() if COMMITTED.fullmatch(p.name)), key=step_of)
     return []
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a committed checkpoint's name tells."""
-    return int(COMMITTED.fullmatch(checkpoint.name)[1])
+    """The step in the name of a committed checkpoint."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def retain(places: Sequence[Path], keep: int, files: Files) -> None:
-    """Remove all committed checkpoints of some directories except the newest `keep`.
+    """Remove all committed checkpoints in these directories except the newest `keep`.
 
-    Of those, only once the newest reads back as it was written: then the others are not needed.
+    The older ones go only once the newest reads back as it was written.
     """
-    newest_first = list(candidates(places))
+    newest_first = candidates(places)
     if newest_first[keep:]:
         verify(newest_first[0])
-    for path in newest_first[keep:]:  # half of one is no checkpoint: it does not verify
+    for path in newest_first[keep:]:  # what an interrupted removal leaves does not verify
         files.remove(path)
 
 
-def clean(directory: Path, files: Files) -> None:
-    """Remove what a run that was killed left unfinished; only who owns the directory may."""
-    for path in directory.glob(".*"):
-        if path.is_dir() and path.name.startswith(".step-"):
-            files.remove(path)
-
-
 def candidates(places: Sequence[Path]) -> list[Path]:
-    """All committed checkpoints of some directories, the newest step first."""
-    found = [path for place in places for path in committed(place)]
-    return sorted(found, key=step_of, reverse=True)
+    """All committed checkpoints in these directories, the newest step first."""
+    return sorted((c for place in places for c in committed(place)), key=step_of, reverse=True)
 
 
 def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | None:
     """The newest checkpoint that verifies; why others did not is added to `refused`."""
     for path in candidates(places):
-        try:
-            verify(path)
-        except (OSError, ValueError) as error:
-            if refused is not None:
-                refused.append(f"{path}: is left out: {getattr(error, 'strerror', None) or error}")
-            continue
-        return path
+        why = failure_of(verify, path)
+        if why is None:
+            return path
+        if refused is not None:
+            refused.append(f"{path}: is left out: {why}")
     return None
 
 
 def find_given(given: Path, notes: list[str]) -> Path:
-    """The checkpoint that a path means: itself, or a run's newest; UsageError where it has none.
+    """The checkpoint at a path: itself, or a run's newest; UsageError where there is none.
 
     Why others were left out is added to `notes`.
     """
     if (given / MANIFEST).exists():
-        try:
-            verify(given)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise UsageError(f"--resume {given}: is damaged: {why}; give another") from None
+        if why := failure_of(verify, given):
+            raise UsageError(f"--resume {given}: is damaged: {why}; give another")
         return given
-    if found := newest([given, given / "checkpoints"], notes):
-        return found
+    if checkpoint := newest([given, given / "checkpoints"], notes):
+        return checkpoint
     why = f" ({notes[0]})" if notes else ""
     raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
 
 
-def check_same_training(
-    manifest: Manifest,
-    where: Path,
-    work: Work,
-    n_steps: int,
-    given: dict[str, Any],
-    files: DataFlags,
-) -> None:
+def check_same_training(manifest: Manifest, where: Path, plan: Plan) -> None:
     """UsageError, by name, for whatever would make the resumed run another training.
 
-    `given` are all flags of the run, or none if they need not be the same (--resume-anyway).
+    --resume-anyway leaves only the model and the number of steps to check.
     """
+    work, n_steps = plan.work, plan.schedule.total
     if manifest.model_hash != work.config.hash:
         raise UsageError(f"--resume {where}: is of another model than {work.config.path}")
     if manifest.step > n_steps:
         raise UsageError(
             f"--resume {where}: is at step {manifest.step}, and this run ends at {n_steps}"
         )
-    if not given:
+    if plan.saving.resume_anyway:
         return
     # Not --init-from: what a run started from before does not matter.
-    told = {name: given[name] for name in (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)}
-    told |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
+    names = (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)
+    values = {name: getattr(plan.args, name) for name in names}
+    values |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
     saved = manifest.args | {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
-    for name, value in told.items():
+    for name, value in values.items():
         if name in saved and saved[name] != value:
             raise UsageError(
                 f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
                 "the same, or --resume-anyway"
             )
-    for name, found in describe_data(files, manifest.data).items():
-        stored = manifest.data.get(name, found)
-        if (stored.bytes, stored.crc32) != (found.bytes, found.crc32):
+    for name, file in describe_data(plan.data, manifest.data).items():
+        stored = manifest.data.get(name, file)
+        if (stored.bytes, stored.crc32) != (file.bytes, file.crc32):
             raise UsageError(
                 f"{flag_of(name)}: the file is not the one that {where} was trained on; give the same, "
                 "or --resume-anyway"
             )
 
 
-def describe_data(files: DataFlags, known: dict[str, StoredData]) -> dict[str, StoredData]:
+def describe_data(flags: DataFlags, known: dict[str, StoredData]) -> dict[str, StoredData]:
     """Each token file by its flag; one that has not changed since it was `known` is not read."""
-    found = {}
-    for name in ("data", "val_data"):
-        path = getattr(files, name)
+    described = {}
+    for name, path in (("data", flags.data), ("val_data", flags.val_data)):
         if path and path != "synthetic":
-            stat = Path(path).stat()
-            size, seen = stat.st_size, known.get(name)
-            if seen and (seen.bytes, seen.mtime_ns) == (size, stat.st_mtime_ns):
-                crc = seen.crc32
-            else:
+            stat, stored = Path(path).stat(), known.get(name)
+            if not stored or (stored.bytes, stored.mtime_ns) != (stat.st_size, stat.st_mtime_ns):
                 size, crc = checksum(Path(path))
-            found[name] = StoredData(bytes=size, crc32=crc, mtime_ns=stat.st_mtime_ns)
-    return found
+                stored = StoredData(bytes=size, crc32=crc, mtime_ns=stat.st_mtime_ns)
+            described[name] = stored
+    return described

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from llm_train_bench.base.start import early_wish
 
@@ -22,7 +23,7 @@ from llm_train_bench.model.stored import NAMES, encoded
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
-from llm_train_bench.run.checkpoint.durable import Files, commit
+from llm_train_bench.run.checkpoint.durable import Files, commit, failure_of
 from llm_train_bench.run.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -55,7 +56,9 @@ def build_saver(
     run: Run, model: Transformer, optimizer: torch.optim.Optimizer | None
 ) -> "Saver | None":
     """Load the checkpoint that the run resumes from, if any; the saver, if the run saves."""
-    directory, manifest = run.attempt.found, run.attempt.manifest
+    directory, manifest = run.attempt.checkpoint, run.attempt.manifest
+    if optimizer is None:  # nothing is trained, resumed or saved
+        return None
     if directory and manifest:
         load(directory, manifest, model, optimizer, run.ranks)
         run.fp8.after_step(model)
@@ -63,7 +66,7 @@ def build_saver(
             for name, value in manifest.scaler.items():
                 getattr(run.scaler, name).fill_(value)
         _resume_dropout(run, directory, manifest)
-    return Saver(run, model, optimizer) if optimizer and run.plan.saving.save_every else None
+    return Saver(run, model, optimizer, run.attempt.place) if run.attempt.place else None
 
 
 def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
@@ -102,18 +105,18 @@ class _Share:
     error: str | None = None
 
 
+@dataclasses.dataclass
 class _Save:
-    """One save in its thread. The copies are its own until it has ended, however late that is."""
+    """One save in its thread. The staged copies are its own until the next save."""
 
-    def __init__(self, step: int, staging: Staging):
-        self.step, self.staging = step, staging
-        self.deadline = float("inf")
-        self.thread = threading.Thread()
-        # Who takes it first decides: the thread, to commit, or the loop, to give up.
-        self.fate = threading.Lock()
+    step: int
+    deadline: float
+    thread: threading.Thread = dataclasses.field(default_factory=threading.Thread)
+    # The first to take it decides: the thread, to commit, or the loop, to give up.
+    fate: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def lasts(self, until: float) -> bool:
-        """Whether it goes on when that time (`time.monotonic()`) has come."""
+        """Whether it is still running at that time (`time.monotonic()`)."""
         self.thread.join(max(0.0, until - time.monotonic()))
         return self.thread.is_alive()
 
@@ -126,11 +129,12 @@ class Saver:
         run: Run,
         model: Transformer,
         optimizer: torch.optim.Optimizer,
+        directory: Path,
         files: Files | None = None,
     ):
         self.run, self.model, self.optimizer = run, model, optimizer
         self.flags, self.files = run.plan.saving, files or Files()
-        self.directory = run.attempt.place
+        self.directory = directory
         self.staging = Staging(run.device)
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
@@ -146,7 +150,7 @@ class Saver:
         self.data = before.data if before else {}
         if run.ranks.world > 1:
             timeout = datetime.timedelta(seconds=self.flags.save_timeout)
-            self.group = dist.new_group(backend="gloo", timeout=timeout)
+            self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -217,14 +221,15 @@ class Saver:
             return
         share, tensors = _Share(file_of(self.run.ranks.rank)), random_state(self.run.device)
         for name, tensor in state_tensors(self.model, self.optimizer):
-            own = own_shares(self.model, name, tensor, self.run.ranks)
-            tensors |= {key: part for key, (part, _) in own.items()}
-            share.tensors[name] = StoredTensor(
-                dtype=NAMES[tensor.dtype], shape=whole_size(self.model, name, tensor),
-                parts=[part for _, part in own.values()],
-            )  # fmt: skip
-        save = _Save(step, self.staging)
-        copies, event = save.staging.copy(tensors)
+            shares = own_shares(self.model, name, tensor, self.run.ranks)
+            tensors |= {key: part for key, (part, _) in shares.items()}
+            shape, parts = (
+                whole_size(self.model, name, tensor),
+                [part for _, part in shares.values()],
+            )
+            stored = StoredTensor(dtype=NAMES[tensor.dtype], shape=shape, parts=parts)
+            share.tensors[name] = stored
+        copies, event = self.staging.copy(tensors)
         # A committed step's losses are on disk before it is.
         self.run.end_steps()
         synchronize(self.run.device)
@@ -234,7 +239,7 @@ class Saver:
             "scaler": scaler and {n: float(getattr(scaler, n)) for n in scaler.STATE},
             "loss": next((s.loss for s in reversed(self.run.log.steps)), None),
         }
-        save.deadline = until or time.monotonic() + self.flags.save_timeout
+        save = _Save(step, until or time.monotonic() + self.flags.save_timeout)
         arguments = save, copies, event, share, content
         save.thread = threading.Thread(target=self._write, args=arguments, daemon=True, name=SAVES)
         save.thread.start()
@@ -248,18 +253,15 @@ class Saver:
 
     def finish(self, until: float = float("inf")) -> None:
         """Wait until nothing is being written, or a save's time is over, or `until`."""
-        save = self.saving
-        if save is None:
-            return
-        if save.lasts(min(save.deadline, until)):
+        if self.saving and self.saving.lasts(min(self.saving.deadline, until)):
             self._give_up(f"after {self.flags.save_timeout:g} s")
         self.saving = None
 
     def _give_up(self, when: str = "at once") -> None:
-        """Nothing is saved any more. The thread keeps its copies, and cannot commit them."""
+        """Save no more. The thread keeps the staged copies, and cannot commit them."""
         save, self.saving = self.saving, None
         if save and save.lasts(0.0):
-            self.given_up, self.staging = True, None
+            self.given_up = True
             if save.fate.acquire(blocking=False):
                 text = f"step {save.step} was not saved: given up {when}"
             else:  # it is getting its name just now
@@ -273,68 +275,54 @@ class Saver:
         try:
             if event is not None:
                 event.synchronize()
-            problem = self._begin(part) if ranks.main else None
-            (problem, *_) = gather(ranks, problem, self.group)
-            if problem is None:
-                share.finite = all(
-                    bool(t.isfinite().all()) for t in copies.values() if t.is_floating_point()
-                )
-                try:
-                    share.size, share.crc = self.files.write(part / share.name, encoded(copies))
-                except (OSError, ValueError) as error:
-                    share.error = getattr(error, "strerror", None) or str(error)
-            else:
-                share.error = problem
+            problem = failure_of(self._begin, part) if ranks.main else None
+            (share.error, *_) = gather(ranks, problem, self.group)
+            if share.error is None:
+                floats = (t for t in copies.values() if t.is_floating_point())
+                share.finite = all(bool(t.isfinite().all()) for t in floats)
+                share.error = failure_of(self._write_share, part, share, copies)
             shares = gather(ranks, share, self.group)
-            done = self._commit(save, part, shares, content) if ranks.main else None
-            (done, *_) = gather(ranks, done, self.group)
-            self._conclude(save.step, shares, done, time.perf_counter() - start)
-        except Exception as error:  # a save that fails is told, and fails no run
+            problem = None
+            if ranks.main and (problem := failure_of(self._commit, save, part, shares, content)):
+                failure_of(self.files.remove, part)
+            (problem, *_) = gather(ranks, problem, self.group)
+            self._conclude(save.step, shares, problem, time.perf_counter() - start)
+        except Exception as error:  # a failed save does not fail the run
             self.given_up |= ranks.world > 1  # who waits for whom is no longer known
             more = "; no more saves are made" * self.given_up
             text = " ".join(str(error).split())[:200]
             self._tell(f"step {save.step} was not saved: {text}{more}")
 
-    def _begin(self, part: Path) -> str | None:
-        try:
-            if part.exists():
-                self.files.remove(part)
-            self.files.make(part)
-            self.files.synchronize_names(part.parent)
-        except OSError as error:
-            return f"{error.strerror}"
-        return None
+    def _begin(self, part: Path) -> None:
+        if part.exists():
+            self.files.remove(part)
+        self.files.make(part)
+        self.files.synchronize_names(part.parent)
 
-    def _commit(self, save: _Save, part: Path, shares: list[_Share], content: dict) -> str | None:
-        """On rank 0: the manifest, then the final name, then older checkpoints go; why not, if not."""
+    def _write_share(self, part: Path, share: _Share, copies: dict[str, Tensor]) -> None:
+        share.size, share.crc = self.files.write(part / share.name, encoded(copies))
+
+    def _commit(self, save: _Save, part: Path, shares: list[_Share], content: dict) -> None:
+        """On rank 0: the manifest, then the final name, then older checkpoints go."""
         final = self.directory / f"step-{save.step:08}"
-        try:
-            for rank, share in enumerate(shares):
-                if share.error:
-                    raise OSError(None, f"rank {rank}: {share.error}")
-            if not all(share.finite for share in shares):
-                self.files.remove(part)
-                return "a number in it is not finite"
-            if final.exists():
-                raise OSError(None, f"{final} exists already")
-            manifest = self._manifest(save.step, shares, content)
-            self.files.write(part / MANIFEST, [manifest.text().encode()])
-            self.files.synchronize(self.run.steps.fileno())
-            if not all(lease.held() for lease in self.run.attempt.leases):
-                raise OSError(None, f"another run saves in {self.directory}")
-            if not save.fate.acquire(blocking=False):
-                raise OSError(None, "given up")
-            commit(part, final, self.files)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self.files.remove(part)
-            return error.strerror or str(error)
-        try:
-            own = {*self.run.attempt.own, self.directory}
-            retain(sorted(own), self.flags.save_keep, self.files)
-        except (OSError, ValueError) as error:
-            self._tell(f"older checkpoints stay: {getattr(error, 'strerror', None) or error}")
-        return None
+        for rank, share in enumerate(shares):
+            if share.error:
+                raise ValueError(f"rank {rank}: {share.error}")
+        if not all(share.finite for share in shares):
+            raise ValueError("a number in it is not finite")
+        if final.exists():
+            raise ValueError(f"{final} exists already")
+        manifest = self._manifest(save.step, shares, content)
+        self.files.write(part / MANIFEST, [manifest.text().encode()])
+        self.files.synchronize(self.run.steps.fileno())
+        if not all(lease.held() for lease in self.run.attempt.leases):
+            raise ValueError(f"another run saves in {self.directory}")
+        if not save.fate.acquire(blocking=False):
+            raise ValueError("given up")
+        commit(part, final, self.files)
+        places = sorted({*self.run.attempt.places, self.directory})
+        if why := failure_of(retain, places, self.flags.save_keep, self.files):
+            self._tell(f"older checkpoints stay: {why}")
 
     def _manifest(self, step: int, shares: list[_Share], content: dict) -> Manifest:
         run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
@@ -359,8 +347,7 @@ class Saver:
             model_hash=work.config.hash,
             config=work.config.raw,
             data=self.data,
-            loss=content["loss"],
-            scaler=content["scaler"],
+            **content,
             versions={"llm-train-bench": __version__, "torch": torch.__version__},
             tensors=tensors,
             files={s.name: StoredFile(bytes=s.size, crc32=s.crc) for s in shares},

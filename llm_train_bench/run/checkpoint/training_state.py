@@ -164,9 +164,9 @@ def load(
 
     def fill(name: str, tensor: Tensor) -> None:
         stored, shape = manifest.tensors.get(name), whole_size(model, name, tensor)
-        if stored is None or list(stored.shape) != shape:
+        if stored is None or stored.shape != shape:
             has = f"shape {list(stored.shape)}" if stored else "nothing"
-            raise UsageError(f"{directory}: {name} should have shape {shape}, has {has}")
+            raise UsageError(f"{directory}: {name} should have shape {list(shape)}, has {has}")
         left.discard(name)
         for block in blocks(model, name, tensor, ranks):
             place_of = block.offsets, block.lengths
@@ -193,8 +193,8 @@ def load(
         raise UsageError(f"{directory}: holds {min(left)}, which this run has no place for")
 
 
-def whole_size(model: Transformer, name: str, tensor: Tensor) -> list[int]:
+def whole_size(model: Transformer, name: str, tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor of that name in a checkpoint."""
     if not tensor.ndim:
-        return []
-    return list(whole_shape(model.config, name.split("/", 1)[1], tensor.shape))
+        return ()
+    return tuple(whole_shape(model.config, name.split("/", 1)[1], tensor.shape))
