@@ -28,8 +28,7 @@ from tests.helpers import ROOT, TORCHRUN, free_port, processes_with
 
 STEPS, EVERY = 160, 20
 MARK = "LLM_TRAIN_BENCH_CHAIN"
-FLAGS = [*faults.FLAGS, "--n-steps", str(STEPS), "--save-every", str(EVERY), "--bsz", "2",
-         "--no-observe"]  # fmt: skip
+FLAGS = [*faults.FLAGS, *f"--n-steps {STEPS} --save-every {EVERY} --bsz 2".split()]
 
 
 def arguments(out: Path, name: str, *more: str) -> list[str]:
