@@ -576,7 +576,7 @@ SOURCE_MUTANTS = {
         ("return os.environ.get(ROUND) or os", "return os", "test_a_chain_ends"),
     ],
     "llm_train_bench/measure/steps.py": [
-        ("saved=True)\n        self.drain()", "saved=True)", "losses_are_on_disk"),
+        ("saved=True)\n        self.drain()", "saved=True)", "synchronised_first"),
     ],
     "llm_train_bench/compare/find_results.py": [
         ("for number in sorted(attempts)]", "for number in sorted(attempts)[::-1]]", "whole_chain"),

@@ -182,23 +182,7 @@ def read_steps(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-            "--nproc-per-node"]  # fmt: skip
-
-
 def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
-
-
-def processes_with(mark: str) -> dict[int, dict[str, str]]:
-    """Living processes whose environment holds this NAME=VALUE, with their environments."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            items = os.fsdecode((path / "environ").read_bytes()).split("\0")
-            state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            if mark in items and state != "Z":
-                found[int(path.name)] = dict(item.split("=", 1) for item in items if "=" in item)
-    return found

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import types
-import uuid
 from pathlib import Path
 
 import pytest
@@ -26,86 +25,56 @@ from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
-from tests.helpers import ROOT, TORCHRUN, free_port, only_result, processes_with, read_steps
+from tests.helpers import ROOT, free_port, only_result, read_steps
+from tests.processes import TORCHRUN, Started, signal_all, wait_until
 
-TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu",
-        "--amp", "off", "--no-tensorboard"]  # fmt: skip
-MARK = "LLM_TRAIN_BENCH_TEST"
-STARTED: list[subprocess.Popen] = []
+TINY = "configs/gpt2-tiny.json --seq-len 32 --bsz 2 --device cpu --amp off --no-tensorboard".split()
 FOREVER = ["--n-steps", "1000000", "--warmup-steps", "1"]
-SHORT = ["--n-steps", "4", "--warmup-steps", "1"]
+SHORT = ["--n-steps", "4", "--warmup-steps", "1", "--no-observe"]
+COLD = ("env", sys.executable)
 
 
-def start(script, out, *argv, prefix=(sys.executable,), env=None):
-    """The process, with a mark in its environment that finds everything it starts."""
-    command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
-    mark = f"{MARK}={uuid.uuid4().hex}"
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | (env or {}) | dict([mark.split("=")]),
-    )  # fmt: skip
-    process.mark = mark
-    STARTED.append(process)
-    return process
+@pytest.fixture
+def start():
+    """Starts a script; what goes on after the test is killed."""
+    started = []
+
+    def begin(script, out, *argv, prefix=(sys.executable,), **env) -> Started:
+        command = [*prefix, script, *TINY, "--output-dir", str(out), "--dist-timeout", "20", *argv]
+        pipe = subprocess.PIPE
+        started.append(Started(command, env, stdout=pipe, stderr=pipe))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill_all()
 
 
-@pytest.fixture(autouse=True)
-def nothing_goes_on():
-    """A test that fails before it ends its processes does not leave them to the next."""
-    yield
-    while STARTED:
-        for pid in members(STARTED.pop()):
-            os.kill(pid, signal.SIGKILL)
+@pytest.fixture
+def start_training(start):
+    """Starts a script that trains without end, and waits until it does."""
+
+    def begin(script, out, *argv, **env) -> Started:
+        process = start(script, out, *FOREVER, *argv, **env)
+        assert wait_until(lambda: training(out), 240), process.poll()
+        return process
+
+    return begin
 
 
 def finish(process, timeout=240):
     """(exit code, stdout, stderr); nothing it started is left afterwards."""
-    try:
-        out, err = process.communicate(timeout=timeout)
-        assert wait_until(lambda: not members(process), 10), "processes are left behind"
-        return process.returncode, out, err
-    finally:
-        for pid in members(process):
-            os.kill(pid, signal.SIGKILL)
-
-
-def members(process) -> dict[int, dict[str, str]]:
-    """Living processes that carry the mark of this one, with their environments."""
-    return processes_with(process.mark)
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
+    out, err = process.communicate(timeout=timeout)
+    assert wait_until(lambda: not process.members(), 10), "processes are left behind"
+    return process.returncode, out, err
 
 
 def training(out) -> bool:
     return bool(list(out.glob("*/steps.jsonl"))) and len(read_steps(out)) > 5
 
 
-def ranks_of(process) -> dict[int, int]:
-    """Rank to process id of the workers that were started."""
-    everyone = members(process).items()
-    return {int(env["RANK"]): pid for pid, env in everyone if "LOCAL_RANK" in env}
-
-
-def interrupt(process, times=1):
-    """Ctrl-C on a terminal: SIGINT to every process."""
-    pids = list(members(process))
-    for again in range(times):
-        if again:
-            time.sleep(0.003)
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
-
-
-def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
-    code, out, err = finish(start("train_ddp.py", tmp_path, *SHORT))
+def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(start, tmp_path):
+    code, out, err = finish(start("train_ddp.py", tmp_path, *SHORT, prefix=COLD))
     assert code == 0, err
     assert out.count("| tokens/s per device ") == err.count("batch: 2 x 1 x 2 = 4 samples") == 1
     r = only_result(tmp_path)
@@ -120,10 +89,12 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(tmp_path):
         (["--sac-freq", "5/4"], "--sac-freq 5/4: q must be from 1 to p = 4"),
         (["--bucket-cap-mb", "5"], "--bucket-cap-mb has no meaning for train_fsdp.py"),
         (["--amp", "fp16", "--optimizer", "sgd"], "no fused SGD for sharded parameters"),
-        ("--pt-compile --compile-mode reduce-overhead --warmup-steps 3".split(),
-         "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed"),
+        (
+            "--pt-compile --compile-mode reduce-overhead --warmup-steps 3".split(),
+            "--pt-compile --compile-mode reduce-overhead: CUDA graphs need parameters at fixed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -144,7 +115,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, m
         (["--output-dir", "/proc/x"], "--output-dir /proc/x: cannot be written"),
     ],
 )
-def test_bad_input_of_ranks_is_one_line(argv, message, tmp_path):
+def test_bad_input_of_ranks_is_one_line(argv, message, start, tmp_path):
     code, out, err = finish(start("train_fsdp.py", tmp_path / "runs", *SHORT, *argv))
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and err.startswith("train_fsdp.py: ") and message in err
@@ -181,7 +152,7 @@ sys.exit(launch_ranks(train, sys.argv[1:], __file__))
 """
 
 
-def test_the_result_says_what_another_rank_failed_of(tmp_path):
+def test_the_result_says_what_another_rank_failed_of(start, tmp_path):
     """Rank 0 writes the result, and of itself only notices that the other is gone."""
     script = tmp_path / "train_ddp.py"
     script.write_text(ONE_RANK_FAILS)
@@ -191,15 +162,14 @@ def test_the_result_says_what_another_rank_failed_of(tmp_path):
     r = only_result(tmp_path / "runs")
     assert r["status"] == "oom" and r["error"].startswith("rank 1: out of memory: made up")
     assert r["metrics"]["n_measured_steps"] > 0
-    (kept,) = tmp_path.glob("runs/*/errors/rank1.txt")
-    assert "Traceback" in kept.read_text()
+    (error,) = tmp_path.glob("runs/*/errors/rank1.txt")
+    assert "Traceback" in error.read_text()
 
 
-def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(tmp_path):
+def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(start_training, tmp_path):
     """A stopped peer is not gone: nothing breaks, rank 0 waits and runs no signal handler."""
-    process = start("train_ddp.py", tmp_path, *FOREVER, "--dist-timeout", "600")
-    assert wait_until(lambda: training(tmp_path), 240), process.poll()
-    ranks = ranks_of(process)
+    process = start_training("train_ddp.py", tmp_path, "--dist-timeout", "600")
+    ranks = process.ranks()
     os.kill(ranks[1], signal.SIGSTOP)
     time.sleep(1)
     os.kill(ranks[0], signal.SIGTERM)
@@ -224,30 +194,27 @@ from llm_train_bench.run.launch import launch_ranks
 
 # As on a GPU, where a collective with a lost peer never returns, but with a shorter wait.
 assert life.patience
-life.patience = lambda device, timeout_s: timeout_s / 200
+life.patience = lambda device, timeout_s: timeout_s / 400
 sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
 """
 
 
-def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(tmp_path):
+def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp_path):
     """A lost host sends no signal, and on a GPU a collective that waits for it raises no error."""
     script = tmp_path / "train_ddp.py"
     script.write_text(NO_STEP)
-    process = start(str(script), tmp_path / "runs", *FOREVER, "--dist-timeout", "600")
-    assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
-    time.sleep(3.5)  # as long as steps follow each other, nothing ends
-    ranks = ranks_of(process)
+    process = start_training(str(script), tmp_path / "runs", "--dist-timeout", "600")
+    time.sleep(2)  # as long as steps follow each other, nothing ends
+    ranks = process.ranks()
     os.kill(ranks[1], signal.SIGSTOP)
-    assert wait_until(lambda: 0 not in ranks_of(process), 15)
+    assert wait_until(lambda: 0 not in process.ranks(), 15)
     os.kill(ranks[1], signal.SIGKILL)
     assert finish(process)[0] == 1
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and r["error"].startswith("no step in 3 s: waits for a rank")
-    (kept,) = tmp_path.glob("runs/*/errors/rank0.txt")
-    assert (
-        "the main thread is in" in kept.read_text()
-        and "llm_train_bench/run/loop.py" in kept.read_text()
-    )
+    assert r["status"] == "failed" and r["error"].startswith("no step in 1.5 s: waits for a rank")
+    (error,) = tmp_path.glob("runs/*/errors/rank0.txt")
+    text = error.read_text()
+    assert "the main thread is in" in text and "llm_train_bench/run/loop.py" in text
     assert r["metrics"]["n_measured_steps"] > 5
 
 
@@ -262,23 +229,23 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
     ended, last_resorts = [], []
     later = lambda seconds, exit: last_resorts.append((seconds, exit))  # noqa: E731
     monkeypatch.setattr("faulthandler.dump_traceback_later", later)
-    watch = HangWatch(lambda error, when: ended.append(str(error)), 1.0)
+    watch = HangWatch(lambda error, when: ended.append(str(error)), 0.5)
     try:
-        time.sleep(1.1)
+        time.sleep(0.6)
         begin = time.monotonic()
         for _ in range(25):
             watch.step()
             time.sleep(0.05)
         watch.rest()
         seconds = time.monotonic() - begin
-        time.sleep(1.1)
-        assert ended == [] and last_resorts[0] == (pytest.approx(11.1), True)
+        time.sleep(0.6)
+        assert ended == [] and last_resorts[0] == (pytest.approx(10.55), True)
         assert len(last_resorts) <= 1 + seconds  # once a second, not once a step
         watch.step()
         assert wait_until(lambda: ended, 10)
     finally:
         watch.close()
-    assert ended[0].startswith("no step in 1 s")
+    assert ended[0].startswith("no step in 0.5 s")
 
 
 def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
@@ -286,8 +253,8 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     for rank, error in enumerate((NoStep("no step in 5 s"), MemoryError("full"), Interrupted("X"))):
         keep_error(directory, rank, error)
     now = time.time() + 1
-    status, text = first_error(directory, now)
-    assert status == "oom" and text.startswith("rank 1: out of memory: full")
+    failure = first_error(directory, now)
+    assert failure and failure[0] == "oom" and failure[1].startswith("rank 1: out of memory: full")
     assert first_error(directory, now - 10) is None
     (directory / "errors/rank1.txt").write_text("")  # as while it is written
     assert first_error(directory, now) is None
@@ -316,80 +283,74 @@ def test_whose_error_it_is(error, lost):
     assert classify(error)[1].startswith("lost another rank") is lost
 
 
-def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+def join_as_rank_0(monkeypatch, world, port, timeout_s) -> str:
+    """What rank 0 says when it does not find the others."""
+    names = {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (names | {"MASTER_PORT": str(port)}).items():
         monkeypatch.setenv(name, value)
+    with pytest.raises(NotJoined) as stop:
+        join(Ranks(0, world, 0), torch.device("cpu"), timeout_s)
+    assert not is_our_fault(stop.value)
+    return classify(stop.value)[1]
+
+
+def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(NotJoined) as stop:
-            join(Ranks(0, 2, 0), torch.device("cpu"), 5.0)
-    text = classify(stop.value)[1]
+        port = taken.getsockname()[1]
+        text = join_as_rank_0(monkeypatch, 2, port, 5.0)
     assert f"the 2 ranks that meet at 127.0.0.1:{port}" in text and "address already in use" in text
-    assert not is_our_fault(stop.value)
 
 
 def test_a_rank_that_never_comes_is_named(monkeypatch):
     """The ranks that wait name it within --dist-timeout: NCCL itself would wait without an end."""
-    port = free_port()
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "127.0.0.1"),
-                        ("MASTER_PORT", str(port))):  # fmt: skip
-        monkeypatch.setenv(name, value)
-    start = time.monotonic()
-    with pytest.raises(NotJoined) as stop:
-        join(Ranks(0, 3, 0), torch.device("cpu"), 1.0)
+    port, start = free_port(), time.monotonic()
+    text = join_as_rank_0(monkeypatch, 3, port, 1.0)
     assert 1.0 <= time.monotonic() - start < 10.0
-    text = classify(stop.value)[1]
     assert f"meet at 127.0.0.1:{port}: after 1 s there is no rank 1, 2; check that all" in text
 
 
 def listening(process) -> set[str]:
     """Addresses, in the kernel's form, at which any process of a run listens for connections."""
     sockets = set()
-    for pid in members(process):
-        with contextlib.suppress(OSError):
-            for path in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    sockets.add(str(path.readlink()))
-    found = set()
-    for name in ("tcp", "tcp6"):
-        path = Path(f"/proc/net/{name}")
-        for line in path.read_text().splitlines()[1:] if path.exists() else []:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-                found.add(fields[1].split(":")[0])
-    return found
+    for pid in process.members():
+        for path in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                sockets.add(str(path.readlink()))
+    lines = []
+    for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        lines += path.read_text().splitlines()[1:] if path.exists() else []
+    table = [line.split() for line in lines]
+    return {f[1].split(":")[0] for f in table if f[3] == "0A" and f"socket:[{f[9]}]" in sockets}
 
 
-@pytest.mark.parametrize("killed", ["rank 0", "rank 1", "the launcher"])
-def test_nothing_listens_beyond_this_machine_and_whoever_is_killed_is_told(killed, tmp_path):
+@pytest.mark.parametrize("killed", [0, 1, None])
+def test_nothing_listens_beyond_this_machine_and_whoever_is_killed_is_named(
+    killed, start_training, tmp_path
+):
     """Nobody else may reach the ranks; the launcher, or the readers, say what the ranks could not."""
-    process = start("train_fsdp.py", tmp_path / "runs", *FOREVER, env={"TMPDIR": str(tmp_path)})
-    assert wait_until(lambda: training(tmp_path / "runs"), 240), process.poll()
-    found = listening(process)
+    process = start_training("train_fsdp.py", tmp_path / "runs", TMPDIR=str(tmp_path))
+    addresses = listening(process)
     loopback = socket.inet_aton("127.0.0.1"), socket.inet_pton(socket.AF_INET6, "::1")
     words = [struct.unpack(f"{len(address) // 4}I", address) for address in loopback]
-    assert found and found <= {"".join(f"{word:08X}" for word in each) for each in words}
-    rank = {"the launcher": None, "rank 0": 0, "rank 1": 1}[killed]
-    os.kill(process.pid if rank is None else ranks_of(process)[rank], signal.SIGKILL)
+    assert addresses and addresses <= {"".join(f"{word:08X}" for word in each) for each in words}
+    os.kill(process.pid if killed is None else process.ranks()[killed], signal.SIGKILL)
     code, _, err = finish(process)
-    assert code == (-9 if rank is None else 1)
+    assert code == (-9 if killed is None else 1)
     r = only_result(tmp_path / "runs")
-    if rank is not None:
-        assert (r["status"], r["error"]) == ("failed", f"{killed}: killed by SIGKILL")
-        lines = [line for line in err.splitlines() if line.startswith("train_fsdp.py: ")]
-        assert lines == [f"train_fsdp.py: {killed}: killed by SIGKILL"]
-        assert rank == 0 or r["metrics"]["n_measured_steps"] > 0
-    else:
+    if killed is None:
         assert r["status"] == "interrupted"
         assert r["error"] == "interrupted by the end of its launcher"
-    assert wait_until(lambda: not members(process), 30)
+    else:
+        why = f"rank {killed}: killed by SIGKILL"
+        assert (r["status"], r["error"]) == ("failed", why)
+        lines = [line for line in err.splitlines() if line.startswith("train_fsdp.py: ")]
+        assert lines == [f"train_fsdp.py: {why}"]
+        assert killed == 0 or r["metrics"]["n_measured_steps"] > 0
     left = {p.name for p in tmp_path.iterdir() if not p.name.startswith("torchinductor")}
     assert left == {"runs"}
-    (directory,) = (tmp_path / "runs").iterdir()
-    assert not list(directory.glob(".result*"))
+    assert not list(tmp_path.glob("runs/*/.result*"))
 
 
 SLOW_IMPORT = """
@@ -402,29 +363,28 @@ import pydantic
 """
 
 
-@pytest.mark.parametrize("launcher", ["script", "torchrun"])
-def test_ranks_end_soon_after_their_launcher_before_they_have_met(launcher, tmp_path):
+@pytest.mark.parametrize("prefix", [COLD, ("env", *TORCHRUN, "2")])
+def test_ranks_end_soon_after_their_launcher_before_they_have_met(prefix, start, tmp_path):
     """Rank 1 still imports, rank 0 waits for it."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow/pydantic.py").write_text(SLOW_IMPORT)
     path = os.pathsep.join([str(tmp_path / "slow"), os.environ["PYTHONPATH"]])
-    prefix = [*TORCHRUN, "2"] if launcher == "torchrun" else [sys.executable]
-    process = start("train_ddp.py", tmp_path, *FOREVER, "--dist-timeout", "600", prefix=prefix,
-                    env={"PYTHONPATH": path})  # fmt: skip
-    assert wait_until(lambda: len(ranks_of(process)) == 2, 240)
-    assert wait_until(lambda: handles_sigterm(ranks_of(process)[0]), 240)
+    flags = [*FOREVER, "--dist-timeout", "600"]
+    process = start("train_ddp.py", tmp_path, *flags, prefix=prefix, PYTHONPATH=path)
+    assert wait_until(lambda: len(process.ranks()) == 2, 240)
+    assert wait_until(lambda: handles_sigterm(process.ranks()[0]), 240)
     time.sleep(1)
     process.kill()
-    assert wait_until(lambda: not members(process), 60)  # 5 on a quiet machine, not 600
+    assert wait_until(lambda: not process.members(), 60)  # 5 on a quiet machine, not 600
 
 
-def test_a_rank_that_connects_to_nobody_hears_a_signal(tmp_path):
+def test_a_rank_that_connects_to_nobody_hears_a_signal(start, tmp_path):
     """The connection is made in C, where Python's signal handlers do not run."""
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
-           "MASTER_PORT": str(free_port())}  # fmt: skip
-    process = start("train_ddp.py", tmp_path, *SHORT, "--dist-timeout", "600", env=env)
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+    flags = [*SHORT, "--dist-timeout", "600"]
+    process = start("train_ddp.py", tmp_path, *flags, **env, MASTER_PORT=str(free_port()))
     assert wait_until(lambda: handles_sigterm(process.pid), 240)
-    time.sleep(2)
+    time.sleep(1)
     process.terminate()
     code, _, err = finish(process, timeout=60)
     assert code == 1 and err.splitlines()[-1] == "train_ddp.py: rank 1: interrupted by SIGTERM"
@@ -432,7 +392,8 @@ def test_a_rank_that_connects_to_nobody_hears_a_signal(tmp_path):
 
 def handles_sigterm(pid: int) -> bool:
     """Whether a process has come so far that it has a handler for SIGTERM."""
-    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (caught,) = (line.split()[1] for line in lines if line.startswith("SigCgt:"))
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
@@ -440,25 +401,27 @@ def test_the_rank_that_failed_first_is_named():
     """A rank killed for not ending in time comes after the error that was the cause; a rank killed
     in the first place comes before what the others then say."""
 
-    def failure(at_s, exitcode, told, text="x"):
-        said = {"message": text, "extraInfo": {"time_ns": at_s * 1e9}} if told else "<NONE>"
+    def failure(at_s, exitcode, text="<NONE>"):
+        data = {"message": {"message": text, "extraInfo": {"time_ns": at_s * 1e9}}}
         return types.SimpleNamespace(
-            error_file_data={"message": said}, exitcode=exitcode, timestamp=int(at_s)
+            error_file_data=data if text != "<NONE>" else {"message": text},
+            exitcode=exitcode,
+            timestamp=int(at_s),
         )
 
-    def first(**failures):
-        return first_failure(failures)
+    def first(*failures):
+        return failures[first_failure(dict(enumerate(failures)))]
 
-    cause = failure(1000.2, 1, told=True)
-    ended, late = failure(1001, -15, False), failure(1031, -9, False)
-    assert first(cause=cause, ended=ended, killed=late) == "cause"
-    killed = failure(1001.1, -9, told=False)  # seen after the others had noticed
-    assert first(killed=killed, other=failure(1000.9, 1, True)) == "killed"
-    told = failure(1001.2, 1, True, "interrupted by SIGTERM")  # by the agent
-    assert first(killed=killed, told=told) == "killed"
-    assert first(cause=cause, told=told) == "cause"
-    alone = failure(1000.9, 1, True, "interrupted by SIGTERM")
-    assert first(killed=killed, alone=alone) == "alone"
+    cause = failure(1000.2, 1, "x")
+    ended, late = failure(1001, -15), failure(1031, -9)
+    assert first(cause, ended, late) is cause
+    killed = failure(1001.1, -9)  # seen after the others had noticed
+    assert first(killed, failure(1000.9, 1, "x")) is killed
+    by_agent = failure(1001.2, 1, "interrupted by SIGTERM")
+    assert first(killed, by_agent) is killed
+    assert first(cause, by_agent) is cause
+    alone = failure(1000.9, 1, "interrupted by SIGTERM")
+    assert first(killed, alone) is alone
 
 
 @pytest.mark.parametrize("reacts", [False, True])
@@ -498,14 +461,14 @@ def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_pa
         for name, value in zip(names, (rank, 64, local), strict=True):
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(os, "_exit", leave)
-        told = tmp_path / "told.json"
-        told.unlink(missing_ok=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+        error_file = tmp_path / "error.json"
+        error_file.unlink(missing_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
         try:
             code = launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py")
         except Left as left:
             (code,) = left.args
-        assert code == 2 and json.loads(told.read_text())["message"]["message"]
+        assert code == 2 and json.loads(error_file.read_text())["message"]["message"]
         return capsys.readouterr().err
 
     missing = ("--data", "none.bin")
@@ -520,20 +483,22 @@ def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_pa
     assert "rank 1 of this machine sees no GPU for itself, only 1" in alone and "gpu-bind" in alone
 
 
-def test_ctrl_c_ends_all(tmp_path):
-    process = start("train_ddp.py", tmp_path, *FOREVER)
-    assert wait_until(lambda: training(tmp_path), 240), process.poll()
-    # More than once: the user may be impatient, and the ranks' agent signals after the terminal.
-    interrupt(process, times=20)
+def test_ctrl_c_ends_all(start_training, tmp_path):
+    """SIGINT from a terminal goes to every process, more than once if the user is impatient."""
+    process = start_training("train_ddp.py", tmp_path)
+    pids = list(process.members())
+    for _ in range(20):
+        signal_all(pids, signal.SIGINT)
+        time.sleep(0.003)
     code, _, err = finish(process)
     assert code == 1 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
     assert only_result(tmp_path)["status"] == "interrupted"
 
 
 def torchrun(node, port, host="127.0.0.1", local="127.0.0.1"):
-    return [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
-            "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "test",
-            "--rdzv-endpoint", f"{host}:{port}", "--local-addr", local]  # fmt: skip
+    options = f"--nnodes 2 --node-rank {node} --nproc-per-node 1 --rdzv-backend c10d --rdzv-id test"
+    options += f" --rdzv-endpoint {host}:{port} --local-addr {local}"
+    return [sys.executable, "-m", "torch.distributed.run", *options.split()]
 
 
 def is_free(port: int) -> bool:
@@ -547,18 +512,17 @@ def two_hosts():
     if shutil.which("ip") is None:
         pytest.skip("no ip (iproute2) here")
     names = [f"ltb{os.getpid()}{side}" for side in "ab"]
-    setup = [["ip", "netns", "add", name] for name in names]
-    setup.append(["ip", "link", "add", names[0], "netns", names[0], "type", "veth",
-                  "peer", "name", names[1], "netns", names[1]])  # fmt: skip
+    a, b = names
+    link = f"ip link add {a} netns {a} type veth peer name {b} netns {b}"
+    setup = [f"ip netns add {a}", f"ip netns add {b}", link]
     for i, name in enumerate(names):
-        inside = ["ip", "-n", name]
-        setup.append([*inside, "addr", "add", f"10.77.0.{i + 1}/24", "dev", name])
-        setup += [[*inside, "link", "set", link, "up"] for link in (name, "lo")]
-        setup.append(["ip", "netns", "exec", name, "true"])
+        setup.append(f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev {name}")
+        setup += [f"ip -n {name} link set {link} up" for link in (name, "lo")]
+        setup.append(f"ip netns exec {name} true")
     try:
         try:
             for command in setup:
-                subprocess.run(command, check=True, capture_output=True)
+                subprocess.run(command.split(), check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network namespaces here: {error}")
         yield names
@@ -567,66 +531,52 @@ def two_hosts():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_hosts, tmp_path):
+def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_hosts, start, tmp_path):
     """Nobody is told that the other host is gone, as when its power fails: only time tells."""
     agents = []
     for node, name in enumerate(two_hosts):
         launcher = torchrun(node, 29400, host="10.77.0.1", local=f"10.77.0.{node + 1}")
         # A namespace shares its host's name, and torchrun decides by that name who keeps the store.
         launcher += ["--rdzv-conf", f"is_host={1 - node}"]
-        env = {"GLOO_SOCKET_IFNAME": name}
         prefix = ["ip", "netns", "exec", name, *launcher]
-        timeout = ["--dist-timeout", "10"]
-        agents.append(start("train_fsdp.py", tmp_path, *FOREVER, *timeout, prefix=prefix, env=env))
-
-    def cut(lost):
-        link = two_hosts[0]
-        subprocess.run(["ip", "-n", link, "link", "set", link, "down"], check=True)
-
-    check_lost_node(agents, tmp_path, cut)
+        flags = [*FOREVER, "--dist-timeout", "10"]
+        agents.append(
+            start("train_fsdp.py", tmp_path, *flags, prefix=prefix, GLOO_SOCKET_IFNAME=name)
+        )
+    cut = ["ip", "-n", two_hosts[0], "link", "set", two_hosts[0], "down"]
+    check_lost_node(agents, tmp_path, lambda lost: subprocess.run(cut, check=True))
 
 
 @pytest.mark.parametrize("rank", [1, 0])
-def test_a_lost_node_ends_the_job_within_the_timeout(rank, tmp_path):
-    port = free_port()
-    agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
-
-    def kill(lost):
-        for pid in members(lost):
-            os.kill(pid, signal.SIGKILL)
-
-    check_lost_node(agents, tmp_path, kill, rank)
+def test_a_lost_node_ends_the_job_within_the_timeout(rank, start, tmp_path):
+    port, flags = free_port(), [*FOREVER, "--dist-timeout", "10"]
+    agents = [start("train_ddp.py", tmp_path, *flags, prefix=torchrun(n, port)) for n in (0, 1)]
+    check_lost_node(agents, tmp_path, Started.kill_all, rank)
 
 
 def check_lost_node(agents, out, lose, rank=1):
     """Two agents train; the one with that rank is lost; the job ends in time and says why."""
-    try:
-        assert wait_until(lambda: training(out) or any(a.poll() is not None for a in agents), 120)
-        assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
-        # The agents decide which of them gets rank 0.
-        lost = next(a for a in agents if rank in ranks_of(a))
-        kept = next(a for a in agents if a is not lost)
-        lose(lost)
-        when = time.monotonic()
-        code, _, err = finish(kept)
-        assert code != 0 and time.monotonic() - when < 20 + 60
-        # The agent may miss the other's store before its rank misses the other, and end it.
-        told = re.search(rf"rank {1 - rank}: (lost another rank|interrupted by SIGTERM)", err)
-        assert told, err
-        assert "Traceback" not in err[: told.start()]
-        (kept,) = out.glob(f"*/errors/rank{1 - rank}.txt")
-        status = "failed" if told[1] == "lost another rank" else "interrupted"
-        assert kept.read_text().startswith(f"{status}: {told[1]}")
-        # Only rank 0 writes the result: if it is lost, the result still says that the run goes on.
-        assert only_result(out)["status"] == (status if rank else "running")
-        assert only_result(out)["batch"]["data_parallel_size"] == 2
-        # The other side of a cut ends too; its agent waits longer for its store than ranks do.
-        assert wait_until(lambda: not ranks_of(lost), 40), "ranks are left behind"
-    finally:
-        for agent in agents:
-            for pid in members(agent):
-                os.kill(pid, signal.SIGKILL)
-            agent.communicate()
+    assert wait_until(lambda: training(out) or any(a.poll() is not None for a in agents), 120)
+    assert [a.poll() for a in agents] == [None, None], agents[0].communicate()[1][-2000:]
+    # The agents decide which of them gets rank 0.
+    lost = next(a for a in agents if rank in a.ranks())
+    other = next(a for a in agents if a is not lost)
+    lose(lost)
+    when = time.monotonic()
+    code, _, err = finish(other)
+    assert code != 0 and time.monotonic() - when < 20 + 60
+    # The agent may miss the other's store before its rank misses the other, and end it.
+    why = re.search(rf"rank {1 - rank}: (lost another rank|interrupted by SIGTERM)", err)
+    assert why, err
+    assert "Traceback" not in err[: why.start()]
+    (error,) = out.glob(f"*/errors/rank{1 - rank}.txt")
+    status = "failed" if why[1] == "lost another rank" else "interrupted"
+    assert error.read_text().startswith(f"{status}: {why[1]}")
+    # Only rank 0 writes the result: if it is lost, the result still says that the run goes on.
+    assert only_result(out)["status"] == (status if rank else "running")
+    assert only_result(out)["batch"]["data_parallel_size"] == 2
+    # The other side of a cut ends too; its agent waits longer for its store than ranks do.
+    assert wait_until(lambda: not lost.ranks(), 40), "ranks are left behind"
 
 
 def test_launchers_are_recognised():
@@ -654,7 +604,7 @@ def test_launchers_are_recognised():
     assert find_ranks(slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Ranks(0, 2, 0)
 
 
-def test_ranks_by_slurm_environment(tmp_path):
+def test_ranks_by_slurm_environment(start, tmp_path):
     """Two processes with srun's variables find each other without torchrun: at the first host of the
     node list, at a port that the job's number gives."""
     scontrol = tmp_path / "bin" / "scontrol"
@@ -664,12 +614,12 @@ def test_ranks_by_slurm_environment(tmp_path):
     )
     scontrol.chmod(0o755)
     job = next(n for n in range(os.getpid(), os.getpid() + 999) if is_free(29500 + n % 1000))
+    env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[7-8]"}
+    env |= {"SLURM_JOB_ID": str(job), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
     agents = []
     for rank in ("0", "1"):
-        env = {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": rank,
-               "SLURM_STEP_NODELIST": "node[7-8]", "SLURM_JOB_ID": str(job),
-               "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}  # fmt: skip
-        agents.append(start("train_fsdp.py", tmp_path, *SHORT, env=env))
+        task = env | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+        agents.append(start("train_fsdp.py", tmp_path, *SHORT, **task))
     ends = [finish(agent) for agent in agents]
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
     assert json.dumps(only_result(tmp_path)["ranks"]).count('"rank"') == 2
