@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,12 +21,12 @@ from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run.checkpoint.lineage import attempts, places
-from llm_train_bench.run.checkpoint.manifest import candidates, committed, newest, step_of, verify
+from llm_train_bench.run.checkpoint.manifest import candidates, committed, newest, step_of
 from tests import faults
-from tests.helpers import ROOT, TORCHRUN, free_port, processes_with
+from tests.helpers import ROOT, free_port
+from tests.processes import TORCHRUN, Started, signal_all, wait_until
 
 STEPS, EVERY = 160, 20
-MARK = "LLM_TRAIN_BENCH_CHAIN"
 FLAGS = [*faults.FLAGS, *f"--n-steps {STEPS} --save-every {EVERY} --bsz 2".split()]
 
 
@@ -41,90 +40,79 @@ KINDS = ("script", "torchrun", "nodes", "srun", "itself")
 
 def commands(
     kind: str, script: str, argv: list[str], restarts: int
-) -> list[tuple[list[str], dict]]:
+) -> list[tuple[list[str], dict[str, str]]]:
     """What a user types to start a run, with its environment: once, or on each node, or for each task.
 
     The script by itself, torchrun, docker/torchrun_node.sh on two nodes (as in Kubernetes and in SLURM's
     branch with docker), srun's tasks, which nothing starts again but a new job, or one process.
     """
-    python, again = [sys.executable], ["--max-restarts", str(restarts)]
+    command, again = [sys.executable, script, *argv], ["--max-restarts", str(restarts)]
     if kind == "script":
-        return [([*python, script, *argv, "--nproc", "2", *again], {})]
+        return [([*command, "--nproc", "2", *again], {})]
     if kind == "torchrun":
         return [([*TORCHRUN, "2", *again, script, *argv], {})]
+    if kind == "itself":
+        return [(command, {})]
+    port = str(free_port())
     if kind == "nodes":
-        shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": str(free_port()), "GPUS": "1",
-                  "JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts),
-                  "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+        shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1"}
+        shared |= {"JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts)}
+        shared["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = ["bash", "docker/torchrun_node.sh", script, *argv]
         return [(command, shared | {"NODE": str(node)}) for node in (0, 1)]
-    if kind == "srun":
-        shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1"}
-        shared["MASTER_PORT"] = str(free_port())
-        tasks = ({"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in (0, 1))
-        return [([*python, script, *argv], shared | task) for task in tasks]
-    return [([*python, script, *argv], {})]
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    tasks = ({"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in (0, 1))
+    return [(command, shared | task) for task in tasks]
 
 
-@dataclasses.dataclass
 class Job:
-    """The processes of one command, or of one a node or task."""
+    """The processes of one command, or of one per node or task; what they print goes to a file."""
 
-    kind: str
-    launchers: list[subprocess.Popen]
-    mark: str
+    def __init__(
+        self,
+        kind: str,
+        argv: list[str],
+        log: Path,
+        restarts: int = 0,
+        script: str = "train_ddp.py",
+        env: dict[str, str] | None = None,
+    ):
+        self.kind, self.launchers = kind, []
+        for command, more in commands(kind, script, argv, restarts):
+            with log.open("a") as out:
+                launcher = Started(command, more | (env or {}), stdout=out, stderr=out)
+                self.launchers.append(launcher)
 
-    def members(self) -> dict[int, dict[str, str]]:
-        """Living processes of this job, with their environments."""
-        return processes_with(f"{MARK}={self.mark}")
+    def members(self) -> list[int]:
+        """Living processes of this job."""
+        return [pid for launcher in self.launchers for pid in launcher.members()]
 
     def ranks(self) -> dict[int, int]:
-        """Rank to process."""
-        name = "SLURM_PROCID" if self.kind == "srun" else "RANK"
-        return {int(env[name]): pid for pid, env in self.members().items() if name in env}
+        """Rank to process id."""
+        name, ranks = "SLURM_PROCID" if self.kind == "srun" else "RANK", {}
+        for launcher in self.launchers:
+            ranks |= launcher.ranks(name)
+        return ranks
+
+    def signal_launchers(self, number: int) -> None:
+        signal_all([p.pid for p in self.launchers if p.poll() is None], number)
 
     def finish(self, timeout: float = 240.0) -> list[int]:
         """Exit codes, when all have ended; as srun does, all are told to end when one ends badly."""
-        deadline, told = time.monotonic() + timeout, False
+        deadline, ending = time.monotonic() + timeout, False
         while any(p.poll() is None for p in self.launchers):
-            if len(self.launchers) > 1 and not told and any(p.poll() for p in self.launchers):
-                told, deadline = True, time.monotonic() + 30
-                signal_all([p.pid for p in self.launchers if p.poll() is None], signal.SIGTERM)
+            if len(self.launchers) > 1 and not ending and any(p.poll() for p in self.launchers):
+                ending, deadline = True, time.monotonic() + 30
+                self.signal_launchers(signal.SIGTERM)
             if time.monotonic() > deadline:
-                signal_all(list(self.members()), signal.SIGKILL)
+                self.kill()
             time.sleep(0.02)
-        while self.members() and time.monotonic() < deadline:  # ranks of a killed launcher
-            time.sleep(0.05)
-        signal_all(list(self.members()), signal.SIGKILL)
-        for p in self.launchers:
-            p.communicate()
-        return [p.returncode for p in self.launchers]
+        wait_until(lambda: not self.members(), deadline - time.monotonic())  # of a killed launcher
+        self.kill()
+        return [p.wait() for p in self.launchers]
 
-
-def signal_all(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def start(
-    kind: str,
-    argv: list[str],
-    restarts: int = 0,
-    log: Path | None = None,
-    script: str = "train_ddp.py",
-    more: dict[str, str] | None = None,
-) -> Job:
-    """Start a job, with more variables; what it prints goes to a file."""
-    mark = f"{random.random()}"
-    own, launchers = os.environ | {"OMP_NUM_THREADS": "1", MARK: mark}, []
-    for command, env in commands(kind, script, argv, restarts):
-        with (log or Path(os.devnull)).open("a") as out:
-            launchers.append(
-                subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out,
-                                 env=own | env | (more or {}))
-            )  # fmt: skip
-    return Job(kind, launchers, mark)
+    def kill(self) -> None:
+        signal_all(self.members(), signal.SIGKILL)
 
 
 class Watch(threading.Thread):
@@ -132,25 +120,22 @@ class Watch(threading.Thread):
 
     def __init__(self, out: Path, name: str, save_dir: str | None, given: Path | None):
         super().__init__(daemon=True)
-        self.out, self.name_of_run, self.save_dir = out, name, save_dir
-        self.given, self.wrong, self.over = given, [], threading.Event()
-        self.seen: dict[str, int] = {}
-
-    def committed(self) -> int:
-        """The newest committed step, or where the run was told to start; 0 for none."""
-        found = candidates(places(self.out, self.name_of_run, self.save_dir))
-        return step_of(found[0]) if found else step_of(self.given) if self.given else 0
+        self.where, self.given, self.over = (out, name, save_dir), given, threading.Event()
+        self.starts: dict[str, int] = {}
+        self.wrong: list[str] = []
 
     def run(self) -> None:
         while not self.over.wait(0.005):
-            for run in attempts(self.out, self.name_of_run):
-                if run.name in self.seen or not (run / "result.json").exists():
+            for run in attempts(*self.where[:2]):
+                if run.name in self.starts or not (run / "result.json").exists():
                     continue
-                newest_step = self.committed()  # it takes longer to save its own first
+                saved = candidates(places(*self.where))  # it takes longer to save its own first
+                newest_step = (
+                    step_of(saved[0]) if saved else step_of(self.given) if self.given else 0
+                )
                 with contextlib.suppress(ValueError, OSError):
                     r = read_result(run / "result.json")
-                    first = r.resumed_from.step if r.resumed_from else 0
-                    self.seen[run.name] = first
+                    self.starts[run.name] = first = r.resumed_from.step if r.resumed_from else 0
                     if first != newest_step:
                         self.wrong.append(f"{run.name} starts at {first}, not {newest_step}")
 
@@ -167,45 +152,52 @@ MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
 WHO = ("one rank", "all ranks", "launcher", "everything")
 
 
-def kill_once(job: Job, out: Path, name: str, save_dir: str | None, draw: random.Random,
-              running: int, who: str, moment: str) -> bool:  # fmt: skip
+def kill_once(
+    job: Job,
+    out: Path,
+    name: str,
+    save_dir: str | None,
+    draw: random.Random,
+    running: int,
+    who: str,
+    moment: str,
+) -> bool:
     """Kill some of a job's processes at some moment of its next attempt; whether it came to that."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and all(p.poll() is None for p in job.launchers):
-        runs = attempts(out, name)
-        run = runs[-1] if len(runs) > running else out / "none"
-        own = Path(save_dir) / name if save_dir else out / name / "checkpoints"
-        if MOMENTS[moment](run, own if len(runs) > running else out / "none", draw):
+        runs, run, place = attempts(out, name), out / "none", out / "none"
+        if len(runs) > running:
+            run = runs[-1]
+            place = Path(save_dir) / name if save_dir else out / name / "checkpoints"
+        if MOMENTS[moment](run, place, draw):
             ranks = list(job.ranks().values())
-            if not ranks and who in ("one rank", "all ranks"):
-                continue
-            victims = {
-                "one rank": [draw.choice(ranks)] if ranks else [], "all ranks": ranks,
-                "launcher": [draw.choice(job.launchers).pid], "everything": list(job.members()),
-            }[who]  # fmt: skip
-            signal_all(victims, signal.SIGKILL)
-            return True
+            launchers = [launcher.pid for launcher in job.launchers]
+            processes = {"launcher": launchers, "everything": job.members()}.get(who, ranks)
+            if processes:
+                one = who in ("one rank", "launcher")
+                signal_all([draw.choice(processes)] if one else processes, signal.SIGKILL)
+                return True
         time.sleep(0.003)
     return False
 
 
 def check_causes(out: Path, name: str, kind: str) -> None:
-    """Every attempt's result says what ended it: nobody is said to live, nobody is blamed wrongly."""
-    *before, end = [read_result(run / "result.json") for run in attempts(out, name)
-                    if (run / "result.json").exists()]  # fmt: skip
+    """Every attempt's result says what ended it; no wrong process is named."""
+    paths = [run / "result.json" for run in attempts(out, name)]
+    *before, end = [read_result(path) for path in paths if path.exists()]
     assert end.status == "ok", (end.status, end.error)
-    ours = kind in ("script", "nodes")
     for r in before:
-        assert r.status != "running", r.run_name
-        told = r.error or ""
-        if r.status == "failed" and ours:
-            assert "killed by SIGKILL" in told, (kind, r.run_name, told)
-        elif r.status == "interrupted" and ours:
-            ended = kind == "nodes" and "SIGTERM" in told  # as the other node's launcher was killed
-            assert ended or "the end of its launcher" in told, (kind, r.run_name, told)
-        done = r.status == "ok"  # and killed after that
-        ways = ("failed", "killed", "interrupted", "preempted")
-        assert done or r.status in ways, (r.status, told)
+        error = r.error or ""
+        if r.status == "failed" and kind in ("script", "nodes"):
+            assert "killed by SIGKILL" in error, (kind, r.run_name, error)
+        elif r.status == "interrupted" and kind in ("script", "nodes"):
+            ended = (
+                kind == "nodes" and "SIGTERM" in error
+            )  # as the other node's launcher was killed
+            assert ended or "the end of its launcher" in error, (kind, r.run_name, error)
+        # One that is "ok" was killed after its end.
+        ways = ("ok", "failed", "killed", "interrupted", "preempted")
+        assert r.status in ways, (r.run_name, r.status, error)
 
 
 @dataclasses.dataclass
@@ -242,16 +234,15 @@ def chain(
     argv += ["--resume", str(given)] if given else ["--resume", "auto"] if script.auto else []
     watch = Watch(out, name, save_dir, given)
     watch.start()
-    restarts = len(script.kills) if script.inner else 0
+    job = Job(kind, argv, log, len(script.kills) if script.inner else 0)
     try:
-        job = start(kind, argv, restarts, log)
         for who, moment in script.kills:
-            running = len(attempts(out, name))
-            hit = kill_once(job, out, name, save_dir, draw, running if kills else 0, who, moment)
+            running = len(attempts(out, name)) if kills else 0
+            hit = kill_once(job, out, name, save_dir, draw, running, who, moment)
             kills += hit
             if not script.inner:
                 job.finish()
-                job = start(kind, argv, 0, log)
+                job = Job(kind, argv, log)
             elif hit:
                 time.sleep(0.5)
             if not hit:
@@ -259,30 +250,28 @@ def chain(
         codes = job.finish()
         assert codes == [0] * len(codes), (kind, argv, codes, log.read_text()[-3000:])
         time.sleep(0.05)
-        said = (kind, argv, watch.seen)
-        assert not watch.wrong, (watch.wrong, *said)
-        found = places(out, name, save_dir)
-        assert len(found) == 1, (found, *said, log.read_text()[-3000:])
-        (place,) = found
-        found = newest([place])
-        assert verify(found).step == STEPS + 2, (found, *said)
+        case = (kind, argv, watch.starts, log.read_text()[-3000:])
+        assert not watch.wrong, (watch.wrong, *case)
+        used = places(out, name, save_dir)
+        assert len(used) == 1 and used[0].exists(), (used, *case)
+        (place,) = used
+        assert step_of(faults.last_of([place])) == STEPS + 2, case
         faults.assert_equal(
-            faults.whole_state(found), faults.whole_state(newest([reference / "checkpoints"]))
+            faults.last_state([place]), faults.last_state([reference / "checkpoints"])
         )
-        assert len(list(place.glob("step-*"))) <= 2 and not list(place.glob(".*")), list(
-            place.iterdir()
-        )
-        assert not list(place.glob("damaged*")), list(place.iterdir())
+        names = [path.name for path in place.iterdir()]
+        assert sum(name.startswith("step-") for name in names) <= 2, names
+        assert not any(name.startswith((".", "damaged")) for name in names), names
         records = read_records([str(out)], print, LogFacts())
-        assert len(records) == 1, ([(r.label, r.lineage, r.first_step) for r in records], *said)
-        (record,) = records
+        assert len(records) == 1, ([(r.label, r.lineage, r.first_step) for r in records], *case)
         expected = sorted(faults.losses_of(reference.parent, "reference"))
         expected = [x for x in expected if x[0] >= (step_of(given) if given else 0)]
-        assert record.losses == expected, (*said, set(record.losses) ^ set(expected))
+        losses = records[0].losses
+        assert losses == expected, (*case, {*losses} ^ {*expected})
         check_causes(out, name, kind)
     finally:
         watch.over.set()
-        signal_all(list(job.members()), signal.SIGKILL)
+        job.kill()
         job.finish()
     shutil.rmtree(out)
     return kills
@@ -291,7 +280,7 @@ def chain(
 def make_reference(top: Path) -> Path:
     """The run that nobody disturbs, with all of its checkpoints."""
     argv = arguments(top, "reference", "--save-keep", "1000")
-    assert faults.fork_ranks("train_ddp.py", 2, argv, None, random.Random())
+    assert faults.fork(argv, "train_ddp.py", 2)
     return top / "reference"
 
 
@@ -303,8 +292,7 @@ def chains(count: int = 100) -> str:
         for number in range(count):
             kind = KINDS[number % 4]
             begin = time.monotonic()
-            script = draw_script(kind, draw)
-            done = chain(number, reference, kind, draw, Path(top), script)
+            done = chain(number, reference, kind, draw, Path(top), draw_script(kind, draw))
             kills += done
             took = time.monotonic() - begin
             print(f"  chain {number}: {kind}, {done} kills, {took:.0f} s", flush=True)
@@ -313,16 +301,20 @@ def chains(count: int = 100) -> str:
 
 SLOW = """import os, sys, time
 sys.path.insert(0, {root!r})
-import llm_train_bench.base.start
-llm_train_bench.base.start._TOP = __import__("pathlib").Path(__file__).resolve().parent
-llm_train_bench.base.start._begin()
+import llm_train_bench.base.start as start
+start._TOP = __import__("pathlib").Path(__file__).resolve().parent
+start._begin()
+from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable
-real = durable.Files.write
-def write(self, path, parts):
+write, rate = durable.Files.write, loop.learning_rate
+def write_slowly(self, path, parts):
     if path.name != "manifest.json":
-        time.sleep(float(os.environ.get("SLOW_S", "0")))
-    return real(self, path, parts)
-durable.Files.write = write
+        time.sleep(float(os.environ["SLOW_S"]))
+    return write(self, path, parts)
+def rate_of_late_rank(*args):
+    time.sleep(0.004 * (os.environ.get("RANK") == "1"))
+    return rate(*args)
+durable.Files.write, loop.learning_rate = write_slowly, rate_of_late_rank
 import {name}
 from llm_train_bench.run.launch import launch, launch_ranks
 if __name__ == "__main__":
@@ -332,18 +324,16 @@ if __name__ == "__main__":
 
 
 def slow_script(top: Path, name: str = "train_ddp") -> str:
-    """A script of ours on a disk that takes SLOW_S seconds for a file."""
+    """A script of ours on a disk that takes SLOW_S seconds for a file; rank 1 is late in each step."""
     (top / "slow").mkdir(exist_ok=True)
     (top / "slow" / f"{name}.py").write_text(SLOW.format(root=str(ROOT), name=name))
     return str(top / "slow" / f"{name}.py")
 
 
-def wait_for(condition: Callable[[], object], job: Job, log: Path, timeout: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()[-2000:]
-        assert any(p.poll() is None for p in job.launchers), log.read_text()[-2000:]
-        time.sleep(0.005)
+def wait_for(condition: Callable[[], object], job: Job, log: Path) -> None:
+    ended = lambda: all(p.poll() is not None for p in job.launchers)  # noqa: E731
+    assert wait_until(lambda: condition() or ended(), 120), log.read_text()[-2000:]
+    assert not ended(), log.read_text()[-2000:]
 
 
 @contextlib.contextmanager
@@ -353,12 +343,12 @@ def running(kind: str, top: Path, *flags: str, slow: str = "", **env: str):
     script = "train" if kind == "itself" else "train_ddp"
     argv = arguments(out, "r", *flags)
     path = slow_script(top, script) if slow else f"{script}.py"
-    job = start(kind, argv, 0, log := out.with_suffix(".log"), path, {"SLOW_S": slow} | env)
+    job = Job(kind, argv, log := out.with_suffix(".log"), script=path, env={"SLOW_S": slow} | env)
     try:
         wait_for((out / "r/steps.jsonl").exists, job, log)
         yield job, out, log, argv
     finally:
-        signal_all(list(job.members()), signal.SIGKILL)
+        job.kill()
 
 
 ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
@@ -375,15 +365,16 @@ def check_saved_on_request(
     with running(kind, top, *ENDLESS, slow="4", **patience) as (job, out, log, _):
         if not early:
             wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
-        ranks = job.ranks()
-        victims = {"launchers": [p.pid for p in job.launchers], "one": [job.launchers[0].pid],
-                   "rank": [ranks.get(1)]}[who]  # fmt: skip
-        signal_all(victims, number)
+        if who == "launchers":
+            job.signal_launchers(number)
+        else:
+            signal_all([job.launchers[0].pid if who == "one" else job.ranks()[1]], number)
         codes = job.finish(90)
     assert set(codes) == {75}, (kind, who, codes, log.read_text()[-2000:])
-    r, found = read_result(out / "r/result.json"), newest([out / "r/checkpoints"])
-    said = f"saved at step {step_of(found)} and stopped by {signal.Signals(number).name}"
-    assert r.status == "preempted" and r.error == said, r.error
+    r, checkpoint = read_result(out / "r/result.json"), faults.last_of([out / "r/checkpoints"])
+    name = signal.Signals(number).name
+    assert r.status == "preempted", r.error
+    assert r.error == f"saved at step {step_of(checkpoint)} and stopped by {name}"
     assert "Traceback" not in log.read_text() and len(committed(out / "r/checkpoints")) == 1
 
 
@@ -391,10 +382,10 @@ def check_second_signal(kind: str, top: Path) -> None:
     """It ends the run at once, a second after the first, while a disk stands still."""
     with running(kind, top, *ENDLESS, slow="50") as (job, out, log, _):
         wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
-        signal_all([p.pid for p in job.launchers], signal.SIGTERM)
+        job.signal_launchers(signal.SIGTERM)
         wait_for(lambda: list((out / "r/checkpoints").glob(".step*")), job, log)
         time.sleep(0.5)
-        signal_all([p.pid for p in job.launchers], signal.SIGTERM)
+        job.signal_launchers(signal.SIGTERM)
         begin = time.monotonic()
         codes = job.finish(60)
         took = time.monotonic() - begin
@@ -409,8 +400,7 @@ def check_second_run(top: Path) -> None:
     with running("script", top, "--n-steps", "2000", "--resume", "auto") as (job, out, log, argv):
         wait_for(lambda: list((out / "r/checkpoints").glob("step-*")), job, log)
         for kind in ("script", "srun"):
-            other = start(kind, argv, 0, top / "other.log")
-            assert 2 in other.finish(90)
+            assert 2 in Job(kind, argv, top / "other.log").finish(90)
         assert "another run saves there: process" in (top / "other.log").read_text()
         assert [p.name for p in out.iterdir()] == ["r"]
         signal_all([job.launchers[0].pid], signal.SIGTERM)
@@ -423,10 +413,10 @@ def check_slow_save(top: Path) -> None:
     argv = arguments(out, "r", "--resume", "auto")
     for slow, steps in (("4", None), ("0", STEPS + 2)):
         flags = ["--save-timeout", "1"]
-        job = start("script", [*argv, *flags], 0, log, slow_script(top), {"SLOW_S": slow})
+        job = Job("script", [*argv, *flags], log, script=slow_script(top), env={"SLOW_S": slow})
         assert job.finish() == [0], log.read_text()[-2000:]
-        found = newest([out / "r/checkpoints"])
-        assert (found and step_of(found)) == steps, (slow, found)
+        checkpoint = newest([out / "r/checkpoints"])
+        assert (checkpoint and step_of(checkpoint)) == steps, (slow, checkpoint)
     r = read_result(out / "r/result.json")
     assert any("given up after 1 s; no more saves are made" in note for note in r.notes), r.notes
 
@@ -435,14 +425,14 @@ def check_stopwatch(top: Path) -> str:
     """The parts of a killed and resumed run's time, against a stopwatch of the test's own."""
     out, log, begin = top / "watch", top / "watch.log", time.time()
     argv = arguments(out, "r", "--resume", "auto", "--n-steps", "500")
-    job = start("script", argv, 0, log)
+    job = Job("script", argv, log)
     wait_for(lambda: len(list((out / "r/checkpoints").glob("step-*"))) == 2, job, log)
-    signal_all(list(job.members()), signal.SIGKILL)
+    job.kill()
     job.finish()
     killed = time.time()
     time.sleep(3.0)
     waited = time.time() - killed
-    assert start("script", argv, 0, log).finish() == [0], log.read_text()[-2000:]
+    assert Job("script", argv, log).finish() == [0], log.read_text()[-2000:]
     took = time.time() - begin
     m = read_result(out / "r-restart1/result.json").metrics
     whole = sum(m.time_parts_s.values())
@@ -456,13 +446,13 @@ def requests(count: int = 0) -> str:
     """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
     n = 0
     with tempfile.TemporaryDirectory(prefix="requests-") as top:
-        for kind, who, number in (
-            ("script", "launchers", signal.SIGTERM), ("nodes", "launchers", signal.SIGTERM),
-            ("nodes", "one", signal.SIGTERM), ("srun", "launchers", signal.SIGTERM),
-            ("script", "rank", signal.SIGUSR1), ("nodes", "rank", signal.SIGINT),
-            ("script", "launchers", signal.SIGUSR1), ("srun", "launchers", signal.SIGUSR1),
-            ("itself", "launchers", signal.SIGUSR1),
+        for case in (
+            "script launchers TERM", "nodes launchers TERM", "nodes one TERM", "srun launchers TERM",
+            "script rank USR1", "nodes rank INT", "script launchers USR1", "srun launchers USR1",
+            "itself launchers USR1",
         ):  # fmt: skip
+            kind, who, name = case.split()
+            number = signal.Signals[f"SIG{name}"]
             check_saved_on_request(kind, Path(top), who, number, early=who == "launchers" and n > 4)
             print(f"  {kind}, {who}, {number.name}", flush=True)
             n += 1

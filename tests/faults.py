@@ -49,7 +49,7 @@ CONFIG, PLAIN = (ROOT / f"tests/configs/{name}.json" for name in ("micro", "micr
 SHAPE = json.loads(CONFIG.read_text())
 FLAGS = "--seq-len 8 --bsz 4 --device cpu --amp off --no-tensorboard --no-observe".split()
 FLAGS += "--warmup-steps 2 --lr-warmup-steps 4 --lr 1e-2".split()
-STEPS, EVERY = 40, 5
+STEPS, EVERY = 20, 5
 
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
