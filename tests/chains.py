@@ -44,7 +44,8 @@ def commands(
     """What a user types to start a run, with its environment: once, or on each node, or for each task.
 
     The script by itself, torchrun, docker/torchrun_node.sh on two nodes (as in Kubernetes and in SLURM's
-    branch with docker), srun's tasks, which nothing starts again but a new job, or one process.
+    branch with docker), its agents without the shell, srun's tasks, which nothing starts again but a
+    new job, or one process.
     """
     command, again = [sys.executable, script, *argv], ["--max-restarts", str(restarts)]
     if kind == "script":
@@ -54,6 +55,13 @@ def commands(
     if kind == "itself":
         return [(command, {})]
     port = str(free_port())
+    if kind == "agents":
+        options = f"--nnodes 2 --nproc-per-node 1 --max-restarts {restarts} --rdzv-backend c10d"
+        options += (
+            f" --rdzv-id {random.random()} --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf is_host="
+        )
+        agent = [sys.executable, "-m", "llm_train_bench.run.agent"]
+        return [([*agent, *f"{options}{int(i == 0)}".split(), script, *argv], {}) for i in (0, 1)]
     if kind == "nodes":
         shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1"}
         shared |= {"JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts)}
@@ -186,14 +194,14 @@ def check_causes(out: Path, name: str, kind: str) -> None:
     paths = [run / "result.json" for run in attempts(out, name)]
     *before, end = [read_result(path) for path in paths if path.exists()]
     assert end.status == "ok", (end.status, end.error)
+    ours = ("script", "nodes", "agents")
     for r in before:
         error = r.error or ""
-        if r.status == "failed" and kind in ("script", "nodes"):
+        if r.status == "failed" and kind in ours:
             assert "killed by SIGKILL" in error, (kind, r.run_name, error)
-        elif r.status == "interrupted" and kind in ("script", "nodes"):
-            ended = (
-                kind == "nodes" and "SIGTERM" in error
-            )  # as the other node's launcher was killed
+        elif r.status == "interrupted" and kind in ours:
+            # SIGTERM: the other node's launcher was killed.
+            ended = kind != "script" and "SIGTERM" in error
             assert ended or "the end of its launcher" in error, (kind, r.run_name, error)
         # One that is "ok" was killed after its end.
         ways = ("ok", "failed", "killed", "interrupted", "preempted")

@@ -20,7 +20,7 @@ def reference(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("kind", "second", "given", "save_dir"),
-    [("script", "all ranks", True, False), ("nodes", "one rank", False, True)],
+    [("script", "all ranks", True, False), ("agents", "one rank", False, True)],
 )
 def test_a_chain_ends_as_the_run_that_nobody_disturbed(
     kind, second, given, save_dir, reference, tmp_path
@@ -32,7 +32,7 @@ def test_a_chain_ends_as_the_run_that_nobody_disturbed(
 
 @pytest.mark.parametrize(
     ("kind", "who", "number"),
-    [("itself", "launchers", signal.SIGUSR1), ("nodes", "one", signal.SIGTERM)],
+    [("itself", "launchers", signal.SIGUSR1), ("agents", "one", signal.SIGTERM)],
 )
 def test_a_run_is_saved_on_request_however_slow_the_disk(kind, who, number, tmp_path):
     """One of two nodes is told to end, and both do."""

@@ -549,8 +549,8 @@ def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_host
 
 @pytest.mark.parametrize("rank", [1, 0])
 def test_a_lost_node_ends_the_job_within_the_timeout(rank, start, tmp_path):
-    port, flags = free_port(), [*FOREVER, "--dist-timeout", "10"]
-    agents = [start("train_ddp.py", tmp_path, *flags, prefix=torchrun(n, port)) for n in (0, 1)]
+    port = free_port()
+    agents = [start("train_ddp.py", tmp_path, *FOREVER, prefix=torchrun(n, port)) for n in (0, 1)]
     check_lost_node(agents, tmp_path, Started.kill_all, rank)
 
 
