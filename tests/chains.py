@@ -21,7 +21,7 @@ from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run.checkpoint.lineage import attempts, places
-from llm_train_bench.run.checkpoint.manifest import candidates, committed, newest, step_of
+from llm_train_bench.run.checkpoint.manifest import candidates, committed, step_of
 from tests import faults
 from tests.helpers import ROOT, free_port
 from tests.processes import TORCHRUN, Started, signal_all, wait_until
@@ -415,41 +415,6 @@ def check_second_run(top: Path) -> None:
         assert job.finish() == [75], log.read_text()
 
 
-def check_slow_save(top: Path) -> None:
-    """A save slower than its timeout is given up, and the run ends well; the next attempt saves."""
-    out, log = top / "slow-save", top / "slow-save.log"
-    argv = arguments(out, "r", "--resume", "auto")
-    for slow, steps in (("4", None), ("0", STEPS + 2)):
-        flags = ["--save-timeout", "1"]
-        job = Job("script", [*argv, *flags], log, script=slow_script(top), env={"SLOW_S": slow})
-        assert job.finish() == [0], log.read_text()[-2000:]
-        checkpoint = newest([out / "r/checkpoints"])
-        assert (checkpoint and step_of(checkpoint)) == steps, (slow, checkpoint)
-    r = read_result(out / "r/result.json")
-    assert any("given up after 1 s; no more saves are made" in note for note in r.notes), r.notes
-
-
-def check_stopwatch(top: Path) -> str:
-    """The parts of a killed and resumed run's time, against a stopwatch of the test's own."""
-    out, log, begin = top / "watch", top / "watch.log", time.time()
-    argv = arguments(out, "r", "--resume", "auto", "--n-steps", "500")
-    job = Job("script", argv, log)
-    wait_for(lambda: len(list((out / "r/checkpoints").glob("step-*"))) == 2, job, log)
-    job.kill()
-    job.finish()
-    killed = time.time()
-    time.sleep(3.0)
-    waited = time.time() - killed
-    assert Job("script", argv, log).finish() == [0], log.read_text()[-2000:]
-    took = time.time() - begin
-    m = read_result(out / "r-restart1/result.json").metrics
-    whole = sum(m.time_parts_s.values())
-    # The launcher ends after the result is written.
-    assert 0 <= took - whole < 5 and waited <= m.time_parts_s["waiting"] < waited + 3, (took, m)
-    parts = ", ".join(f"{name} {s:.1f}" for name, s in m.time_parts_s.items())
-    return f"{whole:.1f} s of {took:.1f} by a stopwatch, goodput {m.goodput:.1%}: {parts}"
-
-
 def requests(count: int = 0) -> str:
     """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
     n = 0
@@ -469,6 +434,4 @@ def requests(count: int = 0) -> str:
             print(f"  {kind}, twice", flush=True)
             n += 1
         check_second_run(Path(top))
-        check_slow_save(Path(top))
-        print(f"  {check_stopwatch(Path(top))}", flush=True)
-    return f"{n} requests, a second run, a slow save, a stopwatch"
+    return f"{n} requests, a second run"

@@ -1,4 +1,4 @@
-"""The campaign against checkpoints: crashes at every call, kills, damage, full disks, and mutants.
+"""The campaign against checkpoints: crashes at every call, kills, damage and failing disks.
 
     make faults                    all parts, at most 90 minutes
     make faults PART=kills COUNT=50
@@ -17,8 +17,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import types
@@ -294,33 +292,31 @@ def errors(count: int = 0) -> str:
 
 def damage(count: int = 10_000) -> str:
     """Flips, truncations, swaps and losses of a committed checkpoint: the one before is taken."""
-    draw, kinds = random.Random(1), {"flip": 0, "cut": 0, "gone": 0, "swap": 0}
+    draw, kinds = random.Random(1), dict.fromkeys(("flip", "cut", "gone", "swap"), 0)
     with tempfile.TemporaryDirectory() as top:
-        base = Path(top)
+        base, place = Path(top), Path(top) / "checkpoints"
         run = OneRun(base, Files())
         for step in (5, 10):
             run.save(step)
-        before, last = committed(base / "checkpoints")
-        names = sorted(p.name for p in last.iterdir())
-        contents = {name: (last / name).read_bytes() for name in names}
+        before, last = committed(place)
+        contents = {path: path.read_bytes() for path in sorted(last.iterdir())}
         for _ in range(count):
-            kind, name = draw.choice(list(kinds)), draw.choice(names)
-            content = contents[name]
-            if kind == "flip":
-                i, bit = draw.randrange(len(content)), 1 << draw.randrange(8)
-                changed = content[:i] + bytes([content[i] ^ bit]) + content[i + 1 :]
-                (last / name).write_bytes(changed)
-            elif kind == "cut":
-                (last / name).write_bytes(content[: draw.randrange(len(content))])
-            elif kind == "gone":
-                (last / name).unlink()
-            else:
-                (last / name).write_bytes((before / name).read_bytes())
+            kind, path = draw.choice(list(kinds)), draw.choice(list(contents))
+            content, at = contents[path], draw.randrange(len(contents[path]))
+            flipped = bytes([content[at] ^ 1 << draw.randrange(8)])
             # A manifest that was swapped for the one before names other checksums.
-            assert newest([base / "checkpoints"]) == before, (kind, name)
-            (last / name).write_bytes(content)
+            path.write_bytes(
+                {
+                    "flip": content[:at] + flipped + content[at + 1 :],
+                    "swap": (before / path.name).read_bytes(),
+                }.get(kind, content[:at])
+            )
+            if kind == "gone":
+                path.unlink()
+            assert newest([place]) == before, (kind, path.name)
+            path.write_bytes(content)
             kinds[kind] += 1
-        assert newest([base / "checkpoints"]) == last
+        assert newest([place]) == last
     return ", ".join(f"{n} {kind}s" for kind, n in kinds.items())
 
 
@@ -508,103 +504,6 @@ def pieces(count: int = 0) -> str:
     return f"{len(cases)} runs in two pieces"
 
 
-# Mutants of the program, by file: what stands there, what instead, and the tests one of which must
-# then fail.
-RUN = "llm_train_bench/run"
-SOURCE_MUTANTS = {
-    f"{RUN}/checkpoint/durable.py": [
-        ("shutil.rmtree(directory)", "...", "campaign and errors"),
-        ("self.synchronize(f.fileno())", "...", "synchronised_first"),
-        ("os.fsync(descriptor)\n\n", "...\n\n", "synchronised_first"),
-        ("os.fsync(descriptor)\n        finally", "...\n        finally", "synchronised_first"),
-        ("files.synchronize_names(part)", "...", "synchronised_first"),
-        ("files.synchronize_names(final.parent)", "...", "synchronised_first"),
-    ],
-    f"{RUN}/checkpoint/manifest.py": [
-        ('raise ValueError(f"{name} is not what', 'print(f"{name}', "small and damage"),
-        ("for path in newest_first[keep:]", "for path in newest_first", "campaign and states"),
-        ("verify(newest_first[0])", "...", "other_bytes"),
-        ("key=step_of, reverse=True", "key=step_of", "other_bytes or damaged_checkpoint"),
-        ("if (stored.bytes, stored.crc32) !=", "if False and () !=", "token_file"),
-        ("(stored.bytes, stored.mtime_ns) !=", "(stored.bytes, stat.st_mtime_ns) !=", "token_file"),
-    ],
-    f"{RUN}/checkpoint/lineage.py": [
-        ("if locked is not False and (", "if True or (", "two_runs"),
-        ("or not self._renewed())", "or True)", "another_host"),
-        ("if committed(attempt.place):", "if False:", "another_run_are_not_touched"),
-        ("if step_of(path) > start:", "if False:", "damaged_checkpoint"),
-        ("shutil.rmtree(path)", "...", "campaign and states"),
-        (
-            'saved_in = [p for p in map(Path, word["places"]) if',
-            "saved_in = [p for p in () if",
-            "chain",
-        ),
-        ("if last and last.name == name:", "if last:", "another_name"),
-        ("if link.is_symlink() and not link.exists():", "if False:", "cannot_be_read"),
-    ],
-    f"{RUN}/checkpoint/saver.py": [
-        ("        commit(part,", "        self.files.remove(part)\n        commit(part,", "states"),
-        ("set_random_state(directory, run.ranks.rank, run.device)", "...", "campaign and pieces"),
-        ("self.run.result.notes.append(text)", "...", "campaign and errors"),
-        ("if heard.again(number):", "if False:", "second_signal"),
-        ("torch.manual_seed(seed)", "...", "numbers_of_its_own"),
-        ("self.finish()\n        if self.given_up", "if self.given_up", "waits_for_the_one_before"),
-        (
-            "if not save.fate.acquire(blocking=False):\n            r",
-            "if 0:\n            r",
-            "never",
-        ),
-        ("if self.given_up:", "if False:", "never_committed"),
-        ("not all(lease.held() for lease in self.run.attempt.leases)", "False", "lost_its_place"),
-        ("self.files.synchronize(self.run.steps.fileno())", "...", "synchronised_first"),
-        ("{*self.run.attempt.places, self.directory}", "{self.directory}", "another_place"),
-    ],
-    f"{RUN}/signals.py": [
-        ("signal.SIGTERM, signal.SIGUSR1)", "signal.SIGTERM)", "on_request"),
-    ],
-    f"{RUN}/agent.py": [
-        ("config.shutdown_timeout = patience", "...", "on_request"),
-        ("codes.append(_report(", "codes.append(1 or _report(", "test_a_chain_ends"),
-    ],
-    "llm_train_bench/settings/plan.py": [
-        ("self.start_sample + (step - self.start) *", "step *", "another_batch"),
-    ],
-    "llm_train_bench/apply/precision.py": [
-        ('STATE = ("scale", "good_steps", "skipped")', "STATE = ()", "campaign and pieces"),
-    ],
-    "llm_train_bench/parallel/ranks.py": [
-        ("return os.environ.get(ROUND) or os", "return os", "test_a_chain_ends"),
-    ],
-    "llm_train_bench/measure/steps.py": [
-        ("saved=True)\n        self.drain()", "saved=True)", "synchronised_first"),
-    ],
-    "llm_train_bench/compare/find_results.py": [
-        ("for number in sorted(attempts)]", "for number in sorted(attempts)[::-1]]", "whole_chain"),
-    ],
-}
-
-
-def source_mutants(count: int = 100) -> str:
-    """The program with one change: one of the tests that are named for it must fail."""
-    mutants = [(file, *change) for file, changes in SOURCE_MUTANTS.items() for change in changes]
-    for number in range(int(os.environ.get("FIRST", 0)), min(count, len(mutants))):
-        name, old, new, tests = mutants[number]
-        with tempfile.TemporaryDirectory(prefix="mutant-") as top:
-            files = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-            for path in files.strip("\0").split("\0"):
-                (Path(top) / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, Path(top) / path, follow_symlinks=False)
-            path = Path(top) / name
-            assert path.read_text().count(old) == 1, (name, old)
-            path.write_text(path.read_text().replace(old, new))
-            argv = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-k", tests]
-            argv += ["tests/test_checkpoint.py", "tests/test_chains.py"]
-            done = subprocess.run([sys.executable, *argv], cwd=top, capture_output=True, text=True)
-            assert done.returncode == 1, f"the mutant lives: {name}: {old} ({done.stdout[-300:]})"
-            print(f"  {number}: {path.name}: {tests}", flush=True)
-    return f"{len(mutants)} mutants of the source, all caught"
-
-
 def main() -> None:
     """Run the parts that PART names, COUNT times each where it has a number."""
     from tests import chains
@@ -617,8 +516,7 @@ def main() -> None:
         print(f"{name}: {done}; {time.monotonic() - start:.0f} s", flush=True)
 
 
-ALL = (states, errors, damage, pieces, calls, kills, ranks, source_mutants)
-PARTS = {part.__name__: part for part in ALL}
+PARTS = {f.__name__: f for f in (states, errors, damage, pieces, calls, kills, ranks)}
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def run_suite() -> None:
 
 
 def changes(path: Path) -> list[Change]:
-    """Every change of one operator or constant of a file."""
+    """Every change of one operator or constant of a file, and every removal of a call."""
     encoded = path.read_bytes()
     starts = [0]
     for line in encoded.splitlines(keepends=True):
@@ -122,6 +122,9 @@ def changes(path: Path) -> list[Change]:
             new = value + 1 if isinstance(value, int) else 2 * value + (not value)
             new = not value if isinstance(value, bool) else new
             sites.append(Change(*span(node), encoded[slice(*span(node))].decode(), repr(new)))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            statement = encoded[slice(*span(node))].decode().splitlines()[0]
+            sites.append(Change(*span(node), statement, "..."))
         for left, right in pairwise(operands):
             sites += between(left, right)
     return sorted(set(sites))
@@ -164,6 +167,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600, help="of the tests of one change [s]")
+    parser.add_argument("--under", default="llm_train_ model/", help="beginnings of files' names")
+    parser.add_argument("--removals", action="store_true", help="also remove single calls")
     args = parser.parse_args()
     if subprocess.check_output(["git", "status", "--porcelain", "-uno"], cwd=ROOT):
         raise SystemExit("mutants: commit first; the changes are made in clones of the repository")
@@ -173,8 +178,10 @@ def main() -> int:
     data.read()
     seconds = json.loads(TIMES.read_text())
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
-    program = [n for n in tracked if n.endswith(".py") and n.startswith(("llm_train_", "model/"))]
-    sites = [(ROOT / name, change) for name in program for change in changes(ROOT / name)]
+    under = tuple(args.under.split())
+    program = [ROOT / n for n in tracked if n.endswith(".py") and n.startswith(under)]
+    sites = [(path, change) for path in program for change in changes(path)]
+    sites = [site for site in sites if args.removals or site[1].new != "..."]
     drawn = random.Random(args.seed).sample(sites, args.count)
 
     def judge(site: tuple[Path, Change]) -> bool:

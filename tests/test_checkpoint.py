@@ -168,6 +168,9 @@ def test_a_save_that_hangs_or_fails_does_not_fail_the_run(
     assert train(tmp_path, *NAMED, "--save-timeout", 0.2) == 0
     assert any(note in n for n in result(tmp_path)["notes"])
     assert not list((tmp_path / "r/checkpoints").glob("step*"))
+    monkeypatch.undo()
+    assert train(tmp_path, *AUTO) == 0  # the next attempt saves
+    assert steps_in(tmp_path / "r/checkpoints") == ["15", "20"]
 
 
 def fork_of(work) -> int:
