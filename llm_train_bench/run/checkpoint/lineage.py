@@ -15,7 +15,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
@@ -38,6 +38,7 @@ from llm_train_bench.run.checkpoint.manifest import (
     verify,
 )
 from llm_train_bench.run.provenance import default_name
+from llm_train_bench.settings.flags import SaveFlags
 from llm_train_bench.settings.plan import Plan
 
 RECORD, LOCK = "lineage.json", "lineage.lock"
@@ -210,8 +211,14 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
 
     UsageError where it cannot resume.
     """
-    leases: list[Lease] = []  # they stay with rank 0
-    attempt = on_main(ranks, lambda: _begin_attempt(plan, leases))
+    name = plan.output.run_name or default_name(plan.work.config.name, vars(plan.args))
+    top, leases = Path(plan.output.output_dir), []  # the leases stay with rank 0
+
+    def check(manifest: Manifest, where: Path) -> None:
+        flags = {} if plan.saving.resume_anyway else vars(plan.args)
+        check_same_training(manifest, where, plan.work, plan.schedule.total, flags, plan.data)
+
+    attempt = on_main(ranks, lambda: _begin_attempt(plan.saving, top, name, check, leases))
     attempt.leases = leases
     word = {
         "directory": str(attempt.directory.resolve()),
@@ -225,15 +232,18 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
     return plan, attempt
 
 
-def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
+def _begin_attempt(
+    saving: SaveFlags,
+    top: Path,
+    name: str,
+    check: Callable[[Manifest, Path], None],
+    leases: list[Lease],
+) -> Attempt:
     """The attempt that this run is; what it holds is added to `leases`.
 
-    Nothing else decides where a run starts. UsageError for a checkpoint that is missing, of another
-    training, or a living run's.
+    Nothing else decides where a run starts. Runs of that `name` lie in `top`. `check` refuses a
+    checkpoint of another training. UsageError for one that is missing or a living run's.
     """
-    saving, output = plan.saving, plan.output
-    top = Path(output.output_dir)
-    name = output.run_name or default_name(plan.work.config.name, vars(plan.args))
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     restarts = int(count) if count.isdecimal() else 0
     lineage, saved_in, notes = None, [], []
@@ -282,7 +292,7 @@ def _begin_attempt(plan: Plan, leases: list[Lease]) -> Attempt:
             notes.append(f"no checkpoint of {name}; starts from 0")
         if checkpoint := attempt.checkpoint:
             attempt.manifest = read_manifest(checkpoint)
-            check_same_training(attempt.manifest, checkpoint, plan)
+            check(attempt.manifest, checkpoint)
         if saving.save_every and saving.save_dir:
             attempt.place = (Path(saving.save_dir) / attempt.lineage.name).resolve()
             if attempt.place not in saved_in:

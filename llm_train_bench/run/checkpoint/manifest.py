@@ -16,13 +16,13 @@ from pydantic import ValidationError
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.strict import Strict, first_problem
+from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.model.stored import Part
 from llm_train_bench.results.result_files import storable
 from llm_train_bench.results.schema import Lineage
 from llm_train_bench.run.checkpoint.durable import Files, checksum, failure_of
 from llm_train_bench.settings.flags import LEARNT, DataFlags, flag_of, of_kind
-from llm_train_bench.settings.plan import Plan
 
 MANIFEST = "manifest.json"
 COMMITTED = re.compile(r"step-\d{8,}")
@@ -165,23 +165,29 @@ def find_given(given: Path, notes: list[str]) -> Path:
     raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
 
 
-def check_same_training(manifest: Manifest, where: Path, plan: Plan) -> None:
+def check_same_training(
+    manifest: Manifest,
+    where: Path,
+    work: Work,
+    n_steps: int,
+    flags: dict[str, Any],
+    files: DataFlags,
+) -> None:
     """UsageError, by name, for whatever would make the resumed run another training.
 
-    --resume-anyway leaves only the model and the number of steps to check.
+    `flags` are all of the run, or none if they may differ (--resume-anyway).
     """
-    work, n_steps = plan.work, plan.schedule.total
     if manifest.model_hash != work.config.hash:
         raise UsageError(f"--resume {where}: is of another model than {work.config.path}")
     if manifest.step > n_steps:
         raise UsageError(
             f"--resume {where}: is at step {manifest.step}, and this run ends at {n_steps}"
         )
-    if plan.saving.resume_anyway:
+    if not flags:
         return
     # Not --init-from: what a run started from before does not matter.
     names = (*sorted(of_kind(LEARNT) - {"init_from"}), *ALSO_EQUAL)
-    values = {name: getattr(plan.args, name) for name in names}
+    values = {name: flags[name] for name in names}
     values |= {"seq_len": work.batch.seq_len, "global_bsz": work.batch.global_batch}
     saved = manifest.args | {"seq_len": manifest.seq_len, "global_bsz": manifest.global_batch}
     for name, value in values.items():
@@ -190,7 +196,7 @@ def check_same_training(manifest: Manifest, where: Path, plan: Plan) -> None:
                 f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
                 "the same, or --resume-anyway"
             )
-    for name, file in describe_data(plan.data, manifest.data).items():
+    for name, file in describe_data(files, manifest.data).items():
         stored = manifest.data.get(name, file)
         if (stored.bytes, stored.crc32) != (file.bytes, file.crc32):
             raise UsageError(
