@@ -7,9 +7,9 @@ the peak of the backward [MiB]. They are timed in turn, round after round; minim
 CPU the memory is what autograd keeps, and there is no peak.
 """
 
+import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import rounds_parser, save, show
-from llm_train_bench.measure.device import pick_device, synchronize
+from benchmarks.common import rounds_parser, save, show, time_steps
+from llm_train_bench.measure.device import pick_device
 
 MIB = 2**20
 
@@ -53,28 +53,19 @@ def kept_bytes(function: Callable[..., Tensor], inputs: list[Tensor]) -> int:
 
 def measure(function: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, float]:
     """Seconds of one forward and one backward, and the memory of both where the device counts it."""
-    device, cuda = inputs[0].device, inputs[0].is_cuda
+    device, cuda, outputs, row = inputs[0].device, inputs[0].is_cuda, [], {}
     for tensor in inputs:
         tensor.grad = None
-    synchronize(device)
     before = torch.cuda.memory_allocated() if cuda else 0
-    begin = time.perf_counter()
-    out = function(*inputs)
-    synchronize(device)
-    middle = time.perf_counter()
-    found = {"forward_s": middle - begin}
+    row["forward_s"] = time_steps(lambda: outputs.append(function(*inputs)), 1, device)
     if cuda:
-        found["kept_mib"] = (torch.cuda.memory_allocated() - before) / MIB
+        row["kept_mib"] = (torch.cuda.memory_allocated() - before) / MIB
         torch.cuda.reset_peak_memory_stats()
-    gradient = torch.ones_like(out)
-    synchronize(device)
-    begin = time.perf_counter()
-    out.backward(gradient)
-    synchronize(device)
-    found["backward_s"] = time.perf_counter() - begin
+    gradient = torch.ones_like(outputs[0])
+    row["backward_s"] = time_steps(lambda: outputs[0].backward(gradient), 1, device)
     if cuda:
-        found["backward_peak_mib"] = (torch.cuda.max_memory_allocated() - before) / MIB
-    return found
+        row["backward_peak_mib"] = (torch.cuda.max_memory_allocated() - before) / MIB
+    return row
 
 
 def main() -> None:
@@ -90,20 +81,15 @@ def main() -> None:
     lengths = args.lengths or ([256, 1024, 4096, 8192, 16384] if cuda else [128, 256, 512, 1024])
     dtype = torch.bfloat16 if cuda else torch.float32
     ways = {"plain": plain, "plain, compiled": torch.compile(plain), "fused": fused}
+    options = {"device": device, "dtype": dtype, "requires_grad": True}
     rows = []
-    for size in args.head_sizes:
-        for length in lengths:
-            inputs = [
-                torch.randn(args.bsz, length, size, device=device, dtype=dtype, requires_grad=True)
-                for _ in range(3)
-            ]
-            rows += of_one_size(ways, inputs, args.rounds)
-    columns = {
-        "head_size": "D", "length": "T", "attention": "attention", "forward": "forward ms: min, median",
-        "backward": "backward ms", "kept_mib": "kept MiB", "backward_peak_mib": "backward's peak",
-    }  # fmt: skip
-    cells = [[cell(row, name) for name in columns] for row in rows]
-    show(columns.values(), cells, left=("attention",))
+    for size, length in itertools.product(args.head_sizes, lengths):
+        inputs = [torch.randn(args.bsz, length, size, **options) for _ in range(3)]
+        rows += of_one_size(ways, inputs, args.rounds)
+    columns = "D", "T", "attention", "forward ms: min, median", "backward ms", "kept MiB"
+    names = "head_size length attention forward_ms backward_ms kept_mib backward_peak_mib".split()
+    cells = [[cell(row, name) for name in names] for row in rows]
+    show((*columns, "backward's peak"), cells, left=("attention",))
     if not args.no_save:
         save("attention", {"bsz": args.bsz, "rounds": args.rounds, "rows": rows}, device)
 
@@ -113,28 +99,23 @@ def of_one_size(
 ) -> list[dict]:
     """A row for each way, timed in turn after one round that does not count; one that fails says so."""
     _, length, size = inputs[0].shape
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     failed: dict[str, str] = {}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            if name in failed:
-                continue
-            try:
-                one = measure(way, inputs)
-            except torch.OutOfMemoryError:
-                failed[name] = "out of memory"
-            else:
-                found[name] += [one] * (number > 0)
+    for number, (name, way) in itertools.product(range(rounds + 1), ways.items()):
+        if name in failed:
+            continue
+        try:
+            measured[name] += [measure(way, inputs)] * (number > 0)
+        except torch.OutOfMemoryError:
+            failed[name] = "out of memory"
     rows = []
-    for name, times in found.items():
+    for name, times in measured.items():
         row = {"head_size": size, "length": length, "attention": name, "failed": failed.get(name)}
         if times:
             for part in ("forward", "backward"):
                 seconds = [t[f"{part}_s"] for t in times]
                 row[f"{part}_ms"] = [1e3 * min(seconds), 1e3 * statistics.median(seconds)]
-            for memory in ("kept_mib", "backward_peak_mib"):
-                if memory in times[0]:
-                    row[memory] = times[-1][memory]
+            row |= {memory: value for memory, value in times[-1].items() if memory.endswith("_mib")}
             if "kept_mib" not in row and "compiled" not in name:
                 row["kept_mib"] = kept_bytes(ways[name], inputs) / MIB
         rows.append(row)
@@ -143,10 +124,9 @@ def of_one_size(
 
 def cell(row: dict, name: str) -> str:
     """A figure of a row as text."""
-    if name in ("forward", "backward"):
-        times = row.get(f"{name}_ms")
-        return f"{times[0]:.2f}, {times[1]:.2f}" if times else row["failed"] or ""
-    value = row.get(name, "")
+    value = row.get(name, row["failed"] or "" if name.endswith("_ms") else "")
+    if isinstance(value, list):
+        return ", ".join(f"{each:.2f}" for each in value)
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 

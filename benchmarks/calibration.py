@@ -52,20 +52,17 @@ def main() -> int:
     first, *others = CASES
     if first not in times:
         return 1  # its error is on the screen
-    cpu, rows = find_cpu(cpu_name(), 1), {}
+    cpu, rows, cells = find_cpu(cpu_name(), 1), {}, []
     factor = speed_factor(work_of(argv_of(first)), cpu, 8, times[first])
     late = False
-    for name in (name for name in others if name in times):
+    for name in filter(times.__contains__, others):
         seconds = estimate_speed(work_of(argv_of(name)), scaled(cpu, factor, factor)).step_s
         error = seconds / times[name] - 1
         rows[name] = {"measured_s": times[name], "predicted_s": seconds, "error": error}
+        cells.append((name, f"{times[name]:.4f}", f"{seconds:.4f}", f"{error:+.1%}"))
         late |= abs(error) > LIMIT and CASES[name] == TINY
     print(f"factor {factor:.3f}, by {first}")
-    show(
-        ("setting", "measured [s]", "predicted", "error"),
-        [(name, *map("{:.4f}".format, list(r.values())[:2]), f"{r['error']:+.1%}")
-         for name, r in rows.items()],
-    )  # fmt: skip
+    show(("setting", "measured [s]", "predicted", "error"), cells)
     content = {"about": "one run calibrates", "by": first, "factor": factor, "rows": rows}
     save("calibration", content, torch.device("cpu"))
     return int(late or len(times) < len(CASES))

@@ -71,13 +71,12 @@ def main(argv: list[str]) -> None:
                 times[name].append(save(Path(top)))
     print(f"{config.name}: {gb:.2f} GB, {ROUNDS} rounds, torch {torch.__version__}")
     medians = {}
-    for name, found in times.items():
-        stalls, durable = zip(*found[1:], strict=True)
-        medians[name] = statistics.median(stalls), statistics.median(durable)
-        print(
-            f"{name:7} stall {min(stalls):.3f} / {medians[name][0]:.3f} s, durable "
-            f"{min(durable):.3f} / {medians[name][1]:.3f} s, {gb / medians[name][1]:.2f} GB/s"
-        )
+    for name, (_, *measured) in times.items():
+        parts = list(zip(*measured, strict=True))
+        medians[name] = stall, durable = [statistics.median(part) for part in parts]
+        (least_stall, least_durable), rate = map(min, parts), gb / durable
+        print(f"{name:7} stall {least_stall:.3f} / {stall:.3f} s", end=", ")
+        print(f"durable {least_durable:.3f} / {durable:.3f} s, {rate:.2f} GB/s")
     stall, durable = (a / b for a, b in zip(medians["ours"], medians["theirs"], strict=True))
     print(f"ours / theirs, medians: stall {stall:.2f}, durable {durable:.2f}")
 

@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import keep_devices, rounds_parser, save, show
+from benchmarks.common import keep_devices, rounds_parser, save, show, time_steps
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
-from llm_train_bench.measure.device import pick_device, synchronize
+from llm_train_bench.measure.device import pick_device
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, join, leave
 
 # Torch 2.13 renamed two collectives that 2.11 has under these names only.
@@ -53,43 +52,29 @@ def call_of(kind: str, nbytes: int, device: torch.device, world: int) -> Callabl
 
 def seconds_of(call: Callable[[], object], device: torch.device, at_least_s: float = 0.05) -> float:
     """Seconds of a call, of the slowest rank: as many calls as fill `at_least_s` on rank 0."""
-    dist.barrier()
-    synchronize(device)
-    begin = time.perf_counter()
-    call()
-    synchronize(device)
-    n = torch.tensor([max(1, min(1000, at_least_s / (time.perf_counter() - begin)))], device=device)
+
+    def mean_of(n: int) -> float:
+        dist.barrier()
+        return time_steps(call, n, device)
+
+    n = torch.tensor([max(1, min(1000, at_least_s / mean_of(1)))], device=device)
     dist.broadcast(n, 0)
-    dist.barrier()
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(int(n)):
-        call()
-    synchronize(device)
-    spent = torch.tensor([(time.perf_counter() - begin) / int(n)], device=device)
-    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-    return float(spent)
+    seconds = torch.tensor([mean_of(int(n))], device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 def measure(device: torch.device, ranks: Ranks, sizes: list[float], rounds: int) -> list[dict]:
     """A row for each kind and size, in turn round after round; the first round does not count."""
-    calls = {
-        (kind, mib): call_of(kind, int(mib * MIB), device, ranks.world)
-        for mib in sizes
-        for kind in KINDS
-    }
-    times: dict[tuple[str, float], list[float]] = {key: [] for key in calls}
-    for number in range(rounds + 1):
-        for key, call in calls.items():
-            seconds = seconds_of(call, device)
-            times[key] += [seconds] * (number > 0)
+    cases = [(kind, mib) for mib in sizes for kind in KINDS]
+    calls = [call_of(kind, int(mib * MIB), device, ranks.world) for kind, mib in cases]
+    _, *times = [[seconds_of(call, device) for call in calls] for _ in range(rounds + 1)]
     rows = []
-    for (kind, mib), seconds in times.items():
-        carried = KINDS[kind] * (ranks.world - 1) / ranks.world * mib * MIB
-        rows.append({
-            "kind": kind, "mib": mib, "seconds": [min(seconds), statistics.median(seconds)],
-            "bus_gb_per_s": carried / statistics.median(seconds) / 1e9,
-        })  # fmt: skip
+    for (kind, mib), *seconds in zip(cases, *times, strict=True):
+        median = statistics.median(seconds)
+        rate = KINDS[kind] * (ranks.world - 1) / ranks.world * mib * MIB / median / 1e9
+        row = {"kind": kind, "mib": mib, "seconds": [min(seconds), median]}
+        rows.append(row | {"bus_gb_per_s": rate})
     return rows
 
 
@@ -114,11 +99,11 @@ def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:
     if not ranks.main:
         return
     print(f"{ranks.world} ranks, {device.type}")
-    show(
-        ("collective", "MiB", "ms: min, median", "bus GB/s"),
-        [(row["kind"], f"{row['mib']:g}", ", ".join(f"{1e3 * s:.3f}" for s in row["seconds"]),
-          f"{row['bus_gb_per_s']:.2f}") for row in rows],
-    )  # fmt: skip
+    cells = []
+    for row in rows:
+        times = ", ".join(f"{1e3 * s:.3f}" for s in row["seconds"])
+        cells.append((row["kind"], f"{row['mib']:g}", times, f"{row['bus_gb_per_s']:.2f}"))
+    show(("collective", "MiB", "ms: min, median", "bus GB/s"), cells)
     if args.hardware:
         keep_for_estimates(args.hardware, rows)
     if not args.no_save:
@@ -128,16 +113,12 @@ def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:
 def main() -> int:
     """Join a launcher's ranks, or start one a device; returns the exit code."""
     parser = rounds_parser(__doc__, 5)
-    parser.add_argument(
-        "--nproc", type=int, help="Ranks to start; by default one a GPU, two on a CPU."
-    )
+    parser.add_argument("--nproc", type=int, help="Ranks to start; default: GPUs, or 2 on a CPU.")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--mib", type=float, nargs="+", default=[0.001, 0.1, 1, 10, 100],
-                        help="Sizes of the whole tensor [MiB].")  # fmt: skip
-    parser.add_argument(
-        "--hardware", metavar="NAME", help="Keep the rate for estimates of this GPU."
-    )
+    parser.add_argument("--mib", type=float, nargs="+", help="Sizes of the whole tensor [MiB].")
+    parser.add_argument("--hardware", metavar="NAME", help="GPU whose estimates take the rate.")
     parser.add_argument("--no-save", action="store_true", help="Only print.")
+    parser.set_defaults(mib=[0.001, 0.1, 1, 10, 100])
     args = parser.parse_args()
     try:
         if args.hardware:

@@ -63,12 +63,11 @@ def interleave(
                     times[name].append(seconds)
                 print(f"round {number}  {name}  {1e3 * seconds:.2f} ms", file=sys.stderr)
     except KeyboardInterrupt:
-        times = {name: found for name, found in times.items() if found}
-        if not times:
+        whole = min((len(seconds) for seconds in times.values() if seconds), default=0)
+        if not whole:
             raise
         print("interrupted: the rest is left out", file=sys.stderr)
-        whole = min(map(len, times.values()))
-        times = {name: found[:whole] for name, found in times.items()}
+        times = {name: seconds[:whole] for name, seconds in times.items() if seconds}
     return times
 
 
@@ -83,15 +82,20 @@ def time_steps(step: Callable[[], object], n: int, device: torch.device) -> floa
 
 
 def run_train(*argv: object) -> Result:
-    """The result of `train.py ARGV...`, run in this process; ARGV gives the --output-dir."""
+    """The result of `train.py ARGV...`, run in this process."""
     import train
 
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    words = [*map(str, argv)]
-    train_planned(train.train, words, "train.py", ALONE)
-    (path,) = Path(parse_args(words, "train.py").output_dir).glob("*/result.json")
+    with tempfile.TemporaryDirectory() as out:
+        train_planned(train.train, [*map(str, argv), "--output-dir", out], "train.py", ALONE)
+        return result_below(out)
+
+
+def result_below(directory: str | Path) -> Result:
+    """The one result below an --output-dir."""
+    (path,) = Path(directory).glob("*/result.json")
     return read_result(path)
 
 
@@ -123,8 +127,7 @@ def run_train_apart(
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith(f"{script}: ")]
             raise ContestantEnded(lines[-1] if lines else f"exit code {done.returncode}")
-        (path,) = out.glob("*/result.json")
-        return read_result(path)
+        return result_below(out)
 
 
 def median_step(*argv: object, script: str = "train.py") -> float:
@@ -137,26 +140,17 @@ def work_of(argv: list[str], script: str = "train.py", ranks: int = 1) -> Work:
     return make_plan(parse_args(argv, script), Script(script), ranks, "cpu").work
 
 
-def time_train(*argv: object) -> float:
-    """Mean seconds per measured step of `train.py ARGV...`."""
-    with tempfile.TemporaryDirectory() as out:  # contestants take turns on a warm device
-        result = run_train(*argv, "--warmup-seconds", 0, "--output-dir", out)
-        return result.metrics.step_time_mean_s
-
-
 def report(
     name: str, times: dict[str, list[float]], ratios: dict[str, tuple[str, str]], about: str
 ) -> dict[str, float]:
-    """Print minimum and median of each contestant and of the ratios, and keep all of it as JSON.
+    """Print minimum and median of each contestant and of the ratios, and store them as JSON.
 
-    Returns the median of each ratio.
-
-    A ratio "a over b" is b's time over a's, round by round: above 1, a is faster.
+    Returns the median of each ratio. A ratio "a over b" is b's time over a's, round by round: above 1,
+    a is faster.
     """
-    rows = {
-        n: {"min_s": min(t), "median_s": statistics.median(t), "all_s": t} for n, t in times.items()
-    }
-    compared = {}
+    rows, compared = {}, {}
+    for label, t in times.items():
+        rows[label] = {"min_s": min(t), "median_s": statistics.median(t), "all_s": t}
     for label, (a, b) in ratios.items():
         pairs = [tb / ta for ta, tb in zip(times[a], times[b], strict=True)]
         compared[label] = {
@@ -166,17 +160,13 @@ def report(
             "of_minima": min(times[b]) / min(times[a]),
         }
     print(f"\n{name}: {about}\n")
-    show(
-        ("what", "min [ms]", "median [ms]"),
-        [(n, f"{1e3 * r['min_s']:.2f}", f"{1e3 * r['median_s']:.2f}") for n, r in rows.items()],
-    )
-    show(
-        ("speed ratio", "median", "of minima", "range"),
-        [
-            (n, f"{r['median']:.3f}", f"{r['of_minima']:.3f}", f"{r['min']:.3f}-{r['max']:.3f}")
-            for n, r in compared.items()
-        ],
-    )
+    cells = [(n, f"{1e3 * r['min_s']:.2f}", f"{1e3 * r['median_s']:.2f}") for n, r in rows.items()]
+    show(("what", "min [ms]", "median [ms]"), cells)
+    cells = []
+    for label, r in compared.items():
+        between = f"{r['min']:.3f}-{r['max']:.3f}"
+        cells.append((label, f"{r['median']:.3f}", f"{r['of_minima']:.3f}", between))
+    show(("speed ratio", "median", "of minima", "range"), cells)
     save(name, {"about": about, "times": rows, "ratios": compared})
     return {label: r["median"] for label, r in compared.items()}
 
@@ -214,8 +204,8 @@ def save(
     now, device = datetime.datetime.now(datetime.UTC), device or device_of_runs()
     environment = describe_environment(device)
     environment.pop("hostname")  # of no use to a reader, and private
-    content = {"benchmark": name, "date": f"{now:%Y-%m-%d}", "device": device_name(device),
-               "environment": environment, **content}  # fmt: skip
+    about = {"benchmark": name, "date": f"{now:%Y-%m-%d}", "device": device_name(device)}
+    content = about | {"environment": environment} | content
     directory.mkdir(parents=True, exist_ok=True)
     slug = "".join(c if c.isalnum() else "-" for c in device_name(device).lower())
     path = directory / f"{name}-{slug}-{now:%Y%m%d-%H%M}.json"

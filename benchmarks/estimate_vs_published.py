@@ -47,8 +47,8 @@ def published_rows(split: str | None = None) -> tuple[dict, ...]:
     for path in sorted(PUBLISHED.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if split in (None, content["split"]):
-            own = {"source": content["source"], "split": content["split"], "file": path.stem}
-            rows += [own | row for row in content["rows"]]
+            about = {"source": content["source"], "split": content["split"], "file": path.stem}
+            rows += [about | row for row in content["rows"]]
     return tuple(rows)
 
 
@@ -66,40 +66,38 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     work = make_plan(args, script, row["gpus"], gpu.platform, config).work
     if recipe := row.get("fp8"):
         work = dataclasses.replace(work, fp8=Fp8Work("te", recipe))
-    slower = {
-        name: value and value * row.get("clock", 1.0)
-        for name in ("bf16_tflops", "fp8_tflops", "measured_bf16_tflops", "measured_fp8_tflops")
-        for value in (getattr(gpu, name),)
-    }
+    kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)
+    rates = {f"{kind}_tflops": getattr(gpu, f"{kind}_tflops") for kind in kinds}
+    slower = {name: rate and rate * clock for name, rate in rates.items()}
     return work, dataclasses.replace(gpu, **slower)
 
 
-def predicted(row: dict) -> float:
+def predicted(row: dict, work: Work, gpu: Hardware) -> float:
     """Tokens/s per GPU of a published setting, by the model."""
-    work, gpu = step_of(row)
     step_s = estimate_speed(work, gpu, PER_NODE.get(row["gpu"], 8)).step_s
     return work.batch.tokens_per_step / row["gpus"] / step_s
 
 
 def errors(rows) -> list[float]:
     """Relative error of the estimated tokens/s of each row."""
-    return [predicted(row) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
+    return [predicted(row, *step_of(row)) / row["tokens_per_sec_per_gpu"] - 1 for row in rows]
 
 
-def memory_errors(rows) -> list[tuple[dict, str, float]]:
-    """Relative error of the estimated memory, for each figure of tensors or of what is reserved."""
-    found = []
+def memory_errors(rows) -> dict[str, list[float]]:
+    """Relative errors of the estimated memory, against figures of tensors and of what is reserved."""
+    errors = {"allocated": [], "reserved": []}
     for row in rows:
-        if not {"memory_allocated_gib", "memory_reserved_gib"} & set(row):
-            continue
-        work, _ = step_of(row)
-        estimate = estimate_memory(work)
-        outside = (estimate.on_device(work.world) - estimate.peak * 1.0) / GIB
-        mine = {"allocated": estimate.peak / GIB, "reserved": estimate.peak / GIB + outside - 1.8}
-        for kind, value in mine.items():
-            if published := row.get(f"memory_{kind}_gib"):
-                found.append((row, kind, value / published - 1))
-    return found
+        published = {kind: row.get(f"memory_{kind}_gib") for kind in errors}
+        if any(published.values()):
+            work, _ = step_of(row)
+            estimate = estimate_memory(work)
+            ours = {
+                "allocated": estimate.peak,
+                "reserved": estimate.on_device(work.world) - 1.8 * GIB,
+            }
+            for kind, gib in published.items():
+                errors[kind] += [ours[kind] / GIB / gib - 1] if gib else []
+    return errors
 
 
 # Kinds of a row: what estimate.py can be asked for, and what our own scripts refuse.
@@ -116,10 +114,10 @@ def kind_of(row: dict) -> str:
 
 def by_family(rows) -> dict[tuple[str, str], list[float]]:
     """Errors of the rows of each kind and family of devices."""
-    found = collections.defaultdict(list)
+    families = collections.defaultdict(list)
     for row, error in zip(rows, errors(rows), strict=True):
-        found[kind_of(row), family_of(row["gpu"])].append(error)
-    return dict(sorted(found.items()))
+        families[kind_of(row), family_of(row["gpu"])].append(error)
+    return dict(sorted(families.items()))
 
 
 def covering(values: list[float], share: float = 0.8) -> float:
@@ -128,47 +126,47 @@ def covering(values: list[float], share: float = 0.8) -> float:
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
+def median_size(values: list[float]) -> float:
+    """The median of the errors without their signs."""
+    return statistics.median(map(abs, values))
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", action="store_true", help="Each row, too.")
-    parser.add_argument(
-        "--write", action="store_true", help="Write configs/accuracy.json and the plot."
-    )
+    parser.add_argument("--rows", action="store_true", help="Print each row too.")
+    write_help = "Write configs/accuracy.json and the plot."
+    parser.add_argument("--write", action="store_true", help=write_help)
     args = parser.parse_args()
     figures = ("n", "median error", "80 % within", "lowest", "highest", "beyond 15 %")
     table = markdown_table("rows", "kind", "family", *figures, left=("kind", "family"))
     accuracy: dict[str, dict] = {}
     for split, name in (("fit", "fitted"), ("hold", "held")):
         rows = published_rows(split)
-        for (kind, family), found in by_family(rows).items():
-            beyond = sum(abs(e) > OUTLIER for e in found)
+        for (kind, family), sample in by_family(rows).items():
+            n, median, covers = len(sample), median_size(sample), covering(sample)
+            beyond = sum(abs(error) > OUTLIER for error in sample)
+            ends = (f"{min(sample):+.0%}", f"{max(sample):+.0%}")
             table.add_row(
-                name, kind, family, str(len(found)), f"{statistics.median(map(abs, found)):.1%}",
-                f"{covering(found):.0%}", f"{min(found):+.0%}", f"{max(found):+.0%}", str(beyond),
-            )  # fmt: skip
+                name, kind, family, str(n), f"{median:.1%}", f"{covers:.0%}", *ends, str(beyond)
+            )
             if split == "hold" and kind != REFUSED:
-                accuracy.setdefault(family, {})[kind] = {
-                    "rows": len(found), "median": round(statistics.median(map(abs, found)), 3),
-                    "covers_80": round(covering(found), 3),
-                }  # fmt: skip
+                figures = {"median": round(median, 3), "covers_80": round(covers, 3)}
+                accuracy.setdefault(family, {})[kind] = {"rows": n} | figures
         if args.rows:
             show(rows)
     show_whole(table)
-    memory = memory_errors(published_rows())
-    for kind in ("allocated", "reserved"):
-        found = [error for _, k, error in memory if k == kind]
-        median = statistics.median(map(abs, found))
-        between = f"from {min(found):+.0%} to {max(found):+.0%}"
-        print(f"memory, {kind}: {len(found)} figures, median error {median:.0%}, {between}")
+    for kind, sample in memory_errors(published_rows()).items():
+        between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
+        median = f"median error {median_size(sample):.0%}"
+        print(f"memory, {kind}: {len(sample)} figures, {median}, {between}")
     if args.write:
         about = (
             "Errors of estimated tokens/s against held-out published rows; written by "
             "benchmarks/estimate_vs_published.py --write. covers_80: the range of 80 % of the errors."
         )
-        write_whole(
-            ACCURACY_FILE, json.dumps({"about": about, "families": accuracy}, indent=1) + "\n"
-        )
+        content = {"about": about, "families": accuracy}
+        write_whole(ACCURACY_FILE, json.dumps(content, indent=1) + "\n")
         draw(Path(__file__).parent / "results/estimate-vs-published.png")
 
 
@@ -179,15 +177,13 @@ def show(rows) -> None:
     for row, error in zip(rows, errors(rows), strict=True):
         published = row["tokens_per_sec_per_gpu"]
         model = Path(row["config"]).stem if isinstance(row["config"], str) else row.get("model", "")
-        setting = (
+        model = (
             f"{row['gpus']} x {row['gpu']}, {model} T{row['seq_len']} b{row['bsz']} {row['flags']}"
-            f"{' fp8 ' + row['fp8'] if 'fp8' in row else ''}"
         )
-        mark = " *" if abs(error) > OUTLIER else ""
-        table.add_row(
-            row["file"], setting, f"{published:,.0f}",
-            f"{published * (1 + error):,.0f}", f"{error:+.1%}{mark}", row.get("note", ""),
-        )  # fmt: skip
+        setting = f"{model} fp8 {row['fp8']}" if "fp8" in row else model
+        figures = f"{published:,.0f}", f"{published * (1 + error):,.0f}"
+        mark = f"{error:+.1%}{' *' if abs(error) > OUTLIER else ''}"
+        table.add_row(row["file"], setting, *figures, mark, row.get("note", ""))
     show_whole(table)
 
 
@@ -200,20 +196,18 @@ def draw(path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 6))
     families = sorted({family_of(row["gpu"]) for row in published_rows()})
-    colours = dict(zip(families, plt.get_cmap("tab10").colors, strict=False))
+    colors = dict(zip(families, plt.get_cmap("tab10").colors, strict=False))
     for row in published_rows():
-        colour = colours[family_of(row["gpu"])]
-        held = row["split"] == "hold"
-        axes.plot(
-            row["tokens_per_sec_per_gpu"], predicted(row), "o", markersize=5, color=colour,
-            markerfacecolor=colour if held else "none",
-        )  # fmt: skip
+        color, held = colors[family_of(row["gpu"])], row["split"] == "hold"
+        point = row["tokens_per_sec_per_gpu"], predicted(row, *step_of(row))
+        face = color if held else "none"
+        axes.plot(*point, "o", markersize=5, color=color, markerfacecolor=face)
     high = 2e5
     for factor, style in ((1, "-"), (1.15, ":"), (1 / 1.15, ":")):
         axes.plot([50, high], [50 * factor, high * factor], style, color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="published tokens/s per GPU", ylabel="estimated")
     for family in families:
-        axes.plot([], [], "o", color=colours[family], label=family)
+        axes.plot([], [], "o", color=colors[family], label=family)
     axes.legend(frameon=False, title="filled: held", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

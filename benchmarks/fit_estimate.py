@@ -17,10 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.estimate_vs_published import PER_NODE, PLAIN, kind_of, published_rows, step_of
+from benchmarks.estimate_vs_published import PLAIN, kind_of, predicted, published_rows, step_of
 from llm_train_bench.base import hardware
 from llm_train_bench.base.hardware import HARDWARE_FILE, Hardware, constants, family_of
-from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
 
 
@@ -47,11 +46,11 @@ GROUPS = [
     Group(
         "all, from data parallel rows of H100 and H200",
         lambda row: family_of(row["gpu"]) == "H100, H200" and kind_of(row) == PLAIN,
-        {
-            "sustained": steps(0.86, 1.0, 0.02),
-            "half_side": steps(40, 120, 20),
-            "bandwidth": steps(0.75, 0.95, 0.05),
-        },
+        dict(
+            sustained=steps(0.86, 1.0, 0.02),
+            half_side=steps(40, 120, 20),
+            bandwidth=steps(0.75, 0.95, 0.05),
+        ),
     ),
     # GeForce clocks above its listed boost, so that a part of the listed peak may be above 1.
     Group(
@@ -79,28 +78,25 @@ def error_of(steps: Iterable[tuple[dict, Work, Hardware]], values: dict[str, flo
     errors = []
     for row, work, gpu in steps:
         gpu = dataclasses.replace(gpu, fitted=gpu.fitted | values)
-        step_s = estimate_speed(work, gpu, PER_NODE.get(row["gpu"], 8)).step_s
-        rate = work.batch.tokens_per_step / row["gpus"] / step_s
-        errors.append(abs(math.log(rate / row["tokens_per_sec_per_gpu"])))
+        errors.append(abs(math.log(predicted(row, work, gpu) / row["tokens_per_sec_per_gpu"])))
     return sum(errors) / len(errors)
 
 
 def fit(group: Group) -> dict[str, float]:
     """The values with the least error, one constant moved at a time until none moves."""
     rows = [(row, *step_of(row)) for row in published_rows("fit") if group.rows(row)]
-    own = hardware.find_hardware(group.devices[0]).fitted if group.devices else {}
-    start = {name: own.get(name, getattr(constants(), name)) for name in group.grids}
+    fitted = hardware.find_hardware(group.devices[0]).fitted if group.devices else {}
+    start = {name: fitted.get(name, getattr(constants(), name)) for name in group.grids}
     best, least = dict(start), error_of(rows, start)
     print(f"{group.name}: {len(rows)} rows, mean error before {math.expm1(least):.1%}")
-    moved = True
-    while moved:
-        moved = False
+    before = None
+    while best != before:
+        before = best
         for name, grid in group.grids.items():
             for value in grid:
                 tried = best | {name: value}
-                found = error_of(rows, tried)
-                if found < least - 1e-6:
-                    best, least, moved = tried, found, True
+                if (error := error_of(rows, tried)) < least - 1e-6:
+                    best, least = tried, error
     print(f"  after {math.expm1(least):.1%}: {best}")
     return best
 

@@ -13,6 +13,7 @@ of attention and of memory, for 1, 2, 4, ... threads: runs there then have an MF
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import statistics
 import sys
@@ -25,16 +26,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import keep_devices, save
+from benchmarks.common import keep_devices, save, time_steps
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import ROOFS_FILE, name_of_part, threads_of
-from llm_train_bench.measure.device import (
-    device_memory_gib,
-    device_name,
-    memory_gib,
-    pick_device,
-    synchronize,
-)
+from llm_train_bench.measure.device import device_memory_gib, device_name, memory_gib, pick_device
 from llm_train_bench.measure.matmul_rate import heat
 from llm_train_bench.measure.power import PowerMeter
 from llm_train_bench.model.config import ModelConfig, load_config
@@ -80,9 +75,7 @@ def matmul(
     return lambda i: torch.mm(a[i % COPIES], b[i % COPIES], out=out)
 
 
-def fp8_matmul(
-    m: int, n: int, k: int, layout: str, device: torch.device, fast: bool = True
-) -> Call:
+def fp8_matmul(m: int, n: int, k: int, _: str, device: torch.device, fast: bool = True) -> Call:
     """The same with e4m3 operands and one scale each, to a bf16 result.
 
     Always in the one layout that Hopper has FP8 matmuls for; libraries transpose where needed. `fast`
@@ -94,33 +87,22 @@ def fp8_matmul(
     a = [torch.randn(m, k, device=device).to(e4m3) for _ in range(COPIES)]
     b = [torch.randn(n, k, device=device).to(e4m3) for _ in range(COPIES)]
     one = torch.ones((), device=device)
-
-    def run(i: int):
-        return torch._scaled_mm(
-            a[i % COPIES], b[i % COPIES].t(), one, one, out_dtype=torch.bfloat16,
-            use_fast_accum=fast,
-        )  # fmt: skip
-
-    return run
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    return lambda i: torch._scaled_mm(a[i % COPIES], b[i % COPIES].t(), one, one, **options)
 
 
 def rate(run: Call, flops: float, seconds: float, device: torch.device):
     """(best, median) TFLOP/s of batches of calls over some seconds."""
-    for i in range(COPIES):
-        run(i)
-    synchronize(device)
-    start = time.perf_counter()
-    run(0)
-    synchronize(device)
-    calls = max(1, int(0.02 / max(1e-6, time.perf_counter() - start)))
-    rates = []
+    numbers = itertools.count()
+
+    def mean_of(n: int) -> float:
+        return time_steps(lambda: run(next(numbers)), n, device)
+
+    mean_of(COPIES)
+    calls, rates = max(1, int(0.02 / max(1e-6, mean_of(1)))), []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or not rates:
-        start = time.perf_counter()
-        for i in range(calls):
-            run(i)
-        synchronize(device)
-        rates.append(calls * flops / (time.perf_counter() - start) / 1e12)
+        rates.append(flops / mean_of(calls) / 1e12)
     return max(rates), statistics.median(rates)
 
 
@@ -157,16 +139,16 @@ def main() -> None:
                 continue
             run = make(m, n, k, layout, device)
             best, median = rate(run, 2 * m * n * k, args.seconds, device)
-            rows.append({"shape": name, "mnk": [m, n, k], "layout": layout, "format": kind,
-                         "best_tflops": best, "median_tflops": median})  # fmt: skip
+            row = {"shape": name, "mnk": [m, n, k], "layout": layout, "format": kind}
+            rows.append(row | {"best_tflops": best, "median_tflops": median})
             print(f"| {name} | {m}, {n}, {k} | {kind} | {best:.4g} | {median:.4g} |", flush=True)
     use = power.end(rank=0)
-    found = roof(rows)
-    content = {"roof": found, "tokens": tokens, "device_use": use.model_dump(), "rows": rows}
+    rates = roof(rows)
+    content = {"roof": rates, "tokens": tokens, "device_use": use.model_dump(), "rows": rows}
     path = save("gemm", content, device)
     if cuda:
         part = name_of_part(device_name(device), device_memory_gib(device))
-        keep(part, found, use, json.loads(path.read_text()), args.replace)
+        keep(part, rates, use, json.loads(path.read_text()), args.replace)
     elif not args.configs:
         keep_cpu(device, args.seconds)
 
@@ -176,33 +158,31 @@ def roof(rows: list[dict]) -> dict[str, float]:
 
     In FP8 it is that of a training step: one forward matmul with fast sums, two backward without.
     """
-    top = {
-        kind: max(row["median_tflops"] for row in rows if row["format"] == kind)
-        for kind in dict.fromkeys(row["format"] for row in rows)
-    }
-    found = {"bf16_tflops": top["bf16"]}
+    top: dict[str, float] = {}
+    for row in rows:
+        top[row["format"]] = max(top.get(row["format"], 0.0), row["median_tflops"])
+    rates = {"bf16_tflops": top["bf16"]}
     if "fp8" in top:
-        found["fp8_tflops"] = 3 / (1 / top["fp8"] + 2 / top["fp8 exact sums"])
-    return found
+        rates["fp8_tflops"] = 3 / (1 / top["fp8"] + 2 / top["fp8 exact sums"])
+    return rates
 
 
-def keep(part: str, found: dict[str, float], use: DeviceUse, content: dict, replace: bool) -> None:
+def keep(part: str, rates: dict[str, float], use: DeviceUse, content: dict, replace: bool) -> None:
     """Write the roof of this GPU into configs/roofs.json, unless something spoilt it."""
     roofs = json.loads(ROOFS_FILE.read_text()) if ROOFS_FILE.exists() else {}
     before = roofs.get(part, {})
-    hot = [why for why in use.held_down if why != POWER_CAP]
     why = None
     if use.other_processes:
         why = f"{use.other_processes} other process(es) used the GPU"
-    elif hot:
+    elif hot := [reason for reason in use.held_down if reason != POWER_CAP]:
         why = f"its clocks were held down: {', '.join(hot)}"
-    elif not replace and any(found[k] < (before.get(k) or 0.0) for k in found):
+    elif not replace and any(rate < (before.get(name) or 0.0) for name, rate in rates.items()):
         why = "it is lower than the one there (--replace takes it all the same)"
     if why:
         print(f"{ROOFS_FILE.name} stays as it was: {why}", file=sys.stderr)
         return
     about = f"benchmarks/gemm.py, {content['date']}, torch {content['environment']['libraries']['torch']}"
-    roofs[part] = {"fp8_tflops": None} | found | {"source": about}
+    roofs[part] = {"fp8_tflops": None} | rates | {"source": about}
     write_whole(ROOFS_FILE, json.dumps(roofs, indent=1) + "\n")
 
 
@@ -215,8 +195,8 @@ def keep_cpu(device: torch.device, seconds: float) -> None:
         torch.set_num_threads(threads)
         e = cpu_entry(threads_of(cpu, threads), device, seconds)
         entries.append(e)
-        print(f"{e['name']}: fp32 {e['fp32_tflops']:.3f}, bf16 {e['measured_bf16_tflops']:.3f} TFLOP/s, "
-              f"memory {1e3 * e['memory_tb_per_s']:.0f} GB/s")  # fmt: skip
+        rates = f"fp32 {e['fp32_tflops']:.3f}, bf16 {e['measured_bf16_tflops']:.3f} TFLOP/s"
+        print(f"{e['name']}: {rates}, memory {1e3 * e['memory_tb_per_s']:.0f} GB/s")
     print(f"wrote {keep_devices(entries)}")
 
 
@@ -226,20 +206,18 @@ def cpu_entry(name: str, device: torch.device, seconds: float) -> dict[str, Any]
     def best(run: Call, work: float) -> float:
         return rate(run, work, seconds, device)[1]
 
-    def square(side: int, dtype: torch.dtype) -> float:
+    def square(side: int, dtype: torch.dtype = torch.float32) -> float:
         return best(matmul(side, side, side, "TN", device, dtype), 2 * side**3)
 
-    small, large = square(128, torch.float32), square(1024, torch.float32)
-    fp32, bf16 = large, square(1024, torch.bfloat16)
+    small, large = square(128), square(1024)
     # efficiency (side / (side + half))^3 of the one and of the other
     r = min(0.999, small / large) ** (1 / 3)
     half = max(0.0, 128 * 1024 * (1 - r) / (1024 * r - 128)) if 1024 * r > 128 else 128.0
-    fp32 *= ((1024 + half) / 1024) ** 3
-    bf16 *= ((1024 + half) / 1024) ** 3
-    x = torch.randn(2**24)
+    whole = ((1024 + half) / 1024) ** 3
+    fp32, bf16 = whole * large, whole * square(1024, torch.bfloat16)
+    x, tiny = torch.randn(2**24), torch.randn(8)
     out = torch.empty_like(x)
     bandwidth = best(lambda i: torch.add(x, 1.0, out=out), 8 * x.numel())  # TB/s
-    tiny = torch.randn(8)
     launch = 1 / (1e12 * best(lambda i: tiny + 1.0, 1))
     B, H, T, D = 4, 6, 512, 64
     q, k, v = (torch.randn(B, H, T, D, requires_grad=True) for _ in range(3))
@@ -249,17 +227,14 @@ def cpu_entry(name: str, device: torch.device, seconds: float) -> dict[str, Any]
         forward = best(lambda i: attend(q, k, v), flops)
     both = best(lambda i: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)), flops)
     backward = 2 / max(1e-9, 1 / both - 1 / forward)
-    return {
-        "name": name, "bf16_tflops": max(fp32, bf16), "fp32_tflops": fp32,
-        "measured_bf16_tflops": bf16, "memory_gib": memory_gib(device) or 16.0,
-        "memory_tb_per_s": bandwidth, "ring_gb_per_s": 2.0, "nic_gb_per_s": 1.0,
-        "fitted": {
-            "sustained": 1.0, "fp32_of_peak": 1.0, "bandwidth": 1.0, "half_side": half,
-            "attention_forward": forward / fp32, "attention_backward": backward / fp32,
-            "half_keys": 0.0, "half_head": 0.0, "launch_s": launch, "serial_host": 1.0,
-        },
-        "source": f"benchmarks/gemm.py, {datetime.date.today()}, torch {torch.__version__}",
-    }  # fmt: skip
+    fitted = dict.fromkeys(("sustained", "fp32_of_peak", "bandwidth", "serial_host"), 1.0)
+    fitted |= {"half_side": half, "half_keys": 0.0, "half_head": 0.0, "launch_s": launch}
+    fitted |= {"attention_forward": forward / fp32, "attention_backward": backward / fp32}
+    rates = {"bf16_tflops": max(fp32, bf16), "fp32_tflops": fp32, "measured_bf16_tflops": bf16}
+    memory = {"memory_gib": memory_gib(device) or 16.0, "memory_tb_per_s": bandwidth}
+    links = {"ring_gb_per_s": 2.0, "nic_gb_per_s": 1.0, "fitted": fitted}
+    source = f"benchmarks/gemm.py, {datetime.date.today()}, torch {torch.__version__}"
+    return {"name": name, **rates, **memory, **links, "source": source}
 
 
 def _has_fp8(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ sequence 8192 (on a CPU by resident size, each in a separate process).
 
 import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -22,13 +23,15 @@ from llm_train_bench.model.loss import LinearCrossEntropy
 KINDS = ("plain", "chunked", "torch")
 
 
-def contestant(kind: str, N: int, d: int, V: int, device: torch.device):
+def contestant(
+    kind: str, device: torch.device, N: int, d: int, V: int, chunk_elements: int | None = None
+) -> Callable[[], None]:
     """Loss and backward of one kind on random data; parameters fp32, bf16 on a GPU as under AMP."""
     low = torch.bfloat16 if device.type == "cuda" else torch.float32
     hidden = torch.randn(N, d, device=device, dtype=low, requires_grad=True)
     weight = torch.randn(V, d, device=device, requires_grad=True)
     labels = torch.randint(V, (N,), device=device)
-    ours = LinearCrossEntropy(V)
+    ours = LinearCrossEntropy(V, chunk_elements)
 
     def step():
         hidden.grad = weight.grad = None
@@ -50,10 +53,9 @@ def available() -> list[str]:
     return [k for k in KINDS if k != "torch" or hasattr(F, "linear_cross_entropy")]
 
 
-def peak(kind: str, N: int, d: int, V: int) -> float:
+def peak(kind: str, device: torch.device, *sizes: int) -> float:
     """Peak memory of one loss and backward beyond inputs, in GiB."""
-    device = pick_device("auto")
-    step = contestant(kind, N, d, V, device)
+    step = contestant(kind, device, *sizes)
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -68,22 +70,23 @@ def peak(kind: str, N: int, d: int, V: int) -> float:
 def main() -> None:
     """Report times and peaks."""
     parser = rounds_parser(__doc__, 7)
-    parser.add_argument("--peak", choices=KINDS, help="only print this kind's peak memory")
+    parser.add_argument("--peak", nargs="+", help="only print the peak of KIND, N, d, V")
     args = parser.parse_args()
     device = pick_device("auto")
     d = 4096 if device.type == "cuda" else 256
     if args.peak:
-        print(peak(args.peak, 8192, d, 128256))
+        kind, *sizes = args.peak
+        print(peak(kind, device, *map(int, sizes)))
         return
     N, V = (8192, 128256) if device.type == "cuda" else (2048, 32000)
-    steps = {k: contestant(k, N, d, V, device) for k in available()}
+    steps = {k: contestant(k, device, N, d, V) for k in available()}
     timers = {k: functools.partial(time_steps, s, 3, device) for k, s in steps.items()}
     times = interleave(timers, args.rounds)
     ratios = {f"chunked / {k}": ("chunked", k) for k in steps if k != "chunked"}
     report("loss", times, ratios, f"head and loss, forward and backward, N {N}, d {d}, V {V}")
     peaks = {}
     for kind in available():
-        peaks[kind] = number_apart(__file__, "--peak", kind)
+        peaks[kind] = number_apart(__file__, "--peak", kind, 8192, d, 128256)
         print(f"peak memory at N 8192, d {d}, V 128256, {kind}: {peaks[kind]:.2f} GiB")
     save("loss_memory", {"about": f"GiB beyond inputs, N 8192, d {d}, V 128256", "gib": peaks})
 

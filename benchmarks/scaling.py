@@ -22,11 +22,9 @@ from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.flags import Script
 
 CONFIG = ["configs/llama-tiny.json", *"--bsz 4 --seq-len 128 --amp off --device cpu".split()]
-CASES = {
-    "one rank": (Script.ONE, 1, []), "DDP 2": (Script.DDP, 2, []), "DDP 4": (Script.DDP, 4, []),
-    "FSDP 2": (Script.FSDP, 2, []), "FSDP 4": (Script.FSDP, 4, []),
-    "HSDP 2 x 2": (Script.FSDP, 4, ["--dp-replicate", "2"]),
-}  # fmt: skip
+CASES = {"one rank": (Script.ONE, 1, []), "HSDP 2 x 2": (Script.FSDP, 4, ["--dp-replicate", "2"])}
+for ranks in (2, 4):
+    CASES |= {f"DDP {ranks}": (Script.DDP, ranks, []), f"FSDP {ranks}": (Script.FSDP, ranks, [])}
 
 
 def measured(name: str) -> float:
@@ -47,12 +45,12 @@ def main() -> int:
         name: estimate_speed(work_of([*CONFIG, *flags], script, ranks), cpu).step_s
         for name, (script, ranks, flags) in CASES.items()
     }
-    for name, found in times.items():
-        part = statistics.median(a / b for a, b in zip(times["one rank"], found, strict=True))
+    for name, all_s in times.items():
+        part = statistics.median(a / b for a, b in zip(times["one rank"], all_s, strict=True))
         estimated = expected["one rank"] / expected[name]
-        rows[name] = {"all_s": found, "efficiency": part, "estimated_s": expected[name],
-                      "estimated_efficiency": estimated}  # fmt: skip
-        middle = f"{min(found):.3f}, {statistics.median(found):.3f}"
+        rows[name] = {"all_s": all_s, "efficiency": part}
+        rows[name] |= {"estimated_s": expected[name], "estimated_efficiency": estimated}
+        middle = f"{min(all_s):.3f}, {statistics.median(all_s):.3f}"
         shown.append((name, middle, f"{part:.0%}", f"{estimated:.0%}"))
     show(("ranks", "step [s]: min, median", "of one rank's speed", "estimated"), shown)
     about = "weak scaling, llama-tiny, a thread a rank"

@@ -25,17 +25,12 @@ FIXED = ["seq-len=128", "n-steps=10", "warmup-steps=3"]
 N_CELLS = 4 * 3 * 2 * 2
 
 
-def rows_of(directory: Path) -> list[dict]:
-    """Rows of full runs below a sweep's directory that were ok, and of short ones."""
+def swept(directory: Path, *flags: str) -> list[dict]:
+    """Sweep, and return its rows, of full and of short runs, that were ok."""
+    argv = ["--models", "configs/llama-tiny.json", "--output-dir", str(directory)]
+    assert sweep.main([*argv, "--set", *flags]) == 0
     rows = [json.loads(line) for line in (directory / "rows.jsonl").read_text().splitlines()]
     return [row for row in rows if row["status"] == "ok"]
-
-
-def swept(directory: Path, *flags: str) -> list[dict]:
-    """Sweep, and return its rows."""
-    argv = ["--models", "configs/llama-tiny.json", "--output-dir", str(directory)]
-    assert sweep.main([*argv, *flags]) == 0
-    return rows_of(directory)
 
 
 def best_of(rows: list[dict]) -> dict:
@@ -51,28 +46,29 @@ def main() -> int:
     """Tune, sweep, compare; returns the exit code."""
     args = rounds_parser(__doc__, 7).parse_args()
     with tempfile.TemporaryDirectory() as top:
-        tuned = swept(Path(top) / "tuned", "--set", *GRID, *FIXED, "--tune")
-        grid = swept(Path(top) / "grid", "--set", *GRID, *FIXED)
+        tuned = swept(Path(top) / "tuned", *GRID, *FIXED, "--tune")
+        grid = swept(Path(top) / "grid", *GRID, *FIXED)
         winner, best = best_of(tuned), best_of(grid)
-        again: list[list[float]] = [[], []]
+        rates: dict[str, list[float]] = {"winner": [], "best": []}
         for i in range(args.rounds):
-            for axes, rates in zip((winner, best), again, strict=True):
-                given = [f"{k}={'none' if v is None else str(v).lower()}" for k, v in axes.items()]
-                place = Path(top) / f"round{i}-{len(again[1])}-{axes == best}"
-                (row,) = swept(place, "--set", *given, *FIXED)
-                rates.append(row["tokens_per_sec"])
-    ratios = [a / b for a, b in zip(*again, strict=True)]
+            for name, axes in (("winner", winner), ("best", best)):
+                words = [f"{k}={'none' if v is None else str(v).lower()}" for k, v in axes.items()]
+                (row,) = swept(Path(top) / f"round{i}-{name}", *words, *FIXED)
+                rates[name].append(row["tokens_per_sec"])
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
     low, high = bootstrap_mean(ratios) or (ratios[0], ratios[0])
     in_full = len({json.dumps(row["axes"]) for row in tuned if row["repeat"] != "probe"})
-    looked_at = len({json.dumps(row["axes"]) for row in tuned})
+    tried = len({json.dumps(row["axes"]) for row in tuned})
+    cells = {"cells": N_CELLS, "cells_tuner_ran": tried, "cells_in_full": in_full}
     content = {
         "about": "sweep.py --tune and the whole grid: llama-tiny, T 128, 10 steps a run",
-        "cells": N_CELLS, "cells_tuner_ran": looked_at, "cells_in_full": in_full,
-        "winner": winner, "grid_best": best,
-        "tokens_per_sec": {"winner": again[0], "best": again[1]},
+        **cells,
+        "winner": winner,
+        "grid_best": best,
+        "tokens_per_sec": rates,
         "ratio": {"mean": statistics.fmean(ratios), "low": low, "high": high},
         "grid": [{"axes": row["axes"], "tokens_per_sec": row["tokens_per_sec"]} for row in grid],
-    }  # fmt: skip
+    }
     print(f"winner {winner}, best of the grid {best}: {low:.3f} to {high:.3f}")
     save("tuner", content)
     return 0 if high >= WANTED else 1

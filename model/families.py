@@ -1,7 +1,6 @@
 """How the config.json of each model family is read: its keys to the fields of ModelConfig."""
 
 import functools
-import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,13 @@ from llm_train_bench.model.shapes import Experts, Latent, RopeScaling, Yarn
 def from_first_dialect(keys: Keys) -> dict[str, Any]:
     """The config of the first llm-train-bench (`arch_name`, `d_embd`, ...) as Hugging Face has it.
 
-    Keys that are not its own stay as they are. Its GPT has no dropout. A Llama's `d_hid` follows from
-    `ffn_mult` and `ffn_factor` if it is not given.
+    Other keys are unchanged. Its GPT has no dropout. A Llama's `d_hid` defaults to a width computed from
+    `ffn_mult` and `ffn_factor`.
     """
     family = keys.choice("arch_name", ("gpt", "llama", "mistral"))
     hidden = keys.integer("d_embd")
-    same = {
+    values = {
+        "model_type": "gpt2" if family == "gpt" else family,
         "vocab_size": keys.integer("vocab_size"),
         "num_hidden_layers": keys.integer("n_layers"),
         "num_attention_heads": keys.integer("n_heads"),
@@ -26,50 +26,44 @@ def from_first_dialect(keys: Keys) -> dict[str, Any]:
         "hidden_size": hidden,
     }
     if family == "gpt":
-        none = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
-        found = {"model_type": "gpt2", **same, **none}
+        values |= dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), 0.0)
         if (size := keys.integer("d_hid", None)) is not None:
-            found["n_inner"] = size
+            values["n_inner"] = size
     else:
         factor = keys.integer("ffn_factor", 256)
         width = int(int(4 * hidden * 2 / 3) * keys.number("ffn_mult", 1.0))
-        found = {
-            "model_type": family,
-            **same,
+        values |= {
             "num_key_value_heads": keys.integer("n_kv_heads", None, null=True),
             "intermediate_size": keys.integer("d_hid", None) or -(-width // factor) * factor,
             "rope_theta": keys.number("rope_base", 10000.0),
             "rms_norm_eps": keys.number("norm_eps", 1e-5),
         }
         if family == "mistral":
-            found["sliding_window"] = keys.integer("window_size", None)
-    return found | {key: keys.raw[key] for key in keys.leftover()}
+            values["sliding_window"] = keys.integer("window_size", None)
+    return values | {key: keys.raw[key] for key in keys.leftover()}
 
 
 def _gpt2(keys: Keys) -> dict[str, Any]:
     # transformers accepts the general names too, and prefers them.
-    def size(general: str, own: str, default: Any = ...) -> int:
-        return keys.integer(general if general in keys.raw else own, default)
+    def size(general: str, native: str, default: Any = ...) -> int:
+        return keys.integer(general if general in keys.raw else native, default)
 
     hidden = size("hidden_size", "n_embd")
     layers = size("num_hidden_layers", "n_layer")
     heads = size("num_attention_heads", "n_head")
     positions = size("max_position_embeddings", "n_positions", 1024)
-    head_dim = keys.divide(hidden, heads)
-    for key, neutral in {
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-    }.items():
-        if keys.boolean(key, neutral) is not neutral:
-            raise keys.error(key, f"only {json.dumps(neutral)} is implemented")
-    return dict(
+    keys.only("scale_attn_weights", True)
+    keys.only("scale_attn_by_inverse_layer_idx", False)
+    biases = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), True)
+    dropouts = [keys.fraction(f"{part}_pdrop", 0.1) for part in ("embd", "resid", "attn")]
+    return biases | dict(
         vocab_size=keys.integer("vocab_size", 50257),
         max_position_embeddings=positions,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
-        head_dim=head_dim,
+        head_dim=keys.divide(hidden, heads),
         intermediate_size=keys.integer("n_inner", None) or 4 * hidden,
         activation=keys.activation("activation_function", "gelu_new"),
         gated_mlp=False,
@@ -79,14 +73,11 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
         rope_theta=0.0,
         rope_scaling=None,
         tie_word_embeddings=keys.boolean("tie_word_embeddings", True),
-        qkv_bias=True,
-        attention_out_bias=True,
-        mlp_bias=True,
         qk_norm=False,
         windows=(None,) * layers,
-        embedding_dropout=keys.fraction("embd_pdrop", 0.1),
-        residual_dropout=keys.fraction("resid_pdrop", 0.1),
-        attention_dropout=keys.fraction("attn_pdrop", 0.1),
+        embedding_dropout=dropouts[0],
+        residual_dropout=dropouts[1],
+        attention_dropout=dropouts[2],
         initializer_range=keys.number("initializer_range", 0.02),
         pad_token_id=None,  # GPT-2's embedding knows no padding row
     )
@@ -98,7 +89,7 @@ def _llama_family(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     qkv_bias: bool = False,
-    bias_keys: tuple[str, ...] = (),
+    biases: int = 0,
     qk_norm: bool = False,
     windows: Callable[[Keys, int], tuple[int | None, ...]] | None = None,
     theta: float = 10000.0,
@@ -112,8 +103,8 @@ def _llama_family(
     """A decoder with RMS norms, rotary embeddings and a gated MLP.
 
     `positions`, `kv_heads`, `head_dim`, `theta`, `norm_eps`, `biased` (for attention_bias), `pad_token`
-    and `tied` are the family's defaults of absent keys. `bias_keys` are the keys among attention_bias
-    and mlp_bias that it has; `windows` reads its sliding windows. With `partial` the family reads which
+    and `tied` are the family's defaults of absent keys. `biases` 1 means that it has attention_bias, 2
+    that it has mlp_bias too; `windows` reads its sliding windows. With `partial` the family reads which
     part of a head is rotated, with `latent` all sizes of heads.
     """
     hidden = keys.integer("hidden_size")
@@ -121,7 +112,7 @@ def _llama_family(
     layers = keys.integer("num_hidden_layers")
     # Absent and null differ in transformers: absent takes the family's default, null the head count.
     head_dim = 1 if latent else keys.integer("head_dim", head_dim, null=True)
-    bias = "attention_bias" in bias_keys and keys.boolean("attention_bias", biased)
+    bias = biases > 0 and keys.boolean("attention_bias", biased)
     positions = keys.integer("max_position_embeddings", positions)
     theta, scaling = _rope(keys, positions, theta, partial)
     return dict(
@@ -143,7 +134,7 @@ def _llama_family(
         tie_word_embeddings=keys.boolean("tie_word_embeddings", tied),
         qkv_bias=qkv_bias or bias,
         attention_out_bias=bias,
-        mlp_bias="mlp_bias" in bias_keys and keys.boolean("mlp_bias", False),
+        mlp_bias=biases > 1 and keys.boolean("mlp_bias", False),
         qk_norm=qk_norm,
         windows=windows(keys, layers) if windows else (None,) * layers,
         embedding_dropout=0.0,
@@ -161,28 +152,48 @@ def _pad_token(keys: Keys, default: int | None) -> int | None:
 
 
 def _windows(
-    keys: Keys, layers: int, default: int | None = None, switched: bool = False
+    keys: Keys,
+    layers: int,
+    default: int | None = None,
+    switched: bool = False,
+    sliding: list[bool] | None = None,
 ) -> tuple[int | None, ...]:
-    """The same one in all layers; where it is `switched`, only with use_sliding_window."""
+    """Each layer's window; where it is `switched`, only with use_sliding_window.
+
+    A family whose layers differ has `layer_types`, whose default is `sliding`.
+    """
     window = keys.integer("sliding_window", default, null=True)
-    return (window if not switched or keys.boolean("use_sliding_window", False) else None,) * layers
+    if switched and not keys.boolean("use_sliding_window", False):
+        window = None
+    if sliding is None:
+        return (window,) * layers
+    kinds = _per_layer(keys, "layer_types", layers, "names")
+    for kind in kinds or ():
+        if kind not in ("full_attention", "attention", "sliding_attention"):
+            raise keys.error("layer_types", f"{kind!r} is not implemented")
+    if kinds is not None:
+        sliding = [kind == "sliding_attention" for kind in kinds]
+        if switched and window is None and any(sliding):
+            why = "names sliding_attention, but use_sliding_window or sliding_window is off"
+            raise keys.error("layer_types", why)
+    return tuple(window if slides else None for slides in sliding)
 
 
 def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
     first = keys.integer("max_window_layers", 28, minimum=0)
-    return _switched_windows(keys, 4096, [i >= first for i in range(layers)])
+    return _windows(keys, layers, 4096, True, [i >= first for i in range(layers)])
 
 
-def _switched_windows(keys: Keys, default: int | None, slide: list[bool]) -> tuple[int | None, ...]:
-    """Of the layers that layer_types names, or else of `slide`; only with use_sliding_window."""
-    (window, *_) = _windows(keys, 1, default, switched=True)
-    sliding = _layer_types(keys, len(slide), [window is not None and slides for slides in slide])
-    if any(sliding) and window is None:
-        raise keys.error(
-            "layer_types",
-            "names sliding_attention, but use_sliding_window or sliding_window is off",
-        )
-    return tuple(window if slides else None for slides in sliding)
+def _alternating_windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    return _windows(keys, layers, 128, sliding=[i % 2 == 0 for i in range(layers)])
+
+
+def _per_layer(keys: Keys, key: str, layers: int, what: str) -> list | None:
+    """A list with one entry for each layer; None if it is absent or null."""
+    values = keys.get(key, None)
+    if values is not None and (not isinstance(values, list) or len(values) != layers):
+        raise keys.error(key, f"must be a list of num_hidden_layers = {layers} {what}")
+    return values
 
 
 def _rope(
@@ -211,22 +222,15 @@ def _rope(
     if kind == "linear":
         scaling = RopeScaling("linear", inner.number("factor"))
     elif kind == "llama3":
-        scaling = RopeScaling(
-            "llama3",
-            inner.number("factor"),
-            inner.number("low_freq_factor"),
-            inner.number("high_freq_factor"),
-            _trained_positions(keys, inner, max_positions),
-        )
+        factors = map(inner.number, ("factor", "low_freq_factor", "high_freq_factor"))
+        scaling = RopeScaling(kind, *factors, _trained_positions(keys, inner, max_positions))
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise inner.error("high_freq_factor", "must be above low_freq_factor")
     elif kind == "yarn":
         scaling = _yarn(keys, inner, max_positions)
     elif kind != "default":
-        raise keys.error(
-            where,
-            f"rope type {kind!r} is not implemented; there are default, linear, llama3 and yarn",
-        )
+        why = f"rope type {kind!r} is not implemented; there are default, linear, llama3 and yarn"
+        raise keys.error(where, why)
     if partial:
         inner.used.add("partial_rotary_factor")
     if extra := inner.leftover():
@@ -268,113 +272,88 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _mixtral(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(
-        keys, positions=131072, kv_heads=8, theta=1e6, norm_eps=1e-5, windows=_windows
-    )
-    if keys.fraction("router_jitter_noise", 0.0):
-        raise keys.error("router_jitter_noise", "only 0 is implemented")
+    fields = _llama_family(keys, 131072, kv_heads=8, theta=1e6, norm_eps=1e-5, windows=_windows)
+    keys.only("router_jitter_noise", 0)
     size = fields["intermediate_size"]
     experts = _experts(keys, "num_local_experts", 8, 2, size=size, normalised=True)
     return fields | dict(experts=experts)
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(
-        keys, positions=32768, kv_heads=4, bias_keys=("attention_bias",), qk_norm=True,
-        windows=functools.partial(_windows, default=4096, switched=True),
-    )  # fmt: skip
-    experts = _experts(
-        keys, "num_experts", 128, 8, size=keys.integer("moe_intermediate_size", 768),
-        normalised=keys.boolean("norm_topk_prob", False),
-    )  # fmt: skip
+    windows = functools.partial(_windows, default=4096, switched=True)
+    fields = _llama_family(keys, 32768, kv_heads=4, biases=1, qk_norm=True, windows=windows)
+    size, normalised = keys.integer("moe_intermediate_size", 768), _normalised(keys)
+    experts = _experts(keys, "num_experts", 128, 8, size=size, normalised=normalised)
     layers, step = fields["num_hidden_layers"], keys.integer("decoder_sparse_step", 1)
-    dense = _layer_numbers(keys, "mlp_only_layers", layers)
-    dense |= {i for i in range(layers) if (i + 1) % step}
+    dense = keys.get("mlp_only_layers", None) or []
+    if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
+        raise keys.error("mlp_only_layers", f"must be a list of layers from 0 to {layers - 1}")
+    dense = {*dense, *(i for i in range(layers) if (i + 1) % step)}
     return fields | dict(experts=experts, dense_layers=tuple(sorted(dense)))
 
 
+def _normalised(keys: Keys, default: bool = False) -> bool:
+    return keys.boolean("norm_topk_prob", default)
+
+
 def _olmoe(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(
-        keys, positions=4096, bias_keys=("attention_bias",), qk_norm=True, norm_eps=1e-5,
-        pad_token=1,
-    )  # fmt: skip
-    if keys.get("clip_qkv", None) is not None:
-        raise keys.error("clip_qkv", "only null is implemented")
-    experts = _experts(
-        keys, "num_experts", 64, 8, size=fields["intermediate_size"], aux_loss=0.01,
-        normalised=keys.boolean("norm_topk_prob", False),
-    )  # fmt: skip
+    fields = _llama_family(keys, 4096, biases=1, qk_norm=True, norm_eps=1e-5, pad_token=1)
+    keys.only("clip_qkv", None)
+    kind = dict(size=fields["intermediate_size"], normalised=_normalised(keys))
+    experts = _experts(keys, "num_experts", 64, 8, aux_loss=0.01, **kind)
     return fields | dict(experts=experts, whole_qk_norm=True)
 
 
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
-    def alternating(keys: Keys, layers: int) -> tuple[int | None, ...]:
-        window = keys.integer("sliding_window", 128, null=True)
-        sliding = _layer_types(keys, layers, [i % 2 == 0 for i in range(layers)])
-        return tuple(window if slides else None for slides in sliding)
-
     if not any(keys.raw.get(key) for key in ("rope_scaling", "rope_parameters")):
-        rope = dict(
-            rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096
-        )
+        rope = dict(rope_type="yarn", factor=32.0, truncate=False)
+        rope["original_max_position_embeddings"] = 4096
         keys.raw = keys.raw | {"rope_scaling": rope}
-    fields = _llama_family(
-        keys, positions=131072, kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5,
-        bias_keys=("attention_bias",), biased=True, windows=alternating,
-    )  # fmt: skip
+    sizes = dict(kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5)
+    biases = dict(biases=1, biased=True)
+    fields = _llama_family(keys, 131072, windows=_alternating_windows, **sizes, **biases)
     keys.choice("hidden_act", ("silu",), "silu")
-    experts = _experts(
-        keys, "num_local_experts", 128, 4, size=fields["intermediate_size"], biases=True,
-        scores="softmax_chosen", limit=keys.number("swiglu_limit", 7.0),
-        gain=keys.number("swiglu_alpha", 1.702),
-    )  # fmt: skip
-    keys.used.add("quantization_config")  # of the weights on the Hub
-    keys.used.add("initial_context_length")
+    limit, gain = keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702)
+    kind = dict(biases=True, scores="softmax_chosen", limit=limit, gain=gain)
+    size = fields["intermediate_size"]
+    experts = _experts(keys, "num_local_experts", 128, 4, size=size, **kind)
+    keys.used |= {"quantization_config", "initial_context_length"}  # of the weights on the Hub
     return fields | dict(experts=experts, sinks=True)
 
 
 def _deepseek_v3(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(keys, positions=4096, bias_keys=("attention_bias",), latent=True)
+    fields = _llama_family(keys, 4096, biases=1, latent=True)
     heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
     if fields["num_key_value_heads"] != heads:
         raise keys.error("num_key_value_heads", f"must be num_attention_heads = {heads}")
-    latent = Latent(
-        keys.integer("q_lora_rank", 1536, null=True),
-        keys.integer("kv_lora_rank", 512),
-        keys.integer("qk_nope_head_dim", 128),
-        keys.integer("qk_rope_head_dim", 64),
-        keys.integer("v_head_dim", 128),
-    )
+    widths = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    widths = [keys.integer(key, default) for key, default in widths.items()]
+    latent = Latent(keys.integer("q_lora_rank", 1536, null=True), *widths)
     if fields["attention_out_bias"]:
         raise keys.error("attention_bias", "only false is implemented for this family")
     size = keys.integer("moe_intermediate_size", 2048)
     groups = keys.integer("n_group", 8)
-    experts = _experts(
-        keys, "n_routed_experts", 256, 8, size=size,
-        shared_size=size * (keys.integer("n_shared_experts", 1, minimum=0, null=True) or 0),
-        scores="sigmoid", correction=True, normalised=keys.boolean("norm_topk_prob", True),
-        scale=keys.number("routed_scaling_factor", 2.5), groups=groups,
-        groups_per_token=keys.integer("topk_group", 4),
-    )  # fmt: skip
+    shared = keys.integer("n_shared_experts", 1, minimum=0, null=True) or 0
+    sizes = dict(size=size, shared_size=size * shared, groups=groups)
+    router = dict(scores="sigmoid", correction=True, normalised=_normalised(keys, True))
+    router["scale"] = keys.number("routed_scaling_factor", 2.5)
+    router["groups_per_token"] = keys.integer("topk_group", 4)
+    experts = _experts(keys, "n_routed_experts", 256, 8, **sizes, **router)
     if experts.number % groups or (groups > 1 and experts.number // groups < 2):
-        possible = [str(g) for g in range(1, experts.number // 2 + 1) if experts.number % g == 0]
-        raise keys.error(
-            "n_group",
-            f"{experts.number} experts do not divide into groups of two or more; "
-            f"{', '.join(possible or ['1'])} would do",
-        )
+        divisors = [str(g) for g in range(1, experts.number // 2 + 1) if experts.number % g == 0]
+        why = f"{experts.number} experts do not divide into groups of two or more"
+        raise keys.error("n_group", f"{why}; {', '.join(divisors or ['1'])} would do")
     if experts.groups_per_token > groups:
         raise keys.error("topk_group", f"is above n_group {groups}")
     if experts.per_token > experts.number // groups * experts.groups_per_token:
         raise keys.error("topk_group", "its groups have fewer experts than a token needs")
     keys.choice("scoring_func", ("sigmoid",), "sigmoid")
     keys.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    if keys.integer("moe_layer_freq", 1) != 1:
-        raise keys.error("moe_layer_freq", "only 1 is implemented")
+    keys.only("moe_layer_freq", 1)
     # Of code and weights on the Hub, and of modules that predict further tokens, which are no part
     # of the model proper: transformers leaves them out too.
-    keys.used |= {"quantization_config", "auto_map", "num_nextn_predict_layers", "num_mtp_layers",
-                  "head_dim", "qk_head_dim"}  # fmt: skip
+    keys.used |= {"quantization_config", "auto_map", "num_nextn_predict_layers", "num_mtp_layers"}
+    keys.used |= {"head_dim", "qk_head_dim"}
     head_dim = latent.nope_dim + latent.rope_dim
     scale, mscale = head_dim**-0.5, _inner_rope(keys).get("mscale_all_dim")
     if isinstance(fields["rope_scaling"], Yarn) and mscale:
@@ -411,18 +390,9 @@ def _experts(
     return Experts(number, per_token, aux_loss=float(factor), correction_rate=rate, **fields)
 
 
-def _layer_numbers(keys: Keys, key: str, layers: int) -> set[int]:
-    """A list of layers; absent or null means none."""
-    found = keys.get(key, None) or []
-    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < layers for i in found):
-        raise keys.error(key, f"must be a list of layers from 0 to {layers - 1}")
-    return set(found)
-
-
 def _phi3(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(
-        keys, positions=4096, windows=_windows, norm_eps=1e-5, partial=True, pad_token=32000
-    )
+    options = dict(norm_eps=1e-5, partial=True, pad_token=32000)
+    fields = _llama_family(keys, 4096, windows=_windows, **options)
     part = keys.number("partial_rotary_factor", _inner_rope(keys).get("partial_rotary_factor", 1.0))
     size = int(fields["head_dim"] * part)
     return fields | dict(
@@ -438,51 +408,30 @@ def _inner_rope(keys: Keys) -> dict[str, Any]:
 
 
 def _olmo2(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(
-        keys, positions=2048, bias_keys=("attention_bias",), qk_norm=True, norm_eps=1e-5,
-        pad_token=1,
-    )  # fmt: skip
+    fields = _llama_family(keys, 2048, biases=1, qk_norm=True, norm_eps=1e-5, pad_token=1)
     return fields | dict(whole_qk_norm=True, norm_after=True)
 
 
 def _smollm3(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(
-        keys, positions=32768, kv_heads=4, bias_keys=("attention_bias", "mlp_bias"), theta=2e6,
-        pad_token=128004, tied=True,
-    )  # fmt: skip
+    options = dict(theta=2e6, pad_token=128004, tied=True)
+    fields = _llama_family(keys, 32768, kv_heads=4, biases=2, **options)
     layers, every = fields["num_hidden_layers"], keys.integer("no_rope_layer_interval", 4)
-    turned = keys.get("no_rope_layers", None) or [(i + 1) % every != 0 for i in range(layers)]
-    if not isinstance(turned, list) or len(turned) != layers:
-        raise keys.error(
-            "no_rope_layers", f"must be a list of num_hidden_layers = {layers} numbers"
-        )
+    rotated = _per_layer(keys, "no_rope_layers", layers, "numbers")
+    rotated = rotated or [(i + 1) % every != 0 for i in range(layers)]
     return fields | dict(
-        windows=_switched_windows(keys, None, [not has for has in turned]),
-        no_rope_layers=tuple(i for i, has in enumerate(turned) if not has),
+        windows=_windows(keys, layers, switched=True, sliding=[not has for has in rotated]),
+        no_rope_layers=tuple(i for i, has in enumerate(rotated) if not has),
     )
 
 
 def _granite(keys: Keys) -> dict[str, Any]:
-    fields = _llama_family(keys, positions=2048, bias_keys=("attention_bias", "mlp_bias"))
+    fields = _llama_family(keys, 2048, biases=2)
     return fields | dict(
         attention_scale=keys.number("attention_multiplier", 1.0),
         embedding_scale=keys.number("embedding_multiplier", 1.0),
         residual_scale=keys.number("residual_multiplier", 1.0),
         logit_scale=1 / keys.number("logits_scaling", 1.0),
     )
-
-
-def _layer_types(keys: Keys, layers: int, default: list[bool]) -> list[bool]:
-    """Which layers slide, by `layer_types`."""
-    kinds = keys.get("layer_types", None)
-    if kinds is None:
-        return default
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise keys.error("layer_types", f"must be a list of num_hidden_layers = {layers} names")
-    for kind in kinds:
-        if kind not in ("full_attention", "attention", "sliding_attention"):
-            raise keys.error("layer_types", f"{kind!r} is not implemented")
-    return [kind == "sliding_attention" for kind in kinds]
 
 
 # Families that users ask for and that compute what is not implemented, with what that is.
@@ -502,29 +451,23 @@ def refuse_by_name(keys: Keys) -> None:
     """ConfigError for a family that is known and not implemented."""
     kind = keys.raw.get("model_type")
     if isinstance(kind, str) and kind in NOT_IMPLEMENTED:
-        others = ", ".join(FAMILIES)
-        raise keys.error(
-            "model_type", f"{NOT_IMPLEMENTED[kind]} are not implemented; there are {others}"
-        )
+        why = f"{NOT_IMPLEMENTED[kind]} are not implemented; there are {', '.join(FAMILIES)}"
+        raise keys.error("model_type", why)
 
 
+QWEN: dict[str, Any] = dict(positions=32768, kv_heads=32, windows=_windows_by_layer)
 # The reader of each family's config, by its model_type.
 FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "gpt2": _gpt2,
-    "llama": functools.partial(
-        _llama_family, positions=2048, bias_keys=("attention_bias", "mlp_bias")
-    ),
+    "llama": functools.partial(_llama_family, positions=2048, biases=2),
     "mistral": functools.partial(
-        _llama_family, positions=131072, kv_heads=8,
+        _llama_family,
+        positions=131072,
+        kv_heads=8,
         windows=functools.partial(_windows, default=4096),
     ),
-    "qwen2": functools.partial(
-        _llama_family, positions=32768, kv_heads=32, qkv_bias=True, windows=_windows_by_layer
-    ),
-    "qwen3": functools.partial(
-        _llama_family, positions=32768, kv_heads=32, head_dim=128, bias_keys=("attention_bias",),
-        qk_norm=True, windows=_windows_by_layer,
-    ),
+    "qwen2": functools.partial(_llama_family, **QWEN, qkv_bias=True),
+    "qwen3": functools.partial(_llama_family, **QWEN, head_dim=128, biases=1, qk_norm=True),
     "phi3": _phi3,
     "olmo2": _olmo2,
     "smollm3": _smollm3,
@@ -535,4 +478,4 @@ FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
-}  # fmt: skip
+}

@@ -22,13 +22,16 @@ ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in
     "smollm3": "SmolLM3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
 }
-# Keys that may differ between the weights' config and the run's: they do not change the function.
-TRAINING_KEYS = set(
-    "name embedding_dropout residual_dropout attention_dropout initializer_range pad_token_id".split()
-)
+# Fields that may differ between the weights' config and the run's: they do not change the function.
+TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
+    initializer_range pad_token_id""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 GPT2_NAMES = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "lm_head": "lm_head",
     "attn_norm": "ln_1",
     "attn.qkv": "attn.c_attn",
     "attn.out": "attn.c_proj",
@@ -37,6 +40,9 @@ GPT2_NAMES = {
     "mlp.down": "mlp.c_proj",
 }
 LLAMA_NAMES = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
     "attn": "self_attn",
     "attn_norm": "input_layernorm",
     "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -57,8 +63,8 @@ LLAMA_NAMES = {
     "mlp.shared.gate_up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
-# What single families call differently.
-OWN_NAMES = {
+# Names that differ in single families.
+FAMILY_NAMES = {
     "mixtral": {"mlp.router": "block_sparse_moe.gate"},
     "gpt_oss": {"mlp.router": "mlp.router"},
     "phi3": {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"},
@@ -82,21 +88,15 @@ Pretrained = dict[str, list[tuple[Path, str] | Stored]]
 def hf_names(config: ModelConfig, name: str) -> list[str]:
     """The Hugging Face tensors that, stacked along dimension 0, make up our parameter `name`."""
     family, gpt2 = config.model_type, config.model_type == "gpt2"
+    theirs = GPT2_NAMES if gpt2 else LLAMA_NAMES | FAMILY_NAMES.get(family, {})
     module, kind = name.rsplit(".", 1)
-    top = {
-        "embed": "transformer.wte" if gpt2 else "model.embed_tokens",
-        "positions": "transformer.wpe",
-        "norm": "transformer.ln_f" if gpt2 else "model.norm",
-        "lm_head": "lm_head",
-    }
-    if module in top:
-        return [f"{top[module]}.{kind}"]
+    if module in theirs:
+        return [f"{theirs[module]}.{kind}"]
     _, layer, part = module.split(".", 2)
     prefix = f"transformer.h.{layer}" if gpt2 else f"model.layers.{layer}"
     if part.startswith("mlp.experts."):
         return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
     kind = {"correction": "e_score_correction_bias"}.get(kind, kind)
-    theirs = GPT2_NAMES if gpt2 else LLAMA_NAMES | OWN_NAMES.get(family, {})
     return [f"{prefix}.{each}.{kind}" for each in theirs[part].split()]
 
 
@@ -105,45 +105,36 @@ def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:
     if config.model_type == "gpt_oss":  # all experts in one tensor
         return [f"mlp.experts.{part}_proj" + ("_bias" if kind == "bias" else "")]
     if config.model_type == "mixtral":
-        inner, own = "block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}
+        inner, names = "block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}
     else:
-        inner, own = "mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
-    return [f"{inner}.{e}.{p}.{kind}" for e in range(config.experts.number) for p in own[part]]
+        inner, names = "mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+    return [f"{inner}.{e}.{p}.{kind}" for e in range(config.experts.number) for p in names[part]]
 
 
-def _theirs(config: ModelConfig, name: str, value: Tensor) -> Tensor:
-    """A whole parameter of ours in the order and orientation of the family's files."""
+def _converted(
+    config: ModelConfig, name: str, value: Tensor, shape: Sequence[int] | None = None
+) -> Tensor:
+    """A whole parameter of ours in the layout of the family's files or, with our `shape`, back."""
     *_, module, kind = name.split(".")
     if config.model_type == "gpt2" and module in ("qkv", "out", "up", "down"):
         return value.t()  # they keep its linear layers as (in, out)
-    if ".mlp.experts." in name:
-        if config.model_type != "gpt_oss":
-            return value.flatten(0, 1)
-        if module == "gate_up":  # gate and up alternate
-            value = value.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
-        return value.transpose(1, 2) if kind == "weight" else value
-    return value
-
-
-def _ours(config: ModelConfig, name: str, value: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `_theirs`, for a parameter of this shape."""
-    *_, module, kind = name.split(".")
-    if config.model_type == "gpt2" and module in ("qkv", "out", "up", "down"):
-        return value.t()
-    if ".mlp.experts." in name:
-        if config.model_type != "gpt_oss":
-            return value.view(shape)
-        value = value.transpose(1, 2) if kind == "weight" else value
-        if module == "gate_up":
-            value = value.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return value
+    if ".mlp.experts." not in name:
+        return value
+    if config.model_type != "gpt_oss":
+        return value.flatten(0, 1) if shape is None else value.view(shape)
+    if shape is not None and kind == "weight":
+        value = value.transpose(1, 2)
+    if module == "gate_up":  # gate and up alternate in theirs
+        halves = (2, -1) if shape is None else (-1, 2)
+        value = value.unflatten(1, halves).transpose(1, 2).flatten(1, 2)
+    return value.transpose(1, 2) if shape is None and kind == "weight" else value
 
 
 def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Our parameter (or its gradient) as the Hugging Face tensors it stands for."""
     if name in ("embed.weight", "lm_head.weight"):
         value = value[: config.vocab_size]
-    value, names = _theirs(config, name, value), hf_names(config, name)
+    value, names = _converted(config, name, value), hf_names(config, name)
     if name.split(".")[-2] == "qkv" and len(names) == 3:
         heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
         parts = value.split([h * config.head_dim for h in heads])
@@ -167,33 +158,27 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     if (directory / "manifest.json").exists():
         return _check_checkpoint(model, directory)
     if (directory / "config.json").exists():
-        theirs = load_config(directory, config.vocab_multiple)
-        ours, other = vars(config), vars(theirs)
-        passed_over = {*TRAINING_KEYS, "path", "raw", "unknown_keys"}
-        different = next((k for k in ours if ours[k] != other[k] and k not in passed_over), None)
-        if different:
+        ours, theirs = vars(config), vars(load_config(directory, config.vocab_multiple))
+        for key in (k for k in ours if ours[k] != theirs[k] and k not in TRAINING_KEYS):
             raise ConfigError(
-                f"{directory}/config.json: {different} is {other[different]}, but {config.path} "
-                f"says {ours[different]}; give the config that belongs to the weights"
+                f"{directory}/config.json: {key} is {theirs[key]}, but {config.path} "
+                f"says {ours[key]}; give the config that belongs to the weights"
             )
     index = _index(directory)
-    found = {}
+    places, used = {}, set()
     for name, parameter in model.weights():
-        found[name] = []
+        places[name] = []
         for hf_name, part in to_hf(config, name, parameter.detach()):
             file, theirs = place = _find(index, hf_name, directory)
             shape, kind = _shape_and_dtype(*place)
             if shape != list(part.shape):
-                raise ConfigError(
-                    f"{file}: {theirs} has shape {shape}, which does not fit {config.path}: it should "
-                    f"have {list(part.shape)}"
-                )
+                raise ConfigError(_misfit(f"{file}: {theirs}", shape, config, part.shape))
             if kind not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
-            found[name].append(place)
+            places[name].append(place)
+            used.add(theirs)
     if config.tie_word_embeddings and "lm_head.weight" in index:
-        _refuse_other_head(index, found["embed.weight"][0])
-    used = {theirs for places in found.values() for _, theirs in places}
+        _refuse_other_head(index, places["embed.weight"][0])
     for theirs in index.keys() - used:
         tied = config.tie_word_embeddings and theirs == "lm_head.weight"
         if not tied and not theirs.endswith(NO_PARAMETERS) and not _further(config, theirs):
@@ -201,55 +186,54 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
                 f"{index[theirs]}: {theirs} has no place in {config.path}; are these weights of that "
                 "model?"
             )
-    return found
+    return places
+
+
+def _misfit(name: str, shape: list[int], config: ModelConfig, expected: Sequence[int]) -> str:
+    fit = f"which does not fit {config.path}: it should have {list(expected)}"
+    return f"{name} has shape {shape}, {fit}"
 
 
 def _further(config: ModelConfig, name: str) -> bool:
     """Whether a tensor is of DeepSeek's modules that predict further tokens: layers after the last."""
     layer = name.removeprefix("model.layers.").split(".")[0]
-    further = ("num_nextn_predict_layers", "num_mtp_layers")
-    return (
-        any(config.raw.get(key) for key in further)
-        and layer.isdecimal()
-        and int(layer) >= config.num_hidden_layers
-    )
+    further = config.raw.get("num_nextn_predict_layers") or config.raw.get("num_mtp_layers")
+    return bool(further) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
     """Where each parameter lies in a checkpoint of ours, whose tensors have our names and layouts."""
-    found = {}
+    places = {}
     try:
         stored = parse_json((directory / "manifest.json").read_text())["manifest"]["tensors"]
         for name, parameter in model.weights():
             tensor = stored[f"p/{name}"]
-            shape = list(parameter.shape)
-            if list(tensor["shape"]) != shape:
+            if (shape := list(tensor["shape"])) != list(parameter.shape):
                 raise ConfigError(
-                    f"{directory}: {name} has shape {tensor['shape']}, which does not fit "
-                    f"{model.config.path}: it should have {shape}"
+                    _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
                 )
-            found[name] = [Stored(directory, f"p/{name}", [Part(**p) for p in tensor["parts"]])]
+            places[name] = [Stored(directory, f"p/{name}", [Part(**p) for p in tensor["parts"]])]
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{directory}: is no checkpoint of this model: {error!r}") from None
-    return found
+    return places
 
 
-def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, found: Pretrained) -> None:
+def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, places: Pretrained) -> None:
     """Set one whole parameter in place; padding rows become zero."""
-    parts, start = [], [0] * parameter.ndim
-    if isinstance(found[name][0], Stored):
-        (own,) = found[name]
-        whole = start, parameter.shape, torch.float32
-        parameter.copy_(read_block(own.directory, own.name, own.parts, *whole))
-        return
-    for path, hf_name in found[name]:
+    parts = []
+    for place in places[name]:
+        if isinstance(place, Stored):
+            block = [0] * parameter.ndim, parameter.shape, torch.float32
+            parameter.copy_(read_block(place.directory, place.name, place.parts, *block))
+            return
+        path, hf_name = place
         with safe_open(path, framework="pt") as f:
             parts.append(f.get_tensor(hf_name))
             if not parts[-1].isfinite().all():
                 raise ConfigError(f"{path}: {hf_name} holds numbers that are not finite")
-    value = _ours(config, name, torch.cat(parts), parameter.shape)
+    value = _converted(config, name, torch.cat(parts), parameter.shape)
     parameter[: value.shape[0]].copy_(value)
     parameter[value.shape[0] :].zero_()
 
@@ -315,8 +299,8 @@ def save_pretrained(model: Transformer, directory: str | Path, write: bool = Tru
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.
     """
     directory, config = Path(directory), model.config
-    tensors, own = {}, ((name, parameter.detach()) for name, parameter in model.weights())
-    for name, value in model.layout.wholes(config, own):
+    tensors, parts = {}, ((name, parameter.detach()) for name, parameter in model.weights())
+    for name, value in model.layout.wholes(config, parts):
         if write:
             tensors |= {n: v.cpu() for n, v in to_hf(config, name, value)}
     if not write:
@@ -325,5 +309,4 @@ def save_pretrained(model: Transformer, directory: str | Path, write: bool = Tru
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     meta = {"architectures": [ARCHITECTURES[config.model_type]], "dtype": dtype}
-    text = json.dumps(config.raw | meta, indent=2) + "\n"
-    (directory / "config.json").write_text(text)
+    (directory / "config.json").write_text(json.dumps(config.raw | meta, indent=2) + "\n")

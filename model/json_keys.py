@@ -120,6 +120,12 @@ class Keys:
             raise self.error(key, f"must be true or false, found {kind_of(value)}")
         return value
 
+    def only(self, key: str, neutral: Any) -> None:
+        """Refuse any other value than the one that is implemented."""
+        value = self.get(key, neutral)
+        if value != neutral or isinstance(value, bool) != isinstance(neutral, bool):
+            raise self.error(key, f"only {json.dumps(neutral)} is implemented")
+
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation function that is implemented."""
         value = self.get(key, default)

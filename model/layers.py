@@ -73,11 +73,10 @@ def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
     """
     scaling, size = config.rope_scaling, config.rope_dim
     exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-    frequency = 1.0 / config.rope_theta**exponent
-    factor = 1.0
+    frequency, factor = 1.0 / config.rope_theta**exponent, 1.0
     if isinstance(scaling, Yarn):
         frequency, factor = stretch(frequency, scaling, config.rope_theta), scaling.attention_factor
-    else:
+    elif scaling is not None:
         frequency = scale_rope(frequency, scaling)
     angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
     return angle.cos() * factor, angle.sin() * factor
@@ -89,13 +88,11 @@ def stretch(frequency: Tensor, yarn: Yarn, theta: float) -> Tensor:
     Those that turn often in the trained context stay, slow ones are divided; in between, by dimension,
     both are blended.
     """
-    n = len(frequency)
-
-    def dimension(turns: float) -> float:
+    n, bounds = len(frequency), []
+    for turns in (yarn.beta_fast, yarn.beta_slow):
         length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
-        return n * math.log(length) / math.log(theta)
-
-    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+        bounds.append(n * math.log(length) / math.log(theta))
+    low, high = bounds
     if yarn.rounded:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * n - 1)
@@ -105,18 +102,15 @@ def stretch(frequency: Tensor, yarn: Yarn, theta: float) -> Tensor:
     return frequency / yarn.factor * divided + frequency * (1 - divided)
 
 
-def scale_rope(frequency: Tensor, scaling: RopeScaling | None) -> Tensor:
+def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     """Stretch rotary frequencies (radians per position) for a longer context.
 
     `linear` divides them all. `llama3` divides those with wavelengths above the trained context,
     keeps the short ones, and blends in between (Llama 3.1 model card and reference code).
     """
-    if scaling is None:
-        return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    wavelength = 2 * math.pi / frequency
-    turns = scaling.original_max_position_embeddings / wavelength
+    turns = scaling.original_max_position_embeddings / (2 * math.pi / frequency)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return blend * frequency + (1 - blend) * frequency / scaling.factor
@@ -132,8 +126,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # one fused kernel
         first, second = x.float().chunk(2, dim=-1)
         cos, sin = cos[:, None, :], sin[:, None, :]
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return rotated.to(x.dtype)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
     return _Rotation.apply(x, cos, sin)
 
 
@@ -204,15 +197,9 @@ def attend(
         # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
+    causal = mask is None
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None,
-        enable_gqa=gqa,
-        scale=scale,
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=gqa, scale=scale
     )
 
 
@@ -252,9 +239,10 @@ class Attention(nn.Module):
         d, D = config.hidden_size, config.head_dim
         self.qkv = nn.Linear(d, (self.n_heads + 2 * self.n_kv_heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
-        sizes = (config.query_size, config.kv_size) if self.whole_norm else (D, D)
-        norms = [RMSNorm(size, config.norm_eps) if config.qk_norm else None for size in sizes]
-        self.q_norm, self.k_norm = norms
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            sizes = (config.query_size, config.kv_size) if self.whole_norm else (D, D)
+            self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
         self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
 
     def forward(
@@ -269,11 +257,10 @@ class Attention(nn.Module):
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         qkv = self.qkv(x).view(B, T, sum(heads), self.head_dim)
         q, k, v = qkv.split(heads, dim=2)
-        if self.q_norm is not None and self.whole_norm:
-            q = self.q_norm(q.flatten(2)).view_as(q)
-            k = self.k_norm(k.flatten(2)).view_as(k)
-        elif self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.q_norm is not None and self.k_norm is not None:
+            whole = self.whole_norm
+            q = self.q_norm(q.flatten(2)).view_as(q) if whole else self.q_norm(q)
+            k = self.k_norm(k.flatten(2)).view_as(k) if whole else self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         y = self.layout.attend(self.attend, q, k, v, mask)

@@ -19,8 +19,8 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
     if part.startswith("mlp.experts."):
         return "ep", 0, (config.experts.number,)
     shared = config.experts.shared_size if config.experts else 0
-    columns = {"attn.out": heads * config.value_dim, "mlp.down": config.intermediate_size,
-               "mlp.shared.down": shared}  # fmt: skip
+    columns = {"mlp.down": config.intermediate_size, "mlp.shared.down": shared}
+    columns["attn.out"] = heads * config.value_dim
     if part in columns:
         return ("tp", 1, (columns[part],)) if kind == "weight" else None
     rows = {

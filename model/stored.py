@@ -9,10 +9,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-    "U8": torch.uint8, "I64": torch.int64,
-}  # fmt: skip
+DTYPES = dict(F64=torch.float64, F32=torch.float32, BF16=torch.bfloat16, F16=torch.float16)
+DTYPES |= dict(U8=torch.uint8, I64=torch.int64)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -30,34 +30,22 @@ from llm_train_bench.model.loss import LinearCrossEntropy
 
 
 def saved_ops(attention: bool = True) -> set:
-    """Operators that are dear to recompute: matmuls, attention, and collectives.
+    """Operators that are expensive to recompute: matmuls, attention, and collectives.
 
     `attention` is False where attention has dropout. If kept, it would not draw its random numbers
     again, and operators recomputed after it would draw other ones.
     """
     aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-    kernels = {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_attention_math.default,
-        torch.ops.higher_order.flex_attention,
-    }
-    return (kernels if attention else set()) | {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-        aten._scaled_mm.default,
-        aten._grouped_mm.default,
-        aten.max.default,  # for a tensor's one FP8 scale: a pass over the tensor
-        c10d.reduce_scatter_tensor.default,
-        c10d.all_gather_into_tensor.default,
-        c10d.all_reduce.default,
-        c10d.all_to_all_single.default,
-    }
+    kernels = (
+        "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention attention_math"
+    )
+    ops = {getattr(aten, f"_scaled_dot_product_{kernel}").default for kernel in kernels.split()}
+    ops = ops | {torch.ops.higher_order.flex_attention} if attention else set()
+    # `max` is for a tensor's one FP8 scale: a pass over the tensor.
+    matmuls = "mm addmm bmm baddbmm linear _scaled_mm _grouped_mm max"
+    collectives = "reduce_scatter_tensor all_gather_into_tensor all_reduce all_to_all_single"
+    ops |= {getattr(aten, name).default for name in matmuls.split()}
+    return ops | {getattr(c10d, name).default for name in collectives.split()}
 
 
 class Block(nn.Module):
@@ -121,10 +109,8 @@ class Transformer(nn.Module):
         layers = whole if layers is None else layers
         self.first, self.last = whole[0] in layers, whole[-1] in layers
         tied = config.tie_word_embeddings
-        embeds, learned = (
-            self.first or (self.last and tied),
-            self.first and config.learned_positions,
-        )
+        embeds = self.first or (self.last and tied)
+        learned = self.first and config.learned_positions
         self.embed = Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.

@@ -43,11 +43,10 @@ class Module(nn.Module):
             self.add("layer_norm_bias", size)
 
     def norm(self, x):
-        if self.normalization is None:
-            return x
         if self.normalization == "RMSNorm":
             return F.rms_norm(x, (self.size,), self.layer_norm_weight, self.eps)
-        return F.layer_norm(x, (self.size,), self.layer_norm_weight, self.layer_norm_bias, self.eps)
+        weights = [getattr(self, f"layer_norm_{kind}", None) for kind in ("weight", "bias")]
+        return F.layer_norm(x, (self.size,), *weights, self.eps) if self.normalization else x
 
     def cast(self, name, first):
         """A weight as it was at a step's first micro batch, when it would be cast to FP8."""
@@ -66,10 +65,8 @@ class Module(nn.Module):
         assert self.quantized
         for name, parameter in list(self.named_parameters(recurse=False)):
             rows = torch.full_like(parameter.to_local(), float("nan"), device="cpu")
-            part = DTensor.from_local(
-                rows, parameter.device_mesh, parameter.placements,
-                shape=parameter.size(), stride=parameter.stride(),
-            )  # fmt: skip
+            place, size = (parameter.device_mesh, parameter.placements), parameter.size()
+            part = DTensor.from_local(rows, *place, shape=size, stride=parameter.stride())
             setattr(self, name, nn.Parameter(part))
 
 

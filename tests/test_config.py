@@ -1,6 +1,7 @@
 """Config files: the shipped ones, what is refused, what is ignored."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -20,25 +21,22 @@ from tests.helpers import FAMILIES, LLAMA, ROOT, write_config
 SHIPPED = sorted(
     p for p in (ROOT / "configs").glob("*.json") if "model_type" in json.loads(p.read_text())
 )
-EXACT = {
-    "gpt2-125m": 124_439_808, "gpt2-350m": 354_823_168, "gpt2-760m": 758_727_168,
-    "gpt2-1.5b": 1_557_611_200, "llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248,
-    "llama-3.1-70b": 70_553_706_496, "llama-2-7b": 6_738_415_616, "mistral-7b-v0.1": 7_241_732_096,
-    "qwen2.5-7b": 7_615_616_512, "llama-3.1-405b": 405_853_388_800, "qwen3-30b-a3b": 30_532_122_624,
-    "mixtral-8x7b": 46_702_792_704, "gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672,
-    "moonlight-16b-a3b": 15_960_108_544, "deepseek-v3": 671_026_404_352, "kimi-k2": 1_026_408_209_408,
-    "cs336-small": 128_625_408, "cs336-medium": 423_183_360, "cs336-large": 969_411_840,
-    "cs336-xl": 1_998_235_200, "cs336-2.7b": 3_406_809_600,
-}  # fmt: skip
+EXACT = """
+    gpt2-125m 124_439_808 gpt2-350m 354_823_168 gpt2-760m 758_727_168 gpt2-1.5b 1_557_611_200
+    llama-3.2-1b 1_235_814_400 llama-3.1-8b 8_030_261_248 llama-3.1-70b 70_553_706_496
+    llama-2-7b 6_738_415_616 llama-3.1-405b 405_853_388_800 mistral-7b-v0.1 7_241_732_096
+    qwen2.5-7b 7_615_616_512 qwen3-30b-a3b 30_532_122_624 mixtral-8x7b 46_702_792_704
+    gpt-oss-20b 20_914_757_184 gpt-oss-120b 116_829_156_672 moonlight-16b-a3b 15_960_108_544
+    deepseek-v3 671_026_404_352 kimi-k2 1_026_408_209_408 cs336-small 128_625_408
+    cs336-medium 423_183_360 cs336-large 969_411_840 cs336-xl 1_998_235_200 cs336-2.7b 3_406_809_600
+""".split()
+EXACT = dict(zip(EXACT[::2], map(int, EXACT[1::2]), strict=True))
 # Billions that a token uses, as published; gpt-oss's 3.6 and 5.1 leave out the embedding's 0.58.
-ACTIVE = {"qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "gpt-oss-20b": 3.6 + 0.58,
-          "gpt-oss-120b": 5.13 + 0.58, "moonlight-16b-a3b": 2.9, "deepseek-v3": 37.5,
-          "kimi-k2": 32.9}  # fmt: skip
-PROXIES = {"llama-3.1-8b", "llama-3.1-70b", "llama-70b", "llama-3.1-405b", "llama-2-7b",
-           "mistral-7b-v0.1", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-120b", "deepseek-v3",
-           "kimi-k2"}  # fmt: skip
-TINY = ("gpt2-tiny", "llama-tiny", "moe-tiny")
-NAMED = {*EXACT, *TINY, *(f"{name}-proxy" for name in PROXIES)}
+ACTIVE = {"qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "moonlight-16b-a3b": 2.9, "deepseek-v3": 37.5}
+ACTIVE |= {"gpt-oss-20b": 3.6 + 0.58, "gpt-oss-120b": 5.13 + 0.58, "kimi-k2": 32.9}
+PROXIES = """llama-3.1-8b llama-3.1-70b llama-70b llama-3.1-405b llama-2-7b mistral-7b-v0.1
+    qwen3-30b-a3b mixtral-8x7b gpt-oss-120b deepseek-v3 kimi-k2""".split()
+NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "moe-tiny", *(f"{name}-proxy" for name in PROXIES)}
 
 
 @pytest.mark.parametrize("size", ["small", "medium", "large", "xl", "2.7B"])
@@ -63,10 +61,9 @@ def test_shipped_config_builds_counts_and_opens_in_transformers(path, tmp_path):
     if raw["model_type"] == "kimi_k2":  # transformers has it under the name of its architecture
         raw["model_type"] = "deepseek_v3"
     (tmp_path / "config.json").write_text(json.dumps(raw))
+    hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(
-            transformers.AutoConfig.from_pretrained(tmp_path)
-        )
+        theirs = transformers.AutoModelForCausalLM.from_config(hf_config)
     assert sum(p.numel() for p in theirs.parameters()) == built
 
 
@@ -78,15 +75,14 @@ def test_active_parameters_are_those_published(name):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameter_formula_on_every_family(family):
-    config = parse_config(FAMILIES[family], "x.json")
-    model = Transformer(config, seq_len=8)
-    found = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert found == count_parameters(config)
-    padded = parse_config(FAMILIES[family], "x.json", vocab_multiple=64)
-    with torch.device("meta"):
-        named = Transformer(padded, 8).named_parameters()
-        built = {n: tuple(p.shape) for n, p in named if p.requires_grad}
-    assert parameter_shapes(padded) == built
+    plain, padded = (parse_config(FAMILIES[family], "x.json", rows) for rows in (1, 64))
+    for shape in (plain, padded):
+        with torch.device("meta"):
+            named = Transformer(shape, 8).named_parameters()
+            built = {n: tuple(p.shape) for n, p in named if p.requires_grad}
+        assert parameter_shapes(shape) == built
+    numbers = sum(map(math.prod, parameter_shapes(plain).values()))
+    assert count_parameters(plain) == count_parameters(padded) == numbers
 
 
 def test_70b_proxy_is_the_70b_shape_with_four_layers():
@@ -97,10 +93,8 @@ def test_70b_proxy_is_the_70b_shape_with_four_layers():
     assert proxy.num_hidden_layers == 4 and short.hash == proxy.hash != full.hash
 
 
-GPT2 = FAMILIES["gpt2"]
-MISTRAL, QWEN2, MIXTRAL, DEEPSEEK = (
-    FAMILIES[name] for name in ("mistral", "qwen2", "mixtral", "deepseek_v3")
-)
+NAMES = "gpt2 mistral qwen2 mixtral deepseek_v3".split()
+GPT2, MISTRAL, QWEN2, MIXTRAL, DEEPSEEK = map(FAMILIES.get, NAMES)
 REFUSED = [
     (LLAMA | {"model_type": "falcon"}, r'model_type "falcon": not implemented; there are gpt2'),
     ({k: v for k, v in LLAMA.items() if k != "model_type"}, "model_type: missing"),
@@ -189,10 +183,9 @@ def test_unreadable_files(text, message, tmp_path):
 
 def test_metadata_is_ignored_and_strange_keys_are_reported():
     base = parse_config(LLAMA, "x.json")
-    extra = dict(transformers_version="4.40.0", torch_dtype="bfloat16", use_cache=True,
-                 pretraining_tp=2, rope_scaling=None, attn_logit_softcapping=None,
-                 quantization_config=None, _name_or_path="somewhere", bos_token_id=1,
-                 eos_token_id=[1, 2])  # fmt: skip
+    extra = dict(transformers_version="4.40.0", torch_dtype="bfloat16", _name_or_path="somewhere")
+    extra |= dict(use_cache=True, pretraining_tp=2, bos_token_id=1, eos_token_id=[1, 2])
+    extra |= dict.fromkeys(("rope_scaling", "attn_logit_softcapping", "quantization_config"))
     same = parse_config(LLAMA | extra, "y.json")
     assert same.hash == base.hash and same.unknown_keys == ()
     odd = parse_config(LLAMA | {"num_key_value_head": 2}, "z.json")
@@ -201,11 +194,9 @@ def test_metadata_is_ignored_and_strange_keys_are_reported():
 
 def test_absent_keys_take_the_defaults_of_transformers():
     """With only the required keys, the resolved values are those of transformers' own classes."""
-    required = "model_type vocab_size hidden_size num_hidden_layers num_attention_heads".split()
-    required += ["intermediate_size"]
+    required = dict(vocab_size=97, hidden_size=128, intermediate_size=80, num_hidden_layers=3)
     for family in ("llama", "mistral", "qwen2", "qwen3"):
-        values = LLAMA | dict(model_type=family, num_attention_heads=32, hidden_size=128)
-        values = {k: values[k] for k in required}
+        values = required | dict(model_type=family, num_attention_heads=32)
         ours = parse_config(values, "x.json")
         theirs = transformers.AutoConfig.for_model(**values)
         assert ours.num_key_value_heads == theirs.num_key_value_heads
@@ -233,27 +224,24 @@ def test_hash_is_of_the_shape_not_of_the_text(tmp_path):
     assert load_config(ROOT / "configs/gpt2-tiny.json").hash == "3e645ee571da3ebc"
 
 
-FIRST = {
-    "n_layers": 4, "n_heads": 64, "n_kv_heads": 8, "d_embd": 8192, "max_seq_len": 4096,
-    "vocab_size": 128256, "ffn_mult": 1.3, "ffn_factor": 1024, "rope_base": 500000.0, "norm_eps": 1e-05,
-    "d_hid": 28672, "arch_name": "llama",
-}  # fmt: skip
+FIRST = dict(arch_name="llama", d_embd=8192, n_layers=4, n_heads=64, n_kv_heads=8, d_hid=28672)
+FIRST |= dict(max_seq_len=4096, vocab_size=128256, ffn_mult=1.3, ffn_factor=1024)
+FIRST |= dict(rope_base=500000.0, norm_eps=1e-05)
 
 
 def test_configs_of_the_first_version_are_read():
     """Its 70B proxy is ours; without d_hid the width follows from its two factors, as there."""
     ours = load_config(ROOT / "configs/llama-70b-proxy.json")
     for raw in (FIRST, {k: v for k, v in FIRST.items() if k != "d_hid"}):
-        found = parse_config(raw, "old.json")
-        assert count_parameters(found) == count_parameters(ours) and found.unknown_keys == ()
-        shape = (found.intermediate_size, found.rope_theta, found.norm_eps)
-        assert shape == (28672, 500000.0, 1e-5)
-    gpt = {"n_layers": 48, "n_heads": 25, "d_embd": 1600, "max_seq_len": 1024, "vocab_size": 50304,
-           "arch_name": "gpt"}  # fmt: skip
-    found = parse_config(gpt, "old.json")
-    assert found.model_type == "gpt2" and found.intermediate_size == 6400
-    assert count_parameters(found) == EXACT["gpt2-1.5b"] + 47 * 1600
-    assert found.attention_dropout == found.embedding_dropout == 0.0
+        old = parse_config(raw, "old.json")
+        assert count_parameters(old) == count_parameters(ours) and old.unknown_keys == ()
+        assert (old.intermediate_size, old.rope_theta, old.norm_eps) == (28672, 500000.0, 1e-5)
+    gpt = dict(arch_name="gpt", n_layers=48, n_heads=25, d_embd=1600, max_seq_len=1024)
+    gpt["vocab_size"] = 50304
+    old = parse_config(gpt, "old.json")
+    assert old.model_type == "gpt2" and old.intermediate_size == 6400
+    assert count_parameters(old) == EXACT["gpt2-1.5b"] + 47 * 1600
+    assert old.attention_dropout == old.embedding_dropout == 0.0
     with pytest.raises(ConfigError, match=r'arch_name "bert": not implemented'):
         parse_config(gpt | {"arch_name": "bert"}, "old.json")
     with pytest.raises(ConfigError, match="d_embd: missing"):

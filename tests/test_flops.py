@@ -1,7 +1,6 @@
 """FLOPs by formula against torch's own counter, and by counting attended pairs."""
 
 import dataclasses
-import functools
 import os
 
 import pytest
@@ -33,14 +32,15 @@ os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 def what_torch_counts(monkeypatch):
     """Grouped matmuls it does not: rows meet one expert each, here all the first. No sinks: their key
     is an overhead of how we compute them."""
-    monkeypatch.setattr(
-        layers,
-        "attend_with_sinks",
-        lambda q, k, v, mask, dropout, scale, sinks: layers.attend(q, k, v, mask[:, 1:], dropout),
-    )
-    monkeypatch.setattr(
-        Stacked, "forward", lambda self, rows, counts: F.linear(rows, self.weight[0])
-    )
+
+    def attend(q, k, v, mask, dropout, scale, sinks):
+        return layers.attend(q, k, v, mask[:, 1:], dropout)
+
+    def first_expert(self, rows, counts):
+        return F.linear(rows, self.weight[0])
+
+    monkeypatch.setattr(layers, "attend_with_sinks", attend)
+    monkeypatch.setattr(Stacked, "forward", first_expert)
 
 
 def counted(shape, seq_len: int, train=True, recompute=None, convert=lambda model: None) -> float:
@@ -111,22 +111,21 @@ def test_a_checkpoint_of_fp8_repeats_the_last_matmul_too():
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     shape = config("llama")
-    fp8 = Float8LinearConfig.from_recipe_name("tensorwise")
-    fp8 = functools.partial(
-        convert_to_float8_training, config=dataclasses.replace(fp8, emulate=True)
-    )
+    recipe = Float8LinearConfig.from_recipe_name("tensorwise")
+    recipe = dataclasses.replace(recipe, emulate=True)
     block = work_of(shape, 16, "--sac-freq", "1/1")
-    totals = [
-        counted(shape, 16, recompute=again, convert=lambda model: fp8(model.blocks))
-        for again in (None, block.recompute)
-    ]
+
+    def convert(model):
+        convert_to_float8_training(model.blocks, config=recipe)
+
+    plain, again = (counted(shape, 16, True, r, convert) for r in (None, block.recompute))
 
     def formula(work=block, layers=("qkv", "out", "up", "down")):
         fp8 = Fp8Work("torchao", "tensorwise", layers=layers)
         return recomputed_flops_per_token(dataclasses.replace(work, fp8=fp8))
 
     eager = formula()
-    assert totals[1] - totals[0] == pytest.approx(eager)
+    assert again - plain == pytest.approx(eager)
     down = 2 * shape.num_hidden_layers * shape.intermediate_size * shape.hidden_size
     compiled = work_of(shape, 16, "--sac-freq", "1/1", "--pt-compile")
     assert formula(compiled) == eager - down
@@ -165,9 +164,8 @@ def test_head_dim_counts_not_the_hidden_size():
 
 
 def test_padding_is_no_useful_work():
-    assert flops_per_token(load_config("configs/gpt2-tiny.json", 1024), 64, True) == (
-        flops_per_token(load_config("configs/gpt2-tiny.json"), 64, True)
-    )
+    padded, plain = (load_config("configs/gpt2-tiny.json", multiple) for multiple in (1024, 1))
+    assert flops_per_token(padded, 64, True) == flops_per_token(plain, 64, True)
 
 
 @pytest.mark.parametrize(

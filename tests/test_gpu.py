@@ -1,6 +1,7 @@
 """Tests that need a GPU; `make gpu-test` runs them on a machine that has one."""
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -19,8 +20,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_train_bench.apply.fp8 import te as fp8_te
+from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.init import materialize
 from llm_train_bench.model.layers import attend, window_mask
+from llm_train_bench.model.loss import _add_product, adds_wide
+from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
 from tests.helpers import ROOT, only_result, plan_of, read_steps, run_train, write_config
@@ -29,15 +35,15 @@ from tests.test_combinations import flags as cell_flags
 from tests.test_combinations import name as cell_name
 
 pytestmark = pytest.mark.gpu
+COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 RANKED = ("train_ddp.py", "train_fsdp.py")
 MARKS = {"te": pytest.mark.transformer_engine, "torchao": pytest.mark.torchao}
 # As wide as gpt2-125m, on real text (bytes): a few steps can learn something from it.
 TEXT = Path(tempfile.gettempdir()) / f"llm-train-bench-gpu-tests-{os.getpid()}"
 # At this learning rate rounding stays rounding: on a CPU bf16 is within 5e-4 of fp32 in every step.
 # At ten times that rate the loss jumps to 9, and two ways to compute the same end far apart.
-FLAGS = ["--bsz", 4, "--seq-len", 256, "--device", "cuda", "--n-steps", 8, "--warmup-steps", 4,
-         "--warmup-seconds", 0, "--lr", 1e-4, "--lr-warmup-steps", 2,
-         "--data", TEXT / "train.bin"]  # fmt: skip
+COMMON = [*"--device cuda --warmup-seconds 0 --lr 1e-4".split(), "--data", TEXT / "train.bin"]
+FLAGS = "--bsz 4 --seq-len 256 --n-steps 8 --warmup-steps 4 --lr-warmup-steps 2".split() + COMMON
 SMALL = [TEXT / "small.json", *FLAGS]
 
 
@@ -57,45 +63,40 @@ def text():
     shutil.rmtree(TEXT)
 
 
-def steps(out, *argv):
+def steps(out, *flags, argv=SMALL) -> list[dict]:
     """Losses and gradient norms of a run of train.py."""
-    assert run_train(*SMALL, *argv, "--output-dir", out) == 0
+    assert run_train(*argv, *flags, "--output-dir", out) == 0
     return read_steps(out)
 
 
 def each(tmp_path, argv, *flags: str) -> list[list[dict]]:
     """Steps of a run of train.py with each of these flags."""
-    found = []
-    for i, words in enumerate(flags):
-        assert run_train(*argv, *words.split(), "--output-dir", tmp_path / str(i)) == 0
-        found.append(read_steps(tmp_path / str(i)))
-    return found
+    return [steps(tmp_path / str(i), *words.split(), argv=argv) for i, words in enumerate(flags)]
 
 
-def losses(tmp_path, name, *argv):
-    return [s["loss"] for s in steps(tmp_path / name, *argv)]
+def losses(steps):
+    return [s["loss"] for s in steps]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    found = steps(tmp_path_factory.mktemp("plain") / "x")
-    assert found[-1]["loss"] < found[0]["loss"] - 1
-    return found
+    plain = steps(tmp_path_factory.mktemp("plain") / "x")
+    assert plain[-1]["loss"] < plain[0]["loss"] - 1
+    return plain
 
 
-def assert_alike(found, plain, tolerance=1e-2):
+def assert_alike(other, plain, tolerance=1e-2):
     """Losses over the run and, while the weights are still the same, the norm of the gradients.
 
     The blocks' are by far the largest part of it: losses fall for some steps without them.
     """
-    assert [s["loss"] for s in found] == pytest.approx([s["loss"] for s in plain], rel=tolerance)
-    norms = [s[0]["grad_norm"] for s in (found, plain)]
-    assert norms[0] == pytest.approx(norms[1], rel=3 * tolerance)
+    assert losses(other) == pytest.approx(losses(plain), rel=tolerance)
+    assert other[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"], rel=3 * tolerance)
 
 
 def test_parts_add_up_to_steps(tmp_path):
-    losses(tmp_path, "x")
-    r = only_result(tmp_path / "x")
+    steps(tmp_path)
+    r = only_result(tmp_path)
     m = r["metrics"]
     parts = [m[f"{p}_time_mean_s"] for p in ("data", "forward", "backward", "optimizer")]
     assert sum(parts) == pytest.approx(m["step_time_mean_s"], rel=1e-3)
@@ -104,34 +105,34 @@ def test_parts_add_up_to_steps(tmp_path):
         assert 0 < m["mfu"] < 0.85
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--pt-compile", "--pt-compile --compile-mode reduce-overhead",
-     "--pt-compile --compile-mode max-autotune", "--pt-compile --compile-mode max-autotune-no-cudagraphs",
-     "--attention flash", "--attention cudnn", "--attention efficient", "--attention math",
-     "--sac-freq 1/2", "--sac-freq 1/1 --sac-policy op", "--pt-compile --sac-freq 1/2",
-     "--pad-vocab 384", "--bsz 2 --grad-acc-steps 2",
-     "--bsz 2 --grad-acc-steps 2 --pt-compile --compile-mode reduce-overhead", "--amp fp16"],
-)  # fmt: skip
+TOGGLES = [
+    "--pt-compile",
+    *(f"--pt-compile --compile-mode {mode}" for mode in COMPILE_MODES),
+    *(f"--attention {kernel}" for kernel in ("flash", "cudnn", "efficient", "math")),
+    *("--sac-freq 1/2", "--sac-freq 1/1 --sac-policy op", "--pt-compile --sac-freq 1/2"),
+    *("--pad-vocab 384", "--bsz 2 --grad-acc-steps 2", "--amp fp16"),
+    "--bsz 2 --grad-acc-steps 2 --pt-compile --compile-mode reduce-overhead",
+]
+
+
+@pytest.mark.parametrize("flags", TOGGLES)
 def test_toggles_compute_the_same(flags, tmp_path, plain):
     flags = flags.split()
-    assert_alike(steps(tmp_path / "other", *flags), plain)
+    assert_alike(steps(tmp_path, *flags), plain)
+    r = only_result(tmp_path)
     if "--attention" in flags:
-        assert only_result(tmp_path / "other")["attention_kernel"] == flags[1]
+        assert r["attention_kernel"] == flags[1]
     if {"reduce-overhead", "max-autotune"} & set(flags):
-        r = only_result(tmp_path / "other")
         assert not any("recorded again" in note for note in r["notes"]), r["notes"]
         assert r["memory"] is None
 
 
 def test_a_vocabulary_of_odd_size_learns_as_a_padded_one(tmp_path):
     """Its logits' rows are aligned another way; in two chunks, by every path of the loss."""
-    padded, *others = each(
-        tmp_path, ["configs/gpt2-125m.json", *FLAGS, "--bsz", 16], "--pad-vocab 8", "", "--pt-compile",
-        "--amp fp16", "--amp fp16 --pt-compile",
-    )  # fmt: skip
-    for found in others:
-        assert_alike(found, padded)
+    cases = "--pad-vocab 8", "", "--pt-compile", "--amp fp16", "--amp fp16 --pt-compile"
+    padded, *others = each(tmp_path, ["configs/gpt2-125m.json", *FLAGS, "--bsz", 16], *cases)
+    for other in others:
+        assert_alike(other, padded)
 
 
 def run_apart(script, out, *argv):
@@ -140,10 +141,8 @@ def run_apart(script, out, *argv):
     Profiled runs need it: CUPTI before 13.1 loses or mislabels kernels of later captures.
     """
     command = [sys.executable, script, *map(str, argv), "--output-dir", str(out)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         _, err = process.communicate(timeout=300)
     finally:  # a rank that hangs must not hold the GPU while other tests run
@@ -166,11 +165,11 @@ def test_cells_of_the_table_that_need_a_gpu(cell, tmp_path, plain):
     """Cells of Transformer Engine and CUDA graphs in every entrypoint; the others run on a CPU."""
     argv = [a for a in cell_flags(cell) if a != "--fp8-emulate"]
     if cell.entrypoint == "train.py":
-        found = steps(tmp_path / "x", *argv)
+        other = steps(tmp_path, *argv)
     else:
-        found = by_one_rank(cell.entrypoint, tmp_path / "x", *argv)
-    assert_alike(found, plain, 1e-2 if cell.fp8 == "off" else 2e-2)
-    r = only_result(tmp_path / "x")
+        other = by_one_rank(cell.entrypoint, tmp_path, *argv)
+    assert_alike(other, plain, 1e-2 if cell.fp8 == "off" else 2e-2)
+    r = only_result(tmp_path)
     assert (r["fp8"] or {"backend": "off"})["backend"] == cell.fp8
     assert (r["metrics"]["n_compiled_graphs"] or 0) > 0 or cell.compile == "off"
     assert not any("without CUDA graphs" in note for note in r["notes"])
@@ -188,13 +187,12 @@ def test_recomputed_dropout_draws_the_same(policy, tmp_path):
 
 def test_window_by_flex_and_by_mask_train_alike(tmp_path):
     values = json.loads((ROOT / "configs/mistral-7b-v0.1.json").read_text())
-    values |= {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024,
-               "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-               "sliding_window": 96}  # fmt: skip
+    values |= {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 64, "sliding_window": 96}
+    values |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
     argv = [write_config(tmp_path, values), *FLAGS]
     mask, *others = each(tmp_path, argv, "--attention math", "--attention flex", "--pt-compile")
-    for found in others:
-        assert [s["loss"] for s in found] == pytest.approx([s["loss"] for s in mask], rel=1e-2)
+    for other in others:
+        assert losses(other) == pytest.approx(losses(mask), rel=1e-2)
 
 
 def test_flex_attention_sees_the_window_and_no_more():
@@ -203,15 +201,15 @@ def test_flex_attention_sees_the_window_and_no_more():
     shape = {"q": (2, 8, 256, 64), "k": (2, 2, 256, 64), "v": (2, 2, 256, 64)}
     qkv = [torch.randn(s, device="cuda", generator=generator) for s in shape.values()]
     above = torch.randn(shape["q"], device="cuda", generator=generator)
-    found = []
+    results = []
     for flex in (False, True):
         mask = window_mask(256, 96, torch.device("cuda"), flex)
         inputs = [t.clone().bfloat16().requires_grad_() for t in qkv]
         with sdpa_kernel(SDPBackend.MATH):
             out = attend(*inputs, mask, 0.0)
         out.backward(above.bfloat16())
-        found.append([out.detach(), *(t.grad for t in inputs)])
-    for name, a, b in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        results.append([out.detach(), *(t.grad for t in inputs)])
+    for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         assert ((a - b).norm() / a.norm()).item() < 2e-2, name
 
 
@@ -220,9 +218,8 @@ def test_groups_in_fp32_run_in_a_fused_kernel():
     q, k, v = (torch.randn(2, n, 256, 64, device="cuda") for n in (8, 2, 2))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         fused = attend(q, k, v, None, 0.0)
-    plain = F.scaled_dot_product_attention(
-        q.cpu(), k.cpu(), v.cpu(), is_causal=True, enable_gqa=True
-    )
+    q, k, v = (t.cpu() for t in (q, k, v))
+    plain = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(fused.cpu(), plain, atol=1e-3, rtol=1e-3)
 
 
@@ -242,7 +239,7 @@ def test_tf32_is_a_flag_whose_state_is_in_the_result(tmp_path):
         assert only_result(tmp_path / str(i))["environment"]["tf32"] is bool(i)
     # The first loss repeats bit by bit; later ones differ by the order of sums.
     assert tf32[0]["loss"] != fp32[0]["loss"]
-    assert [s["loss"] for s in tf32] == pytest.approx([s["loss"] for s in fp32], rel=1e-2)
+    assert losses(tf32) == pytest.approx(losses(fp32), rel=1e-2)
 
 
 @pytest.mark.alone
@@ -252,8 +249,7 @@ def test_memory_falls_as_more_blocks_recompute(tmp_path):
     held, peaks = [], []
     for freq in (None, "1/4", "1/2", "1/1"):
         out = tmp_path / str(freq).replace("/", "of")
-        flags = ["--sac-freq", freq] if freq else []
-        assert run_train(*ONE_B, *short, *flags, "--output-dir", out) == 0
+        steps(out, *short, *(["--sac-freq", freq] if freq else []), argv=ONE_B)
         r = only_result(out)
         held.append(r["memory"]["activations_gib"])
         peaks.append(r["metrics"]["peak_allocated_gib"])
@@ -265,19 +261,11 @@ def test_memory_falls_as_more_blocks_recompute(tmp_path):
 @pytest.mark.alone
 @pytest.mark.parametrize("script", ["train_ddp.py", "train_fsdp.py"])
 def test_profile_of_ranks_with_stacks(script, tmp_path):
-    flags = ["--profile", "--profile-stacks", "--profile-steps", 2]
-    by_one_rank(script, tmp_path, *flags)
+    by_one_rank(script, tmp_path, *"--profile --profile-stacks --profile-steps 2".split())
     p = only_result(tmp_path)["profile"]
     assert sum(p["classes_s"].values()) == pytest.approx(p["step_time_s"], rel=0.02)
     (stacks,) = tmp_path.glob("*/trace/rank0.stacks")
     assert "model/transformer.py" in stacks.read_text()
-
-
-@pytest.mark.alone
-def test_out_of_memory_is_exit_code_3(tmp_path):
-    argv = [*SMALL, "--bsz", 100000, "--output-dir", tmp_path]
-    assert run_train(*argv) == 3
-    assert only_result(tmp_path)["status"] == "oom"
 
 
 def by_one_rank(script, out, *flags):
@@ -285,15 +273,18 @@ def by_one_rank(script, out, *flags):
     return run_apart(script, out, *SMALL, "--nproc", "1", *flags)
 
 
-@pytest.mark.parametrize(
-    ("script", "flags", "tolerance"),
-    [
-        *((s, ["--amp", "off"], 1e-4) for s in RANKED),
-        ("train_fsdp.py", ["--cpu-offload"], 1e-2),
-        *(pytest.param(s, ["--use-fp8", "--fp8-backend", b], 1e-2, marks=m)
-          for b, m in MARKS.items() for s in RANKED),
-    ],
-)  # fmt: skip
+ONE_RANK = [
+    *((script, ["--amp", "off"], 1e-4) for script in RANKED),
+    ("train_fsdp.py", ["--cpu-offload"], 1e-2),
+    *(
+        pytest.param(script, ["--use-fp8", "--fp8-backend", backend], 1e-2, marks=mark)
+        for backend, mark in MARKS.items()
+        for script in RANKED
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "flags", "tolerance"), ONE_RANK)
 def test_one_rank_with_nccl_gives_the_losses_of_train(script, flags, tolerance, tmp_path):
     """World size 1 through the whole distributed path."""
     plain = steps(tmp_path / "plain", *(f for f in flags if f != "--cpu-offload"))
@@ -303,12 +294,17 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, flags, tolerance, 
 # A 16-layer shape of 1B parameters, as wide as llama-3.2-1b. On a CPU, with FP8 emulated, two
 # layers of it end 0.3 % from bf16 at this rate, and 2.6 % at three times that, since the first
 # steps are chaos there.
-ONE_B = [TEXT / "one_b.json", "--data", TEXT / "train.bin",
-         "--bsz", 4, "--seq-len", 1024, "--device", "cuda", "--n-steps", 45, "--warmup-steps", 5,
-         "--warmup-seconds", 0, "--lr", 1e-4, "--lr-warmup-steps", 10]  # fmt: skip
-FP8 = {
-    "te": ["current", "delayed", "blockwise", "mxfp8"],
-    "torchao": ["tensorwise", "rowwise", "rowwise_with_gw_hp"],
+LONG = "--bsz 4 --seq-len 1024 --n-steps 45 --warmup-steps 5 --lr-warmup-steps 10".split()
+ONE_B = [TEXT / "one_b.json", *LONG, *COMMON]
+FP8_CASES = {
+    "te": [
+        *(f"--fp8-recipe {r}" for r in ("current", "delayed", "blockwise", "mxfp8")),
+        *("--sac-freq 1/2", "--bsz 2 --grad-acc-steps 2"),
+    ],
+    "torchao": [
+        *(f"--fp8-recipe {r}" for r in ("tensorwise", "rowwise", "rowwise_with_gw_hp")),
+        *("--sac-freq 1/1 --sac-policy op", "--compile-mode reduce-overhead"),
+    ],
 }
 
 
@@ -319,60 +315,39 @@ def one_b(tmp_path_factory):
 
     def run(*flags):
         out = directory / "-".join(["run", *flags]).replace("/", "_")
-        assert run_train(*ONE_B, *flags, "--output-dir", out) == 0
-        return [s["loss"] for s in read_steps(out)]
+        return losses(steps(out, *flags, argv=ONE_B))
 
     return run
 
 
 @pytest.fixture(scope="module")
 def bf16_losses(one_b):
-    losses = one_b()
-    assert losses[-1] < losses[0] - 1
-    return losses
-
-
-@pytest.mark.parametrize(
-    ("backend", "recipe"),
-    [pytest.param(b, r, marks=MARKS[b]) for b, recipes in FP8.items() for r in recipes],
-)
-def test_fp8_learns_as_bf16_does(backend, recipe, one_b, bf16_losses):
-    if backend == "te":
-        fp8_te.import_te(torch.device("cuda"))  # where it is not installed this fails, by design
-        try:
-            fp8_te.make_recipe(recipe)
-        except UsageError as error:
-            pytest.skip(f"this GPU cannot: {error}")
-    flags = ["--use-fp8", "--fp8-backend", backend, "--fp8-recipe", recipe]
-    losses = one_b(*flags, *(["--pt-compile"] if backend == "torchao" else []))
-    assert losses != bf16_losses
-    tail = sum(losses[-10:]) / sum(bf16_losses[-10:])
-    assert abs(tail - 1) < 0.02
+    plain = one_b()
+    assert plain[-1] < plain[0] - 1
+    return plain
 
 
 @pytest.mark.parametrize(
     ("backend", "flags"),
-    [pytest.param(b, f, marks=MARKS[b]) for b, f in (
-        ("te", "--sac-freq 1/2"), ("torchao", "--pt-compile --sac-freq 1/1 --sac-policy op"),
-        ("torchao", "--pt-compile --compile-mode reduce-overhead"),
-        ("te", "--bsz 2 --grad-acc-steps 2"))],
-)  # fmt: skip
-def test_fp8_composes(backend, flags, one_b, bf16_losses):
-    losses = one_b("--use-fp8", "--fp8-backend", backend, *flags.split())
-    assert abs(sum(losses[-10:]) / sum(bf16_losses[-10:]) - 1) < 0.02
+    [pytest.param(b, f, marks=MARKS[b]) for b, cases in FP8_CASES.items() for f in cases],
+)
+def test_fp8_learns_as_bf16_does(backend, flags, one_b, bf16_losses):
+    if backend == "te" and "--fp8-recipe" in flags:
+        fp8_te.import_te(torch.device("cuda"))  # where it is not installed this fails, by design
+        try:
+            fp8_te.make_recipe(flags.split()[-1])
+        except UsageError as error:
+            pytest.skip(f"this GPU cannot: {error}")
+    compiled = ["--pt-compile"] if backend == "torchao" else []
+    fp8_losses = one_b("--use-fp8", "--fp8-backend", backend, *compiled, *flags.split())
+    assert fp8_losses != bf16_losses
+    assert abs(sum(fp8_losses[-10:]) / sum(bf16_losses[-10:]) - 1) < 0.02
 
 
 @pytest.mark.transformer_engine
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_te_blocks_compute_what_plain_ones_do(family):
     """With the same weights they agree up to bf16's rounding, or with FP8 up to FP8's."""
-    import dataclasses
-
-    from llm_train_bench.apply.fp8.choose import apply_fp8
-    from llm_train_bench.model.config import load_config
-    from llm_train_bench.model.init import materialize
-    from llm_train_bench.model.transformer import Transformer
-
     device, T = torch.device("cuda"), 256
     path = {"gpt2": "configs/gpt2-125m.json", "llama": "configs/llama-3.2-1b.json"}[family]
     flags = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--grad-acc-steps", "2"]
@@ -444,13 +419,13 @@ LONG_STEPS = ["--profile", "--profile-steps", 15, "--bsz", 16, "--seq-len", 512]
 
 def profile_of(out, *argv):
     """The profile of a run of train.py; its classes add up to the step by CUDA events."""
-    steps = run_apart("train.py", out, *SMALL, *argv)
+    profiled = run_apart("train.py", out, *SMALL, *argv)
     p = only_result(out)["profile"]
     print(json.dumps(p, indent=1))
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
     # The first step's time by the clock includes the profiler's start.
-    clocked = [s["step_time_s"] for s in steps if s["step"] > p["first_step"]]
+    clocked = [s["step_time_s"] for s in profiled if s["step"] > p["first_step"]]
     # By the trace the steps include the drawing of ranges and an empty queue at the start.
     assert total == pytest.approx(sum(clocked) / len(clocked), rel=0.05)
     return p
@@ -466,8 +441,8 @@ def test_profile_breaks_a_step_down(tmp_path):
     # The formula's FLOPs are those of the recorded shapes.
     run_apart("train.py", tmp_path / "y", *SMALL, "--profile", "--profile-stacks")
     (path,) = (tmp_path / "y").glob("*/trace/*.json.gz")
-    found = break_down(read_trace(path)).matmul_flops
-    assert found == pytest.approx(only_result(tmp_path / "y")["profile"]["matmul_flops"], rel=1e-6)
+    flops = break_down(read_trace(path)).matmul_flops
+    assert flops == pytest.approx(only_result(tmp_path / "y")["profile"]["matmul_flops"], rel=1e-6)
 
 
 @pytest.mark.alone
@@ -479,11 +454,9 @@ def test_fp8_matmuls_are_matmuls_in_fp8(backend, tmp_path):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "flags", [["--pt-compile"], ["--pt-compile", "--compile-mode", "reduce-overhead"]]
-)
+@pytest.mark.parametrize("flags", [[], ["--compile-mode", "reduce-overhead"]])
 def test_profile_of_compiled_steps(flags, tmp_path):
-    p = profile_of(tmp_path / "x", *LONG_STEPS, *flags)
+    p = profile_of(tmp_path / "x", *LONG_STEPS, "--pt-compile", *flags)
     r = only_result(tmp_path / "x")
     assert p["classes_s"]["matmul bf16"] > 0
     # Kernels that the trace had lost would count as idle.
@@ -496,14 +469,14 @@ def test_profile_of_compiled_steps(flags, tmp_path):
 
 def test_nsys_range_runs_without_nsys(tmp_path):
     # cuDNN's attention adds up its gradients in no fixed order.
-    other = losses(tmp_path, "x", "--nsys-start", 6, "--nsys-end", 8)
-    assert other == pytest.approx(losses(tmp_path, "y"), rel=1e-3)
+    plain, marked = each(tmp_path, SMALL, "", "--nsys-start 6 --nsys-end 8")
+    assert losses(marked) == pytest.approx(losses(plain), rel=1e-3)
 
 
 def test_memory_history_opens_and_kinds_add_up(tmp_path):
-    losses(tmp_path, "x", "--memory-snapshot")
-    r = only_result(tmp_path / "x")
-    (path,) = (tmp_path / "x").glob("*/memory.pickle")
+    steps(tmp_path, "--memory-snapshot")
+    r = only_result(tmp_path)
+    (path,) = tmp_path.glob("*/memory.pickle")
     content = pickle.loads(path.read_bytes())
     assert any(content["device_traces"]) and content["segments"]
     m = r["memory"]
@@ -525,8 +498,8 @@ def test_out_of_memory_leaves_a_snapshot(tmp_path):
 @pytest.mark.alone
 def test_power_and_clocks_are_read(tmp_path):
     pytest.importorskip("pynvml" if torch.version.cuda else "amdsmi")
-    losses(tmp_path, "x", "--n-steps", 200, "--bsz", 16, "--seq-len", 512)
-    r = only_result(tmp_path / "x")
+    steps(tmp_path, "--n-steps", 200, "--bsz", 16, "--seq-len", 512)
+    r = only_result(tmp_path)
     (d,) = r["devices"]
     print(json.dumps(d, indent=1))
     assert d["energy_j"] > 0 and d["n_samples"] > 5
@@ -540,8 +513,6 @@ def test_power_and_clocks_are_read(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_heads_gradient_is_summed_inside_its_matmuls(dtype):
     """In fp32, chunk by chunk, with no pass of its own; against the same products in fp64."""
-    from llm_train_bench.model.loss import _add_product, adds_wide
-
     device = torch.device("cuda")
     if not torch.version.hip:
         assert adds_wide(device, dtype)

@@ -1,8 +1,5 @@
 """The chunked loss equals the plain one in value and gradient, and needs less memory."""
 
-import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from llm_train_bench.model.loss import LinearCrossEntropy, chunk_rows, in_few_passes, logits_loss
-from tests.helpers import ROOT
+from tests.helpers import python
 
 N, D, V = 75, 32, 211
 
@@ -25,8 +22,7 @@ def tensors(dtype=torch.float32, rows=V):
 @pytest.mark.parametrize("elements", [1, 16 * V, 40 * V, 10**9], ids=lambda e: f"chunk{e}")
 def test_equals_plain_cross_entropy(elements):
     hidden, weight, labels = tensors()
-    plain_h, plain_w = hidden.detach().clone().requires_grad_(), weight.detach().clone()
-    plain_w.requires_grad_()
+    plain_h, plain_w = (t.detach().clone().requires_grad_() for t in (hidden, weight))
     plain = F.cross_entropy(plain_h @ plain_w.t(), labels)
     (plain * 0.25).backward()
     loss = LinearCrossEntropy(V, elements)(hidden, weight, labels)
@@ -58,12 +54,12 @@ def test_few_passes_are_exact_in_every_format(converts, dtype):
     exact = logits.double()
     grad = exact.softmax(-1)
     grad[torch.arange(64), target[:, 0]] -= 1
-    loss, found = in_few_passes(logits, logits, target, converts)
-    assert found.dtype == dtype and found.data_ptr() == logits.data_ptr()
+    loss, low = in_few_passes(logits, logits, target, converts)
+    assert low.dtype == dtype and low.data_ptr() == logits.data_ptr()
     plain = F.cross_entropy(exact, target[:, 0], reduction="sum")
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(plain.item(), rel=1e-6)
     eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), grad, rtol=eps, atol=1e-6)
+    torch.testing.assert_close(low.double(), grad, rtol=eps, atol=1e-6)
 
 
 def test_under_bf16_autocast_it_is_no_less_exact_than_the_plain_way():
@@ -82,11 +78,9 @@ def test_under_bf16_autocast_it_is_no_less_exact_than_the_plain_way():
                 loss = LinearCrossEntropy(V, 16 * V)(h, w, labels)
         loss.backward()
         assert loss.dtype == torch.float32 and w.grad.dtype == torch.float32
-        errors[kind] = [
-            abs(loss.item() - exact.item()),
-            ((w.grad - exact_w.grad).norm() / exact_w.grad.norm()).item(),
-            ((h.grad - exact_h.grad).norm() / exact_h.grad.norm()).item(),
-        ]
+        errors[kind] = [abs(loss.item() - exact.item())]
+        for low, high in ((w.grad, exact_w.grad), (h.grad, exact_h.grad)):
+            errors[kind].append(((low - high).norm() / high.norm()).item())
     for ours, plain in zip(errors["chunked"], errors["plain"], strict=True):
         assert ours <= 1.1 * plain + 1e-4, errors
 
@@ -99,9 +93,8 @@ def test_fp16_gradients_of_a_frequent_label_do_not_overflow():
     with torch.autocast("cpu", torch.float16):
         loss = LinearCrossEntropy(64)(hidden, weight, torch.zeros(n, dtype=torch.int64))
     loss.backward()
-    torch.testing.assert_close(
-        weight.grad[0], torch.full((8,), 4 * (1 / 64 - 1)), rtol=1e-3, atol=0
-    )
+    expected = torch.full((8,), 4 * (1 / 64 - 1))
+    torch.testing.assert_close(weight.grad[0], expected, rtol=1e-3, atol=0)
 
 
 def test_padded_rows_get_no_probability_and_no_gradient():
@@ -146,40 +139,19 @@ def test_a_second_backward_is_an_error_not_a_wrong_gradient():
 
 
 def test_chunk_rows():
-    assert chunk_rows(8192, 128256) == 1024
-    assert chunk_rows(8192, 50257) == 2048
-    assert chunk_rows(100, 65) == 100
-    assert chunk_rows(8192, 10**9) == 16
+    sizes = (8192, 128256), (8192, 50257), (100, 65), (8192, 10**9)
+    assert [chunk_rows(*size) for size in sizes] == [1024, 2048, 100, 16]
     # A head whose gradient is large has larger chunks, and never more than four times as large.
-    assert chunk_rows(20480, 128256, 4096) == 4096
+    assert chunk_rows(20480, 128256, 4096) == chunk_rows(20480, 128256, 16384) == 4096
     assert chunk_rows(32768, 50257, 768) == chunk_rows(32768, 50257, 1600) == 2048
-    assert chunk_rows(20480, 128256, 16384) == 4096
-
-
-PEAK = """
-import sys, torch, torch.nn.functional as F
-from llm_train_bench.measure.device import peak_resident_bytes
-from llm_train_bench.model.loss import LinearCrossEntropy
-N, d, V = 2048, 64, 32000
-hidden = torch.randn(N, d, requires_grad=True); weight = torch.randn(V, d, requires_grad=True)
-labels = torch.randint(V, (N,))
-before = peak_resident_bytes()
-if sys.argv[1] == "plain":
-    F.cross_entropy(hidden @ weight.t(), labels).backward()
-else:
-    LinearCrossEntropy(V, 2**22)(hidden, weight, labels).backward()
-print((peak_resident_bytes() - before) / 2**20)
-"""
 
 
 def test_memory_stays_below_one_full_logits_tensor():
     """2048 x 32000 fp32 logits are 250 MiB; the plain loss holds at least two such tensors."""
+    sizes = ["2048", "64", "32000", str(2**22)]
     peak = {}
     for kind in ("plain", "chunked"):
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, kind], capture_output=True, text=True, cwd=ROOT, check=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        peak[kind] = float(done.stdout)
+        done = python("benchmarks/loss.py --peak", kind, sizes, OMP_NUM_THREADS="1")
+        peak[kind] = 1024 * float(done.stdout)
     assert peak["plain"] > 450
     assert peak["chunked"] < 125

@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from llm_train_bench.model.config import ConfigError, load_config, parse_config
+from llm_train_bench.apply.data import SyntheticTokens
+from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
 from tests.faults import SHAPE
-from tests.helpers import FAMILIES, config, only_result, plan_of, run_train
+from tests.helpers import FAMILIES, config, only_result, plan_of, run_train, write_config
 
 T = 24
 CPU = torch.device("cpu")
@@ -49,8 +50,26 @@ def copied(theirs, ours_config, directory) -> Transformer:
     return model
 
 
+def built(config, seed=0, seq_len=16, flex=False) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(config, seq_len, flex)
+    materialize(model, CPU, seed)
+    return model
+
+
 def some_tokens(n, length):
     return torch.randint(97, (n, length), generator=torch.Generator().manual_seed(1))
+
+
+def assert_same_gradients(ours, theirs):
+    """Each of our gradients, as the tensors of their files; nothing is missing."""
+    grads, seen = as_in_files(theirs, {n: p.grad for n, p in theirs.named_parameters()}), set()
+    trained = [(name, p.grad) for name, p in ours.named_parameters() if p.requires_grad]
+    for name, gradient in trained:
+        for hf_name, grad in to_hf(ours.config, name, gradient):
+            torch.testing.assert_close(grad, grads[hf_name], atol=1e-4, rtol=1e-4)
+            seen.add(hf_name)
+    assert seen == set(grads)
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -62,8 +81,8 @@ def pair(request, tmp_path_factory):
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers(pair):
-    ours_config, ours, theirs, _ = pair
-    tokens = torch.randint(97, (3, T + 1), generator=torch.Generator().manual_seed(1))
+    _, ours, theirs, _ = pair
+    tokens = some_tokens(3, T + 1)
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     logits, their_logits = ours(inputs), theirs(inputs).logits
     torch.testing.assert_close(logits, their_logits, atol=1e-4, rtol=0)
@@ -72,15 +91,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(pair):
     torch.testing.assert_close(loss, their_loss, atol=1e-5, rtol=0)
     loss.backward()
     their_loss.backward()
-    their_grads = as_in_files(theirs, {name: p.grad for name, p in theirs.named_parameters()})
-    seen = set()
-    for name, parameter in ours.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        for hf_name, grad in to_hf(ours_config, name, parameter.grad):
-            torch.testing.assert_close(grad, their_grads[hf_name], atol=1e-4, rtol=1e-4)
-            seen.add(hf_name)
-    assert seen == set(their_grads)
+    assert_same_gradients(ours, theirs)
     ours.zero_grad()
     theirs.zero_grad()
 
@@ -107,7 +118,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
     theirs.save_pretrained(tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     fresh = Transformer(ours_config, T)
-    materialize(fresh, CPU, 0, check_pretrained(fresh.config, tmp_path))
+    materialize(fresh, CPU, 0, check_pretrained(ours_config, tmp_path))
     for a, b in zip(ours.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(a, b)
     if ours_config.model_type == "gpt2":
@@ -115,7 +126,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
         bare.pop("lm_head.weight")
         (tmp_path / "bare").mkdir()
         save_file(bare, tmp_path / "bare" / "model.safetensors")
-        check_pretrained(fresh.config, tmp_path / "bare")
+        check_pretrained(ours_config, tmp_path / "bare")
 
 
 def test_weights_of_another_shape_are_refused(pair, tmp_path):
@@ -123,22 +134,22 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     key = "n_layer" if ours_config.model_type == "gpt2" else "num_hidden_layers"
     layers = {"layer_types": None} if ours_config.model_type.startswith("qwen") else {}
     deeper = parse_config(ours_config.raw | {key: 4} | layers, "deeper.json")
-    model = Transformer(deeper, T)
-    with pytest.raises(ConfigError, match=r"num_hidden_layers is 3, but deeper\.json says 4"):
-        check_pretrained(model.config, directory)
-    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match="has no tensor"):
-        check_pretrained(model.config, tmp_path)
     fewer = parse_config(ours_config.raw | {key: 2} | layers, "fewer.json")
-    with pytest.raises(ConfigError, match=r"has no place in fewer\.json"):
-        check_pretrained(fewer, tmp_path)
-    tensors = load_file(directory / "model.safetensors")
-    name = next(n for n in tensors if n.endswith(("o_proj.weight", "c_attn.weight")))
-    for value, message in ((tensors[name].to(torch.int8), "holds I8; quantised"),
-                           (tensors[name][:-1].clone(), "has shape")):  # fmt: skip
-        save_file(tensors | {name: value}, tmp_path / "model.safetensors")
+
+    def refuse(shape, message, weights=tmp_path):
         with pytest.raises(ConfigError, match=message):
-            check_pretrained(ours_config, tmp_path)
+            check_pretrained(shape, weights)
+
+    refuse(deeper, r"num_hidden_layers is 3, but deeper\.json says 4", directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    refuse(deeper, "has no tensor")
+    refuse(fewer, r"has no place in fewer\.json")
+    name = next(n for n in tensors if n.endswith(("o_proj.weight", "c_attn.weight")))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
+    refuse(ours_config, "holds I8; quantised")
+    save_file(tensors | {name: tensors[name][:-1].clone()}, tmp_path / "model.safetensors")
+    refuse(ours_config, "has shape")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen3_moe", "gpt_oss"])
@@ -149,22 +160,20 @@ def test_balance_loss_is_that_of_transformers_layer_by_layer(family, tmp_path):
     ours = copied(theirs, parse_config(values, "x.json"), tmp_path)
     tokens = some_tokens(3, T + 1)
     ours(tokens[:, :-1], tokens[:, 1:]).backward()
-    found, e = theirs(tokens[:, :-1], output_router_logits=True), ours.config.experts
-    loss = F.cross_entropy(found.logits.flatten(0, 1), tokens[:, 1:].flatten())
-    for layer in found.router_logits:
+    out, e = theirs(tokens[:, :-1], output_router_logits=True), ours.config.experts
+    loss = F.cross_entropy(out.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    for layer in out.router_logits:
         loss += 0.5 / e.per_token * load_balancing_loss_func((layer,), e.number, e.per_token)
     loss.backward()
-    grads = as_in_files(theirs, {name: p.grad for name, p in theirs.named_parameters()})
-    for name, parameter in ours.named_parameters():
-        for hf_name, grad in to_hf(ours.config, name, parameter.grad):
-            torch.testing.assert_close(grad, grads[hf_name], atol=1e-4, rtol=1e-4)
+    assert_same_gradients(ours, theirs)
 
 
 def test_a_balance_loss_is_named_in_the_result():
-    for family, changes in (("mixtral", {"output_router_logits": True}), ("mixtral", {})):
-        plan = plan_of(["x.json", "--device", "cpu"], config=config(family, **changes))
+    for logits in (True, False):
+        shape = config("mixtral", output_router_logits=logits)
+        plan = plan_of(["x.json", "--device", "cpu"], config=shape)
         notes = "".join(_notes(plan.work, plan.schedule, False, CPU))
-        assert ("the balance loss is of each layer, summed" in notes) == bool(changes)
+        assert ("the balance loss is of each layer, summed" in notes) == logits
 
 
 SLIDES, FULL = "sliding_attention", "full_attention"
@@ -213,10 +222,8 @@ def same_logits(values: dict, directory):
 def test_window_hides_what_lies_before_it(flex):
     """Position i of one layer depends on i - window + 1 and on nothing older."""
     window = 9
-    one = config("mistral", num_hidden_layers=1, sliding_window=window)
-    model = Transformer(one, T, flex)
-    materialize(model, CPU, seed=0)
-    tokens = torch.randint(97, (1, T), generator=torch.Generator().manual_seed(1))
+    model = built(config("mistral", num_hidden_layers=1, sliding_window=window), 0, T, flex)
+    tokens = some_tokens(1, T)
     changed = tokens.clone()
     changed[0, 5] = (tokens[0, 5] + 1) % 97
     with torch.no_grad():
@@ -225,11 +232,8 @@ def test_window_hides_what_lies_before_it(flex):
 
 
 def test_flex_and_mask_agree():
-    values = config("qwen2")
-    dense, flex = Transformer(values, T), Transformer(values, T, flex=True)
-    for model in (dense, flex):
-        materialize(model, CPU, seed=3)
-    tokens = torch.randint(97, (2, T), generator=torch.Generator().manual_seed(1))
+    dense, flex = (built(config("qwen2"), 3, T, flex) for flex in (False, True))
+    tokens = some_tokens(2, T)
     with torch.no_grad():
         torch.testing.assert_close(dense(tokens), flex(tokens), atol=1e-6, rtol=1e-5)
 
@@ -237,22 +241,18 @@ def test_flex_and_mask_agree():
 @pytest.mark.parametrize("family", ["gpt2", "mistral"])
 def test_a_trained_model_opens_in_transformers(family, tmp_path):
     """train.py --export, then AutoModelForCausalLM: the last loss of training is theirs too."""
-    source = tmp_path / "config.json"
-    source.write_text(json.dumps(FAMILIES[family]))
-    common = [str(source), "--amp", "off", "--seq-len", "24", "--bsz", "2", "--device", "cpu"]
-    out = tmp_path / "runs"
-    assert run_train(*common, "--n-steps", "3", "--export", "--output-dir", out,
-                     "--run-name", "a", "--pad-vocab", "64") == 0  # fmt: skip
-    export = out / "a" / "export"
+    source = write_config(tmp_path, FAMILIES[family])
+    common = [source, *"--amp off --seq-len 24 --bsz 2 --device cpu --output-dir".split()]
+    options = "--n-steps 3 --export --run-name a --pad-vocab 64".split()
+    assert run_train(*common, tmp_path / "runs", *options) == 0
+    export = tmp_path / "runs/a/export"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(export)
     assert type(theirs).__name__ == ARCHITECTURES[FAMILIES[family]["model_type"]]
 
     # Continue from the export for one forward step: the loss must be what they compute on it.
     again = tmp_path / "again"
-    argv = ["--pass-type", "forward", "--n-steps", "1", "--warmup-steps", "0"]
-    assert run_train(*common, *argv, "--init-from", export, "--output-dir", again) == 0
-    from llm_train_bench.apply.data import SyntheticTokens
-
+    argv = "--pass-type forward --n-steps 1 --warmup-steps 0 --init-from".split()
+    assert run_train(*common, again, *argv, export) == 0
     (ids,) = SyntheticTokens(97, 2, 24, 0, CPU).micro_batches(range(1))
     with torch.no_grad():
         logits = theirs(ids[:, :-1]).logits
@@ -260,32 +260,21 @@ def test_a_trained_model_opens_in_transformers(family, tmp_path):
     assert only_result(again)["metrics"]["final_loss"] == pytest.approx(expected.item(), abs=1e-5)
 
 
-def built(config, seed=0) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(config, 16)
-    materialize(model, CPU, seed)
-    return model
-
-
 NORM, HEAD, WTE = "transformer.ln_f.weight", "lm_head.weight", "transformer.wte.weight"
 NAN = torch.tensor([float("nan")])
 
 
-@pytest.mark.parametrize(
-    ("name", "spoil", "message"),
-    [
-        (HEAD, lambda t: t[WTE] + 0.0, None),
-        (HEAD, lambda t: t[WTE] + 1.0, f"{HEAD} is not {WTE}, though"),
-        (NORM, lambda t: torch.cat((NAN, t[NORM][1:])), "ln_f.weight holds numbers that are not finite"),
-        (NORM, lambda t: t[NORM].to(torch.float8_e4m3fn), "holds F8_E4M3; quantised weights are not"),
-    ],
-    ids=["a tied head", "another head", "nan", "fp8"],
-)  # fmt: skip
-def test_weights_that_the_config_or_the_format_cannot_mean_are_refused(
-    name, spoil, message, tmp_path
-):
-    (tmp_path / "micro.json").write_text(json.dumps(SHAPE))
-    model = built(load_config(tmp_path / "micro.json"))
+SPOILT = {
+    "tied head": (HEAD, lambda t: t[WTE] + 0.0, None),
+    "another head": (HEAD, lambda t: t[WTE] + 1.0, f"{HEAD} is not {WTE}, though"),
+    "nan": (NORM, lambda t: torch.cat((NAN, t[NORM][1:])), "holds numbers that are not finite"),
+    "fp8": (NORM, lambda t: t[NORM].to(torch.float8_e4m3fn), "holds F8_E4M3; quantised weights"),
+}
+
+
+@pytest.mark.parametrize(("name", "spoil", "message"), SPOILT.values(), ids=SPOILT)
+def test_weights_that_the_config_or_the_format_cannot_mean(name, spoil, message, tmp_path):
+    model = built(parse_config(SHAPE, "micro.json"))
     save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {name: spoil(tensors)}, tmp_path / "model.safetensors")

@@ -15,11 +15,11 @@ from llm_train_bench.model.transformer import Transformer
 from tests.helpers import ROOT
 
 META = torch.device("meta")
-VIEWS = {
-    "view", "_unsafe_view", "t", "transpose", "permute", "slice", "split", "split_with_sizes",
-    "detach", "expand", "unsqueeze", "squeeze", "select", "alias", "as_strided", "unbind", "chunk",
-    "empty", "empty_like", "new_empty", "reshape", "lift_fresh", "empty_strided", "_reshape_alias",
-}  # fmt: skip
+VIEWS = """
+    view _unsafe_view t transpose permute slice split split_with_sizes detach expand unsqueeze squeeze
+    select alias as_strided unbind chunk empty empty_like new_empty reshape lift_fresh empty_strided
+    _reshape_alias
+""".split()
 
 
 class Counted(TorchDispatchMode):
@@ -32,10 +32,9 @@ class Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in VIEWS:
-            found = []
-            torch.utils._pytree.tree_map_only(torch.Tensor, found.append, (args, kwargs or {}, out))
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs, out))
             self.calls += 1
-            self.bytes += sum(t.numel() * t.element_size() for t in found)
+            self.bytes += sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor))
         return out
 
 
@@ -56,13 +55,10 @@ class OnePass(torch.autograd.Function):
 def step(name, depth, B, T, monkeypatch):
     """Calls and bytes of a forward and backward of a model of so many blocks."""
     config = load_config(ROOT / f"configs/{name}.json")
-    config = dataclasses.replace(
-        config, num_hidden_layers=depth, windows=config.windows[:depth], path=str(depth)
-    )
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention",
-        lambda q, k, v, **_: OnePass.apply(q, k, v),
-    )  # fmt: skip
+    layers = {"num_hidden_layers": depth, "windows": config.windows[:depth], "path": str(depth)}
+    config = dataclasses.replace(config, **layers)
+    one_pass = lambda q, k, v, **_: OnePass.apply(q, k, v)  # noqa: E731
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", one_pass)
     with META:
         model = Transformer(config, T)
         ids = torch.empty(B, T, dtype=torch.int64)
@@ -89,6 +85,6 @@ def test_a_step_passes_over_activations_as_often_as_recorded(name, monkeypatch):
     activation = 4 * B * T * config.hidden_size
     block = two.calls - one.calls, (two.bytes - one.bytes) / activation
     rest = one.calls - block[0], one.bytes / activation - block[1]
-    for found, recorded in zip((block, rest), COUNTS[name], strict=True):
-        assert found[0] == recorded[0]
-        assert found[1] == pytest.approx(recorded[1], rel=1e-3)
+    for (calls, n_bytes), recorded in zip((block, rest), COUNTS[name], strict=True):
+        assert calls == recorded[0]
+        assert n_bytes == pytest.approx(recorded[1], rel=1e-3)

@@ -7,7 +7,18 @@
 Timings are looked at, never asserted: `sweep.py --baseline` judges. `make test` passes them over.
 """
 
+import functools
+
 import pytest
+
+from benchmarks.common import run_train
+
+SETTINGS = {
+    "gpt2-tiny fp32": "configs/gpt2-tiny.json --amp off --bsz 8",
+    "gpt2-tiny bf16": "configs/gpt2-tiny.json --amp bf16 --bsz 8",
+    "llama-tiny fp32": "configs/llama-tiny.json --amp off --bsz 4",
+    "llama-tiny sac": "configs/llama-tiny.json --amp off --bsz 4 --sac-freq 1/2",
+}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -24,12 +35,24 @@ def only_when_asked(benchmark):
         pytest.skip("--benchmark-enable runs it")
 
 
-@pytest.fixture(params=[
-    ["configs/gpt2-tiny.json", "--amp", "off", "--bsz", 8, "--seq-len", 128],
-    ["configs/gpt2-tiny.json", "--amp", "bf16", "--bsz", 8, "--seq-len", 128],
-    ["configs/llama-tiny.json", "--amp", "off", "--bsz", 4, "--seq-len", 128],
-    ["configs/llama-tiny.json", "--amp", "off", "--bsz", 4, "--seq-len", 128, "--sac-freq", "1/2"],
-], ids=["gpt2-tiny fp32", "gpt2-tiny bf16", "llama-tiny fp32", "llama-tiny sac"])  # fmt: skip
-def setting(request):
-    """A command line of train.py."""
-    return request.param
+@pytest.fixture(params=SETTINGS)
+def run(request):
+    """The result of train.py in one of the settings."""
+    words = [*SETTINGS[request.param].split(), "--seq-len", 128, "--no-tensorboard"]
+    return functools.partial(run_train, *words)
+
+
+@pytest.fixture
+def record(benchmark):
+    """Takes values for the times [s] of a group's rounds."""
+
+    def record(group, values):
+        clock, numbers = [0.0], iter(values)
+
+        def use():
+            clock[0] += next(numbers)
+
+        benchmark.group, benchmark._timer = group, lambda: clock[0]
+        benchmark.pedantic(use, rounds=len(values), iterations=1)
+
+    return record
