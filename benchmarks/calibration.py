@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.common import interleave, median_step, rounds_parser, save, show, work_of
-from estimate import speed_factor
 from llm_train_bench.base.hardware import find_cpu, scaled
 from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.estimate.predict import speed_factor
 from llm_train_bench.formulas.speed_model import estimate_speed
 
 LIMIT = 0.1

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def run_train_apart(
 
 def median_step(*argv: object, script: str = "train.py") -> float:
     """Median seconds of a measured step of `SCRIPT ARGV...`, in a process of its own."""
-    return run_train_apart(*argv, script=script).metrics.step_time_median_s
+    return run_train_apart(*argv, script=script).metrics.step_time_median_s or math.nan
 
 
 def work_of(argv: list[str], script: str = "train.py", ranks: int = 1) -> Work:
@@ -179,9 +180,9 @@ def show(columns: Iterable[str], rows: Iterable[Iterable[str]], left: Iterable[s
     show_whole(table)
 
 
-def rounds_parser(doc: str, rounds: int) -> argparse.ArgumentParser:
+def rounds_parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     """A benchmark's parser with --rounds."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=rounds)
     return parser
 

@@ -133,7 +133,7 @@ def median_size(values: list[float]) -> float:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", action="store_true", help="Print each row too.")
     write_help = "Write configs/accuracy.json and the plot."
     parser.add_argument("--write", action="store_true", help=write_help)
@@ -196,7 +196,7 @@ def draw(path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 6))
     families = sorted({family_of(row["gpu"]) for row in published_rows()})
-    colors = dict(zip(families, plt.get_cmap("tab10").colors, strict=False))
+    colors = dict(zip(families, plt.get_cmap("tab10")(range(10)), strict=False))
     for row in published_rows():
         color, held = colors[family_of(row["gpu"])], row["split"] == "hold"
         point = row["tokens_per_sec_per_gpu"], predicted(row, *step_of(row))

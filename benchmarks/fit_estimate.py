@@ -86,7 +86,8 @@ def fit(group: Group) -> dict[str, float]:
     """The values with the least error, one constant moved at a time until none moves."""
     rows = [(row, *step_of(row)) for row in published_rows("fit") if group.rows(row)]
     fitted = hardware.find_hardware(group.devices[0]).fitted if group.devices else {}
-    start = {name: fitted.get(name, getattr(constants(), name)) for name in group.grids}
+    known = dataclasses.asdict(constants()) | fitted
+    start: dict[str, float] = {name: known[name] for name in group.grids}
     best, least = dict(start), error_of(rows, start)
     print(f"{group.name}: {len(rows)} rows, mean error before {math.expm1(least):.1%}")
     before = None
@@ -103,7 +104,7 @@ def fit(group: Group) -> dict[str, float]:
 
 def main() -> None:
     """Fit each group in turn."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="Write configs/hardware.json.")
     args = parser.parse_args()
     for group in GROUPS:

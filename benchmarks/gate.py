@@ -61,7 +61,7 @@ def faults(row: dict) -> list[str]:
 
 def main() -> int:
     """Simulate, print, store; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trials", type=int, default=2000)
     trials = parser.parse_args().trials
     rows, cells = [], []

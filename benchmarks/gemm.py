@@ -88,7 +88,8 @@ def fp8_matmul(m: int, n: int, k: int, _: str, device: torch.device, fast: bool 
     b = [torch.randn(n, k, device=device).to(e4m3) for _ in range(COPIES)]
     one = torch.ones((), device=device)
     options = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
-    return lambda i: torch._scaled_mm(a[i % COPIES], b[i % COPIES].t(), one, one, **options)
+    scaled_mm = torch.ops.aten._scaled_mm
+    return lambda i: scaled_mm(a[i % COPIES], b[i % COPIES].t(), one, one, **options)
 
 
 def rate(run: Call, flops: float, seconds: float, device: torch.device):
@@ -108,7 +109,7 @@ def rate(run: Call, flops: float, seconds: float, device: torch.device):
 
 def main() -> None:
     """Measure all shapes, print them, keep them, and write the roof of a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("configs", nargs="*")
     parser.add_argument("--tokens", type=int, help="rows of the activations")
     parser.add_argument("--seconds", type=float, default=0.5, help="per shape and format")

@@ -10,13 +10,10 @@ what=${1:-}
 out=${OUT:-gpu-results}
 py=${PY:-python3}
 export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-$PWD}/.cache}/llm-train-bench/inductor}
-case $what in
-  facts | compare | test) ;;
-  *)
-    echo "benchmarks/gpu.sh: say facts, compare or test" >&2
-    exit 2
-    ;;
-esac
+[[ $what =~ ^(facts|compare|test)$ ]] || {
+  echo "benchmarks/gpu.sh: say facts, compare or test" >&2
+  exit 2
+}
 mkdir -p "$out"
 began=$SECONDS
 work=$out

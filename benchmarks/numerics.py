@@ -33,24 +33,21 @@ TE = ("current", "delayed", "blockwise", "mxfp8")
 
 def settings(cuda: bool) -> dict[str, list[str]]:
     """Name and flags of every setting that this kind of device can run."""
-    real = [] if cuda else ["--fp8-emulate"]
-    found = {
-        REFERENCE: ["--amp", "off"],
-        ALSO_EXACT: ["--amp", "off", "--attention", "math"],
-        "fp32 compile": ["--amp", "off", "--pt-compile"],
-        "bf16": ["--amp", "bf16"],
-        "bf16 compile": ["--amp", "bf16", "--pt-compile"],
+    text = {
+        REFERENCE: "--amp off",
+        ALSO_EXACT: "--amp off --attention math",
+        "fp32 compile": "--amp off --pt-compile",
+        "bf16": "--amp bf16",
+        "bf16 compile": "--amp bf16 --pt-compile",
     }
-    for recipe in TORCHAO:
-        found[f"fp8 {recipe}"] = ["--use-fp8", "--fp8-recipe", recipe, *real]
-    found["fp8 tensorwise compile"] = [*found["fp8 tensorwise"], "--pt-compile"]
+    fp8 = "--use-fp8" if cuda else "--use-fp8 --fp8-emulate"
+    text |= {f"fp8 {recipe}": f"{fp8} --fp8-recipe {recipe}" for recipe in TORCHAO}
+    text["fp8 tensorwise compile"] = f"{text['fp8 tensorwise']} --pt-compile"
     if cuda:  # fp16 matmuls are emulated on most CPUs, at a crawl
-        found["fp16"] = ["--amp", "fp16"]
-        graphs = ["--pt-compile", "--compile-mode", "reduce-overhead"]
-        found["bf16 CUDA graphs"] = ["--amp", "bf16", *graphs]
-        for recipe in TE:
-            found[f"fp8 {recipe}"] = ["--use-fp8", "--fp8-recipe", recipe]
-    return found
+        text["fp16"] = "--amp fp16"
+        text["bf16 CUDA graphs"] = "--amp bf16 --pt-compile --compile-mode reduce-overhead"
+        text |= {f"fp8 {recipe}": f"{fp8} --fp8-recipe {recipe}" for recipe in TE}
+    return {name: flags.split() for name, flags in text.items()}
 
 
 def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0.0) -> dict:
@@ -62,7 +59,7 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
     """
     distance = losses / reference - 1
     tail = distance[-max(1, len(distance) // 4) :]
-    interval = bootstrap_mean(tail)
+    interval = bootstrap_mean(tail.tolist())
     early = float(np.abs(distance[:EARLY_STEPS]).max())
     final = float(tail.mean())
     limit = FP8_LIMIT if name.startswith("fp8") else BF16_LIMIT
@@ -70,18 +67,13 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
     if name.startswith("fp32"):
         limit = max(EARLY_LIMIT, 3 * noise)
         ok = ok and early <= limit
-    return {
-        "early": early,
-        "final": final,
-        "interval": interval and list(interval),
-        "limit": limit,
-        "ok": ok,
-    }
+    distances = {"early": early, "final": final, "interval": interval and list(interval)}
+    return distances | {"limit": limit, "ok": ok}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train every setting in a separate process, and report; see `exit_code`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
     parser.add_argument("--config", default="configs/gpt2-tiny.json")
@@ -90,41 +82,40 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     device = device_of_runs()
     known = settings(device.type == "cuda")
-    wanted = args.settings.split(",") if args.settings else list(known)
-    if args.list or not set(wanted) <= set(known):
+    names = args.settings.split(",") if args.settings else list(known)
+    if args.list or not set(names) <= set(known):
         print("\n".join(known))
         return 0 if args.list else 2
-    common = [args.config, "--bsz", 8, "--seq-len", 128, "--lr", 2e-3, "--n-steps", args.steps - 3,
-              "--warmup-steps", 3, "--no-tensorboard"]  # fmt: skip
+    common = "--bsz 8 --seq-len 128 --lr 2e-3 --warmup-steps 3 --no-tensorboard --n-steps".split()
+    common = [args.config, *common, args.steps - 3, "--data"]
     curves: dict[str, np.ndarray] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         text = Path(directory) / "text"
         if prepare_data.main(["--stdlib", "--output-dir", str(text)]):
             return 1
-        needs_noise = [ALSO_EXACT] if "fp32 compile" in wanted else []
-        for name in dict.fromkeys([REFERENCE, *needs_noise, *wanted]):
+        needs_noise = [ALSO_EXACT] if "fp32 compile" in names else []
+        for name in dict.fromkeys([REFERENCE, *needs_noise, *names]):
             out = Path(directory) / name.replace(" ", "-")
             try:
-                run_train_apart(*common, "--data", text / "train.bin", *known[name], output_dir=out)
+                run_train_apart(*common, text / "train.bin", *known[name], output_dir=out)
             except RuntimeError as error:  # an absent library, or a failure of this setting alone
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
             (steps,) = out.glob("*/steps.jsonl")
             curves[name] = np.array(read_losses(steps))
-    reference, noise = curves.get(REFERENCE), 0.0
-    if reference is not None and ALSO_EXACT in curves:
-        noise = judge(ALSO_EXACT, curves[ALSO_EXACT], reference)["early"]
-    verdicts = {
-        n: judge(n, c, reference, noise) for n, c in curves.items() if reference is not None
-    }
+    verdicts, noise, reference = {}, 0.0, curves.get(REFERENCE)
+    if reference is not None:
+        if ALSO_EXACT in curves:
+            noise = judge(ALSO_EXACT, curves[ALSO_EXACT], reference)["early"]
+        verdicts = {n: judge(n, curve, reference, noise) for n, curve in curves.items()}
     show_verdicts(verdicts, curves)
-    losses = {n: c.tolist() for n, c in curves.items()}
-    content = {"config": args.config, "steps": args.steps, "verdicts": verdicts, "failed": failed,
-               "losses": losses}  # fmt: skip
+    losses = {name: curve.tolist() for name, curve in curves.items()}
+    content = {"config": args.config, "steps": args.steps, "verdicts": verdicts}
+    content |= {"failed": failed, "losses": losses}
     save("numerics", content, device, args.output_dir)
-    return exit_code(verdicts, wanted if args.settings else [REFERENCE])
+    return exit_code(verdicts, names if args.settings else [REFERENCE])
 
 
 def show_verdicts(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> None:
@@ -132,9 +123,8 @@ def show_verdicts(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> N
     rows = []
     for name, v in verdicts.items():
         interval = ", ".join(f"{end:+.2%}" for end in v["interval"] or ())
-        rows.append((name, f"{curves[name][-1]:.4f}", f"{v['early']:.1e}",
-                     f"{v['final']:+.2%} [{interval}]", f"{v['limit']:g}",
-                     "ok" if v["ok"] else "BEYOND"))  # fmt: skip
+        cells = f"{curves[name][-1]:.4f}", f"{v['early']:.1e}", f"{v['final']:+.2%} [{interval}]"
+        rows.append((name, *cells, f"{v['limit']:g}", "ok" if v["ok"] else "BEYOND"))
     columns = "setting", "final loss", "largest distance, first 20", "last quarter [95 %]", "limit"
     show((*columns, "verdict"), rows)
 

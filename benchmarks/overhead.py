@@ -6,6 +6,7 @@ The limit is 0.98 of the bare loop's tokens per second. The exit code is 1 if a 
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,25 +24,27 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.loop import build_step, uncollected
 
 LIMIT = 0.98
-# (config, flags, steps a round)
-CPU_CASES = [
-    ("configs/gpt2-tiny.json", ["--bsz", 8, "--seq-len", 256, "--amp", "off"], 300),
-    ("configs/llama-tiny.json", ["--bsz", 8, "--seq-len", 256, "--amp", "off"], 100),
-]
-GPU_CASES = [
-    ("configs/gpt2-125m.json", ["--bsz", 32, "--seq-len", 1024], 30),
-    ("configs/gpt2-125m.json", ["--bsz", 2, "--seq-len", 1024], 60),
-]
+Case = tuple[str, int, int, bool]  # config, micro batch, length, whether in bf16
+# By case the steps of a round.
+CPU_CASES: dict[Case, int] = {
+    ("configs/gpt2-tiny.json", 8, 256, False): 300,
+    ("configs/llama-tiny.json", 8, 256, False): 100,
+}
+GPU_CASES: dict[Case, int] = {
+    ("configs/gpt2-125m.json", 32, 1024, True): 30,
+    ("configs/gpt2-125m.json", 2, 1024, True): 60,
+}
 WARMUP = 5
 
 
 def time_train(*argv: object) -> float:
     """Mean seconds per measured step of `train.py ARGV...`; contestants take turns on a warm device."""
-    return run_train(*argv, "--warmup-seconds", 0).metrics.step_time_mean_s
+    return run_train(*argv, "--warmup-seconds", 0).metrics.step_time_mean_s or math.nan
 
 
-def bare_step(path: str, bsz: int, T: int, bf16: bool, device: torch.device) -> Callable[[], None]:
+def bare_step(case: Case, device: torch.device) -> Callable[[], None]:
     """The same step in as few lines as PyTorch allows, over a separate model."""
+    path, bsz, T, bf16 = case
     config = load_config(path)
     with torch.device("meta"):
         model = Transformer(config, T)
@@ -60,21 +63,21 @@ def bare_step(path: str, bsz: int, T: int, bf16: bool, device: torch.device) -> 
     return step
 
 
-def bare_loop(n: int, device: torch.device, *case) -> float:
+def bare_loop(n: int, device: torch.device, case: Case) -> float:
     """Seconds per step of n bare steps, the model built anew."""
-    step = bare_step(*case, device)
+    step = bare_step(case, device)
     with uncollected():  # as in train.py: its other costs are measured here
         time_steps(step, WARMUP, device)
         return time_steps(step, n, device)
 
 
-def step_by_step(argv: list, n: int, device: torch.device, *case) -> list[list[float]]:
+def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[list[float]]:
     """Times [s] of train.py's measured steps, and of a bare step after each of them.
 
     These are closer together than whole runs: between runs a shared machine changes its speed by
     more than this cost. Not for a GPU: waiting between steps would keep its queue empty.
     """
-    bare = bare_step(*case, device)
+    bare = bare_step(case, device)
     bare_times: list[float] = []
 
     def with_bare_steps(*args):
@@ -100,16 +103,18 @@ def main() -> int:
     rounds = rounds_parser(__doc__, 11).parse_args().rounds  # of whole runs, on a GPU
     device = pick_device("auto")
     times, ratios = {}, {}
-    for path, flags, n in GPU_CASES if device.type == "cuda" else CPU_CASES:
-        name = f"{Path(path).stem} B{flags[1]}"
-        case = (path, flags[1], flags[3], "off" not in flags)
-        argv = [path, *flags, "--n-steps", n, "--warmup-steps", WARMUP]
+    cases = GPU_CASES if device.type == "cuda" else CPU_CASES
+    for case, n in cases.items():
+        path, bsz, T, bf16 = case
+        name = f"{Path(path).stem} B{bsz}"
+        argv = [path, "--bsz", bsz, "--seq-len", T, "--amp", "bf16" if bf16 else "off"]
+        argv += ["--n-steps", n, "--warmup-steps", WARMUP]
         ours, bare = f"train.py {name}", f"bare loop {name}"
         if device.type == "cuda":
-            loop = functools.partial(bare_loop, n, device, *case)
+            loop = functools.partial(bare_loop, n, device, case)
             times |= interleave({ours: functools.partial(time_train, *argv), bare: loop}, rounds)
         else:
-            times[ours], times[bare] = step_by_step(argv, n, device, *case)
+            times[ours], times[bare] = step_by_step(argv, n, device, case)
         ratios[f"train.py / bare, {name}"] = (ours, bare)
     medians = report("overhead", times, ratios, "train.py against a bare loop over the same model")
     return int(min(medians.values()) < LIMIT)

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
 
-KINDS = ("nanogpt", "litgpt", "torchtitan")
-
 
 class WideRMSNorm(nn.Module):
     """litgpt's norm: computed in fp32, returned in the input's format."""
@@ -26,6 +24,9 @@ class WideRMSNorm(nn.Module):
         return (normed * self.weight.float()).to(x.dtype)
 
 
+NORMS = {"nanogpt": nn.LayerNorm, "litgpt": WideRMSNorm, "torchtitan": nn.RMSNorm}
+
+
 class PeerBlock(nn.Module):
     """A residual block as nanoGPT (GPT-2), litgpt or torchtitan (Llama) computes it."""
 
@@ -33,11 +34,10 @@ class PeerBlock(nn.Module):
         super().__init__()
         self.c, self.kind = c, kind
         d, gpt = c.hidden_size, kind == "nanogpt"
-        norm = {"nanogpt": nn.LayerNorm, "litgpt": WideRMSNorm, "torchtitan": nn.RMSNorm}[kind]
-        heads, kv_heads = c.num_attention_heads, c.num_key_value_heads
+        norm = NORMS[kind]
         self.norm_1, self.norm_2 = norm(d, eps=c.norm_eps), norm(d, eps=c.norm_eps)
-        self.qkv = nn.Linear(d, (heads + 2 * kv_heads) * c.head_dim, bias=gpt)
-        self.out = nn.Linear(heads * c.head_dim, d, bias=gpt)
+        self.qkv = nn.Linear(d, c.query_size + 2 * c.kv_size, bias=gpt)
+        self.out = nn.Linear(c.query_size, d, bias=gpt)
         self.up = nn.Linear(d, c.intermediate_size, bias=gpt)
         self.gate = None if gpt else nn.Linear(d, c.intermediate_size, bias=False)
         self.down = nn.Linear(c.intermediate_size, d, bias=gpt)
@@ -55,15 +55,15 @@ class PeerBlock(nn.Module):
     def attend(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         """(B, T, d) to (B, T, d)."""
         B, T, _ = x.shape
-        heads, kv, size = self.c.num_attention_heads, self.c.num_key_value_heads, self.c.head_dim
-        widths = (heads * size, kv * size, kv * size)
-        q, k, v = (t.view(B, T, -1, size) for t in self.qkv(x).split(widths, dim=2))
-        if self.kind == "torchtitan":  # heads stay next to tokens while they are turned
+        widths = (self.c.query_size, self.c.kv_size, self.c.kv_size)
+        parts = self.qkv(x).split(widths, dim=2)
+        q, k, v = (t.view(B, T, -1, self.c.head_dim) for t in parts)
+        if rope and self.kind == "torchtitan":  # heads stay next to tokens while they are turned
             q, k = turned_pairs(q, *rope), turned_pairs(k, *rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        if self.kind == "litgpt":
+        if rope and self.kind == "litgpt":
             q, k = turned_halves(q, *rope), turned_halves(k, *rope)
-            k, v = (t.repeat_interleave(heads // kv, dim=1) for t in (k, v))
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         grouped = q.shape[1] != k.shape[1]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).contiguous().view(B, T, -1))
@@ -93,14 +93,13 @@ class Peer(nn.Module):
         self.embed = nn.Embedding(V, d)
         self.positions = nn.Embedding(T, d) if kind == "nanogpt" else None
         self.blocks = nn.ModuleList(PeerBlock(c, kind) for _ in range(c.num_hidden_layers))
-        self.norm = type(self.blocks[0].norm_1)(d, eps=c.norm_eps)
+        self.norm = NORMS[kind](d, eps=c.norm_eps)
         self.head = nn.Linear(d, V, bias=False)
         if c.tie_word_embeddings:
             self.embed.weight = self.head.weight
         if kind != "nanogpt":
-            angles = torch.arange(T)[:, None] * c.rope_theta ** (
-                -torch.arange(0, c.head_dim, 2) / c.head_dim
-            )
+            exponents = -torch.arange(0, c.head_dim, 2) / c.head_dim
+            angles = torch.arange(T)[:, None] * c.rope_theta**exponents
             angles = angles.repeat(1, 2) if kind == "litgpt" else angles
             self.register_buffer("cos", angles.cos(), persistent=False)
             self.register_buffer("sin", angles.sin(), persistent=False)
@@ -125,15 +124,12 @@ class Peer(nn.Module):
         for name, value in tensors.items():
             for ours, theirs in NAMES.items():
                 name = name.replace(ours, theirs)
-            if "gate_up" in name:
-                for part, half in zip(("gate", "up"), value.chunk(2), strict=True):
-                    renamed[name.replace("gate_up", part)] = half
-                continue
             if "qkv" in name and self.kind == "torchtitan":
-                size, kv = self.c.head_dim, self.c.num_key_value_heads * self.c.head_dim
-                turned, still = value[:-kv], value[-kv:]
-                value = torch.cat([neighbours(turned, size), still])
-            renamed[name] = value
+                rotated, rest = value[: -self.c.kv_size], value[-self.c.kv_size :]
+                value = torch.cat([neighbours(rotated, self.c.head_dim), rest])
+            parts = ("gate", "up") if "gate_up" in name else ("gate_up",)
+            for part, rows in zip(parts, value.chunk(len(parts)), strict=True):
+                renamed[name.replace("gate_up", part)] = rows
         if self.c.tie_word_embeddings:
             renamed["head.weight"] = renamed["embed.weight"]
         self.load_state_dict(renamed)

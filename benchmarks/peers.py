@@ -12,11 +12,14 @@ kept, no garbage collection within steps). On a CPU 6 layers, 6 heads, 384 wide,
 
 import argparse
 import functools
+import itertools
 import json
+import math
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +29,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from benchmarks.common import (
-    ROOT,
-    interleave,
-    number_apart,
-    report,
-    rounds_parser,
-    run_train_apart,
-    time_steps,
-)
+from benchmarks import common
+from benchmarks.common import ROOT, interleave, number_apart, run_train_apart, time_steps
 from benchmarks.peer_models import Peer
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.measure.device import keep_freed_memory, synchronize
@@ -51,12 +47,11 @@ AMP = "bf16" if GPU else "off"
 SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256}
-LLAMA = {
-    "model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6,
-    "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 256,
-    "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-}  # fmt: skip
-# By name: the config's content or file, what of it differs, micro batch, tokens a sample, measured steps.
+LLAMA = {"model_type": "llama", "hidden_size": 384, "intermediate_size": 1024, "rms_norm_eps": 1e-5}
+LLAMA |= {"num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 6}
+LLAMA |= {"max_position_embeddings": 256, "rope_theta": 10000.0, "tie_word_embeddings": False}
+SHORT = {"num_hidden_layers": 16, "rope_scaling": None}
+# By name: the config's content or file, its changes, micro batch, tokens a sample, measured steps.
 CPU_SHAPES = {
     "gpt2": (GPT2 | SMALL | NO_DROPOUT, {}, 8, 256, 4),
     "llama": (LLAMA | SMALL, {}, 8, 256, 4),
@@ -64,13 +59,13 @@ CPU_SHAPES = {
 GPU_SHAPES = {
     "gpt2-125m": ("configs/gpt2-125m.json", NO_DROPOUT, 32, 1024, 30),
     "gpt2-1.5b": ("configs/gpt2-1.5b.json", NO_DROPOUT, 16, 1024, 15),
-    "llama-8b-16": ("configs/llama-3.1-8b.json", {"num_hidden_layers": 16, "rope_scaling": None},
-                    2, 4096, 15),
-}  # fmt: skip
+    "llama-8b-16": ("configs/llama-3.1-8b.json", SHORT, 2, 4096, 15),
+}
 SHAPES = GPU_SHAPES if GPU else CPU_SHAPES
 WARMUP = 10 if GPU else 3
-PEERS = {"gpt2": ("transformers", "trainer", "nanogpt"),
-         "llama": ("transformers", "trainer", "litgpt", "torchtitan")}  # fmt: skip
+PEERS = {"gpt2": ("nanogpt",), "llama": ("litgpt", "torchtitan")}
+MODES = ["eager", "compiled"]
+HUGGING_FACE = ("transformers", "trainer")
 LR, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
 TOLERANCE = 2e-2 if GPU else 1e-4  # of loss and norm, relative
 
@@ -107,19 +102,18 @@ def our_model(directory: Path, T: int) -> Transformer:
 
 def peer_model(peer: str, directory: Path, T: int) -> torch.nn.Module:
     """A peer's module with the weights of the checkpoint, called as `module(ids, labels)` to the loss."""
-    if peer in ("transformers", "trainer"):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa"
-        ).to(DEVICE)
+    if peer in HUGGING_FACE:
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
     model = Peer(load_config(directory / "config.json"), peer, T)
     model.load(our_model(directory, T).state_dict())
-    return model.to(DEVICE)
+    return model
 
 
-def loss_of(peer: str, module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def loss_of(peer: str, module: Callable[..., Any], ids: torch.Tensor) -> torch.Tensor:
     """The mean loss of (B, T + 1) ids; inputs and labels apart, as data loaders give them."""
     inputs, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    if peer in ("transformers", "trainer"):
+    if peer in HUGGING_FACE:
         return module(input_ids=inputs, labels=inputs, shift_labels=labels, use_cache=False).loss
     return module(inputs, labels)
 
@@ -141,19 +135,19 @@ def first_batch(raw: dict[str, Any], B: int, T: int) -> torch.Tensor:
 def time_peer(peer: str, compiled: bool, shape: str, directory: Path) -> float:
     """Seconds of a peer's step after its warm-up; its loss and norm are held against ours first."""
     raw, B, T, steps = shape_of(shape)
-    module = peer_model(peer, directory, T)
+    module = peer_model(peer, directory, T).to(DEVICE)
     ids = first_batch(raw, B, T)
     with autocast(AMP, DEVICE):
         loss = loss_of(peer, module, ids)
-    found = agreement(loss, module)
-    expected = json.loads((directory / "ours.json").read_text())
-    if any(abs(a / b - 1) > TOLERANCE for a, b in zip(found, expected, strict=True)):
-        raise SystemExit(f"{peer}: loss and gradient norm are {found}, ours {expected}; not timed")
+    theirs = agreement(loss, module)
+    ours = json.loads((directory / "ours.json").read_text())
+    if any(abs(a / b - 1) > TOLERANCE for a, b in zip(theirs, ours, strict=True)):
+        raise SystemExit(f"{peer}: loss and gradient norm are {theirs}, ours {ours}; not timed")
     if peer == "trainer":
         return trainer_steps(module, raw, B, T, steps, compiled)
     called = module
     if compiled and peer == "torchtitan":
-        for block in module.blocks:
+        for block in module.get_submodule("blocks").children():
             block.compile(fullgraph=True)
     elif compiled:
         called = torch.compile(module)
@@ -187,13 +181,12 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
 
     n = WARMUP + steps
     data = [{"input_ids": x, "labels": x} for x in torch.randint(raw["vocab_size"], (n * B, T))]
+    options: dict[str, Any] = {"learning_rate": LR, "adam_beta2": BETAS[1], "max_grad_norm": CLIP}
+    options |= {"optim": "adamw_torch_fused", "bf16": GPU, "use_cpu": not GPU, "max_steps": n}
+    options |= {"report_to": [], "save_strategy": "no", "logging_strategy": "no"}
+    options |= {"per_device_train_batch_size": B, "torch_compile": compiled, "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as out:
-        args = transformers.TrainingArguments(
-            out, per_device_train_batch_size=B, max_steps=n, learning_rate=LR, adam_beta2=BETAS[1],
-            max_grad_norm=CLIP, optim="adamw_torch_fused", bf16=GPU, use_cpu=not GPU,
-            torch_compile=compiled, report_to=[], save_strategy="no", disable_tqdm=True,
-            logging_strategy="no",
-        )  # fmt: skip
+        args = transformers.TrainingArguments(out, **options)
         transformers.Trainer(module, args, train_dataset=data, callbacks=[Clock()]).train()
     return (times[-1] - times[WARMUP - 1]) / steps
 
@@ -201,11 +194,11 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
 def time_ours(compiled: bool, shape: str, directory: Path, ranks: int) -> float:
     """The same of our own scripts."""
     _, B, T, steps = shape_of(shape)
-    argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", AMP, "--lr", LR,
-            "--n-steps", steps, "--warmup-steps", WARMUP, "--warmup-seconds", 0]  # fmt: skip
+    argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", AMP, "--lr", LR]
+    argv += ["--n-steps", steps, "--warmup-steps", WARMUP, "--warmup-seconds", 0]
     argv += ["--pt-compile"] * compiled + ["--nproc", ranks] * (ranks > 1)
     script = "train.py" if ranks == 1 else "train_ddp.py"
-    return run_train_apart(*argv, script=script).metrics.step_time_mean_s
+    return run_train_apart(*argv, script=script).metrics.step_time_mean_s or math.nan
 
 
 def contestant(name: str) -> None:
@@ -226,41 +219,39 @@ def contestant(name: str) -> None:
         dist.destroy_process_group()
 
 
-def contestants(args: argparse.Namespace, shape: str, peers: list[str], directory: Path) -> dict:
+def contestants(
+    args: argparse.Namespace, shape: str, peers: Sequence[str], directory: Path
+) -> dict:
     """By name, functions that run ours and the peers, each in a process or ranks of its own."""
     launcher = []
     if args.ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", args.ranks]
         threads = max(1, torch.get_num_threads() // args.ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    functions = {}
+    functions, partial = {}, functools.partial
     for mode in args.modes:
-        functions[f"ours {mode}"] = functools.partial(
-            time_ours, mode == "compiled", shape, directory, args.ranks
-        )
+        compiled = mode == "compiled"
+        functions[f"ours {mode}"] = partial(time_ours, compiled, shape, directory, args.ranks)
         for peer in peers:
-            name = f"{shape}/{peer}/{mode}/{directory}"
-            functions[f"{peer} {mode}"] = functools.partial(
-                number_apart, *launcher, __file__, "--contestant", name
-            )
+            command = (*launcher, __file__, "--contestant", f"{shape}/{peer}/{mode}/{directory}")
+            functions[f"{peer} {mode}"] = partial(number_apart, *command)
     return functions
 
 
 def main() -> None:
     """Time all contestants of each shape, and report the ratios."""
-    parser = rounds_parser(__doc__, 5)
+    parser = common.rounds_parser(__doc__, 5)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--ranks", type=int, default=1)
-    modes = ["eager", "compiled"]
-    parser.add_argument("--modes", nargs="*", default=modes, choices=modes)
-    parser.add_argument("--peers", nargs="*", help="these alone")
+    parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
+    parser.add_argument("--peers", nargs="*", help="default: all of the shape's family")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contestant:
         contestant(args.contestant)
         return
     for shape in args.shapes:
-        peers = args.peers or PEERS["gpt2" if shape.startswith("gpt2") else "llama"]
+        peers = args.peers or (*HUGGING_FACE, *PEERS["gpt2" if "gpt2" in shape else "llama"])
         if args.ranks > 1:
             peers = [peer for peer in peers if peer != "trainer"]
         raw, B, T, _ = shape_of(shape)
@@ -270,15 +261,16 @@ def main() -> None:
                 torch.cuda.empty_cache()  # the contestants need it
             functions = contestants(args, shape, peers, Path(top))
             times = interleave(functions, args.rounds, first=1)
-        pairs = {f"ours / {peer}, {mode}": (f"ours {mode}", f"{peer} {mode}")
-                 for mode in args.modes for peer in peers
-                 if f"{peer} {mode}" in times and f"ours {mode}" in times}  # fmt: skip
+        pairs = {}
+        for mode, peer in itertools.product(args.modes, peers):
+            if {ours := f"ours {mode}", theirs := f"{peer} {mode}"} <= times.keys():
+                pairs[f"ours / {peer}, {mode}"] = ours, theirs
         about = (
             f"a training step of {shape}: T {T}, B {B} a rank, V {raw['vocab_size']}, "
             f"{'bf16' if GPU else 'fp32'}, {args.ranks} rank(s), tuned alike; transformers "
             f"{transformers.__version__}"
         )
-        report(f"peers-{shape}-{args.ranks}", times, pairs, about)
+        common.report(f"peers-{shape}-{args.ranks}", times, pairs, about)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ class Router(nn.Linear):
         super().__init__(config.hidden_size, e.number, bias=e.biases)
         self.options: Experts = e
         # Learned by no gradient, but saved, sharded and loaded like a parameter.
-        self.correction = (
-            nn.Parameter(torch.zeros(e.number), requires_grad=False) if e.correction else None
-        )
+        zeros = torch.zeros(e.number)
+        self.correction = nn.Parameter(zeros, requires_grad=False) if e.correction else None
 
-    def forward(self, x: Tensor, balanced: Tensor | None = None) -> tuple[Tensor, Choice]:
+    def choose(self, x: Tensor, balanced: Tensor | None = None) -> tuple[Tensor, Choice]:
         """(N, d) tokens to all experts' scores (N, E) in fp32, and the choice.
 
         Logits have autocast's dtype but for sigmoid scores, which are fp32 throughout, as in the
@@ -76,9 +75,8 @@ def _in_turn(B: int, T: int, e: Experts, layout: Layout, device: torch.device) -
 def count_rows(index: Tensor, number: int) -> Tensor:
     """(N, k) experts' numbers to how often each occurs (number,)."""
     flat = index.flatten()
-    return torch.zeros(number, dtype=flat.dtype, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
+    zeros = torch.zeros(number, dtype=flat.dtype, device=flat.device)
+    return zeros.scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class Stacked(nn.Module):
@@ -100,18 +98,9 @@ class Stacked(nn.Module):
         out = F.grouped_mm(rows.to(dtype).contiguous(), weight, offs=ends)
         if self.bias is None:
             return out
-        expert = torch.repeat_interleave(
-            torch.arange(len(counts), device=counts.device), counts, output_size=len(rows)
-        )
+        numbers = torch.arange(len(counts), device=counts.device)
+        expert = torch.repeat_interleave(numbers, counts, output_size=len(rows))
         return out + self.bias.to(dtype)[expert]
-
-    def one_by_one(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The same by a plain loop over experts: the check of the grouped matmul."""
-        parts = rows.split(counts.tolist())
-        biases = [None] * len(self.weight) if self.bias is None else self.bias
-        return torch.cat(
-            [F.linear(part, w, b) for part, w, b in zip(parts, self.weight, biases, strict=True)]
-        )
 
 
 class StackedMLPs(nn.Module):
@@ -158,7 +147,7 @@ class MixtureOfExperts(nn.Module):
         if self.balanced:
             whole = x.shape[1] * self.layout.tp * self.layout.cp
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
-        scores, (index, weights) = self.router(tokens, balanced)
+        scores, (index, weights) = self.router.choose(tokens, balanced)
         y = self.mixed(tokens, index, weights.to(x.dtype))
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
@@ -206,8 +195,8 @@ class _WithLoss(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad, torch.ones_like(ctx.like)
+    def backward(ctx, *grads):
+        return *grads, torch.ones_like(ctx.like)
 
 
 def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
@@ -235,8 +224,8 @@ def update_corrections(model: nn.Module) -> None:
     (Wang et al. 2024, algorithm 1; DeepSeek-V3, 2.1.2).
     """
     for module in mixtures(model):
-        if module.options.correction_rate:
+        correction, rate = module.router.correction, module.options.correction_rate
+        if rate and correction is not None and module.rows is not None:
             rows = module.layout.summed(module.rows - module.counted)
             module.counted = module.rows.clone()
-            step = module.options.correction_rate * (rows.mean() - rows).sign()
-            module.router.correction.add_(step.to(module.router.correction))
+            correction.add_((rate * (rows.mean() - rows).sign()).to(correction))

@@ -8,8 +8,10 @@ from typing import Any
 from llm_train_bench.model.json_keys import Keys, kind_of
 from llm_train_bench.model.shapes import Experts, Latent, RopeScaling, Yarn
 
+Fields = dict[str, Any]
 
-def from_first_dialect(keys: Keys) -> dict[str, Any]:
+
+def from_first_dialect(keys: Keys) -> Fields:
     """The config of the first llm-train-bench (`arch_name`, `d_embd`, ...) as Hugging Face has it.
 
     Other keys are unchanged. Its GPT has no dropout. A Llama's `d_hid` defaults to a width computed from
@@ -43,7 +45,7 @@ def from_first_dialect(keys: Keys) -> dict[str, Any]:
     return values | {key: keys.raw[key] for key in keys.leftover()}
 
 
-def _gpt2(keys: Keys) -> dict[str, Any]:
+def _gpt2(keys: Keys) -> Fields:
     # transformers accepts the general names too, and prefers them.
     def size(general: str, native: str, default: Any = ...) -> int:
         return keys.integer(general if general in keys.raw else native, default)
@@ -99,7 +101,7 @@ def _llama_family(
     tied: bool = False,
     partial: bool = False,
     latent: bool = False,
-) -> dict[str, Any]:
+) -> Fields:
     """A decoder with RMS norms, rotary embeddings and a gated MLP.
 
     `positions`, `kv_heads`, `head_dim`, `theta`, `norm_eps`, `biased` (for attention_bias), `pad_token`
@@ -222,8 +224,10 @@ def _rope(
     if kind == "linear":
         scaling = RopeScaling("linear", inner.number("factor"))
     elif kind == "llama3":
-        factors = map(inner.number, ("factor", "low_freq_factor", "high_freq_factor"))
-        scaling = RopeScaling(kind, *factors, _trained_positions(keys, inner, max_positions))
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        factor, low, high = (inner.number(name) for name in names)
+        original = _trained_positions(keys, inner, max_positions)
+        scaling = RopeScaling(kind, factor, low, high, original)
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise inner.error("high_freq_factor", "must be above low_freq_factor")
     elif kind == "yarn":
@@ -271,7 +275,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _mixtral(keys: Keys) -> dict[str, Any]:
+def _mixtral(keys: Keys) -> Fields:
     fields = _llama_family(keys, 131072, kv_heads=8, theta=1e6, norm_eps=1e-5, windows=_windows)
     keys.only("router_jitter_noise", 0)
     size = fields["intermediate_size"]
@@ -279,7 +283,7 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
     return fields | dict(experts=experts)
 
 
-def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+def _qwen3_moe(keys: Keys) -> Fields:
     windows = functools.partial(_windows, default=4096, switched=True)
     fields = _llama_family(keys, 32768, kv_heads=4, biases=1, qk_norm=True, windows=windows)
     size, normalised = keys.integer("moe_intermediate_size", 768), _normalised(keys)
@@ -296,7 +300,7 @@ def _normalised(keys: Keys, default: bool = False) -> bool:
     return keys.boolean("norm_topk_prob", default)
 
 
-def _olmoe(keys: Keys) -> dict[str, Any]:
+def _olmoe(keys: Keys) -> Fields:
     fields = _llama_family(keys, 4096, biases=1, qk_norm=True, norm_eps=1e-5, pad_token=1)
     keys.only("clip_qkv", None)
     kind = dict(size=fields["intermediate_size"], normalised=_normalised(keys))
@@ -304,24 +308,24 @@ def _olmoe(keys: Keys) -> dict[str, Any]:
     return fields | dict(experts=experts, whole_qk_norm=True)
 
 
-def _gpt_oss(keys: Keys) -> dict[str, Any]:
+def _gpt_oss(keys: Keys) -> Fields:
     if not any(keys.raw.get(key) for key in ("rope_scaling", "rope_parameters")):
         rope = dict(rope_type="yarn", factor=32.0, truncate=False)
         rope["original_max_position_embeddings"] = 4096
         keys.raw = keys.raw | {"rope_scaling": rope}
-    sizes = dict(kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5)
-    biases = dict(biases=1, biased=True)
+    sizes: Fields = dict(kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5)
+    biases: Fields = dict(biases=1, biased=True)
     fields = _llama_family(keys, 131072, windows=_alternating_windows, **sizes, **biases)
     keys.choice("hidden_act", ("silu",), "silu")
     limit, gain = keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702)
-    kind = dict(biases=True, scores="softmax_chosen", limit=limit, gain=gain)
+    kind: Fields = dict(biases=True, scores="softmax_chosen", limit=limit, gain=gain)
     size = fields["intermediate_size"]
     experts = _experts(keys, "num_local_experts", 128, 4, size=size, **kind)
     keys.used |= {"quantization_config", "initial_context_length"}  # of the weights on the Hub
     return fields | dict(experts=experts, sinks=True)
 
 
-def _deepseek_v3(keys: Keys) -> dict[str, Any]:
+def _deepseek_v3(keys: Keys) -> Fields:
     fields = _llama_family(keys, 4096, biases=1, latent=True)
     heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
     if fields["num_key_value_heads"] != heads:
@@ -335,7 +339,7 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
     groups = keys.integer("n_group", 8)
     shared = keys.integer("n_shared_experts", 1, minimum=0, null=True) or 0
     sizes = dict(size=size, shared_size=size * shared, groups=groups)
-    router = dict(scores="sigmoid", correction=True, normalised=_normalised(keys, True))
+    router: Fields = dict(scores="sigmoid", correction=True, normalised=_normalised(keys, True))
     router["scale"] = keys.number("routed_scaling_factor", 2.5)
     router["groups_per_token"] = keys.integer("topk_group", 4)
     experts = _experts(keys, "n_routed_experts", 256, 8, **sizes, **router)
@@ -390,8 +394,8 @@ def _experts(
     return Experts(number, per_token, aux_loss=float(factor), correction_rate=rate, **fields)
 
 
-def _phi3(keys: Keys) -> dict[str, Any]:
-    options = dict(norm_eps=1e-5, partial=True, pad_token=32000)
+def _phi3(keys: Keys) -> Fields:
+    options: Fields = dict(norm_eps=1e-5, partial=True, pad_token=32000)
     fields = _llama_family(keys, 4096, windows=_windows, **options)
     part = keys.number("partial_rotary_factor", _inner_rope(keys).get("partial_rotary_factor", 1.0))
     size = int(fields["head_dim"] * part)
@@ -402,18 +406,18 @@ def _phi3(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _inner_rope(keys: Keys) -> dict[str, Any]:
+def _inner_rope(keys: Keys) -> Fields:
     inner = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters") or {}
     return inner if isinstance(inner, dict) else {}
 
 
-def _olmo2(keys: Keys) -> dict[str, Any]:
+def _olmo2(keys: Keys) -> Fields:
     fields = _llama_family(keys, 2048, biases=1, qk_norm=True, norm_eps=1e-5, pad_token=1)
     return fields | dict(whole_qk_norm=True, norm_after=True)
 
 
-def _smollm3(keys: Keys) -> dict[str, Any]:
-    options = dict(theta=2e6, pad_token=128004, tied=True)
+def _smollm3(keys: Keys) -> Fields:
+    options: Fields = dict(theta=2e6, pad_token=128004, tied=True)
     fields = _llama_family(keys, 32768, kv_heads=4, biases=2, **options)
     layers, every = fields["num_hidden_layers"], keys.integer("no_rope_layer_interval", 4)
     rotated = _per_layer(keys, "no_rope_layers", layers, "numbers")
@@ -424,7 +428,7 @@ def _smollm3(keys: Keys) -> dict[str, Any]:
     )
 
 
-def _granite(keys: Keys) -> dict[str, Any]:
+def _granite(keys: Keys) -> Fields:
     fields = _llama_family(keys, 2048, biases=2)
     return fields | dict(
         attention_scale=keys.number("attention_multiplier", 1.0),
@@ -455,9 +459,9 @@ def refuse_by_name(keys: Keys) -> None:
         raise keys.error("model_type", why)
 
 
-QWEN: dict[str, Any] = dict(positions=32768, kv_heads=32, windows=_windows_by_layer)
+QWEN: Fields = dict(positions=32768, kv_heads=32, windows=_windows_by_layer)
 # The reader of each family's config, by its model_type.
-FAMILIES: dict[str, Callable[[Keys], dict[str, Any]]] = {
+FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "gpt2": _gpt2,
     "llama": functools.partial(_llama_family, positions=2048, biases=2),
     "mistral": functools.partial(

@@ -60,10 +60,10 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """Layer norm with bias, in the dtype of its input; see RMSNorm on autocast."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        with no_autocast(x.device):
-            weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        with no_autocast(input.device):
+            weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -116,6 +116,10 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     return blend * frequency + (1 - blend) * frequency / scaling.factor
 
 
+Rope = tuple[Tensor, Tensor]  # cosines and sines
+Mask = Tensor | BlockMask | None
+
+
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (B, T, H, D) by tables of (T, D / 2); halves are paired as in Hugging Face weights.
 
@@ -139,8 +143,9 @@ class _Rotation(torch.autograd.Function):
         return _rotate(x, cos, sin, 1)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _rotate(grad, *ctx.tables, -1), None, None
+    def backward(ctx, *grads):
+        (grad,), (cos, sin) = grads, ctx.tables
+        return _rotate(grad, cos, sin, -1), None, None
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -179,7 +184,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | BlockMask | None,
+    mask: Mask,
     dropout: float,
     scale: float | None = None,
 ) -> Tensor:
@@ -204,7 +209,7 @@ def attend(
 
 
 def attend_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float, scale: float, sinks: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float, sinks: Tensor
 ) -> Tensor:
     """Attention in which each head's softmax has one more score, of `sinks` (H,), and no value for it.
 
@@ -245,12 +250,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
         self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | BlockMask | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions, `mask` only for a window."""
         x = self.layout.gather(x)
         B, T, _ = x.shape
@@ -266,9 +266,7 @@ class Attention(nn.Module):
         y = self.layout.attend(self.attend, q, k, v, mask)
         return self.layout.reduce(self.out, y.reshape(B, T, self.n_heads * self.head_dim))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None, first: int
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
         """(B, T, H, D) queries over (B, S, K, D) keys and values; `first` is the first head's number."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
@@ -306,12 +304,7 @@ class LatentAttention(nn.Module):
         self.kv_up = nn.Linear(m.kv_rank, self.n_heads * (m.nope_dim + m.value_dim), bias=False)
         self.out = nn.Linear(self.n_heads * m.value_dim, d, bias=False)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: tuple[Tensor, Tensor] | None = None,
-        mask: Tensor | BlockMask | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d), as Attention."""
         x = self.layout.gather(x)
         m, (B, T, _) = self.sizes, x.shape
@@ -328,7 +321,7 @@ class LatentAttention(nn.Module):
 
     attend = Attention.attend
 
-    def rotate(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""
         if self.neighbours:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)

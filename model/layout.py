@@ -83,7 +83,9 @@ def own_part(config: ModelConfig, name: str, whole: Tensor, layout: Layout) -> T
 
 def joined(config: ModelConfig, name: str, parts: list[Tensor]) -> Tensor:
     """The inverse of `own_part`, of the parts of all ranks of its kind, in their order."""
-    _, dim, segments = divided(config, name)
+    if (how := divided(config, name)) is None:
+        return parts[0]
+    _, dim, segments = how
     pieces = [part.split([s // len(parts) for s in segments], dim) for part in parts]
     return torch.cat([piece[i] for i in range(len(segments)) for piece in pieces], dim)
 

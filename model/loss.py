@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(start, start + rows)
             chunk_loss, grad = chunk_fn(low_h[part], low_w, labels[part], vocab_size)
             loss = loss + chunk_loss
-            if not want_grad:
+            if grad_hidden is None:
                 continue
             torch.mm(grad, low_w, out=grad_hidden[part])
             wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
@@ -92,11 +92,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss / n
 
     @staticmethod
-    def backward(ctx, grad_output):
+    def backward(ctx, *grad_outputs):
         if ctx.grads is None:
             raise RuntimeError("the chunked loss can be differentiated only once")
         (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # freed as early as can be
-        scale = grad_output / ctx.n
+        scale = grad_outputs[0] / ctx.n
         grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
         return grad_hidden, _scaled(grad_weight, scale, ctx.dtypes[1]), *[None] * 6
 

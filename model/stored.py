@@ -42,7 +42,7 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         if tensor.numel():
-            yield memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+            yield tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def read_block(

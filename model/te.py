@@ -8,12 +8,13 @@ first values and Hugging Face files are the same. Written for Transformer Engine
 import contextlib
 import types
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import nn
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.transformer import Block, Transformer
+from llm_train_bench.model.transformer import Transformer
 
 # Its names for a plain and a gated MLP, which activates the first half of its rows; its gelu is the tanh
 # approximation.
@@ -58,7 +59,7 @@ def convert(
 
 
 def _convert_block(
-    block: Block, config: ModelConfig, te: types.ModuleType, kept: Collection[str]
+    block: Any, config: ModelConfig, te: types.ModuleType, kept: Collection[str]
 ) -> list[nn.Module]:
     # A string: TE compares it with "meta", which a torch.device does not equal.
     common = {"params_dtype": torch.float32, "device": "meta"}

@@ -20,7 +20,9 @@ from llm_train_bench.model.layers import (
     GatedMLP,
     LatentAttention,
     LayerNorm,
+    Mask,
     RMSNorm,
+    Rope,
     autocast_dtype,
     rope_tables,
     window_mask,
@@ -66,9 +68,7 @@ class Block(nn.Module):
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
 
-    def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         """(B, T, d) to (B, T, d), with the rotary tables of T positions and a window's mask."""
         rope = rope if self.rotates else None
         if self.norm_after:
@@ -93,6 +93,9 @@ class Transformer(nn.Module):
     with the first layer, norm and head with the last, and a tied head's weight at both ends.
     """
 
+    embed: Embedding
+    norm: RMSNorm | LayerNorm
+
     def __init__(
         self,
         config: ModelConfig,
@@ -111,19 +114,19 @@ class Transformer(nn.Module):
         tied = config.tie_word_embeddings
         embeds = self.first or (self.last and tied)
         learned = self.first and config.learned_positions
-        self.embed = Embedding(V, d, padding_idx=config.pad_token_id) if embeds else None
+        self.register_module("embed", Embedding(V, d, config.pad_token_id) if embeds else None)
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
         self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
         norm = RMSNorm if config.rms_norm else LayerNorm
-        self.norm = norm(d, config.norm_eps) if self.last else None
+        self.register_module("norm", norm(d, config.norm_eps) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
         self.lm_head = nn.Linear(d, V, bias=False) if self.last and not tied else None
         self.loss = LinearCrossEntropy(config.vocab_size)
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
-        self.rope: tuple[Tensor, Tensor] | None = None
+        self.rope: Rope | None = None
         self.masks: dict[tuple[int, int | None], Tensor | BlockMask] = {}
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -175,7 +178,7 @@ class Transformer(nn.Module):
         rope = self.rope_for(T, device)
         gathered = self.layout.gathered_positions(T, device)
         if rope is not None and gathered is not None:
-            rope = tuple(table[gathered] for table in rope)
+            rope = rope[0][gathered], rope[1][gathered]
         for layer, block in self.blocks.items():
             x = block(x, rope, self.mask_for(T, self.config.windows[int(layer)], device))
         return x
@@ -193,18 +196,17 @@ class Transformer(nn.Module):
         """(V, d): the head's own weight, or the embedding's where they are tied."""
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
-    def rope_for(self, T: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def rope_for(self, T: int, device: torch.device) -> Rope | None:
         """The rotary tables of T positions, made at the first call and kept in fp32."""
         if self.config.learned_positions:
             return None
         if self.rope is None or self.rope[0].device != device:
-            self.rope = tuple(t.to(device) for t in rope_tables(self.config, self.seq_len))
+            cos, sin = rope_tables(self.config, self.seq_len)
+            self.rope = cos.to(device), sin.to(device)
         cos, sin = self.rope
         return cos[:T], sin[:T]
 
-    def mask_for(
-        self, T: int, window: int | None, device: torch.device
-    ) -> Tensor | BlockMask | None:
+    def mask_for(self, T: int, window: int | None, device: torch.device) -> Mask:
         """The mask of a layer with this window: (T, T) true where seen, or FlexAttention's.
 
         None where plain causal attention is the same.
@@ -215,6 +217,7 @@ class Transformer(nn.Module):
         if (T, window) not in self.masks:
             flex = self.flex and not self.config.sinks
             mask = window_mask(T, window or T, device, flex)
-            # The column of the sink comes first.
-            self.masks[T, window] = F.pad(mask, (1, 0), value=True) if self.config.sinks else mask
+            if self.config.sinks and isinstance(mask, Tensor):
+                mask = F.pad(mask, (1, 0), value=True)  # the column of the sink comes first
+            self.masks[T, window] = mask
         return self.masks[T, window]
