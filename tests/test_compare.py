@@ -369,9 +369,8 @@ def test_a_sweep_is_read_once_wherever_it_lies(result, tmp_path, capsys, run_of)
     run_of("s/probes/x-1-probe")
     (tmp_path / "s" / "rows.jsonl").write_text("")
     assert [r.label for r in records_of(tmp_path / "s")] == ["x-1-0"]
-    row = {"key": "x-1-0", "status": "ok", "model": "gpt2-tiny", "tokens_per_sec": 640,
-           "result": f"elsewhere/{run.name}/result.json"}  # fmt: skip
-    text = ",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n"
+    text = "key,status,model,tokens_per_sec,result\n"
+    text += f"x-1-0,ok,gpt2-tiny,640,elsewhere/{run.name}/result.json\n"
     (tmp_path / "s" / "results.csv").write_text(text)
     (record,) = records_of(tmp_path / "s")
     assert record.path.endswith("result.json")
@@ -390,15 +389,13 @@ def test_rows_of_a_csv_keep_their_axes(tmp_path):
 
 
 def test_all_files_are_written(tmp_path, output_of, runs_of):
-    paths = [*runs_of("a", **SAME),
-             *runs_of("b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)]  # fmt: skip
+    paths = runs_of("a", **SAME) + runs_of("b<i>", 1.3, args__sac_freq="1/2<i>", **SAME)
     out = tmp_path / "out"
     price = ["--usd-per-hour", f"{cpu_name()}=0.5"]
     argv = words(paths, LOGS / "primus.log", "--tokens 1e9 --output-dir", out, price)
     printed = output_of(compare.main, argv)
-    assert {p.name for p in out.iterdir()} == {
-        "compare.csv", "compare.json", "compare.md", "report.html", "runs.csv",
-    }  # fmt: skip
+    names = "compare.csv compare.json compare.md report.html runs.csv"
+    assert sorted(path.name for path in out.iterdir()) == names.split()
     with (out / "compare.csv").open() as f:
         table = list(csv.DictReader(f))
     assert [row["runs"] for row in table] == ["3", "3", "1"] and table[2]["setting"] == "primus"
@@ -417,9 +414,8 @@ def test_all_files_are_written(tmp_path, output_of, runs_of):
     (verdict,) = group["verdicts"]
     faster = r"sac 1/2<i> is 30\.\d % faster \[2\d\.\d, 3\d\.\d\] than no sac\."
     assert re.fullmatch(faster, verdict) and verdict in printed
-    assert [(row["setting"], row["n"], row["verdict"]) for row in group["rows"]] == [
-        ("no sac", 3, "reference"), ("sac 1/2<i>", 3, "faster"),
-    ]  # fmt: skip
+    rows = [(row["setting"], row["n"], row["verdict"]) for row in group["rows"]]
+    assert rows == [("no sac", 3, "reference"), ("sac 1/2<i>", 3, "faster")]
     assert [run["name"] for run in group["rows"][0]["runs"]] == ["a-0", "a-1", "a-2"]
     assert len(group["rows"][0]["runs"][0]["times"]) > 3 and other["rows"][0]["losses"]
 
@@ -433,34 +429,23 @@ def report_data(out):
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium to show the report in")
 def test_the_report_in_a_browser(tmp_path, runs_of):
     sac = {"args__sac_freq": "1/2", "metrics__peak_rss_gib": 0.1, **SAME}
-    paths = [*runs_of("a", **SAME), *runs_of("b", 1.3, **sac)]
-    out = tmp_path / "out"
+    paths, out = runs_of("a", **SAME) + runs_of("b", 1.3, **sac), tmp_path / "out"
     assert compare.main(words(paths, "--output-dir", out)) == 0
     page = (out / "report.html").read_text()
-    script = """
-      const tell = (what) => document.title += " | " + what;
-      window.onerror = (message) => tell("ERROR " + message);
-      const cell = (row, n) => document.querySelectorAll("tbody tr")[row].cells[n].textContent;
-      tell(document.querySelectorAll("svg").length + " plots");
-      tell(cell(0, 1) + ": " + cell(0, 4));
-      document.querySelectorAll("tbody input[type=radio]")[0].click();
-      tell(cell(1, 1) + ": " + cell(1, 4) + " " + cell(1, 3));
-      document.querySelector("tbody tr button").click();
-      tell(document.querySelectorAll("td.runs div").length + " runs");
-    """
+    script = (ROOT / "tests/report_driver.js").read_text()
     (out / "driven.html").write_text(page.replace("</body>", f"<script>{script}</script></body>"))
-    dumped = subprocess.run(
-        ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
-         f"file://{out / 'driven.html'}"], capture_output=True, text=True, timeout=120,
-    ).stdout  # fmt: skip
+    argv = words(
+        "chromium --headless=new --no-sandbox --disable-gpu --dump-dom", f"file://{out}/driven.html"
+    )
+    dumped = subprocess.run(argv, capture_output=True, text=True, timeout=120).stdout
     title = re.search("<title>(.*?)</title>", dumped)[1]
     assert "ERROR" not in title and "| 3 plots | sac 1/2: faster |" in title and "3 runs" in title
     # The other as reference: the ratio is turned round, with an interval made in the page.
     found = re.search(r"\| no sac: slower 0\.7\d\d \[([\d.]+), ([\d.]+)\]", title).groups()
     rows = compare_records(records_of(*paths), NONE, None, "sac 1/2")
     (other,) = [r for r in rows if not r.is_reference]
-    interval = (other.ratio_low, other.ratio_high)
-    assert tuple(map(float, found)) == pytest.approx(interval, abs=0.01)
+    interval = [other.ratio_low, other.ratio_high]
+    assert list(map(float, found)) == pytest.approx(interval, abs=0.01)
 
 
 PRIMUS = "tests/logs/primus.log"
