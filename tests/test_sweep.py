@@ -515,7 +515,7 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
     monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     (cell,) = make_cells(experiment(training={"bsz": 2, "n_steps": 7}), "cpu")
     rows = Rows(tmp_path / "rows.jsonl")
-    chosen = with_largest_batch(cell, rows, tmp_path, 9.0, "h100" if largest else None)
+    chosen = with_largest_batch(cell, rows, 9.0, "h100" if largest else None)
     assert dict(chosen.flags) == dict(cell.flags) | {"bsz": found} and "bsz" in chosen.axes
     assert {row["status"] for row in rows.rows.values()} == ({"ok", "oom"} if largest else {"oom"})
 
@@ -618,12 +618,12 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     rows = Rows(tmp_path / "rows.jsonl")
-    found = tune.tune(cells, e, rows, tmp_path, "cpu")
+    found = tune.tune(cells, e, rows, "cpu")
     assert [n for n, _ in ran] == [3] * 9 + [6] * 4
     assert {cell for cell, _ in found} == {field[8][1], field[6][1]} and len(found) == 2 * 5
     assert [cell for cell, _ in found[:2]] == [field[8][1], field[6][1]]  # in turn
     n = len(ran)
-    assert tune.tune(cells, e, rows, tmp_path, "cpu") == found and len(ran) == n  # rows are kept
+    assert tune.tune(cells, e, rows, "cpu") == found and len(ran) == n  # rows are kept
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,7 @@ def check_auto_batch(e: Experiment) -> None:
         raise UsageError("--auto-bsz chooses --bsz, which global_bsz would bind; leave one out")
 
 
-def with_largest_batch(
-    cell: Cell, rows: Rows, directory: Path, timeout_s: float, gpu: str | None
-) -> Cell:
+def with_largest_batch(cell: Cell, rows: Rows, timeout_s: float, gpu: str | None) -> Cell:
     """The setting with the largest micro batch that runs; every attempt is a row (`probe`)."""
 
     def sized(bsz: int) -> Cell:
@@ -38,7 +36,7 @@ def with_largest_batch(
         if bsz > most:
             return False
         short = {"bsz": bsz, "n_steps": 2, "warmup_steps": 3, "no_tensorboard": True}
-        row = probe(cell, short, rows, directory, timeout_s, f"--bsz {bsz}")
+        row = probe(cell, short, rows, timeout_s, f"--bsz {bsz}")
         return row["status"] == "ok"
 
     first, most = guess_batch(cell, gpu)

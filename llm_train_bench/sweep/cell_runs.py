@@ -63,16 +63,18 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
     key = row["key"]
     runs = directory / ("probes" if repeat == "probe" else "runs")
     run, log = runs / key, directory / "logs" / f"{key}.log"
+    command = [sys.executable, str(ROOT / cell.script), *cell.argv()]
+    command += ["--output-dir", str(runs), "--run-name", key]
     if (result := _finished(run)) is None:
         _remove(run)  # left by a sweep that was killed in the middle
         log.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        ended, why = _run(cell, key, runs, log, timeout_s)
+        ended, why = _run(command, cell, log, timeout_s)
         row["wall_s"] = round(time.monotonic() - began, 3)
         result = _finished(run)
         if ended == "timeout" or result is None:
             row |= {"status": ended, "error": why or _last_line(log)}
-            return row | {"command": _command(cell, key, runs)}
+            return row | {"command": command}
     place, batch, device = _attempts(run)[-1], result.batch, result.device
     if repeat != "probe":
         _name_for_tensorboard(cell, repeat, directory, place / "tensorboard")
@@ -121,17 +123,11 @@ def outcome(row: CellRow) -> str:
     return f"{row['status']}: {(row.get('error') or '')[:160]}"
 
 
-def _command(cell: Cell, key: str, runs: Path) -> list[str]:
-    script = str(ROOT / cell.script)
-    where = ["--output-dir", str(runs), "--run-name", key]
-    return [sys.executable, script, *cell.argv(), *where]
-
-
-def _run(cell: Cell, key: str, runs: Path, log: Path, timeout_s: float) -> tuple[str, str | None]:
+def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[str, str | None]:
     """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
     with log.open("wb") as output:
         process = subprocess.Popen(
-            _command(cell, key, runs), stdout=output, stderr=subprocess.STDOUT,
+            command, stdout=output, stderr=subprocess.STDOUT,
             env=os.environ | dict(cell.environment), start_new_session=True,
             preexec_fn=functools.partial(start.end_with, os.getpid()))  # fmt: skip
         try:
@@ -207,14 +203,12 @@ def _is_whole(row: Any) -> bool:
     return row["status"] != "ok" or bool(whole and all(figure(t, 0) for t in times))
 
 
-def probe(
-    cell: Cell, flags: Flags, rows: "Rows", directory: Path, timeout_s: float, what: str
-) -> CellRow:
+def probe(cell: Cell, flags: Flags, rows: "Rows", timeout_s: float, what: str) -> CellRow:
     """The row of a short run of a setting, run now unless it was; a line on the screen says of `what`."""
     short = cell.with_flags(flags)
     key = cell_key(short, "probe")
     if key not in rows.rows:
-        rows.add(run_cell(short, "probe", directory, timeout_s))
+        rows.add(run_cell(short, "probe", rows.path.parent, timeout_s))
     row = rows.rows[key]
     print(f"  {what}: {outcome(row)}  {cell.label()}", flush=True)
     return row

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +28,17 @@ GENERAL = {"nodes", "gpus_per_node", "cpus_per_task", "tasks_per_node", "mem_gb"
 
 def options_of(texts: Sequence[str]) -> dict[str, Any]:
     """`KEY=VALUE` of --slurm; UsageError for what is none."""
-    found = {}
+    options, words = {}, {"true": True, "false": False}
     for text in texts:
         key, equals, value = text.partition("=")
         if not (equals and key.isidentifier() and value):
             raise UsageError(f"--slurm {text}: must be KEY=VALUE, for example partition=gpu")
-        words = {"true": True, "false": False}
-        found[key] = int(value) if value.isdecimal() else words.get(value, value)
-    return found
+        options[key] = int(value) if value.isdecimal() else words.get(value, value)
+    return options
 
 
 def run_as_jobs(
-    todo: Sequence[tuple[Cell, int]],
-    directory: Path,
-    timeout_s: float,
-    options: Mapping[str, Any],
+    todo: Sequence[tuple[Cell, int]], directory: Path, timeout_s: float, options: dict[str, Any]
 ) -> Iterator[CellRow]:
     """Rows of the runs, in the order in which their jobs end. Interrupted, it cancels what is left.
 
@@ -53,7 +49,6 @@ def run_as_jobs(
         import submitit
     except ImportError:
         raise UsageError("--slurm needs submitit: pip install -e '.[slurm]'") from None
-    options = dict(options)
     cluster, folder = options.pop("cluster", "slurm"), directory / "jobs"
     known = folder / "submitted.json"
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
@@ -73,11 +68,10 @@ def run_as_jobs(
     for cell, repeat in todo:
         key = cell_key(cell, repeat)
         if key in ids:
-            jobs[key] = cell, repeat, submitit.SlurmJob(folder=folder, job_id=ids[key])
+            job = submitit.SlurmJob(folder=folder, job_id=ids[key])
         else:
             job = executor.submit(run_cell, cell, repeat, directory.resolve(), timeout_s)
-            jobs[key] = cell, repeat, job
-        ids[key] = jobs[key][2].job_id
+        jobs[key], ids[key] = (cell, repeat, job), job.job_id
         write_whole(known, json.dumps(ids) + "\n")
     try:
         while jobs:
@@ -88,8 +82,9 @@ def run_as_jobs(
                 try:
                     row = job.result()
                 except Exception as error:  # cancelled, out of time, or its node was lost
-                    told = [line for line in str(error).splitlines() if "Error" in line]
-                    why = " ".join((told or [str(error)])[-1].split())[:500] or type(error).__name__
+                    lines = [line for line in str(error).splitlines() if "Error" in line]
+                    text = lines[-1] if lines else str(error) or type(error).__name__
+                    why = " ".join(text.split())[:500]
                     row = cell_runs.first_of_row(cell, repeat)
                     row |= {"status": "failed", "error": f"job {job.job_id}: {why}"}
                 yield row
@@ -114,11 +109,11 @@ def run_all(
     if args.auto_bsz:
         machine = experiment.hardware.get(platform)
         gpu = machine.gpu if machine else None
-        cells = [with_largest_batch(cell, rows, directory, timeout_s, gpu) for cell in cells]
+        cells = [with_largest_batch(cell, rows, timeout_s, gpu) for cell in cells]
     # Each key is made once: a file that is edited meanwhile would give another key.
     measured, todo, labels = [], [], {}
     runs = [(cell, i) for i, cell in itertools.product(range(experiment.repeats), cells)]
-    for cell, repeat in tune(cells, experiment, rows, directory, platform) if args.tune else runs:
+    for cell, repeat in tune(cells, experiment, rows, platform) if args.tune else runs:
         key = cell_key(cell, repeat)
         if row := rows.rows.get(key):
             cell_runs.refuse_foreign_row(row, rows.path)

@@ -5,7 +5,6 @@ in full, in turn, for an interval.
 """
 
 import itertools
-from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
@@ -25,7 +24,7 @@ REPEATS = 5
 
 
 def tune(
-    cells: list[Cell], e: Experiment, rows: Rows, directory: Path, platform: Platform
+    cells: list[Cell], e: Experiment, rows: Rows, platform: Platform
 ) -> list[tuple[Cell, int]]:
     """The runs that confirm the winner of each model and length: the two best, in turn, REPEATS times.
 
@@ -34,17 +33,15 @@ def tune(
     groups: dict[tuple[str, object], list[Cell]] = {}
     for cell in cells:
         groups.setdefault((cell.config, dict(cell.flags).get("seq_len")), []).append(cell)
-    found: list[tuple[Cell, int]] = []
+    runs: list[tuple[Cell, int]] = []
     for members in groups.values():
         field = by_estimate(members, e, platform)
-        print(
-            f"{len(members)} settings; by the estimate these are the fastest that fit:", flush=True
-        )
+        print(f"{len(members)} settings; by the estimate these are the fastest that fit:")
         for rate, cell in field:
             print(f"  {rate:,.0f} tokens/s  {cell.label()}", flush=True)
-        best = halved([cell for _, cell in field], e, rows, directory)
-        found += [(cell, i) for i, cell in itertools.product(range(max(REPEATS, e.repeats)), best)]
-    return found
+        best = halved([cell for _, cell in field], e, rows)
+        runs += [(cell, i) for i, cell in itertools.product(range(max(REPEATS, e.repeats)), best)]
+    return runs
 
 
 def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tuple[float, Cell]]:
@@ -70,9 +67,8 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
 def _device(gpu: str | None, platform: Platform, world: int) -> Hardware:
     if platform != "cpu":
         if gpu is None:
-            raise UsageError(
-                f"--tune needs to know the GPU: an experiment file says it, as hardware: {platform}: gpu"
-            )
+            key = f"hardware: {platform}: gpu"
+            raise UsageError(f"--tune needs to know the GPU: an experiment file says it, as {key}")
         return find_hardware(gpu)
     try:
         return find_cpu(cpu_name(), world)
@@ -80,11 +76,11 @@ def _device(gpu: str | None, platform: Platform, world: int) -> Hardware:
         raise UsageError(f"--tune: {error}") from None
 
 
-def halved(field: list[Cell], e: Experiment, rows: Rows, directory: Path) -> list[Cell]:
+def halved(field: list[Cell], e: Experiment, rows: Rows) -> list[Cell]:
     """The two settings that are left after short runs, each round of half as many and twice as long."""
     steps = FIRST_STEPS
     while len(field) > 2:
-        rates = [(_short(cell, steps, e, rows, directory), cell) for cell in field]
+        rates = [(_short(cell, steps, e, rows), cell) for cell in field]
         rates.sort(key=lambda pair: -pair[0])  # equal ones stay in their order
         ranked = [cell for rate, cell in rates if rate]
         if not ranked:
@@ -93,7 +89,7 @@ def halved(field: list[Cell], e: Experiment, rows: Rows, directory: Path) -> lis
     return field
 
 
-def _short(cell: Cell, steps: int, e: Experiment, rows: Rows, directory: Path) -> float:
+def _short(cell: Cell, steps: int, e: Experiment, rows: Rows) -> float:
     """Tokens/s of a short run, 0 where it failed."""
     flags = dict(cell.flags)
     steps = min(steps, flags.get("n_steps", defaults(Args)["n_steps"]))
@@ -101,5 +97,5 @@ def _short(cell: Cell, steps: int, e: Experiment, rows: Rows, directory: Path) -
     if flags.get("pt_compile"):  # its first steps compile
         warmup = 3
     short = {"n_steps": steps, "warmup_steps": warmup, "no_tensorboard": True}
-    row = probe(cell, short, rows, directory, e.timeout_s, f"{steps} steps")
+    row = probe(cell, short, rows, e.timeout_s, f"{steps} steps")
     return row["tokens_per_sec"] if row["status"] == "ok" and not row.get("unfit") else 0.0
