@@ -7,7 +7,6 @@ import atexit
 import gc
 import json
 import os
-import random
 import runpy
 import shutil
 import signal
@@ -63,24 +62,12 @@ def pytest_configure(config):
         invent_a_machine()
 
 
-def pytest_addoption(parser):
-    """--random-order N: files, and the tests in each, in an order that the seed N chooses."""
-    parser.addoption("--random-order", type=int, default=None, metavar="SEED")
-
-
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     """The files that take longest first, so that no worker is left alone with one at the end."""
     longest = ("launch", "distributed", "combinations", "train", "sweep", "precision", "estimate",
                "profile", "containers")  # fmt: skip
     ranks = {f"test_{name}.py": i for i, name in enumerate(longest)}
     items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
-    if (seed := config.getoption("--random-order")) is not None:
-        chance = random.Random(seed)
-        files = sorted({item.path for item in items})
-        place = {path: chance.random() for path in files}
-        shuffled = sorted(items, key=lambda item: item.nodeid)
-        chance.shuffle(shuffled)
-        items[:] = sorted(shuffled, key=lambda item: place[item.path])
 
 
 def pytest_terminal_summary(terminalreporter):

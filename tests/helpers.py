@@ -1,6 +1,7 @@
 """Small configs of every family, and running train.py inside the test process."""
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -12,7 +13,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.settings.command_line import parse_args
@@ -94,12 +94,8 @@ def write_config(directory: Path, values: dict) -> str:
 
 def words(*parts) -> list[str]:
     """An argument list: a text is split at its spaces; lists, paths and numbers stay whole."""
-    found = []
-    for part in parts:
-        found += (
-            part.split() if isinstance(part, str) else part if isinstance(part, list) else [part]
-        )
-    return [str(word) for word in found]
+    split = (p.split() if isinstance(p, str) else p if isinstance(p, list) else [p] for p in parts)
+    return [str(word) for word in itertools.chain(*split)]
 
 
 def python(*parts, code=0, **environment) -> subprocess.CompletedProcess:
@@ -146,16 +142,6 @@ def is_attention(func) -> bool:
     """Whether an operator that a dispatch mode sees is a forward kernel of attention."""
     name = func._schema.name
     return "_scaled_dot_product" in name and "backward" not in name
-
-
-class AttentionKernels(TorchDispatchMode):
-    """Counts the forward kernels of attention that really run."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += is_attention(func)
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
