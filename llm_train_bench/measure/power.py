@@ -22,8 +22,7 @@ OFTEN = 0.1
 
 
 class PowerMeter:
-    """Looks at a device between begin() and end(); what cannot be read is None, with the reason in
-    `source`.
+    """Observes a device between begin() and end(); unreadable values are None, `source` says why.
 
     A thread takes samples; its queries are C calls that let the training thread run.
     """
@@ -85,10 +84,9 @@ class PowerMeter:
     def end(self, rank: int) -> DeviceUse:
         """Everything seen since begin()."""
         self.memory.append(memory_now(self.device))
-        held = [gib for gib in self.memory if gib is not None]
-        mean = statistics.fmean(held) if held else None
+        memory_mean_gib = _mean([gib for gib in self.memory if gib is not None])
         if not self.sensor:
-            return DeviceUse(rank=rank, memory_mean_gib=mean)
+            return DeviceUse(rank=rank, memory_mean_gib=memory_mean_gib)
         now = self._ask(self.sensor.joules)
         seconds = time.perf_counter() - self.start_s
         if not self.samples and (sample := self._ask(self.sensor.sample)) is not None:
@@ -99,32 +97,31 @@ class PowerMeter:
         others = [n for n in (*self.others, self._ask(self._strangers)) if n is not None]
         power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
 
-        def seen(field: str) -> list[float]:
+        def sampled(field: str) -> list[float]:
             values = (getattr(sample, field) for sample in self.samples)
             return [value for value in values if value is not None]
 
-        clocks, memory_clocks = seen("sm_clock_mhz"), seen("memory_clock_mhz")
-        watts = seen("power_w")
+        clocks, watts = sampled("sm_clock_mhz"), sampled("power_w")
         return DeviceUse(
             rank=rank,
             energy_j=joules,
             average_power_w=joules and joules / seconds,
-            sampled_power_mean_w=statistics.fmean(watts) if watts else None,
+            sampled_power_mean_w=_mean(watts),
             peak_power_w=max(watts, default=None),
             power_limit_w=power_limit,
-            sm_clock_mean_mhz=statistics.fmean(clocks) if clocks else None,
+            sm_clock_mean_mhz=_mean(clocks),
             sm_clock_min_mhz=min(clocks, default=None),
             sm_clock_limit_mhz=clock_limit,
-            memory_clock_mean_mhz=statistics.fmean(memory_clocks) if memory_clocks else None,
-            temperature_max_c=max(seen("temperature_c"), default=None),
-            memory_mean_gib=mean,
+            memory_clock_mean_mhz=_mean(sampled("memory_clock_mhz")),
+            temperature_max_c=max(sampled("temperature_c"), default=None),
+            memory_mean_gib=memory_mean_gib,
             n_samples=len(self.samples),
             throttled=self._throttled(),
             other_processes=max(others, default=None),
         )
 
     def _throttled(self) -> dict[str, float] | None:
-        """Part of the window for which each reason held the clocks down; None if nothing tells."""
+        """Fraction of the window for which each reason held the clocks down; None if unknown."""
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
         parts = {reason: n / len(sampled) for reason, n in counted.items()}
@@ -145,6 +142,10 @@ class PowerMeter:
             self.stop.set()
             self.thread.join()
             self.thread = None
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def find_sensor(device: torch.device) -> Sensor:

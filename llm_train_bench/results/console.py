@@ -7,7 +7,7 @@ import sys
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from llm_train_bench.base.errors import printable
 from llm_train_bench.base.tables import markdown_table, number
@@ -55,16 +55,9 @@ class ProgressDisplay:
         if console.is_terminal:
             # Drawn only when steps are handed on: a separate drawing thread would take time from
             # the loop.
-            self.bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}"),
-                console=console,
-                auto_refresh=False,
-                transient=True,
-            )
+            text, figures = "{task.description}", "{task.fields[figures]}"
+            columns = text, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), figures
+            self.bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self.task = self.bar.add_task("warm-up", total=n_steps, figures="")
             self.bar.start()
         self.tenth = max(1, n_steps // 10)
@@ -76,10 +69,10 @@ class ProgressDisplay:
 
     def show(self, step: Step) -> None:
         """Show where the run is."""
-        done = step.step + 1
-        figures = f"loss {step.loss:.4f}  {step.tokens / step.step_time_s:,.0f} tok/s"
+        done, rate = step.step + 1, step.tokens / step.step_time_s
+        figures = f"loss {step.loss:.4f}  {rate:,.0f} tok/s"
         if self.peak_tflops:
-            tflops = step.tokens * self.flops_per_token / step.step_time_s / 1e12
+            tflops = rate * self.flops_per_token / 1e12
             figures += f"  {tflops:,.1f} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
         name = PHASES[step.phase]
         if self.bar is None:

@@ -26,7 +26,7 @@ def time_parts(attempts: Sequence[Path], now: float, saved_at: float | None) -> 
         last, steps = i == len(results) - 1, _steps(path)
         begin, first = r.lineage.started, min(later[i:], default=float("inf"))
         # One that was killed leaves no time of its end, nor what it did after its last line.
-        ended = _seconds(r.ended_at) if r.ended_at else begin
+        ended = datetime.datetime.fromisoformat(r.ended_at).timestamp() if r.ended_at else begin
         end = now if last else max(ended, steps[-1]["at"] if steps else begin)
         parts["restart" if i else "start"] += (
             steps[0]["at"] - steps[0]["step_time_s"] if steps else end
@@ -34,40 +34,35 @@ def time_parts(attempts: Sequence[Path], now: float, saved_at: float | None) -> 
         for step in steps:
             compiled = min(step.get("compile_s", 0.0), step["step_time_s"])
             parts["compile"] += compiled
-            done = "steps" if step["step"] < first else "lost steps"
-            parts[done] += step["step_time_s"] - compiled
-        for one, after in itertools.pairwise(steps):
-            if one.get("saved"):
-                parts["save"] += max(0.0, after["at"] - after["step_time_s"] - one["at"])
+            part = "steps" if step["step"] < first else "lost steps"
+            parts[part] += step["step_time_s"] - compiled
+        for step, after in itertools.pairwise(steps):
+            if step.get("saved"):
+                parts["save"] += max(0.0, after["at"] - after["step_time_s"] - step["at"])
         if steps and steps[-1].get("saved"):
             until = (saved_at or steps[-1]["at"]) if last else end
             parts["save"] += max(0.0, until - steps[-1]["at"])
         if not last:
             parts["waiting"] += max(0.0, results[i + 1].lineage.started - end)
-    whole = now - results[0].lineage.began
-    parts["other"] = whole - sum(parts.values())
+    parts["other"] = now - results[0].lineage.began - sum(parts.values())
     return parts
 
 
-def lineage_before(candidates: Sequence[Path], own: Result) -> list[Path]:
-    """Those of some runs' directories that are earlier attempts of a result's lineage, in order."""
-    found = {}
+def lineage_before(candidates: Sequence[Path], result: Result) -> list[Path]:
+    """The directories among `candidates` with earlier attempts of a result's lineage, in order."""
+    earlier = {}
     for path in candidates:
         with contextlib.suppress(OSError, ValueError):
             line = read_result(path / "result.json").lineage
-            if line and line.id == own.lineage.id and line.attempt < own.lineage.attempt:
-                found[line.attempt] = path
-    return [path for _, path in sorted(found.items())]
+            if line.id == result.lineage.id and line.attempt < result.lineage.attempt:
+                earlier[line.attempt] = path
+    return [path for _, path in sorted(earlier.items())]
 
 
 def _steps(directory: Path) -> list[dict[str, Any]]:
-    found = []
+    steps = []
     with contextlib.suppress(OSError):
         for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):  # cut off by a kill
-                found.append(json.loads(line))
-    return [step for step in found if step.get("at")]
-
-
-def _seconds(iso: str) -> float:
-    return datetime.datetime.fromisoformat(iso).timestamp()
+                steps.append(json.loads(line))
+    return [step for step in steps if step.get("at")]

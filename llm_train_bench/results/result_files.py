@@ -35,11 +35,12 @@ class ResultFile:
         self.size = 0
         if n_steps is not None:
             self.size = RESERVED_BYTES + RESERVED_BYTES_PER_STEP * n_steps
-            self._reserve()
+            self._fill(bytes(self.size))
 
-    def _reserve(self) -> None:
-        with self.spare.open("wb") as f:
-            f.write(bytes(self.size))
+    def _fill(self, content: bytes) -> None:
+        with self.spare.open("r+b" if self.spare.exists() else "wb") as f:
+            f.write(content)
+            f.truncate()
             f.flush()
             os.fsync(f.fileno())
 
@@ -47,14 +48,10 @@ class ResultFile:
         """Write into the reserved blocks and rename; after the `last` write nothing is reserved."""
         content = storable(result.model_dump(mode="json"))
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        with self.spare.open("r+b" if self.spare.exists() else "wb") as f:
-            f.write(text.encode())
-            f.truncate()
-            f.flush()
-            os.fsync(f.fileno())
+        self._fill(text.encode())
         self.spare.replace(self.path)
         if not last:
-            self._reserve()
+            self._fill(bytes(self.size))
 
 
 def storable(value: Any) -> Any:

@@ -53,12 +53,12 @@ class TorchCapture:
     def before(self, step: int) -> None:
         """Start tracing in time."""
         if step == self.first:
-            synchronize(self.run.device)
             self._start()
         if step == self.steps.start:
             self.ranges = draw_ranges(self.run, self.model, torch.profiler.record_function)
 
     def _start(self) -> None:
+        synchronize(self.run.device)
         self.profiler = build_profiler(
             self.run.device,
             schedule=self._action,
@@ -82,13 +82,12 @@ class TorchCapture:
         """End the step in the trace; the captured ones begin and end with an idle device."""
         if not self.first <= step < self.steps.stop:
             return
-        last = step == self.steps[-1]
-        if last or step + 1 == self.steps.start:
+        if step + 1 in (self.steps.start, self.steps.stop):
             synchronize(self.run.device)
-        if last:
+        if step == self.steps[-1]:
             self.ranges.close()
         self.profiler.step()
-        if last:
+        if step == self.steps[-1]:
             self.profiler.stop()
 
     def write(self, step: int) -> None:
