@@ -163,6 +163,12 @@ def only_result(output_dir: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def trained(output_dir: Path, *parts) -> dict:
+    """The result of `train.py PARTS...`, run in this process."""
+    assert run_train(*words(*parts, "--output-dir", output_dir)) == 0
+    return only_result(output_dir)
+
+
 def read_steps(output_dir: Path) -> list[dict]:
     (path,) = output_dir.glob("*/steps.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]

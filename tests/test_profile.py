@@ -31,8 +31,8 @@ from tests.helpers import (
     plan_of,
     python,
     read_steps,
-    run_train,
     train_main,
+    trained,
     without_inductor,
     words,
 )
@@ -46,9 +46,8 @@ GIB = 2**30
 def run(tmp_path_factory):
     """One run with everything switched on."""
     out = tmp_path_factory.mktemp("runs")
-    flags = ("--profile --profile-stacks --profile-steps 2 --memory-snapshot --sac-freq 1/4 "
-             "--pad-vocab 384 --peak-tflops 1 --output-dir")  # fmt: skip
-    assert run_train(*words(TINY, flags, out)) == 0
+    flags = "--profile --profile-stacks --profile-steps 2 --memory-snapshot"
+    trained(out, TINY, flags, "--sac-freq 1/4 --pad-vocab 384 --peak-tflops 1")
     return out
 
 
@@ -180,8 +179,7 @@ def test_attention_in_ranges_and_matmuls_against_the_measured_roof(tmp_path, mon
     (tmp_path / "roofs.json").write_text(json.dumps(roofs))
     monkeypatch.setattr("llm_train_bench.base.hardware.ROOFS_FILE", tmp_path / "roofs.json")
     flags = "--seq-len 16 --bsz 1 --amp bf16 --grad-acc-steps 2 --profile --profile-attention"
-    assert run_train(*words(TINY, flags, "--output-dir", tmp_path / "runs")) == 0
-    r = only_result(tmp_path / "runs")
+    r = trained(tmp_path / "runs", TINY, flags)
     assert (r["device"]["roof_bf16_tflops"], r["device"]["roof_source"]) == (0.5, "this test")
     p, m = r["profile"], r["metrics"]
     assert p["matmul_roof_fraction"] == pytest.approx(p["matmul_tflops"] / 0.5)
@@ -257,13 +255,11 @@ def test_attention_in_parts_is_attention():
 
 @pytest.mark.parametrize("compiled", [[], ["--pt-compile"]], ids=["eager", "compiled"])
 def test_activations_fall_with_recomputation(compiled, tmp_path):
-    gib = []
-    for i, flags in enumerate(([], ["--sac-freq", "1/1"])):
-        argv = words("--memory-snapshot --n-steps 1 --output-dir", tmp_path / str(i))
-        with without_inductor():
-            assert run_train(*TINY, *argv, *compiled, *flags) == 0
-        gib.append(only_result(tmp_path / str(i))["memory"]["activations_gib"])
-    assert 0 < gib[1] < 0.4 * gib[0]
+    argv = words(TINY, compiled, "--memory-snapshot --n-steps 1")
+    with without_inductor():
+        all_kept = trained(tmp_path / "a", argv)["memory"]["activations_gib"]
+        recomputed = trained(tmp_path / "b", argv, "--sac-freq 1/1")["memory"]["activations_gib"]
+    assert 0 < recomputed < 0.4 * all_kept
 
 
 def test_tensorboard_tells_what_ran_and_how_it_ended(run):
@@ -364,9 +360,8 @@ def test_bad_flags_are_one_line(flags, message, tmp_path, refused):
 @pytest.mark.parametrize("start", [1, 3])
 def test_memory_report_and_capture_do_not_disturb_each_other(start, tmp_path):
     """Two profilers at once end in a segmentation fault: the report gives way, and says so."""
-    flags = ["--memory-snapshot", "--profile", "--profile-start", start, "--profile-steps", 2]
-    assert run_train(*TINY, *flags, "--output-dir", tmp_path) == 0
-    r = only_result(tmp_path)
+    flags = "--memory-snapshot --profile --profile-steps 2 --profile-start"
+    r = trained(tmp_path, TINY, flags, start)
     assert r["profile"]["n_steps"] == 2 and r["status"] == "ok" and r["memory"] is None
     assert any("no memory by kind" in note for note in r["notes"])
     (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")

@@ -35,6 +35,7 @@ from tests.helpers import (
     read_steps,
     run_train,
     train_main,
+    trained,
     without_inductor,
     words,
 )
@@ -45,9 +46,12 @@ FP32 = [*TINY, "--amp", "off"]
 
 def losses(tmp_path, name, *argv):
     """Losses of 6 + 2 steps under the given flags."""
-    out = tmp_path / name
-    flags = "--n-steps 6 --warmup-steps 2 --lr-warmup-steps 2 --no-tensorboard --output-dir"
-    assert run_train(*argv, *words(flags, out)) == 0
+    flags = "--n-steps 6 --warmup-steps 2 --lr-warmup-steps 2 --no-tensorboard"
+    trained(tmp_path / name, *argv, flags)
+    return losses_in(tmp_path / name)
+
+
+def losses_in(out):
     return [s["loss"] for s in read_steps(out)]
 
 
@@ -71,10 +75,9 @@ def learnable(tmp_path_factory):
 def run(tmp_path_factory, learnable):
     """One ordinary run with everything on, looked at by several tests."""
     out = tmp_path_factory.mktemp("runs")
-    argv = ["--data", learnable, "--val-data", learnable, "--n-steps", 60, "--warmup-steps", 4,
-            "--grad-acc-steps", 2, "--lr", "3e-3", "--output-dir", out, "--peak-tflops", 1.0,
-            "--usd-per-hour", 3.6, "--bsz", 8]  # fmt: skip
-    assert run_train(*FP32, *argv) == 0
+    flags = "--n-steps 60 --warmup-steps 4 --grad-acc-steps 2 --bsz 8 --lr 3e-3"
+    prices = "--peak-tflops 1 --usd-per-hour 3.6"
+    trained(out, FP32, "--data", learnable, "--val-data", learnable, flags, prices)
     return out
 
 
@@ -209,7 +212,7 @@ def test_dropout_is_for_training_alone(tmp_path, learnable):
 
 
 def test_losses_are_reproducible_and_depend_on_the_seed(tmp_path, plain):
-    first = [s["loss"] for s in read_steps(plain)]
+    first = losses_in(plain)
     assert first == losses(tmp_path, "b", *FP32)
     assert first != losses(tmp_path, "c", *FP32, "--seed", 1)
 
@@ -261,7 +264,7 @@ def test_pass_types(tmp_path, plain):
 
 
 def test_sgd_differs_from_adamw_and_clipping_bites(tmp_path, plain):
-    adamw = [s["loss"] for s in read_steps(plain)]
+    adamw = losses_in(plain)
     sgd = losses(tmp_path, "sgd", *FP32, "--optimizer", "sgd")
     assert adamw[:1] == sgd[:1] and adamw[4:] != sgd[4:]
     clipped = losses(tmp_path, "clip", *FP32, "--optimizer", "sgd", "--grad-clip", 0.01)
@@ -386,10 +389,9 @@ def test_bad_input_is_one_line_and_writes_nothing(argv, message, tmp_path, capsy
     [(4096, "that kernel cannot run 32 heads"),
      (8192, "under a sliding window's mask its gradients can be NaN")],
 )  # fmt: skip
-def test_cudnn_is_refused_where_there_is_a_window(seq_len, message, tmp_path, capsys):
-    argv = ["configs/mistral-7b-v0.1.json", "--device", "cpu", "--attention", "cudnn"]
-    assert run_train(*argv, "--seq-len", seq_len, "--output-dir", tmp_path) == 2
-    assert f"--attention cudnn: {message}" in capsys.readouterr().err
+def test_cudnn_is_refused_where_there_is_a_window(seq_len, message, tmp_path, refused):
+    argv = words("configs/mistral-7b-v0.1.json --device cpu --attention cudnn --seq-len", seq_len)
+    refused(train_main, f"--attention cudnn: {message}", argv, "--output-dir", tmp_path)
 
 
 def test_bad_data_writes_nothing_and_a_run_that_exists_stays(tmp_path, refused, plain):
@@ -421,33 +423,32 @@ def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
     assert not re.search(r"--[a-z-]+ (\S+ )?\s*\(default", text)
 
 
-def test_a_trained_or_exported_model_writes_text(tmp_path, capsys):
+def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     """It writes what it learnt, the same from its export; without a way to decode, it is refused."""
     text = b"abcdefgh" * 400
     np.frombuffer(text, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
     bytes_256 = json.loads((ROOT / "configs/llama-tiny.json").read_text())
     bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "c.json").write_text(json.dumps(bytes_256))
-    common = [tmp_path / "c.json", "--seq-len", 16, "--amp", "off", "--no-tensorboard", "--output-dir",
-              tmp_path, "--sample", 24]  # fmt: skip
-    assert run_train(*common, "--data", tmp_path / "t.bin", "--data-dtype", "uint16", "--bsz", 16, "--lr",
-                     1e-2, "--n-steps", 60, "--warmup-steps", 0, "--lr-warmup-steps", 0,
-                     "--weight-decay", 0, "--run-name", "a", "--export") == 0  # fmt: skip
+    common = words("--seq-len 16 --amp off --no-tensorboard --sample 24 --warmup-steps 0")
+    flags = (
+        "--data-dtype uint16 --bsz 16 --lr 1e-2 --n-steps 60 --lr-warmup-steps 0 --weight-decay 0"
+    )
+    data = ["--data", tmp_path / "t.bin"]
+    trained(tmp_path / "a", tmp_path / "c.json", common, data, flags, "--run-name x --export")
     written = re.search(r"generated text:\n(.*)\n", capsys.readouterr().out)[1]
     assert len(written) == 24 and written[1:] in "abcdefgh" * 5
-    export = tmp_path / "a/export"
-    again = [export, *common[1:], "--init-from", export, "--pass-type", "forward", "--n-steps", 1,
-             "--warmup-steps", 0]  # fmt: skip
-    assert run_train(*again, "--run-name", "b") == 0
+    export = tmp_path / "a/x/export"
+    again = words(export, common, "--init-from", export, "--pass-type forward --n-steps 1")
+    trained(tmp_path / "b", again)
     assert f"generated text:\n{written}\n" in capsys.readouterr().out
     (export / "tokenizer.json").write_text("{}")
-    assert run_train(*again, "--run-name", "c") == 2
-    assert "is no tokenizer.json" in capsys.readouterr().err
-    assert run_train("configs/gpt2-125m.json", "--sample", 5, "--output-dir", tmp_path) == 2
-    assert "no tokenizer.json lies beside" in capsys.readouterr().err
+    refused(train_main, "is no tokenizer.json", again, "--output-dir", tmp_path)
+    argv = words("configs/gpt2-125m.json --sample 5 --output-dir", tmp_path)
+    refused(train_main, "no tokenizer.json lies beside", argv)
 
 
-def test_a_run_is_handed_on_when_it_has_ended(tmp_path, capsys, monkeypatch):
+def test_a_run_is_exported_when_it_has_ended(tmp_path, capsys, monkeypatch, refused):
     """A tracker that fails takes nothing from the run; one that is not installed is refused."""
     from llm_train_bench.results import trackers
 
@@ -456,47 +457,38 @@ def test_a_run_is_handed_on_when_it_has_ended(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", broken)
     monkeypatch.setitem(trackers.PACKAGES, "mlflow", "json")
-    argv = [*TINY, "--amp", "off", "--n-steps", 3, "--warmup-steps", 1, "--no-tensorboard",
-            "--output-dir", tmp_path]  # fmt: skip
-    assert run_train(*argv, "--run-name", "a", "--track", "openmetrics", "mlflow") == 0
-    printed = capsys.readouterr()
-    assert "mlflow: not tracked: OSError: no space" in printed.out + printed.err
+    argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard")
+    trained(tmp_path, argv, "--run-name a --track openmetrics mlflow")
+    assert "mlflow: not tracked: OSError: no space" in capsys.readouterr().err
     text = (tmp_path / "a/metrics.prom").read_text()
     assert text.endswith("# EOF\n") and 'run="a",model="gpt2-tiny"' in text
     monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    assert run_train(*argv, "--run-name", "b", "--track", "wandb") == 2
-    assert "--track wandb: needs wandb: pip install" in capsys.readouterr().err
+    argv += words("--run-name b --track wandb --output-dir", tmp_path)
+    refused(train_main, "--track wandb: needs wandb: pip install", argv)
     assert not (tmp_path / "b").exists()
 
 
 def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     """The first three steps may compile, and do not count; training itself is the same."""
-    argv = ["configs/gpt2-tiny.json", "--bsz", 1, "--seq-len", 16, "--n-steps", 2, "--warmup-steps", 6,
-            "--amp", "off", "--device", "cpu"]  # fmt: skip
-    results = []
-    for seconds in ([], ["--warmup-seconds", 1.5]):
-        out, began = tmp_path / str(len(results)), time.perf_counter()
-        assert run_train(*argv, *seconds, "--output-dir", out) == 0
-        results.append((only_result(out), [s["loss"] for s in read_steps(out)]))
-    (plain, losses), (warmed, same) = results
-    assert losses == same and not any("warmed" in note for note in plain["notes"])
+    argv = words(FP32, "--n-steps 2 --warmup-steps 6 --no-tensorboard")
+    plain, began = trained(tmp_path / "plain", argv), time.perf_counter()
+    warmed = trained(tmp_path / "warmed", argv, "--warmup-seconds 1.5")
+    assert losses_in(tmp_path / "plain") == losses_in(tmp_path / "warmed")
+    assert not any("warmed" in note for note in plain["notes"])
     (note,) = [note for note in warmed["notes"] if "warmed the device" in note]
     worked = sum(warmed["warmup_step_times_s"][3:])
     assert float(note.split()[0]) == pytest.approx(1.5 - worked, abs=0.06)
     assert warmed["metrics"]["setup_s"] < plain["metrics"]["setup_s"] + 0.7
     assert time.perf_counter() - began > 1.4 - worked
     # A trace that spans the window's begin holds steps alone.
-    argv += ["--profile", "--profile-start", 6, "--profile-steps", 1, "--warmup-seconds", 1.5]
-    assert run_train(*argv, "--output-dir", tmp_path / "traced") == 0
-    r = only_result(tmp_path / "traced")
+    flags = "--profile --profile-start 6 --profile-steps 1 --warmup-seconds 1.5"
+    r = trained(tmp_path / "traced", argv, flags)
     assert any("no matmuls warmed" in note for note in r["notes"])
     assert r["profile"]["step_time_s"] < 1.0
 
 
 def test_a_program_that_calls_a_script_keeps_no_model(tmp_path):
     """A script's own process never collects what its imports left; another program's must."""
-    argv = ["configs/gpt2-tiny.json", "--bsz", 1, "--seq-len", 16, "--n-steps", 1, "--warmup-steps", 1,
-            "--device", "cpu"]  # fmt: skip
 
     def models():
         gc.collect()
@@ -505,7 +497,7 @@ def test_a_program_that_calls_a_script_keeps_no_model(tmp_path):
 
     before = models()
     for name in ("a", "b"):
-        assert run_train(*argv, "--output-dir", tmp_path / name) == 0
+        trained(tmp_path / name, TINY, "--n-steps 1 --warmup-steps 1")
     assert models() == before
     gc.freeze()
 
@@ -562,13 +554,11 @@ def test_a_run_is_one_file(tmp_path):
         "script: train.py\nconfig: configs/gpt2-tiny.json\nbsz: 3\nseq-len: 16\nn_steps: 2\namp: off\n"
         "warmup_steps: 1\nno_tensorboard: true\npt_compile: false\ntrack: [openmetrics]\n"
     )
-    assert run_train("--from", file, "--output-dir", tmp_path / "a", "--lr", 0.01) == 0
-    first = only_result(tmp_path / "a")
+    first = trained(tmp_path / "a", "--from", file, "--lr 0.01")
     typed = {"bsz": 3, "amp": "off", "lr": 0.01, "track": ["openmetrics"]}
     assert typed.items() <= first["args"].items()
     (result,) = (tmp_path / "a").glob("*/result.json")
-    assert run_train(f"--from={result}", "--output-dir", tmp_path / "b", "--seed", 5) == 0
-    again = only_result(tmp_path / "b")
+    again = trained(tmp_path / "b", f"--from={result}", "--seed 5")
     unlike = {k for k in first["args"] if first["args"][k] != again["args"][k]}
     assert unlike == {"output_dir", "seed", "no_tensorboard", "track"}
     assert again["model"]["hash"] == first["model"]["hash"] and again["args"]["lr"] == 0.01
@@ -598,8 +588,7 @@ def test_a_wrong_file_of_a_run_is_one_line(content, message, tmp_path, refused):
 def test_a_closed_output_ends_no_run(name, tmp_path, monkeypatch, capsys):
     """As under `| head`: the table goes to the other output, and the result is whole."""
     monkeypatch.setattr(sys, name, open("/dev/full", "w"))  # noqa: PTH123, SIM115
-    assert run_train(*FP32, *words("--n-steps 2 --warmup-steps 1 --output-dir", tmp_path)) == 0
-    assert only_result(tmp_path)["status"] == "ok"
+    assert trained(tmp_path, FP32, "--n-steps 2 --warmup-steps 1")["status"] == "ok"
     printed = capsys.readouterr()
     assert "| tokens/s " in (printed.err if name == "stdout" else printed.out)
 
