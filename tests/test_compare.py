@@ -29,6 +29,7 @@ from tests.helpers import ROOT, python, run_train, words
 LOGS = ROOT / "tests/logs"
 SAME = {"args__bucket_cap_mb": 25.0}  # runs_of() gives each name its own
 NONE = Prices({}, {})
+GONE = object()
 EMULATED = {"backend": "torchao", "version": "0", "recipe": "tensorwise", "emulated": True,
             "all_gather": False, "n_linear_layers": 1, "n_parameters": 1,
             "high_precision": {}}  # fmt: skip
@@ -51,7 +52,10 @@ def changed(content, **changes) -> dict:
     content = copy.deepcopy(content)
     for key, value in changes.items():
         part, _, field = key.partition("__")
-        (content[part] if field else content)[field or part] = value
+        place = content[part] if field else content
+        place[field or part] = value
+        if value is GONE:
+            del place[field or part]
     return content
 
 
@@ -312,19 +316,6 @@ def test_cost_energy_and_days_by_hand(run_of):
     rows = rows_of(b, c)
     assert rows["b"].tokens_per_joule == pytest.approx(640 / 750)
     assert rows["c"].tokens_per_joule == pytest.approx(640 / 320)
-
-
-def test_names_and_figures_that_other_libraries_trip_over(tmp_path, output_of):
-    """Equal step times: their interval has no width. Names with markup and formulas in them."""
-    paths = []
-    for name, seconds in (("run [old] $x_{$", "1.00"), ("run [bold] b", "1.25")):
-        paths.append(tmp_path / f"{name}.log")
-        line = f"Step Time : {seconds}s GPU utilization: 400.0MODEL_TFLOP/s/GPU"
-        paths[-1].write_text("\n".join(["global_batch_size: 8", *[line] * 20]))
-    out = tmp_path / "out"
-    argv = words(paths, "--log seq-len=1024 gpus=8 --one-model --output-dir", out)
-    assert "| run [old] $x_{$ " in output_of(compare.main, argv)
-    assert "| run [bold] b " in (out / "compare.md").read_text()
 
 
 NASTY = "\x1b]52;c;aGk=\x07x[/y]<script>|=cmd"
@@ -681,15 +672,6 @@ def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of, run
     assert f"; since then image none -> new:1, torch 0.1 -> {libraries['torch']}" in out
 
 
-def test_a_flag_that_came_later_leaves_baselines_alone(result):
-    new = read_result(result / "result.json")
-    args = {k: v for k, v in new.args.items() if k != "grad_clip"}  # from a version without it
-    old = new.model_copy(update={"args": args})
-    assert new.args["grad_clip"] == 1.0 and gate.baseline_key(old) == gate.baseline_key(new)
-    other = new.model_copy(update={"args": args | {"grad_clip": 0.5}})
-    assert gate.baseline_key(other) != gate.baseline_key(new)
-
-
 ENTRY = {"setting": "x", "tokens_per_sec_per_gpu": 1.0, "low": 0.9, "high": 1.1, "n_runs": 2,
          "noise": 0.1, "noise_degrees": 1}  # fmt: skip
 SPOILT = [{"tokens_per_sec_per_gpu": 0}, {"tokens_per_sec_per_gpu": "643"}, {"memory_gib": "much"},
@@ -735,22 +717,6 @@ def test_baselines_are_written_though_nobody_reads_the_lines(tmp_path, run_of):
     assert len(json.loads((tmp_path / "b.json").read_text())["baselines"]) == 40
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"git_dirty": True, "git_diff": "0123456789"}, {"torch_threads": 77}, {"python": "3.99"},
-     {"settings": {"NCCL_ALGO": "Ring"}}],
-)  # fmt: skip
-def test_another_edit_or_environment_is_another_setting(changes, result, tmp_path, run_of):
-    """Else an edited copy, or more threads, would be averaged with what it should be held against."""
-    environment = json.loads((result / "result.json").read_text())["environment"]
-    run_of("a", environment=environment | {"git_dirty": False})
-    run_of("b", environment=environment | {"git_dirty": False} | changes)
-    assert len(compare_records(records_of(tmp_path), NONE, None)) == 2
-    a, b = (gate.baseline_key(read_result(tmp_path / name / "result.json")) for name in "ab")
-    # The gate holds versions against each other.
-    assert (a == b) == ("git_dirty" in changes or "python" in changes)
-
-
 def test_the_report_says_where_runs_come_from_and_names_no_place(
     result, tmp_path, output_of, run_of
 ):
@@ -777,12 +743,24 @@ def test_the_report_says_where_runs_come_from_and_names_no_place(
     assert lines.index("torch") < lines.index("the same for all runs")
 
 
-def test_length_of_a_run_is_no_part_of_its_key(result, run_of):
-    a = read_result(run_of("a") / "result.json")
-    b = read_result(run_of("b", args__n_steps=999) / "result.json")
-    c = read_result(run_of("c", args__lr=1.0) / "result.json")
-    assert gate.baseline_key(a) == gate.baseline_key(b) != gate.baseline_key(c)
-    assert "NO BASELINE" in gate.judge([a], {}, 0.05).line
+@pytest.mark.parametrize(
+    ("changes", "same_baseline", "same_setting"),
+    [({"args__n_steps": 999}, True, True), ({"args__lr": 1.0}, False, False),
+     # A flag that an older version did not have.
+     ({"args__grad_clip": GONE}, True, False), ({"args__grad_clip": 0.5}, False, False),
+     ({"environment__torch_threads": 77}, False, False),
+     ({"environment__settings": {"NCCL_ALGO": "Ring"}}, False, False),
+     # The gate holds versions against each other.
+     ({"environment__python": "3.99"}, True, False),
+     ({"environment__git_dirty": True, "environment__git_diff": "0123456789"}, True, False)],
+)  # fmt: skip
+def test_what_a_baseline_and_a_setting_are_of(changes, same_baseline, same_setting, run_of):
+    """Else an edited copy, or more threads, would be averaged with what it should be held against."""
+    clean = {"environment__git_dirty": False}
+    runs = run_of("a", **clean), run_of("b", **clean | changes)
+    a, b = (gate.baseline_key(read_result(run / "result.json")) for run in runs)
+    assert (a == b) == same_baseline
+    assert (len(compare_records(records_of(*runs), NONE, None)) == 1) == same_setting
 
 
 def test_shipped_baselines_are_readable():

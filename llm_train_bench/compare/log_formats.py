@@ -81,13 +81,13 @@ class Suite:
 def _suites() -> dict[str, Suite]:
     """The suites of the table, in its order."""
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "step", "never"}
+    settings = {f.name for f in dataclasses.fields(Suite)} - {"rows", "step"}
 
     def rows(table: dict[str, Any]) -> Iterator[tuple[str, bool, str, re.Pattern]]:
         for key, texts in table.items():
             if key == "include":
                 yield from rows(tables[texts])
-            elif key not in settings | {"step", "not"}:
+            elif key not in settings | {"step"}:
                 name, _, unit = key.partition(" ")
                 quantity, _, over = name.partition("@")
                 number = LOSS if quantity == "loss" else N
@@ -99,7 +99,6 @@ def _suites() -> dict[str, Suite]:
         name: Suite(
             re.compile(table.get("step", "(?!)")),
             [*rows(table), *header],
-            never=table.get("not", []),
             **{key: table[key] for key in settings & table.keys()},
         )
         for name, table in tables.items()

@@ -99,15 +99,11 @@ def show_comparison(rows: list[Compared], tokens: float | None) -> None:
     if any(counted_otherwise(row.record) for row in rows):
         print("* counted by another suite in its own way")
     if tested := sum(row.ratio_low is not None and row.enough_runs for row in rows):
-        print(how_certain(tested))
-
-
-def how_certain(tested: int) -> str:
-    """The error of the verdicts of a whole table, in words."""
-    return (
-        f"{tested} verdict{'s' * (tested > 1)}: the chance that any is false is at most "
-        f"{TABLE_ERROR:.0%} (Welch's test, Holm's correction); each interval is 95 % by itself"
-    )
+        plural = "s" if tested > 1 else ""
+        print(
+            f"{tested} verdict{plural}: the chance that any is false is at most {TABLE_ERROR:.0%} "
+            "(Welch's test, Holm's correction); each interval is 95 % by itself"
+        )
 
 
 def _fields(source: Record | Compared, names: str) -> dict[str, Any]:
@@ -120,16 +116,13 @@ def row_facts(row: Compared, tokens: float | None) -> dict[str, Any]:
     energy = None if row.tokens_per_joule is None else "measured" if row.energy_measured else "TDP"
     facts = {"group": row.group, "setting": r.setting, "runs": len(r.rates) or 1}
     facts |= _fields(r, "hardware n_gpus tokens_per_sec_per_gpu")
-    facts |= _fields(row, "ratio ratio_low ratio_high verdict")
+    facts |= {"ratio": 1.0 if row.is_reference else row.ratio}
+    facts |= _fields(row, "ratio_low ratio_high verdict")
     facts |= {"not_compared": "; ".join(row.marks), "remarks": "; ".join(r.remarks)}
     facts |= _fields(r, "tflops_per_gpu mfu flop_convention memory_gib memory_kind")
     facts |= {"usd_per_trillion_tokens": row.usd_per_trillion}
     facts |= {"tokens_per_joule": row.tokens_per_joule, "energy": energy, "goodput": r.goodput}
-    return (
-        facts
-        | {"days": row.days if tokens else None}
-        | ({"ratio": 1.0} if row.is_reference else {})
-    )
+    return facts | {"days": row.days if tokens else None}
 
 
 def run_facts(row: Compared, r: Record) -> dict[str, Any]:
