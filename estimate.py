@@ -30,7 +30,6 @@ from llm_train_bench.estimate.estimate_flags import (
 from llm_train_bench.estimate.memory_check import fit_memory
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
-    BYTES_PER_GIB,
     calibrated,
     draw_timeline,
     make_estimate,
@@ -76,45 +75,42 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
     if wanted.plan:
         refuse_beside_plan(wanted, vars(args))
-    elif "," in wanted.gpu and device_called(wanted.gpu) is None:
-        raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
-    if wanted.plan:
         config = load_config(args.config, args.pad_vocab)
         return show_plans(wanted, functools.partial(dataclasses.replace, args), config)
+    if "," in wanted.gpu and device_called(wanted.gpu) is None:
+        raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
     gpu = device_of(wanted.gpu, wanted)
     plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=gpu.memory_gib)
     plan = dataclasses.replace(plan, work=as_trained_by(plan.work, wanted))
     if wanted.calibrate:
-        gpu, told = calibrated(gpu, Path(wanted.calibrate), wanted)
-        plan = dataclasses.replace(plan, notes=(*plan.notes, told))
+        gpu, note = calibrated(gpu, Path(wanted.calibrate), wanted)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     estimate = make_estimate(plan, wanted, gpu)
     if wanted.timeline:
         estimate = dataclasses.replace(estimate, simulated_s=draw_timeline(plan.work, gpu, wanted))
     if wanted.json:
         print(json.dumps(dataclasses.asdict(estimate), indent=1))
-    else:
-        show_estimate(estimate, wanted, plan.work)
-        for note in plan.notes:
-            print(note)
-        if wanted.gpus > wanted.per_node and wanted.gpus % wanted.per_node:
-            last = wanted.gpus % wanted.per_node
-            print(
-                f"the last node has {last} of {wanted.per_node} GPUs, and all wait for its network cards"
-            )
-        if estimate.usd is None and wanted.tokens:
-            print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
-        if not estimate.fits:
+        return 0 if estimate.fits else 4
+    show_estimate(estimate, wanted, plan.work)
+    for note in plan.notes:
+        print(note)
+    if wanted.gpus > wanted.per_node and (last := wanted.gpus % wanted.per_node):
+        print(
+            f"the last node has {last} of {wanted.per_node} GPUs, and all wait for its network cards"
+        )
+    if estimate.usd is None and wanted.tokens:
+        print(f"no price of {gpu.name} is known; --usd-per-hour gives one")
+    if estimate.fits:
+        return 0
 
-            def planned(flags: dict[str, Any], gpus: int) -> Plan:
-                given = check(dataclasses.replace(args, **flags), script)
-                other = make_plan(given, script, gpus, gpu.platform)
-                return dataclasses.replace(other, work=as_trained_by(other.work, wanted))
+    def planned(flags: dict[str, Any], gpus: int) -> Plan:
+        changed = check(dataclasses.replace(args, **flags), script)
+        other = make_plan(changed, script, gpus, gpu.platform)
+        return dataclasses.replace(other, work=as_trained_by(other.work, wanted))
 
-            for change in nearest_changes(
-                planned, plan.work, gpu.memory_gib * BYTES_PER_GIB, gpu, wanted.per_node
-            ):
-                print(f"would fit: {change}")
-    return 0 if estimate.fits else 4
+    for change in nearest_changes(planned, plan.work, gpu, wanted.per_node):
+        print(f"would fit: {change}")
+    return 4
 
 
 def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
@@ -122,10 +118,10 @@ def with_run_file(argv: Sequence[str]) -> tuple[list[str], Any]:
     words, file = with_file(argv, None, EstimateArgs, "estimate.py")
     if file is None:
         return words, None
-    given = {word.partition("=")[0].replace("_", "-") for word in argv}
-    if file.ranks and "--gpus" not in given:
+    flags = {word.partition("=")[0].replace("_", "-") for word in argv}
+    if file.ranks and "--gpus" not in flags:
         words += ["--gpus", str(file.ranks)]
-    if file.script not in (None, Script.ONE) and "--parallel" not in given:
+    if file.script not in (None, Script.ONE) and "--parallel" not in flags:
         words += ["--parallel", file.script.name.lower()]
     return words, file
 

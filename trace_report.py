@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import llm_train_bench.base.start  # noqa: F401
 
@@ -32,8 +32,6 @@ from llm_train_bench.trace.breakdown_table import show_breakdown
 from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
 from llm_train_bench.trace.rank_traces import read_ranks, waiting
 from llm_train_bench.trace.read_trace import Trace, read_trace
-
-Key = TypeVar("Key")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,36 +58,45 @@ def main(argv: Sequence[str]) -> int:
     if directories:
         if len(args.traces) > 1:
             raise UsageError(f"{directories[0]}: is a directory; give it alone")
-        return report_ranks(Path(directories[0]), args)
+        report_ranks(Path(directories[0]), args)
+        return 0
     if args.html:
         raise UsageError("--html: needs a directory with the traces of all ranks")
-    read, found = zip(*(understand(path) for path in args.traces), strict=True)
-    if args.json:
-        print(json.dumps([as_json(t, b) for t, b in zip(read, found, strict=True)], indent=1))
-        return 0
+    traces = [understand(path) for path in args.traces]
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
-    if len(found) == 1:
-        print_one(console, read[0], found[0])
+    if args.json:
+        content = [
+            {"trace": t.path, "device": t.device_name}
+            | b.model_dump()
+            | {"matmul_tflops": b.matmul_tflops}
+            for t, b in traces
+        ]
+        print(json.dumps(content, indent=1))
+    elif len(traces) == 2:
+        print_change(console, traces)
     else:
-        print_change(console, read, found)
+        ((trace, b),) = traces
+        steps = f"{b.n_steps} step{'s' * (b.n_steps != 1)}"
+        steps = steps if trace.steps else "no marked steps, taken as one"
+        console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
+        show_breakdown(console, "class", b)
     return 0
 
 
-def report_ranks(directory: Path, args: ReportArgs) -> int:
+def report_ranks(directory: Path, args: ReportArgs) -> None:
     """The ranks of a run side by side."""
     ranks = read_ranks(directory)
-    found = waiting(ranks)
+    waits = waiting(ranks)
     if args.json:
-        print(json.dumps(ranks_as_json(ranks, found), indent=1))
+        print(json.dumps(ranks_as_json(ranks, waits), indent=1))
     else:
-        show_ranks(ranks, found)
+        show_ranks(ranks, waits)
     if args.html:
         try:
-            write_whole(Path(args.html), timeline_page(directory.name, ranks, found))
+            write_whole(Path(args.html), timeline_page(directory.name, ranks, waits))
         except OSError as error:
             raise UsageError(f"--html {args.html}: cannot be written: {error.strerror}") from None
         print(f"wrote {args.html}", file=sys.stderr)
-    return 0
 
 
 def understand(path: str) -> tuple[Trace, Breakdown]:
@@ -112,57 +119,29 @@ def profile_of_run(path: str) -> dict[str, float]:
     return {k: v for k, v in profile.items() if isinstance(v, int | float) and 0 < v < 1e30}
 
 
-def as_json(trace: Trace, b: Breakdown) -> dict:
-    """The breakdown as plain data."""
-    return (
-        {"trace": trace.path, "device": trace.device_name}
-        | b.model_dump()
-        | {"matmul_tflops": b.matmul_tflops}
-    )
-
-
-def print_one(console: Console, trace: Trace, b: Breakdown) -> None:
-    """The tables of one trace."""
-    steps = (
-        f"{b.n_steps} step{'s' * (b.n_steps != 1)}"
-        if trace.steps
-        else "no marked steps, taken as one"
-    )
-    console.print(f"{trace.path}: {trace.device_name or 'device not named'}, {steps}")
-    show_breakdown(console, "class", b)
-
-
-def print_change(console: Console, traces: Sequence[Trace], found: Sequence[Breakdown]) -> None:
+def print_change(console: Console, traces: Sequence[tuple[Trace, Breakdown]]) -> None:
     """The differences of two traces, by class and by kernel, the largest loss first."""
-    before, after = found
-    for which, trace in zip(("before", "after"), traces, strict=True):
-        console.print(f"{which}: {trace.path}: {trace.device_name or 'device not named'}")
-    rows = changes(before.classes_s, after.classes_s)
+    for name, (trace, _) in zip(("before", "after"), traces, strict=True):
+        console.print(f"{name}: {trace.path}: {trace.device_name or 'device not named'}")
+    (_, before), (_, after) = traces
     table = markdown_table("class", "before, ms", "after, ms", "change, ms", "change")
-    for name, a, b in [*rows, ("step", before.step_time_s, after.step_time_s)]:
-        table.add_row(
-            name,
-            milliseconds(a),
-            milliseconds(b),
-            f"{1e3 * (b - a):+.3f}",
-            f"{b / a - 1:+.1%}" if a else "new",
-        )
+    classes = changes(before.classes_s, after.classes_s)
+    for name, a, b in [*classes, ("step", before.step_time_s, after.step_time_s)]:
+        times = (milliseconds(a), milliseconds(b), f"{1e3 * (b - a):+.3f}")
+        table.add_row(name, *times, f"{b / a - 1:+.1%}" if a else "new")
     console.print(table)
     # One kernel can have time in several classes: an addition in the loss, and one in a norm.
-    kernels = changes(
-        *({(c.name, c.kind): c.time_s for c in each.kernels} for each in (before, after))
-    )
-    table = markdown_table(
-        "kernel", "class", "before, ms", "after, ms", "change, ms", left=["class"]
-    )
-    for (name, kind), a, b in kernels[:10]:
+    kernels = [{(c.name, c.kind): c.time_s for c in b.kernels} for _, b in traces]
+    columns = ("kernel", "class", "before, ms", "after, ms", "change, ms")
+    table = markdown_table(*columns, left=["class"])
+    for (name, kind), a, b in changes(*kernels)[:10]:
         table.add_row(short(name), kind, milliseconds(a), milliseconds(b), f"{1e3 * (b - a):+.3f}")
     console.print(table)
 
 
-def changes(before: dict[Key, float], after: dict[Key, float]) -> list[tuple[Key, float, float]]:
+def changes(before: dict[Any, float], after: dict[Any, float]) -> list[tuple[Any, float, float]]:
     """Name, value before, value after; the largest growth first."""
-    names = [*before, *(name for name in after if name not in before)]
+    names = dict.fromkeys((*before, *after))
     rows = [(name, before.get(name, 0.0), after.get(name, 0.0)) for name in names]
     return sorted(rows, key=lambda row: row[1] - row[2])
 

@@ -72,10 +72,10 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     def whole(bsz: int) -> float:
         return estimate_memory(work.with_micro_batch(bsz)).on_device(world)
 
-    found, needed = estimate_memory(work), whole(batch.micro_batch)
+    memory, needed = estimate_memory(work), whole(batch.micro_batch)
     limit = gpu.memory_gib * BYTES_PER_GIB
-    s = estimate_speed(work, gpu, wanted.per_node)
-    per_second = batch.tokens_per_step / s.step_s
+    speed = estimate_speed(work, gpu, wanted.per_node)
+    per_second = batch.tokens_per_step / speed.step_s
     flops = flops_per_token(work.config, batch.seq_len, False, work.pass_type)
     price = plan.peaks.usd_per_hour or gpu.usd_per_hour
     watts = BUSY * gpu.tdp_w * world
@@ -87,17 +87,30 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
     return Estimate(
-        gpu=gpu.name, gpus=world, script=plan.script, parameters=count_parameters(work.config),
-        flops_per_token=flops, global_batch=batch.global_batch,
-        memory=found, memory_outside=needed - found.peak, memory_limit=limit, fits=needed <= limit,
-        largest_bsz=largest_batch(whole, limit), traced_peak=traced,
-        step_s=s.step_s, parts_s=s.parts,
-        tokens_per_sec=per_second, tokens_per_sec_per_gpu=per_second / world,
-        mfu=per_second / world * flops / peak, tokens_per_joule=per_second / watts if watts else None,
+        gpu=gpu.name,
+        gpus=world,
+        script=plan.script,
+        parameters=count_parameters(work.config),
+        flops_per_token=flops,
+        global_batch=batch.global_batch,
+        memory=memory,
+        memory_outside=needed - memory.peak,
+        memory_limit=limit,
+        fits=needed <= limit,
+        largest_bsz=largest_batch(whole, limit),
+        step_s=speed.step_s,
+        parts_s=speed.parts,
+        tokens_per_sec=per_second,
+        tokens_per_sec_per_gpu=per_second / world,
+        mfu=per_second / world * flops / peak,
+        tokens_per_joule=per_second / watts if watts else None,
         usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
-        days=seconds and seconds / 86400, usd=seconds and price and price * world * seconds / 3600,
+        days=seconds and seconds / 86400,
+        usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
-        accuracy=accuracy_of(gpu.name, work.fsdp.divided))  # fmt: skip
+        traced_peak=traced,
+        accuracy=accuracy_of(gpu.name, work.fsdp.divided),
+    )
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
@@ -120,39 +133,37 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
 
     All rates of the device are multiplied by the one factor that makes the run's own estimate right.
     """
-    from llm_train_bench.results.result_files import (
-        read_result,  # needs pydantic, which takes a while
-    )
+    # Needs pydantic, which takes a while.
+    from llm_train_bench.results.result_files import read_result
 
     if path.is_dir():
         path = path / "result.json"
+    where = f"--calibrate {path}:"
     try:
         result = read_result(path)
     except OSError as error:
-        raise UsageError(f"--calibrate {path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{where} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise UsageError(f"--calibrate {path}: is no result.json of a run") from None
+        raise UsageError(f"{where} is no result.json of a run") from None
     # One slow step says nothing of the device: the median, as in benchmarks/calibration.py.
     measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)
     if not measured:
-        raise UsageError(f"--calibrate {path}: has no measured step; use a run that was completed")
+        raise UsageError(f"{where} has no measured step; use a run that was completed")
     # Of a peak the list itself may be wrong.
     if wrong := [mark for mark in result.unfit if mark != "faster than its peak"]:
-        raise UsageError(f"--calibrate {path}: is unfit for comparison: {'; '.join(wrong)}")
-    threads = int(result.environment.get("torch_threads") or 1)
-    if gpu.platform == "cpu" and gpu.name != threads_of(result.device.hardware, threads):
-        raise UsageError(
-            f"--calibrate {path}: was measured on {result.device.hardware} with {threads} threads, and "
-            f"--gpu is {gpu.name}"
-        )
-    hardware = result.device.hardware
-    if hardware not in (gpu.name, *gpu.driver_names) and not gpu.name.startswith(f"{hardware}, "):
-        raise UsageError(f"--calibrate {path}: was measured on {hardware}, and --gpu is {gpu.name}")
-    given = parse_args(["--from", str(path)], script)
-    work = make_plan(given, script, result.device.count, gpu.platform).work
+        raise UsageError(f"{where} is unfit for comparison: {'; '.join(wrong)}")
+    hardware, threads = result.device.hardware, int(result.environment.get("torch_threads") or 1)
+    known = hardware in (gpu.name, *gpu.driver_names) or gpu.name.startswith(f"{hardware}, ")
+    if gpu.platform == "cpu":
+        known = gpu.name == threads_of(hardware, threads)
+        hardware = f"{hardware} with {threads} threads"
+    if not known:
+        raise UsageError(f"{where} was measured on {hardware}, and --gpu is {gpu.name}")
+    args = parse_args(["--from", str(path)], script)
+    work = make_plan(args, script, result.device.count, gpu.platform).work
     factor = speed_factor(work, gpu, wanted.per_node, measured)
-    told = f"calibrated: by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
-    return scaled(gpu, factor, factor), told
+    by = f"by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
+    return scaled(gpu, factor, factor), f"calibrated: {by}"
 
 
 def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> float:
@@ -169,17 +180,13 @@ def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> f
 
 
 def nearest_changes(
-    planned: Callable[[dict[str, Any], int], Plan],
-    work: Work,
-    limit: float,
-    gpu: Hardware,
-    per_node: int,
+    planned: Callable[[dict[str, Any], int], Plan], work: Work, gpu: Hardware, per_node: int
 ) -> list[str]:
     """The three of some near changes that fit and are fastest, each with its memory and speed.
 
-    `planned(flags, gpus)` makes a plan with other flags; `limit` is in bytes.
+    `planned(flags, gpus)` makes a plan with other flags.
     """
-    gpus, found, seen = work.world, [], {work}
+    gpus, fitting, seen = work.world, [], {work}
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
     tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]
     if not work.recompute.blocks:
@@ -191,16 +198,16 @@ def nearest_changes(
     for flags, n in tries:
         with contextlib.suppress(UsageError):
             other = planned(flags, n)
-            if other.work in seen or (need := other.needs(other.work)) > limit:
+            need = other.needs(other.work) / BYTES_PER_GIB
+            if other.work in seen or need > gpu.memory_gib:
                 continue
             seen.add(other.work)
             step_s = estimate_speed(other.work, gpu, per_node).step_s
             rate = other.work.batch.tokens_per_step / step_s / n
             words = " ".join(to_argv(flags | ({"gpus": n} if n != gpus else {})))
-            found.append(
-                (rate, f"{words}: {need / BYTES_PER_GIB:,.1f} GiB, {rate:,.0f} tokens/s per GPU")
-            )
-    texts = [text for _, text in sorted(found, reverse=True)[:3]]
+            text = f"{words}: {need:,.1f} GiB, {rate:,.0f} tokens/s per GPU"
+            fitting.append((rate, text))
+    texts = [text for _, text in sorted(fitting, reverse=True)[:3]]
     return texts or ["none of the changes tried; use more GPUs, or larger ones"]
 
 
@@ -233,8 +240,14 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         row("  --cpu-offload", "its transfers are not counted")
         row("memory of the host, for each", _gib(e.memory.host))
     row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
-    by_run = "calibrated by one run; not validated"
-    row("how far that may be off", by_run if wanted.calibrate else accuracy_text(e))
+    accuracy = "unvalidated: no published row of such a device and layout"
+    if wanted.calibrate:
+        accuracy = "calibrated by one run; not validated"
+    elif e.accuracy:
+        n, part = e.accuracy["rows"], e.accuracy["covers_80"]
+        few = ", too few to say much" if n < 5 else ""
+        accuracy = f"± {part:.0%}: 80 % of {n} published rows not used in fitting{few}"
+    row("how far that may be off", accuracy)
     row("MFU (palm)", f"{e.mfu:.1%}")
     row(f"tokens/J (at {BUSY:.0%} of the power limit)", number(e.tokens_per_joule, ".2f"))
     if e.usd_per_million_tokens is not None:
@@ -244,15 +257,6 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         if e.usd is not None:
             row(f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}")
     Console(width=140, highlight=False, markup=False).print(table)
-
-
-def accuracy_text(e: Estimate) -> str:
-    """The range of tokens/s in words."""
-    if e.accuracy is None:
-        return "unvalidated: no published row of such a device and layout"
-    n, part = e.accuracy["rows"], e.accuracy["covers_80"]
-    few = ", too few to say much" if n < 5 else ""
-    return f"± {part:.0%}: 80 % of {n} published rows not used in fitting{few}"
 
 
 def _gib(size: float) -> str:

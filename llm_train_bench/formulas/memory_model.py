@@ -7,9 +7,9 @@ tracing. Memory outside PyTorch (CUDA context, communication buffers) is not cou
 allocator's gaps.
 """
 
+import bisect
 import dataclasses
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llm_train_bench.formulas.collectives import fp8_gather_bytes, rank_matrices
 from llm_train_bench.formulas.work import Work, alike
@@ -389,18 +389,9 @@ def _backward_buffers(work: Work, layer: int = 0) -> float:
     return work.matmul_bytes * work.gathered_tokens * wide * config.intermediate_size / tp
 
 
-def largest_batch(memory_of, limit: float) -> int:
+def largest_batch(memory_of: Callable[[int], float], limit: float) -> int:
     """The largest micro batch that stays within `limit` bytes at its peak; 0 if not even 1 does.
 
     `memory_of(bsz)` gives the bytes of a micro batch, which grow with it.
     """
-    if memory_of(1) > limit:
-        return 0
-    high = 1
-    while memory_of(2 * high) <= limit and high < 2**20:
-        high *= 2
-    low, high = high, 2 * high
-    while high - low > 1:
-        middle = math.floor((low + high) / 2)
-        low, high = (middle, high) if memory_of(middle) <= limit else (low, middle)
-    return low
+    return bisect.bisect_right(range(1, 2**21), limit, key=memory_of)

@@ -50,7 +50,10 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     """
     c, fsdp, micro_steps = gpu.constants, work.fsdp, work.batch.grad_acc_steps
     groups = [_group_time(work, group, gpu) for group in range(fsdp.pp)]
-    parts = max(groups, key=lambda g: g.compute)
+    times = [sum(time) for time, *_ in groups]
+    compute = max(times)
+    pp_rank = times.index(compute)
+    time, numbers, forward_part = groups[pp_rank]
     optimizer = 0.0
     if work.pass_type == "step":
         # AdamW reads parameter, gradient and two moments and writes three, SGD with momentum 3 and 2;
@@ -58,33 +61,30 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         weight, moment = work.theirs.weight_bytes, work.theirs.moment_bytes
         each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
         share = 1 / work.world if work.theirs.zero2 or work.ddp.zero1 else 1
-        optimizer = (each * share + 3 * weight) * parts.held / gpu.memory_rate
-    compute = parts.compute
-    moves = token_time(work, gpu, per_node, parts.pp_rank)
+        optimizer = (each * share + 3 * weight) * numbers / gpu.memory_rate
+    moves = token_time(work, gpu, per_node, pp_rank)
     if fsdp.pp > 1:
         moves += 2 * send_time(work, gpu, per_node)
-    total, exposed = communication_time(
-        work, gpu, per_node, compute + moves, parts.forward_part, parts.pp_rank
-    )
+    total, exposed = communication_time(work, gpu, per_node, compute + moves, forward_part, pp_rank)
     if gpu.platform == "cpu":
         exposed = total  # exchanges and computation take the same cores
     beside = compute * c.beside_communication * (total > 0)
     compute += beside
     kernels = c.kernels_compiled if work.compiled else c.kernels_eager
     kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
-    layers = len(work.layers_of(parts.pp_rank))
+    layers = len(work.layers_of(pp_rank))
     host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
     micro = max(compute + moves + host * c.serial_host, host)
-    others = sum(group.compute for group in groups) / parts.compute - 1
+    others = sum(times) / max(times) - 1
     bubble = others / fsdp.virtual * micro if fsdp.pp > 1 else 0.0
     # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
     travels = micro_steps if fsdp and fsdp.pp == 1 else 1
     slowest = slowest_node(work, gpu, per_node)
     step = micro_steps * micro + bubble + optimizer + travels * exposed
     seconds = {
-        "matmuls": micro_steps * parts.matmuls,
-        "attention": micro_steps * parts.attention,
-        "memory-bound": micro_steps * parts.memory,
+        "matmuls": micro_steps * time.matmuls,
+        "attention": micro_steps * time.attention,
+        "memory-bound": micro_steps * time.memory,
         "optimizer": optimizer,
         "tokens between ranks": micro_steps * moves,
         "pipeline bubble": bubble,
@@ -108,23 +108,6 @@ class PartTime(NamedTuple):
     matmuls: float
     attention: float
     memory: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _GroupTime:
-    """Seconds of a micro batch on a rank: of all, or of one group in a pipeline; and its numbers."""
-
-    pp_rank: int
-    matmuls: float
-    attention: float
-    memory: float
-    held: float
-    forward_part: float
-    """Part of the blocks' time that is their forward's."""
-
-    @property
-    def compute(self) -> float:
-        return self.matmuls + self.attention + self.memory
 
 
 def block_time(work: Work, layer: int, gpu: Hardware) -> tuple[PartTime, PartTime]:
@@ -153,7 +136,11 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
     return PASS_FORWARDS[work.pass_type] * one, loss / gpu.memory_rate
 
 
-def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> _GroupTime:
+def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, float, float]:
+    """Seconds of a micro batch on a rank, its numbers of parameters, and the forward's part of blocks.
+
+    In a pipeline they are of a rank in group `pp_rank`.
+    """
     rate, layers = gpu.memory_rate, work.layers_of(pp_rank)
     matmuls = attention = memory = 0.0
     passes = [0.0, 0.0]
@@ -178,7 +165,7 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> _GroupTime:
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate
     held = sum(math.prod(part.shape) / part.mesh for part in parts)
-    return _GroupTime(pp_rank, matmuls, attention, memory, held, passes[0] / sum(passes))
+    return PartTime(matmuls, attention, memory), held, passes[0] / sum(passes)
 
 
 def matmul_time(work: Work, m: float, n: float, k: float, fp8: bool, gpu: Hardware) -> float:
