@@ -17,17 +17,11 @@ from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks
+from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint.lineage import resolve_attempt
 from llm_train_bench.run.checkpoint.saver import build_saver
 from llm_train_bench.run.launch import launch
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.loop import (
-    build_evaluation,
-    build_passes,
-    build_step,
-    measure,
-    observe_kernels,
-)
 from llm_train_bench.run.sampling import text_writer
 from llm_train_bench.settings.plan import Plan
 
@@ -54,14 +48,14 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch)
         micro_batches = batches(data, samples, device, files.n_workers)
-        passes = build_passes(run, model, micro_batches)
-        step = build_step(run, model, optimizer, passes, saver)
-        evaluate = build_evaluation(run, model, val_data)
-        measure(run, model, optimizer, step, evaluate, saver)
+        passes = loop.build_passes(run, model, micro_batches)
+        step = loop.build_step(run, model, optimizer, passes, saver)
+        evaluate = loop.build_evaluation(run, model, val_data)
+        loop.measure(run, model, optimizer, step, evaluate, saver)
         if plan.output.export:
             save_pretrained(model, run.directory / "export")
         text = write_text and write_text(model, device)
-        observe_kernels(run, step)
+        loop.observe_kernels(run, step)
     if text is not None:
         print(f"generated text:\n{text}\n", flush=True)
 

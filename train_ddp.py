@@ -17,17 +17,11 @@ from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ddp import ReplicaLayout, apply_ddp, replica_optimizer
 from llm_train_bench.parallel.ranks import Ranks, join
+from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint.lineage import resolve_attempt
 from llm_train_bench.run.checkpoint.saver import build_saver
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.loop import (
-    build_evaluation,
-    build_passes,
-    build_step,
-    measure,
-    observe_kernels,
-)
 from llm_train_bench.settings.plan import Plan
 
 
@@ -55,13 +49,13 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
         micro_batches = batches(data, samples, device, files.n_workers)
-        passes = build_passes(run, ddp, micro_batches, ddp.no_sync)
-        step = build_step(run, ddp, optimizer, passes, saver)
-        evaluate = build_evaluation(run, model, val_data)
-        measure(run, ddp, optimizer, step, evaluate, saver)
+        passes = loop.build_passes(run, ddp, micro_batches, ddp.no_sync)
+        step = loop.build_step(run, ddp, optimizer, passes, saver)
+        evaluate = loop.build_evaluation(run, model, val_data)
+        loop.measure(run, ddp, optimizer, step, evaluate, saver)
         if plan.output.export:
             save_pretrained(model, run.directory / "export", write=ranks.main)
-        observe_kernels(run, step)
+        loop.observe_kernels(run, step)
 
 
 if __name__ == "__main__":

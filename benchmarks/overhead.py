@@ -89,7 +89,7 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
 
         return both
 
-    with mock.patch("train.build_step", with_bare_steps):
+    with mock.patch("train.loop.build_step", with_bare_steps):
         result = run_train(*argv)
     # train.py's time of a step includes the bare step before it, except for the window's first.
     bare_times = bare_times[WARMUP : WARMUP + n]  # one more step observes the kernels

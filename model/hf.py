@@ -13,6 +13,7 @@ from torch import Tensor
 from llm_train_bench.model.config import ConfigError, ModelConfig, load_config
 from llm_train_bench.model.families import FAMILIES
 from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.stored import Part, read_block
 from llm_train_bench.model.transformer import Transformer
 
@@ -293,7 +294,7 @@ def _shape_and_dtype(path: Path, name: str) -> tuple[list[int], str]:
 
 
 @torch.no_grad()
-def save_pretrained(model: Transformer, directory: str | Path, write: bool = True) -> None:
+def save_pretrained(model: HasWeights, directory: str | Path, write: bool = True) -> None:
     """Write config.json and model.safetensors, which `AutoModelForCausalLM` opens.
 
     Where ranks share parameters, every rank calls this, and only the one with `write` keeps and writes.

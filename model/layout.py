@@ -6,6 +6,7 @@ methods here and knows no process group; parallel/layout.py has the layout of se
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ class Layout:
         """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""
         return x
 
-    def reduce(self, linear: nn.Module, x: Tensor) -> Tensor:
+    def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """The inverse, after a linear layer of which each rank has some columns: the sum's own tokens."""
         return linear(x)
 
@@ -53,15 +54,15 @@ class Layout:
         return tensor
 
     def wholes(
-        self, config: ModelConfig, own: Iterable[tuple[str, Tensor]]
+        self, config: ModelConfig, parts: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
-        """All parameters of the model, or their gradients, whole, by name; `own` are this rank's."""
-        for name, tensor in own:
+        """All parameters of the model, or their gradients, whole, by name; `parts` are this rank's."""
+        for name, tensor in parts:
             yield name, self.whole(config, name, tensor)
 
-    def gradients(self, model: nn.Module) -> None:
-        """What completes and measures the gradients of several ranks (parallel/layout.py)."""
-        return
+    def gradients(self, model: "HasWeights") -> Any:
+        """What completes and measures the gradients of several ranks (parallel/layout.py), or None."""
+        return None
 
     def summed(self, numbers: Tensor) -> Tensor:
         """Numbers added up over the ranks that hold other tokens of a step."""
@@ -69,6 +70,17 @@ class Layout:
 
 
 ALONE = Layout()
+
+
+class HasWeights(nn.Module):
+    """A model, or one rank's stages of it."""
+
+    config: ModelConfig
+    layout: Layout
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter under its name in the plain model, by which it is initialised and saved."""
+        raise NotImplementedError
 
 
 def own_part(config: ModelConfig, name: str, whole: Tensor, layout: Layout) -> Tensor:

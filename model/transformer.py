@@ -27,7 +27,7 @@ from llm_train_bench.model.layers import (
     rope_tables,
     window_mask,
 )
-from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.layout import ALONE, HasWeights, Layout
 from llm_train_bench.model.loss import LinearCrossEntropy
 
 
@@ -83,7 +83,7 @@ class Block(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
-class Transformer(nn.Module):
+class Transformer(HasWeights):
     """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
@@ -130,7 +130,6 @@ class Transformer(nn.Module):
         self.masks: dict[tuple[int, int | None], Tensor | BlockMask] = {}
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter under its name in the plain model, by which it is initialised and saved."""
         for name, parameter in self.named_parameters():
             yield self.native_name(name), parameter
 

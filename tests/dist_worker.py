@@ -1,13 +1,13 @@
-"""Ranks forked from a process that has imported everything; each does several runs in a row.
+"""Runs on forked ranks, and an account of what each run did.
 
-Cases are (name, script, flags, traced only[, mutant]). Next to each result lies `facts.json`:
+Next to each result lies `facts.json`:
 
-- traffic: the bytes that collectives were really handed, by kind (of all-to-alls the ranks' mean); of a
-  pipeline those of each group of ranks,
+- traffic: the bytes handed to collectives, by kind (of all-to-alls the ranks' mean), of each of a
+  pipeline's groups of ranks,
 - attention: the calls of attention, by format, and how often a kernel of it ran,
-- draws: what each rank would draw next; dropout: the states of its random numbers before its dropouts,
+- draws: the next random number of each rank; dropout: digests of its generator before its dropouts,
 - idle: how many exchanges of tokens brought each rank nothing,
-- calls: how often collectives were called, by kind; how many gathers before the first attention,
+- calls: how often collectives were called, by kind, and the gathers before the first attention,
 - built: the most bytes that tensors held until the model was built,
 
 and with `gradients` also gradients.safetensors and parameters.safetensors: whole, of the first step
@@ -24,13 +24,15 @@ import os
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch.multiprocessing import ProcessContext, start_processes
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -48,7 +50,7 @@ from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
 from llm_train_bench.parallel.layout import Gradients, RankLayout
-from llm_train_bench.parallel.ranks import Ranks, gather, join, leave
+from llm_train_bench.parallel.ranks import ALONE, Ranks, gather, join, leave
 from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.manifest import verify
 from llm_train_bench.run.launch import train_planned
@@ -60,23 +62,35 @@ from tests.helpers import attention_calls, free_port, is_attention, plan_of, wit
 ENTRYPOINTS = {f"{m.__name__}.py": m for m in (train, train_ddp, train_fsdp, train_pp)}
 # Where optimizers are built.
 OPTIMIZERS = (train, train_fsdp, train_pp)
-CONVERTED = {2: ("gpt2-tiny", "llama-tiny"), 4: ("llama-tiny",)}
 LOOP = "llm_train_bench.run.loop"
-CPU, SMALL = torch.device("cpu"), "tests/configs/llama-small.json"
+CPU = torch.device("cpu")
+LLAMA, GPT2 = "tests/configs/llama-small.json", "tests/configs/gpt2-small.json"
 KINDS = {
     "send": ("send", 0),
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
 }
-
-
 # Those that move tokens between ranks of a layout (llm_train_bench/parallel/layout.py).
 TOKENS = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+
+
+class Job(NamedTuple):
+    """A run of a script on some ranks; `traced` compiles without Inductor's code.
+
+    `mutant` names one of MUTANTS: the code is broken so, and must be caught.
+    """
+
+    name: str
+    script: str
+    argv: list
+    ranks: int = 1
+    traced: bool = False
+    mutant: str = ""
 
 
 class Meter:
@@ -125,9 +139,9 @@ class Traffic(TorchDispatchMode):
 
         def called(*args):
             before = self.bytes.copy(), self.calls.copy()
-            found = function(*args)
+            value = function(*args)
             self.bytes, self.calls = before
-            return found
+            return value
 
         return called
 
@@ -146,8 +160,8 @@ class Traffic(TorchDispatchMode):
             self.gradients = {f"p/{n}": t for n, t in wholes(model, named).items()}
         keys = {key for state in optimizer.state.values() for key, t in state.items() if t.ndim}
         for key in sorted(keys):  # in the same order on all ranks
-            some = {n: optimizer.state[p][key] for n, p in named.items() if optimizer.state.get(p)}
-            self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, some).items()}
+            state = {n: optimizer.state[p][key] for n, p in named.items() if optimizer.state.get(p)}
+            self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, state).items()}
         self.bytes = before  # without these gathers
 
     def _look_at(self, tensor) -> None:
@@ -200,24 +214,14 @@ def dropout_states():
 
 def wholes(model, named) -> dict[str, torch.Tensor]:
     """Copies of the named tensors of all ranks, whole."""
-    found = model.layout.wholes(model.config, ((n, t.detach()) for n, t in named.items()))
-    return {name: tensor.clone() for name, tensor in found}
+    detached = ((n, t.detach()) for n, t in named.items())
+    return {n: tensor.clone() for n, tensor in model.layout.wholes(model.config, detached)}
 
 
 def unordered(config, name, whole, layout):
     """A part of each weight as if nothing were fused."""
     how = divided(config, name)
     return whole if how is None else whole.chunk(layout.tp, how[1])[layout.tp_rank]
-
-
-def without_partial(init):
-    """Gradients that forget which of them are partial."""
-
-    def replaced(self, *args):
-        init(self, *args)
-        self.partial = []
-
-    return replaced
 
 
 def restless(best):
@@ -240,7 +244,7 @@ MUTANTS = {
         "llm_train_bench.parallel.fsdp.own_part", unordered
     ),
     "norms' gradients stay partial": lambda: mock.patch.object(
-        Gradients, "__init__", without_partial(Gradients.__init__)
+        Gradients, "partial", property(lambda self: [], lambda self, value: None), create=True
     ),
     "a tied head's gradients stay apart": lambda: mock.patch.object(
         RankLayout, "exchanged", lambda self, numbers, pp_rank: torch.zeros_like(numbers)
@@ -251,27 +255,22 @@ MUTANTS = {
 }
 
 
-def sharded_llama(ranks, device, *flags, seq_len=8, config="configs/llama-tiny.json"):
-    """The arguments and the model of a run of train_fsdp.py, just before its optimizer is built."""
+def sharded(ranks, *flags, seq_len=8, config=LLAMA, convert=lambda model: None):
+    """The plan and the model of a run of train_fsdp.py, just before its optimizer is built."""
     argv = [config, "--seq-len", seq_len, *flags]
     plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
-    return plan, shard(plan, device)
+    with torch.device("meta"):
+        model = Transformer(plan.work.config, seq_len)
+    fp8 = convert(model)
+    layout = RankLayout(plan.work.fsdp, ranks.rank)
+    apply_fsdp(model, layout.connect(CPU, plan.ranks.dist_timeout), plan.work)
+    materialize_shards(model, CPU, 0, fp8=fp8)
+    return plan, model
 
 
-def shard(plan, device, model=None, fp8=None):
-    """The model of a plan, sharded and filled."""
-    if model is None:
-        with torch.device("meta"):
-            model = Transformer(plan.work.config, plan.work.batch.seq_len)
-    layout = RankLayout(plan.work.fsdp, torch.distributed.get_rank())
-    apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), plan.work)
-    materialize_shards(model, device, 0, fp8=fp8)
-    return model
-
-
-def held_bytes(ranks, device) -> int:
+def held_bytes(ranks) -> int:
     """Bytes of parameters and AdamW state that this rank holds of a sharded model after a step."""
-    plan, model = sharded_llama(ranks, device, "--amp", "off")
+    plan, model = sharded(ranks, "--amp", "off")
     optimizer = build_optimizer(model, plan.optimizer)
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(ids, ids).backward()
@@ -282,21 +281,21 @@ def held_bytes(ranks, device) -> int:
     return sum(t.numel() * t.element_size() for t in held)
 
 
-def embedding_gradient_error(ranks, device) -> float:
+def embedding_gradient_error(ranks) -> float:
     """Relative distance of the embedding's gradient: bf16 against fp32; few tokens, each often."""
     gradients = []
     for amp in ("off", "bf16"):
-        _, model = sharded_llama(ranks, device, "--amp", amp, seq_len=256, config=SMALL)
-        ids = torch.randint(4, (8, 256), generator=torch.Generator().manual_seed(ranks.rank))
+        _, model = sharded(ranks, "--amp", amp, seq_len=64, config=GPT2)
+        ids = torch.randint(4, (32, 64), generator=torch.Generator().manual_seed(ranks.rank))
         model(ids, ids).backward()
         gradients.append(whole(model.embed.weight.grad))
     fp32, bf16 = gradients
     return ((bf16 - fp32).norm() / fp32.norm()).item()
 
 
-def dtypes_in_a_block(ranks, device) -> list[str]:
+def dtypes_in_a_block(ranks) -> list[str]:
     """Dtypes of activations and rotary tables as attention gets them under bf16."""
-    _, model = sharded_llama(ranks, device)
+    _, model = sharded(ranks)
     seen = []
     model.blocks["1"].attn.register_forward_pre_hook(
         lambda module, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1]))
@@ -306,19 +305,16 @@ def dtypes_in_a_block(ranks, device) -> list[str]:
     return seen
 
 
-def converted_losses(ranks, device, name: str) -> dict[str, list[float]]:
+def converted_losses(ranks, config: str) -> dict[str, list[float]]:
     """Losses of a few steps under FSDP: of plain blocks, and of Transformer Engine's modules."""
-    argv = [f"configs/{name}.json", "--amp", "off", "--seq-len", 16]
-    plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
+
+    def convert(model) -> Fp8:
+        micro = te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
+        return TransformerEngineFp8(te_standin, "any", micro, exact_in_optimizer=True)
+
     losses = {}
-    for name in ("plain", "converted"):
-        fp8 = Fp8()
-        with torch.device("meta"):
-            model = Transformer(plan.work.config, 16)
-        if name == "converted":
-            micro = te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
-            fp8 = TransformerEngineFp8(te_standin, "any", micro, exact_in_optimizer=True)
-        shard(plan, device, model, fp8)
+    for name, how in (("plain", lambda model: Fp8()), ("converted", convert)):
+        plan, model = sharded(ranks, "--amp", "off", seq_len=16, config=config, convert=how)
         optimizer = build_optimizer(model, plan.optimizer)
         ids = torch.arange(32).view(2, 16) + ranks.rank
         losses[name] = []
@@ -331,10 +327,10 @@ def converted_losses(ranks, device, name: str) -> dict[str, list[float]]:
     return losses
 
 
-def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
+def skips_for_an_overflow_elsewhere(ranks) -> bool:
     """Whether this rank's fp16 step leaves the weights alone when a shard of the last one overflows."""
-    plan, model = sharded_llama(ranks, device, "--amp", "fp16")
-    optimizer, scaler = build_optimizer(model, plan.optimizer), LossScaler(device)
+    plan, model = sharded(ranks, "--amp", "fp16")
+    optimizer, scaler = build_optimizer(model, plan.optimizer), LossScaler(CPU)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     if ranks.rank == ranks.world - 1:
@@ -345,32 +341,57 @@ def skips_for_an_overflow_elsewhere(ranks, device) -> bool:
     return scaler.skipped.item() == 1 and all(map(torch.equal, before, after))
 
 
-def hsdp_timeouts(ranks, device) -> list[float]:
-    """Seconds that the groups of a 2 x n mesh wait for a collective, with --dist-timeout 7.
-
-    Also those of a layout's groups, with --tp 2.
-    """
-    _, model = sharded_llama(ranks, device, "--dp-replicate", "2", "--dist-timeout", "7")
-    mesh = next(model.parameters()).device_mesh
-    groups = [mesh.get_group(i) for i in range(mesh.ndim)]
-    argv = ["configs/llama-tiny.json", "--tp", "2"]
-    layout = RankLayout(plan_of(argv, "train_fsdp.py", ranks.world, "cpu").work.fsdp, ranks.rank)
-    layout.connect(device, 7.0)
-    groups += layout.groups.values()
-    backends = [group._get_backend(device) for group in groups]
-    return [backend.options._timeout.total_seconds() for backend in backends]
+def hsdp_timeouts(ranks) -> list[float]:
+    """Timeouts [s] of the groups of a 2 x n mesh with --dist-timeout 7, and of a layout with --tp 2."""
+    groups = []
+    for flag in ("--dp-replicate", "--tp"):
+        argv = [LLAMA, flag, "2", "--dist-timeout", "7"]
+        plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
+        layout = RankLayout(plan.work.fsdp, ranks.rank)
+        meshes = layout.connect(CPU, plan.ranks.dist_timeout)
+        groups += [*meshes["dense"].get_all_groups(), *layout.groups.values()]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
-def work(ranks, cases, out: Path, gradients: bool = False) -> None:
-    """All cases, one after the other, on this rank or alone."""
-    for name, script, flags, traced_only, *mutant in cases:
+def differing_after_load(ranks, directory: Path) -> list[str]:
+    """Names of the tensors that are not, bit for bit, those of a checkpoint after loading it."""
+    flags = ["--dp-replicate", "2"] if ranks.world == 4 else []
+    plan, model = sharded(ranks, "--amp", "off", *flags, seq_len=32)
+    optimizer = build_optimizer(model, plan.optimizer)
+    training_state.load(directory, verify(directory), model, optimizer)
+    loaded = {name: whole(t) for name, t in training_state.state_tensors(model, optimizer)}
+    stored = whole_state(directory)
+    assert stored.keys() == loaded.keys()
+    return [name for name, tensor in stored.items() if not torch.equal(tensor, loaded[name])]
+
+
+def check_shards(ranks, out: Path) -> None:
+    """Further facts of sharded models, which every rank tells, in checks2.json and checks4.json."""
+    saved = out / "save-fsdp2/checkpoints/step-00000002"
+    checks = {
+        "differing": differing_after_load(ranks, saved),
+        "held": held_bytes(ranks),
+        "skipped": skips_for_an_overflow_elsewhere(ranks),
+        "timeouts": hsdp_timeouts(ranks),
+        "converted": [converted_losses(ranks, config) for config in (GPT2, LLAMA)],
+        "dtypes": dtypes_in_a_block(ranks),
+        "embedding": embedding_gradient_error(ranks),
+    }
+    gathered = {name: gather(ranks, check) for name, check in checks.items()}
+    if ranks.main:
+        (out / f"checks{ranks.world}.json").write_text(json.dumps(gathered))
+
+
+def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None:
+    """All jobs, one after the other, on this rank or alone."""
+    for name, script, flags, _, traced, mutant in jobs:
         argv = [*map(str, flags), "--output-dir", str(out), "--run-name", name]
         traffic, calls, states = Traffic(gradients), None, []
         traffic.looking = script == "train_fsdp.py"
         with contextlib.ExitStack() as stack:
             if "--pt-compile" in argv:  # Dynamo compiles nothing while a dispatch mode looks on
                 torch._dynamo.reset()
-                stack.enter_context(without_inductor() if traced_only else contextlib.nullcontext())
+                stack.enter_context(without_inductor() if traced else contextlib.nullcontext())
             else:
                 calls = stack.enter_context(attention_calls())
                 states = stack.enter_context(dropout_states())
@@ -381,7 +402,7 @@ def work(ranks, cases, out: Path, gradients: bool = False) -> None:
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
-                *(MUTANTS[name]() for name in mutant if name),
+                MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
             ):
                 stack.enter_context(patch)
             train_planned(ENTRYPOINTS[script].train, argv, script, ranks)
@@ -395,9 +416,9 @@ def work(ranks, cases, out: Path, gradients: bool = False) -> None:
         groups = [groups[i : i + each] for i in range(0, len(groups), each)]
         moved = [g[0] | {"all_to_all": sum(r["all_to_all"] for r in g) / each} for g in groups]
         facts = {
-            "traffic": moved if len(moved) > 1 else moved[0],
+            "traffic": moved,
             "attention": calls and calls | {"kernels": traffic.kernels},
-            "draws": gather(ranks, torch.rand(1).item()),  # what dropout would have drawn next
+            "draws": gather(ranks, torch.rand(1).item()),
             "dropout": gather(ranks, states),
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
             "calls": traffic.calls,
@@ -407,16 +428,27 @@ def work(ranks, cases, out: Path, gradients: bool = False) -> None:
             (out / name / "facts.json").write_text(json.dumps(facts))
 
 
-def start_ranks(world: int, cases, out: Path, gradients=False, checks=False) -> ProcessContext:
-    """Fork ranks that run all cases; `join()` of what comes back raises what one of them raised."""
-    if any("--pt-compile" in case[2] for case in cases):
+Check = Callable[[Ranks, Path], None]
+
+
+def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check: Check | None = None) -> None:
+    """Run all jobs in their order: in this process, or by one fork of ranks for all in a row.
+
+    This process has imported everything. `check` is called on each fork's ranks in the end.
+    """
+    jobs = list(jobs)
+    if any("--pt-compile" in job.argv for job in jobs):
         importlib.import_module("torch._inductor.compile_fx")  # as a first compilation would
     gc.freeze()  # every run collects garbage: spare it what the imports left
-    args = world, free_port(), cases, out, gradients, checks
-    return start_processes(run_rank, args, world, join=False, start_method="fork")
+    for world, same in itertools.groupby(jobs, key=lambda job: job.ranks):
+        if world == 1:
+            work(ALONE, same, out, gradients)
+        else:
+            args = world, free_port(), list(same), out, gradients, check
+            start_processes(_run_rank, args, world, start_method="fork")
 
 
-def run_rank(rank: int, world: int, port: int, cases, out: Path, gradients, checks) -> None:
+def _run_rank(rank: int, world: int, port: int, jobs, out: Path, gradients, check) -> None:
     torch.set_num_threads(1)  # OpenMP's other threads were not forked
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = Ranks(rank, world, rank)
@@ -426,37 +458,8 @@ def run_rank(rank: int, world: int, port: int, cases, out: Path, gradients, chec
         contextlib.redirect_stdout(log),
     ):
         join(ranks, CPU, 300.0)
-        work(ranks, cases, out, gradients)
-        if checks:
-            check_shards(ranks, out)
+        work(ranks, jobs, out, gradients)
+        if check:
+            check(ranks, out)
         gc.collect()
         leave()
-
-
-def differing_after_load(ranks, device, directory: Path) -> list[str]:
-    """Names of the tensors that are not, bit for bit, those of a checkpoint after loading it."""
-    flags = ["--dp-replicate", "2"] if ranks.world == 4 else []
-    plan, model = sharded_llama(ranks, device, "--amp", "off", *flags, seq_len=32, config=SMALL)
-    optimizer = build_optimizer(model, plan.optimizer)
-    training_state.load(directory, verify(directory), model, optimizer)
-    found = {name: whole(t) for name, t in training_state.state_tensors(model, optimizer)}
-    stored = whole_state(directory)
-    assert stored.keys() == found.keys()
-    return [name for name, tensor in stored.items() if not torch.equal(tensor, found[name])]
-
-
-def check_shards(ranks, out: Path) -> None:
-    """What else test_distributed.py asks of sharded models, in checks2.json and checks4.json."""
-    saved = out / "save-fsdp2/checkpoints/step-00000002"
-    checks = {
-        "differing": gather(ranks, differing_after_load(ranks, CPU, saved)),
-        "held": gather(ranks, held_bytes(ranks, CPU)),
-        "skipped": gather(ranks, skips_for_an_overflow_elsewhere(ranks, CPU)),
-        "timeouts": hsdp_timeouts(ranks, CPU),
-        "converted": {n: converted_losses(ranks, CPU, n) for n in CONVERTED[ranks.world]},
-    }
-    if ranks.world == 2:
-        checks["dtypes"] = dtypes_in_a_block(ranks, CPU)
-        checks["embedding"] = embedding_gradient_error(ranks, CPU)
-    if ranks.main:
-        (out / f"checks{ranks.world}.json").write_text(json.dumps(checks))

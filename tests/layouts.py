@@ -21,59 +21,52 @@ from safetensors.torch import load_file
 
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.formulas.collectives import traffic as traffic_of
-from llm_train_bench.parallel.ranks import ALONE
-from tests.dist_worker import start_ranks, work
+from tests.dist_worker import Job, run_jobs
 from tests.faults import whole_state
 from tests.helpers import FAMILIES, ROOT, plan_of
 
 STEPS = 16  # tests/test_layouts.py takes 8
-COMMON = ["--device", "cpu", "--amp", "off", "--warmup-steps", "1", "--lr", "2e-3", "--lr-warmup-steps",
-          "0", "--seq-len", "32", "--no-tensorboard"]  # fmt: skip
-SIZES = dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, intermediate_size=96)
+COMMON = (
+    "--device cpu --amp off --warmup-steps 1 --lr 2e-3 --lr-warmup-steps 0 --seq-len 32 --no-tensorboard"
+).split()
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+SIZES |= dict(num_attention_heads=8, num_key_value_heads=4)
+MOE = FAMILIES["qwen3_moe"] | SIZES | dict(moe_intermediate_size=32, mlp_only_layers=[])
 # What differs from tests.helpers.FAMILIES: sizes that divide, and several layers.
 MODELS = {
     "gpt2": FAMILIES["gpt2"] | dict(n_embd=64, n_head=8, n_layer=2),
-    "llama": FAMILIES["llama-yarn"] | SIZES | dict(num_hidden_layers=2),
-    "qwen3": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=2),
+    "llama": FAMILIES["llama-yarn"] | SIZES,
+    "qwen3": FAMILIES["qwen3"] | SIZES,
     "deep": FAMILIES["qwen3"] | SIZES | dict(num_hidden_layers=4),
-    "mistral": FAMILIES["mistral"] | SIZES | dict(num_hidden_layers=2),
+    "mistral": FAMILIES["mistral"] | SIZES,
     # A layer with a window and one without; too few key/value heads for four ranks.
-    "qwen2": FAMILIES["qwen2"] | SIZES | dict(num_key_value_heads=2, num_hidden_layers=2),
-    "moe": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
-                                                mlp_only_layers=[]),
+    "qwen2": FAMILIES["qwen2"] | SIZES | dict(num_key_value_heads=2),
+    "moe": MOE,
     # No clamp is reached: rounding at its edge turns a gradient on or off, and Adam magnifies that.
-    "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(num_hidden_layers=2, intermediate_size=32,
-                                                  swiglu_limit=7.0),
-    "deepseek": FAMILIES["deepseek_v3"] | SIZES | dict(num_key_value_heads=8, num_hidden_layers=2,
-                                                       router_bias_update_rate=0.01,
-                                                       output_router_logits=True,
-                                                       router_aux_loss_coef=0.01),
+    "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, swiglu_limit=7.0),
+    "deepseek": FAMILIES["deepseek_v3"]
+    | SIZES
+    | dict(num_key_value_heads=8, router_bias_update_rate=0.01)
+    | dict(output_router_logits=True, router_aux_loss_coef=0.01),
     # Five words and one expert for each: some ranks get no row.
-    "lopsided": FAMILIES["qwen3_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32,
-                                                     mlp_only_layers=[], vocab_size=5,
-                                                     pad_token_id=None, num_experts_per_tok=1,
-                                                     norm_topk_prob=False),
-}  # fmt: skip
+    "lopsided": MOE
+    | dict(vocab_size=5, pad_token_id=None, num_experts_per_tok=1, norm_topk_prob=False),
+}
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
 CLIPS = {"gpt2": 0.8, "deep": 1.1, "gpt_oss": 0.85, "lopsided": 0.7}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Some ranks, a model, and the flags of a layout; `traced` compiles without Inductor's code.
-
-    `mutant` names one of tests.dist_worker.MUTANTS: the code is broken so, and must be caught.
-    """
+    """Ranks, a model, and the flags of a layout; `traced` and `mutant` as tests.dist_worker.Job has."""
 
     ranks: int
     model: str
     flags: str
     traced: bool = False
     mutant: str = ""
-    resumes: str = ""
-    """The case from whose checkpoint this one goes on."""
-    first: int = 0
-    """The step of that checkpoint."""
+    resumes: str = ""  # the case from whose checkpoint this one goes on
+    first: int = 0  # the step of that checkpoint
 
     @property
     def steps(self) -> int:
@@ -173,10 +166,11 @@ MUTANTS = {
 }
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
-SHORT = ("tp2-biases", "cp2", "dp2-deepseek", "ep2-deepseek", "ep2-deepseek-bf16",
-         "tp2-cp2-gpt-oss", "dp2-ep2-accumulate", "cp4-gather", "ep2-idle", "pp2-interleaved",
-         "pp2-hsdp2", "pp2-cp2-half", "mutant-divided", "mutant-tied", "mutant-tie", "tp2-save",
-         "cp2-resume-tp2", "ep2-resume-cp2")  # fmt: skip
+SHORT = (
+    "tp2-biases cp2 dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss dp2-ep2-accumulate "
+    "cp4-gather ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half mutant-divided mutant-tied mutant-tie "
+    "tp2-save cp2-resume-tp2 ep2-resume-cp2"
+).split()
 
 
 def flags_of(case: Case, out: Path) -> list[str]:
@@ -209,7 +203,7 @@ def reference(model: str, accumulation: int, out: Path, bf16: bool = False) -> P
     if not (out / name).exists():
         flags = f"--bsz {GLOBAL // accumulation} --grad-acc-steps {accumulation}"
         alone = Case(1, model, flags + " --amp bf16" * bf16)
-        work(ALONE, [(name, alone.script, flags_of(alone, out), False)], out, gradients=True)
+        run_jobs([Job(name, alone.script, flags_of(alone, out))], out, gradients=True)
     return out / name
 
 
@@ -224,24 +218,17 @@ def turn(name: str) -> tuple[int, int]:
 
 def run_cases(names: list[str], out: Path) -> None:
     """All cases, by few forks of ranks; their directories lie in `out`."""
-    for when in sorted({turn(name) for name in names}):
-        cases = [
-            (name, case.script, flags_of(case, out), case.traced, case.mutant)
-            for name, case in CASES.items()
-            if name in names and turn(name) == when
-        ]
-        if when[1] == 1:
-            work(ALONE, cases, out, gradients=True)
-        else:
-            ranks = start_ranks(when[1], cases, out, gradients=True)
-            while not ranks.join():
-                pass
+    jobs = [
+        Job(name, case.script, flags_of(case, out), case.ranks, case.traced, case.mutant)
+        for name, case in CASES.items()
+        if name in names
+    ]
+    run_jobs(sorted(jobs, key=lambda job: turn(job.name)), out, gradients=True)
 
 
 # The largest differences from one device; norms and gradients are relative. Of a mutant, and under bf16
 # (where roundings differ), only gradients of the first step are held to one device's.
-LIMITS = {"loss": 1e-5, "valid": 1e-5, "norm 1-3": 1e-6, "later": 1e-5, "gradient": 1e-5,
-          "at end": 1e-4}  # fmt: skip
+LIMITS = dict(loss=1e-5, valid=1e-5, norm=1e-6, later=1e-5, gradient=1e-5, at_end=1e-4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,10 +259,7 @@ def compare(name: str, out: Path) -> Difference:
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
     alone, here = reference(case.model, micro, out, bf16), out / name
-    steps = [
-        [json.loads(line) for line in (where / "steps.jsonl").read_text().splitlines()]
-        for where in (alone, here)
-    ]
+    steps = [[*map(json.loads, (d / "steps.jsonl").open())] for d in (alone, here)]
     first = case.first
     clipped = [step["grad_norm"] > CLIPS.get(case.model, 0.3) for step in steps[0]]
     assert clipped[0] and all(clipped) == (case.model not in CLIPS), "clipping is not as meant"
@@ -306,7 +290,6 @@ def compare(name: str, out: Path) -> Difference:
     both = ["val_loss_before", "val_loss"] if "--val-data" in flags_of(case, out) else []
     validation = max((abs(metrics[key] - expected[key]) for key in both), default=0.0)
     facts = json.loads((here / "facts.json").read_text())
-    moved = facts["traffic"] if case.ranks > 1 else {}
     if "moe" in case.model:
         assert 1 < metrics["expert_rows_max_over_mean"] < 8
     exact = not (first or case.mutant or bf16)  # or a rounding may choose another expert
@@ -316,21 +299,16 @@ def compare(name: str, out: Path) -> Difference:
     if case.model == "lopsided":
         assert any(facts["idle"]), "every rank got rows"
     traffic = {}
-    kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    if moved and "--pt-compile" not in case.flags:  # nothing is seen of compiled steps
-        plan = plan_of(flags_of(case, out), case.script, case.ranks, "cpu")
-        assert plan.work.fsdp.ulysses == ("gather" not in name)
-        groups = [moved] if case.script == "train_fsdp.py" else moved
-        for group, bytes_moved in enumerate(groups):
-            formula = traffic_of(plan.work, group)
-            if not group:
-                kinds += ["send"] if len(groups) > 1 else []
-                assert {k: metrics[f"{k}_bytes"] for k in kinds} == {
-                    k: formula.get(k, 0) for k in kinds
-                }
+    if case.ranks > 1 and "--pt-compile" not in case.flags:  # nothing is seen of compiled steps
+        work = plan_of(flags_of(case, out), case.script, case.ranks, "cpu").work
+        assert work.fsdp.ulysses == ("gather" not in name)
+        kinds = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+        kinds += ["send"] if work.fsdp.pp > 1 else []
+        assert all(metrics[f"{k}_bytes"] == traffic_of(work, 0).get(k, 0) for k in kinds)
+        for group, moved in enumerate(facts["traffic"]):
             for kind in kinds:
-                both = formula.get(kind, 0), bytes_moved.get(kind, 0) / (case.steps - first)
-                traffic |= {f"{kind} of {group}": both} if both[0] != both[1] else {}
+                pair = traffic_of(work, group).get(kind, 0), moved.get(kind, 0) / len(norms)
+                traffic |= {f"{kind} of {group}": pair} if pair[0] != pair[1] else {}
     numbers = loss, validation, max(norms[:3]), max(norms[3:], default=0.0), worst[most], last
     limits = {"gradient": 1e-2 if bf16 else 1e-5} if case.steps == 2 else LIMITS
     return Difference(dict(zip(LIMITS, numbers, strict=True)), most, traffic, limits)
@@ -344,9 +322,9 @@ def main() -> int:
         print(f"{'layout':20} " + " ".join(f"{name:>8}" for name in LIMITS))
         failed = []
         for name in names:
-            found = compare(name, out)
-            wrong = found.ok == (name in MUTANTS)
-            print(f"{name:20} {found}", "  WRONG" if wrong else "", flush=True)
+            difference = compare(name, out)
+            wrong = difference.ok == (name in MUTANTS)
+            print(f"{name:20} {difference}", "  WRONG" if wrong else "", flush=True)
             failed += [name] if wrong else []
     return 1 if failed else 0
 

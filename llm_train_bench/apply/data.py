@@ -43,8 +43,8 @@ class SyntheticTokens:
         """
         n = max(1, self.AHEAD // (self.row.shape[0] * self.stride))
         for start in range(0, len(plan), n):
-            some = plan[start : start + n]
-            firsts = torch.arange(some.start, some.stop, some.step, device=self.row.device)
+            part = plan[start : start + n]
+            firsts = torch.arange(part.start, part.stop, part.step, device=self.row.device)
             counter = self.row + self.column + firsts[:, None, None] * self.stride
             yield from hash_ids(counter, self.seed).remainder_(self.vocab_size)
 
@@ -120,14 +120,10 @@ class FileTokens(Dataset):
 
 
 Source = SyntheticTokens | FileTokens
-# A data loading process that gives nothing for so long will give nothing.
-WORKER_TIMEOUT_S = 120.0
+WORKER_TIMEOUT_S = 120.0  # without data from a data loading process
 # Validation data: where the micro batches come from, and their first samples.
 Validation = tuple[FileTokens, Sequence[int]]
-
-
-# Micro batches of a validation loss.
-VAL_BATCHES = 8
+VAL_BATCHES = 8  # micro batches of a validation loss
 
 
 def open_data(
@@ -163,25 +159,25 @@ def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> Sequenc
 
 
 def _loaded(loader: DataLoader) -> Iterator[Tensor]:
-    """What data loading processes read; they hand it over in shared memory, and hang if that is full."""
+    """Batches from data loading processes, which use shared memory, and hang if that is full."""
     try:
         yield from loader
     except RuntimeError as error:
         if "DataLoader" not in str(error):
             raise
-        known = ""
+        shared = ""
         with contextlib.suppress(OSError):
             free = shutil.disk_usage("/dev/shm").free / 2**20
-            known = f"; /dev/shm, the shared memory, has {free:.0f} MiB free"
+            shared = f"; /dev/shm, the shared memory, has {free:.0f} MiB free"
         raise UsageError(
             f"--n-workers {loader.num_workers}: no data from them in {WORKER_TIMEOUT_S:g} s or one died "
-            f"({str(error).splitlines()[0]}){known}; give it more (docker run --shm-size 8g), or use 0"
+            f"({str(error).splitlines()[0]}){shared}; give it more (docker run --shm-size 8g), or use 0"
         ) from None
 
 
-def repeating_last(some: Iterator) -> Iterator:
-    """All of them, then the last one for ever: for a step that is only looked at."""
-    for last in some:
+def repeating_last(items: Iterator) -> Iterator:
+    """All items, then the last one for ever: for a step that is only observed."""
+    for last in items:
         yield last
     yield from itertools.repeat(last)
 
@@ -196,12 +192,10 @@ def batches(
         rows = (source[first] for first in plan)
     pin = device.type == "cuda"
     if n_workers and isinstance(source, FileTokens):
-        rows = _loaded(
-            DataLoader(
-                source, batch_size=None, sampler=plan, num_workers=n_workers, pin_memory=pin,
-                timeout=WORKER_TIMEOUT_S, generator=torch.Generator(),  # dropout's stays as it is
-            )
-        )  # fmt: skip
+        options = {"batch_size": None, "sampler": plan, "pin_memory": pin}
+        options |= {"num_workers": n_workers, "timeout": WORKER_TIMEOUT_S}
+        # With a separate generator dropout draws the same numbers.
+        rows = _loaded(DataLoader(source, generator=torch.Generator(), **options))
     for ids in rows:
         if ids.device.type != device.type:
             ids = ids if ids.is_pinned() else ids.pin_memory()

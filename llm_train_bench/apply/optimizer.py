@@ -16,23 +16,21 @@ def build_optimizer(
     model: nn.Module, flags: OptimizerFlags | None, fp8: Fp8 | None = None
 ) -> torch.optim.Optimizer | None:
     """AdamW or SGD, fused, with weight decay on matrices only; None if the run takes no step."""
-    if flags is None:
-        return None
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return optimizer_of(named, flags, fp8)
+    return flags and optimizer_of(dict(model.named_parameters()), flags, fp8)
 
 
 def optimizer_of(
-    learnt: dict[str, nn.Parameter], flags: OptimizerFlags, fp8: Fp8 | None = None
+    named: dict[str, nn.Parameter], flags: OptimizerFlags, fp8: Fp8 | None = None
 ) -> torch.optim.Optimizer:
-    """The same of parameters by their names."""
+    """The optimizer of those named parameters that require a gradient."""
+    learnt = {name: p for name, p in named.items() if p.requires_grad}
     decayed = {n for n, p in learnt.items() if p.ndim >= 2 and not n.endswith("bias")}
     matrices = [p for name, p in learnt.items() if name in decayed]
     vectors = [p for name, p in learnt.items() if name not in decayed]
     groups = [
         {"params": same, "weight_decay": decay}
-        for some, decay in ((matrices, flags.weight_decay), (vectors, 0.0))
-        for same in by_mesh(some)
+        for parameters, decay in ((matrices, flags.weight_decay), (vectors, 0.0))
+        for same in by_mesh(parameters)
     ]
     if flags.optimizer == "sgd":
         # PyTorch's fused SGD does not take sharded parameters.
@@ -89,7 +87,7 @@ def optimizer_step(
     if scaler is not None:
         scaler.before_step(optimizer, norm)
     if max_norm and scaler is None and _divides_gradients(optimizer, parameters):
-        # The fused kernel reads the gradients anyway: no pass of its own.
+        # The fused kernel reads the gradients anyway: no separate pass.
         optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
         optimizer.step()
         del optimizer.grad_scale

@@ -11,7 +11,7 @@ from llm_train_bench.model.transformer import Transformer, saved_ops
 
 
 def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = None) -> None:
-    """Let some blocks drop activations in forward and recompute them in backward, in place.
+    """Let the chosen blocks drop activations in forward and recompute them in backward, in place.
 
     `op` keeps the outputs of matmuls, attention and collectives and recomputes the rest. The block's
     forward is replaced, not the block, so that parameter names stay as they are. Apply before

@@ -1,30 +1,40 @@
-"""Tensors and modules that FSDP has sharded, told apart and read.
+"""Recognising and reading tensors and modules that FSDP has sharded.
 
 PyTorch's DTensor takes 2 s of CPU to import. Only what meets a sharded tensor imports it.
 """
 
+from typing import TYPE_CHECKING, TypeGuard
+
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
-def is_sharded(tensor: Tensor) -> bool:
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor: a rank's part of a whole on a device mesh."""
     return hasattr(tensor, "full_tensor")
 
 
 def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters apart by device mesh, which a fused optimizer's kernel cannot mix; never empty."""
-    found: dict[object, list[nn.Parameter]] = {}
+    """Parameters grouped by device mesh, which a fused optimizer's kernel cannot mix; never empty."""
+    groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(found.values()) or [[]]
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(groups.values()) or [[]]
 
 
-def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP gathers as units (`FSDPModule`); none without FSDP."""
-    return [module for module in model.modules() if hasattr(module, "reshard")]
+def _is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
+    return hasattr(module, "reshard")
 
 
-def reshard(modules: list[nn.Module]) -> None:
+def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
+    """The modules that FSDP gathers as units; none without FSDP."""
+    return [module for module in model.modules() if _is_unit(module)]
+
+
+def reshard(modules: "list[FSDPModule]") -> None:
     """Free the gathered weights after a forward pass without a backward.
 
     Weights that stay are in low precision: no export can use them, and the next pass finds them.

@@ -1,8 +1,7 @@
 """Token files: a flat array of uint16 or uint32 ids, with or without a header. Needs no torch.
 
-With a header (256 int32: magic, version, number of tokens, zeros) the file says its own width, as
-the files of llm.c do: version 1 is uint16, version 7 is uint32. Without one (nanoGPT's files) the
-user says it: nothing in the file could.
+A header (256 int32: magic, version, number of tokens, zeros) tells the width, as in the files of
+llm.c: version 1 is uint16, version 7 is uint32. Without one (nanoGPT's files) the user must name it.
 """
 
 import contextlib
@@ -44,25 +43,25 @@ def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
     header = np.frombuffer(start, dtype="<i4") if len(start) == HEADER_BYTES else [0]
     if int(header[0]) not in {magic for magic, _ in FORMATS}:
         return _open_bare(path, size, dtype, start)
-    found = FORMATS.get((int(header[0]), int(header[1])))
-    if found is None:
+    width = FORMATS.get((int(header[0]), int(header[1])))
+    if width is None:
         raise UsageError(
             f"{path}: has a header of llm.c's (magic {header[0]}), but of version {header[1]}, which is "
             f"not known; there are {', '.join(f'{m} version {v}' for m, v in FORMATS)}"
         )
-    if dtype not in ("auto", found.name):
-        raise UsageError(f"--data-dtype {dtype}: the header of {path} says {found.name}")
+    if dtype not in ("auto", width.name):
+        raise UsageError(f"--data-dtype {dtype}: the header of {path} says {width.name}")
     count = int(header[2])
-    if size != HEADER_BYTES + count * found.itemsize:
+    if size != HEADER_BYTES + count * width.itemsize:
         raise UsageError(
             f"{path}: its header promises {count} tokens, its size holds "
-            f"{(size - HEADER_BYTES) / found.itemsize:g}; is it complete?"
+            f"{(size - HEADER_BYTES) / width.itemsize:g}; is it complete?"
         )
-    return np.memmap(path, dtype=found, mode="r", offset=HEADER_BYTES, shape=(count,))
+    return np.memmap(path, dtype=width, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
 def _open_bare(path: Path, size: int, dtype: str, start: bytes) -> np.ndarray:
-    """An array of ids without a header, of the format that was told."""
+    """An array of ids without a header, in the format that --data-dtype names."""
     if dtype == "auto":
         raise UsageError(
             f"{path}: has no header that says it holds tokens{_looks_like(start)}; make token files with "

@@ -1,11 +1,14 @@
 """Data parallelism by replicas: DistributedDataParallel, and plainer ways to compare it with."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_of
@@ -16,19 +19,19 @@ from llm_train_bench.settings.flags import OptimizerFlags
 
 
 class ReplicaLayout(Layout):
-    """Every rank has the whole model, and other tokens than the rest."""
+    """Every rank has the whole model, and tokens that no other rank has."""
 
-    def summed(self, numbers: torch.Tensor) -> torch.Tensor:
+    def summed(self, numbers: Tensor) -> Tensor:
         numbers = numbers.clone()
         dist.all_reduce(numbers)
         return numbers
 
 
 class PlainReplica(nn.Module):
-    """A replicated model whose gradients are averaged in one of the ways before DDP's.
+    """A replicated model whose gradients are averaged in a simpler way than DDP's.
 
-    `parameter`: an all-reduce of each gradient; `bucketed`: of some together; `flat`: of all together.
-    With overlap a parameter's starts when its gradient is there, otherwise all after backward.
+    `parameter` all-reduces each gradient, `bucketed` several together, `flat` all together. With
+    overlap an all-reduce starts when its gradient is ready, otherwise after backward.
     """
 
     def __init__(self, model: Transformer, options: Ddp):
@@ -38,7 +41,7 @@ class PlainReplica(nn.Module):
         self.running: list[tuple[dist.Work, Tensor]] = []
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self.module(*inputs)
@@ -52,54 +55,49 @@ class PlainReplica(nn.Module):
         finally:
             self.syncs = True
 
-    def _gradient_is_there(self, parameter: nn.Parameter) -> None:
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
         if not self.syncs:
             return
         if not self.queued:  # runs when this backward is over, as DDP's own does
             self.queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         if self.options.overlap:
-            self.running.append((dist.all_reduce(parameter.grad, async_op=True), parameter.grad))
+            gradient = parameter.grad
+            self.running.append((dist.all_reduce(gradient, async_op=True), gradient))
 
     def _complete(self) -> None:
         self.queued, world = False, dist.get_world_size()
         for work, gradient in self.running:
             work.wait()
             gradient.div_(world)
-        if self.options.overlap:
-            self.running.clear()
-            return
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        for some in self._together(gradients):
-            flat = some[0].view(-1) if len(some) == 1 else torch.cat([g.view(-1) for g in some])
+        self.running.clear()
+        for bucket in [] if self.options.overlap else self._buckets():
+            flat = _flatten_dense_tensors(bucket)
             dist.all_reduce(flat)
             flat.div_(world)
-            if len(some) > 1:
-                pieces = flat.split([g.numel() for g in some])
-                torch._foreach_copy_(
-                    some, [p.view_as(g) for p, g in zip(pieces, some, strict=True)]
-                )
+            if len(bucket) > 1:  # one gradient alone was reduced in place
+                torch.ops.aten._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
-    def _together(self, gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-        """Gradients that one all-reduce takes."""
+    def _buckets(self) -> list[list[Tensor]]:
+        """The gradients, grouped by the all-reduce that takes them."""
         limits = {"parameter": 0.0, "flat": float("inf")}
         limit = limits.get(self.options.mode, self.options.bucket_cap_mb * 2**20)
-        found: list[list[Tensor]] = []
+        buckets: list[list[Tensor]] = []
         size = 0
-        for gradient in gradients:
-            if not found or size + gradient.nbytes > limit:
-                found.append([])
+        for gradient in (p.grad for p in self.module.parameters() if p.grad is not None):
+            if not buckets or size + gradient.nbytes > limit:
+                buckets.append([])
                 size = 0
-            found[-1].append(gradient)
+            buckets[-1].append(gradient)
             size += gradient.nbytes
-        return found
+        return buckets
 
 
-class Zero1:
+class Zero1(torch.optim.Optimizer):
     """An optimizer whose state is divided among replicas (ZeRO stage 1; Rajbhandari et al. 2020).
 
-    Each rank updates its rows of every parameter; then all gather them. Its `state` is that of the
-    model's own parameters, as checkpoints ask for it.
+    Each rank updates its rows of every parameter by `inner`; then all gather them. `state` is keyed by
+    the model's own parameters, as checkpoints need it.
     """
 
     def __init__(self, model: Transformer, flags: OptimizerFlags, device: torch.device):
@@ -123,20 +121,20 @@ class Zero1:
             else:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
                 state |= {key: torch.zeros_like(share) for key in ("exp_avg", "exp_avg_sq")}
-        self.state = {parameter: self.inner.state[share] for parameter, share in self.pairs}
+        self.state = defaultdict(dict, {p: self.inner.state[share] for p, share in self.pairs})
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update this rank's rows, and gather everybody's."""
+        """Update this rank's rows, and gather all others."""
         rank, world = dist.get_rank(), dist.get_world_size()
         for parameter, share in self.pairs:
             size = -(-len(parameter) // world)
-            own = slice(rank * size, (rank + 1) * size)
-            share.to_local().copy_(parameter[own])  # a checkpoint may have changed the parameter
+            rows = slice(rank * size, (rank + 1) * size)
+            share.to_local().copy_(parameter[rows])  # a checkpoint may have changed the parameter
+            layout = {"shape": share.shape, "stride": share.stride(), "run_check": False}
             share.grad = type(share.data).from_local(
-                parameter.grad[own], share.device_mesh, share.placements, run_check=False,
-                shape=share.shape, stride=share.stride(),
-            )  # fmt: skip
+                parameter.grad[rows], share.device_mesh, share.placements, **layout
+            )
         self.inner.step()
         for parameter, share in self.pairs:
             share.grad = None
@@ -145,7 +143,7 @@ class Zero1:
 
 def replica_optimizer(
     model: Transformer, flags: OptimizerFlags | None, fp8, options: Ddp, device: torch.device
-) -> "torch.optim.Optimizer | Zero1 | None":
+) -> torch.optim.Optimizer | None:
     """A replica's optimizer: whole, or with --zero1 a share of it."""
     if options.zero1 and flags is not None:
         return Zero1(model, flags, device)
@@ -168,12 +166,6 @@ def apply_ddp(
         static_graph=grad_acc_steps == 1,
     )
     if options.reduce_dtype == "bf16":
-        ddp.register_comm_hook(None, reduce_in_bf16)
+        # Under its own name DDP refuses this hook on a CPU.
+        ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     return ddp
-
-
-def reduce_in_bf16(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: average a bucket of gradients in bf16, which halves the traffic."""
-    low = bucket.buffer().to(torch.bfloat16).div_(dist.get_world_size())
-    future = dist.all_reduce(low, async_op=True).get_future()
-    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))

@@ -1,10 +1,12 @@
 """Sharding by FSDP2 (fully_shard), replicated too under HSDP."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -20,7 +22,7 @@ from llm_train_bench.apply.sharded import is_sharded, sharded_modules
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.hf import Pretrained, read_pretrained
 from llm_train_bench.model.init import fill
-from llm_train_bench.model.layout import own_part
+from llm_train_bench.model.layout import HasWeights, own_part
 from llm_train_bench.model.shares import whole_shape
 from llm_train_bench.model.transformer import Transformer
 
@@ -41,25 +43,23 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
         cast_forward_inputs=False,
     )
-    common = {
-        "ignored_params": fixed,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-        "reshard_after_forward": options.reshard,
-    }
-    exact = common | {"mp_policy": dataclasses.replace(policy, param_dtype=None)}
+    shard = functools.partial(
+        fully_shard,
+        ignored_params=fixed,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        reshard_after_forward=options.reshard,
+    )
+    exact = dataclasses.replace(policy, param_dtype=None)
     ahead, units = options.prefetch, []
     for layer, block in model.blocks.items():
-        other_mesh = options.tp * options.ep > 1
-        apart = [block.mlp.experts] if other_mesh and work.config.has_experts(int(layer)) else []
-        for experts in apart:
-            fully_shard(experts, mesh=meshes["experts"], **common)
+        apart = []
+        if work.config.has_experts(int(layer)) and options.tp * options.ep > 1:
+            apart.append(shard(block.mlp.experts, mesh=meshes["experts"]))
         if work.config.has_experts(int(layer)) and work.config.experts.exact_router:
-            apart.append(block.mlp.router)
-            fully_shard(apart[-1], mesh=meshes["dense"], **exact)
-        fully_shard(block, mesh=meshes["dense"], **common)
-        units.append([block, *apart])
-    fully_shard(model, mesh=meshes["stage"], **common | {"reshard_after_forward": False})
+            apart.append(shard(block.mlp.router, mesh=meshes["dense"], mp_policy=exact))
+        units.append([shard(block, mesh=meshes["dense"]), *apart])
+    shard(model, mesh=meshes["stage"], reshard_after_forward=False)
     for i, (block, *_) in enumerate(units if ahead else []):
         later, earlier = units[i + 1 : i + 1 + ahead], units[max(0, i - ahead) : i][::-1]
         block.set_modules_to_forward_prefetch([*itertools.chain(*later)])
@@ -72,7 +72,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
 
 @torch.no_grad()
 def materialize_shards(
-    model: Transformer,
+    model: HasWeights,
     device: torch.device,
     seed: int,
     weights: Pretrained | None = None,
@@ -90,7 +90,7 @@ def materialize_shards(
 
 def set_exact_values(
     optimizer: torch.optim.Optimizer | None,
-    model: Transformer,
+    model: HasWeights,
     device: torch.device,
     seed: int,
     weights: Pretrained | None,
@@ -105,8 +105,8 @@ def set_exact_values(
 
 @torch.no_grad()
 def shard_values(
-    model: Transformer, device: torch.device, seed: int, weights: Pretrained | None = None
-) -> Iterator[tuple[DTensor, torch.Tensor, torch.Tensor]]:
+    model: HasWeights, device: torch.device, seed: int, weights: Pretrained | None = None
+) -> Iterator[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
     """Each parameter of a sharded model with its first values [fp32]: this rank's rows, and all.
 
     They are the values of an unsharded model. One parameter at a time is made whole (or read, with
@@ -124,7 +124,7 @@ def shard_values(
 
 
 def own_rows(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The rows of a tensor that this rank's shard holds, in FSDP's even chunks; all without one."""
+    """The rows of a tensor that this rank's shard of a parameter holds, in FSDP's even chunks."""
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh

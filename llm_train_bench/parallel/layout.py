@@ -6,18 +6,19 @@ Ulysses (Jacobs et al. 2023), or gathers keys and values (Llama 3, 3.3.2) where 
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layout import Attend, joined, linear_without_bias
+from llm_train_bench.model.layout import Attend, HasWeights, joined, linear_without_bias
 from llm_train_bench.model.shares import divided, whole_shape
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
 from llm_train_bench.parallel.ranks import collective_timeout
@@ -25,66 +26,42 @@ from llm_train_bench.parallel.ranks import collective_timeout
 _c10d = torch.ops._c10d_functional
 
 
-def build_mesh(device: torch.device, sizes: dict[str, int], timeout_s: float) -> DeviceMesh:
-    """A mesh of all ranks; `sizes` are its dimensions from the outermost, their product the world.
-
-    A dimension of one rank is left out, apart from the last.
-    """
-    *outer, last = sizes.items()
-    kept = dict([(name, size) for name, size in outer if size > 1] + [last])
-    mesh = init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
-    if len(kept) > 1:
-        set_timeouts(mesh, device, timeout_s)
-    return mesh
-
-
 def set_timeouts(mesh: DeviceMesh, device: torch.device, timeout_s: float) -> None:
-    """Give the groups of a mesh the timeout of collectives; groups of their own do not inherit it."""
-    for name in mesh.mesh_dim_names:
-        timeout = collective_timeout(device, timeout_s)
-        dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(name))
+    """Give the groups of a mesh the timeout of collectives, which new groups do not inherit."""
+    for group in mesh.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(collective_timeout(device, timeout_s), group)
 
 
-class _AllGather(torch.autograd.Function):
-    """Along dimension 0; the gradient is summed and scattered."""
-
-    @staticmethod
-    def forward(ctx, x, n, group):
-        ctx.n, ctx.group = n, group
-        return _c10d.wait_tensor(_c10d.all_gather_into_tensor(x.contiguous(), n, group))
+class _Collective(torch.autograd.Function):
+    """A collective along dimension 0, by its operator and arguments; the gradient takes the inverse."""
 
     @staticmethod
-    def backward(ctx, grad):
-        grad = _c10d.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.n, ctx.group)
-        return _c10d.wait_tensor(grad), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Along dimension 0, by sum; the gradient is gathered."""
+    def forward(ctx, x, op, args, inverse, inverse_args):
+        ctx.inverse, ctx.args = inverse, inverse_args
+        return _c10d.wait_tensor(op(x.contiguous(), *args))
 
     @staticmethod
-    def forward(ctx, x, n, group):
-        ctx.n, ctx.group = n, group
-        return _c10d.wait_tensor(_c10d.reduce_scatter_tensor(x.contiguous(), "sum", n, group))
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = _c10d.all_gather_into_tensor(grad.contiguous(), ctx.n, ctx.group)
-        return _c10d.wait_tensor(grad), None, None
+    def backward(ctx, *grad_outputs):
+        grad = ctx.inverse(grad_outputs[0].contiguous(), *ctx.args)
+        return _c10d.wait_tensor(grad), None, None, None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks, `sent` and `received` of them by rank; the gradient goes back."""
+def _all_gather(x: Tensor, n: int, group: str) -> Tensor:
+    gather, scatter = _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor
+    return _Collective.apply(x, gather, (n, group), scatter, ("sum", n, group))
 
-    @staticmethod
-    def forward(ctx, x, received, sent, group):
-        ctx.splits, ctx.group = (sent, received), group
-        return _c10d.wait_tensor(_c10d.all_to_all_single(x.contiguous(), received, sent, group))
 
-    @staticmethod
-    def backward(ctx, grad):
-        grad = _c10d.all_to_all_single(grad.contiguous(), *ctx.splits, ctx.group)
-        return _c10d.wait_tensor(grad), None, None, None
+def _reduce_scatter(x: Tensor, n: int, group: str) -> Tensor:
+    gather, scatter = _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor
+    return _Collective.apply(x, scatter, ("sum", n, group), gather, (n, group))
+
+
+def _all_to_all(x: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
+    """Rows to other ranks, `sent` and `received` of them by rank."""
+    exchange = _c10d.all_to_all_single
+    return _Collective.apply(
+        x, exchange, (received, sent, group), exchange, (sent, received, group)
+    )
 
 
 class RankLayout(ReplicaLayout):
@@ -110,11 +87,14 @@ class RankLayout(ReplicaLayout):
         `dense` has the ranks of one tp part, `experts` those of the same experts, `stage` all that have
         the same layers; with replicas each has them as its first dimension.
         """
-        if not self.fsdp.divided:
-            return dict.fromkeys(
-                ("dense", "experts", "stage"), build_mesh(device, self.fsdp.mesh, timeout_s)
-            )
         replicas, pp = self.fsdp.replicas, self.pp
+        dims = ("replicate", "shard") if replicas > 1 else ("shard",)
+        kinds = ("dense", "experts", "stage")
+        if not self.fsdp.divided:
+            sizes = (replicas, self.fsdp.shards)[-len(dims) :]
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=dims)
+            set_timeouts(mesh, device, timeout_s)
+            return dict.fromkeys(kinds, mesh)
         ranks = torch.arange(pp * self.fsdp.ranks)
         stages = ranks.view(pp, replicas, -1)
         by_cp = ranks.view(-1, self.cp, self.tp).transpose(1, 2).reshape(-1, self.cp)
@@ -131,47 +111,45 @@ class RankLayout(ReplicaLayout):
             "same": (("rest", "same"), ranks.view(pp, -1)),
             "pp": (("rest", "pp"), ranks.view(pp, -1).T),
         }
-        whole = {
+        meshes = {
             kind: DeviceMesh(device.type, grid, mesh_dim_names=names)
             for kind, (names, grid) in grids.items()
         }
-        for mesh in whole.values():
+        for mesh in meshes.values():
             set_timeouts(mesh, device, timeout_s)
         of = {"tp": "dense", "ep": "experts"} | {g: g for g in ("cp", "batch", "same", "pp")}
-        self.groups = {kind: whole[mesh].get_group(kind) for kind, mesh in of.items()}
+        self.groups = {kind: meshes[mesh].get_group(kind) for kind, mesh in of.items()}
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
-        dims = ("replicate", "shard") if replicas > 1 else ("shard",)
-        return {kind: whole[kind][dims] for kind in ("dense", "experts", "stage")}
+        return {kind: meshes[kind][dims] for kind in kinds}
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
         """A parameter of that name, or its gradient, whole: a collective that all ranks must join."""
         value = whole(tensor)
-        kind = (divided(config, name) or ("tp",))[0]
-        if getattr(self, kind) == 1 or divided(config, name) is None:
+        how = divided(config, name)
+        if how is None or (n := getattr(self, how[0])) == 1:
             return value
-        parts = [torch.empty_like(value) for _ in range(getattr(self, kind))]
-        dist.all_gather(parts, value.contiguous(), group=self.groups[kind])
+        parts = [torch.empty_like(value) for _ in range(n)]
+        dist.all_gather(parts, value.contiguous(), group=self.groups[how[0]])
         return joined(config, name, parts)
 
     def wholes(
-        self, config: ModelConfig, own: Iterable[tuple[str, Tensor]]
+        self, config: ModelConfig, parts: Iterable[tuple[str, Tensor]]
     ) -> Iterator[tuple[str, Tensor]]:
         if self.pp == 1:
-            yield from super().wholes(config, own)
+            yield from super().wholes(config, parts)
             return
-        group, mine = self.groups["pp"], dict(own)
+        group, mine = self.groups["pp"], dict(parts)
         shapes = {n: (whole_shape(config, n, t.shape), t.dtype, t.device) for n, t in mine.items()}
-        everywhere = [None] * self.pp
-        dist.all_gather_object(everywhere, shapes, group=group)
-        done = set()
-        for owner, theirs in enumerate(everywhere):
-            for name, (shape, dtype, device) in theirs.items():
-                if name in done:  # the weight of a tied head
+        by_stage = [shapes] * self.pp
+        dist.all_gather_object(by_stage, shapes, group=group)
+        owners: dict[str, int] = {}
+        for owner, shapes in enumerate(by_stage):
+            for name, (shape, dtype, device) in shapes.items():
+                if owners.setdefault(name, owner) != owner:  # the weight of a tied head
                     continue
-                done.add(name)
-                here = owner == self.pp_rank
-                value = self.whole(config, name, mine[name]).contiguous() if here else None
-                if value is None:
+                if owner == self.pp_rank:
+                    value = self.whole(config, name, mine[name]).contiguous()
+                else:
                     value = torch.empty(shape, dtype=dtype, device=device)
                 dist.broadcast(value, dist.get_global_rank(group, owner), group)
                 yield name, value
@@ -182,27 +160,25 @@ class RankLayout(ReplicaLayout):
         return numbers
 
     def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
-        """The numbers of the rank with the same parts in another group of a pipeline, for this rank's."""
+        """Swap numbers with the rank that has the same parts in another group of a pipeline."""
         group, theirs = self.groups["pp"], torch.empty_like(numbers)
         other = dist.get_global_rank(group, pp_rank)
-        for work in dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, numbers.contiguous(), other, group),
-            dist.P2POp(dist.irecv, theirs, other, group),
-        ]):  # fmt: skip
+        send = dist.P2POp(dist.isend, numbers.contiguous(), other, group)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, other, group)]):
             work.wait()
         return theirs
 
-    def gradients(self, model: Transformer) -> "Gradients | None":
+    def gradients(self, model: HasWeights) -> "Gradients | None":
         return Gradients(model, self) if self.fsdp.divided else None
 
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
     def _order(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Positions (cp, T / cp) that the cp ranks hold, and the places of all positions among them."""
-        whole = torch.arange(T, device=device)
+        positions = torch.arange(T, device=device)
         if self.cp == 1 or self.ulysses:
-            held = whole.view(self.cp, -1)
+            held = positions.view(self.cp, -1)
         else:  # a chunk from the head and one from the tail: equal work under a causal mask
-            head, tail = whole.view(2 * self.cp, -1).split(self.cp)
+            head, tail = positions.view(2 * self.cp, -1).split(self.cp)
             held = torch.cat((head, tail.flip(0)), dim=1)
         return held, held.flatten().argsort()
 
@@ -219,13 +195,13 @@ class RankLayout(ReplicaLayout):
     def gather(self, x: Tensor) -> Tensor:
         if self.tp == 1:
             return x
-        return _AllGather.apply(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
+        return _all_gather(x.transpose(0, 1), self.tp, self.names["tp"]).transpose(0, 1)
 
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
         part = linear_without_bias(linear, x).transpose(0, 1)
-        y = _ReduceScatter.apply(part, self.tp, self.names["tp"]).transpose(0, 1)
+        y = _reduce_scatter(part, self.tp, self.names["tp"]).transpose(0, 1)
         return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
     def attend(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
@@ -252,24 +228,23 @@ class RankLayout(ReplicaLayout):
     def _exchange(self, x: Tensor) -> Tensor:
         """(n, ...): the i-th part goes to rank i, and comes from it."""
         ones = [1] * self.cp
-        return _AllToAll.apply(x, ones, ones, self.names["cp"])
+        return _all_to_all(x, ones, ones, self.names["cp"])
 
     def _attend_by_tokens(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         """Own queries over all keys and values, which are gathered: first the head's, then the tail's."""
         t = q.shape[1]
         T = t * self.cp
-        widths = [k.shape[2] * k.shape[3], v.shape[2] * v.shape[3]]
         both = torch.cat((k.flatten(2), v.flatten(2)), dim=-1).transpose(0, 1)
-        both = _AllGather.apply(both, self.cp, self.names["cp"])
+        both = _all_gather(both, self.cp, self.names["cp"])
         held, places = self._order(T, q.device)
-        both = both[places].transpose(0, 1)
-        k_all, v_all = both.split(widths, dim=-1)
-        k_all, v_all = k_all.unflatten(-1, k.shape[2:]), v_all.unflatten(-1, v.shape[2:])
-        whole = torch.ones(T, T, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        parts = both[places].transpose(0, 1).tensor_split([k.shape[2] * k.shape[3]], dim=-1)
+        k_all, v_all = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
+        if mask is None:
+            mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
         outputs = []
         for chunk, positions in zip(q.chunk(2, dim=1), held[self.cp_rank].chunk(2), strict=True):
             end = (1 + self.cp_rank if not outputs else 2 * self.cp - self.cp_rank) * (t // 2)
-            seen = whole[positions]
+            seen = mask[positions]
             sink = seen.shape[1] - T  # a column of sinks comes first
             outputs.append(attend(chunk, k_all[:, :end], v_all[:, :end], seen[:, : end + sink], 0))
         return torch.cat(outputs, dim=1)
@@ -280,29 +255,33 @@ class RankLayout(ReplicaLayout):
             return experts(rows, counts)
         name, n = self.names["ep"], self.ep
         with torch.no_grad():
-            theirs = _c10d.wait_tensor(_c10d.all_to_all_single(
-                counts, [len(counts) // n] * n, [len(counts) // n] * n, name
-            )).view(n, -1)  # fmt: skip
+            each = [len(counts) // n] * n
+            theirs = _c10d.wait_tensor(_c10d.all_to_all_single(counts, each, each, name))
+            theirs = theirs.view(n, -1)
         sent, received = self.rows_to_send(counts.view(n, -1).sum(1), theirs.sum(1))
-        came = _AllToAll.apply(rows, received, sent, name)
+        arrived = _all_to_all(rows, received, sent, name)
         local = torch.arange(theirs.shape[1], device=rows.device).repeat(n)
-        expert = torch.repeat_interleave(local, theirs.flatten(), output_size=len(came))
+        expert = torch.repeat_interleave(local, theirs.flatten(), output_size=len(arrived))
         order = expert.argsort(stable=True)
-        own = theirs.sum(0)
-        if not len(came):  # the experts' gradients are zeros, not absent
-            own = F.pad(torch.ones_like(own[:1]), (0, len(own) - 1))
-            y = experts(F.pad(came, (0, 0, 0, 1)), own)[:0]
+        totals = theirs.sum(0)
+        if not len(arrived):  # the experts' gradients are zeros, not absent
+            totals = F.pad(torch.ones_like(totals[:1]), (0, len(totals) - 1))
+            y = experts(F.pad(arrived, (0, 0, 0, 1)), totals)[:0]
         else:
-            y = experts(came[order], own)
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=rows.device)
-        )
-        return _AllToAll.apply(y[back], sent, received, name)
+            y = experts(arrived[order], totals)
+        places = torch.arange(len(order), device=rows.device)
+        back = torch.empty_like(order).scatter_(0, order, places)
+        return _all_to_all(y[back], sent, received, name)
 
     def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
         """Rows to and from each of the ep ranks: the one wait for the device of a layer."""
         there, here = torch.stack((sent, received)).tolist()
         return there, here
+
+
+def local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a sharded parameter's gradient."""
+    return cast(DTensor, parameter.grad).to_local()
 
 
 class Gradients:
@@ -312,7 +291,7 @@ class Gradients:
     of the rank's own tokens or heads.
     """
 
-    def __init__(self, model: Transformer, layout: RankLayout):
+    def __init__(self, model: HasWeights, layout: RankLayout):
         self.layout, self.other_end = layout, layout.pp - 1 - layout.pp_rank
         self.tied: nn.Parameter | None = None
         self.partial: list[nn.Parameter] = []
@@ -332,15 +311,15 @@ class Gradients:
     def norm(self) -> Tensor:
         """Complete the gradients, and return the norm over all ranks."""
         if self.tied is not None:
-            grad = self.tied.grad.to_local()
+            grad = local_gradient(self.tied)
             grad += self.layout.exchanged(grad, self.other_end)
         if self.partial:
-            parts = [p.grad.to_local() for p in self.partial]
+            parts = [local_gradient(p) for p in self.partial]
             flat = torch.cat([part.flatten() for part in parts])
             dist.all_reduce(flat, group=self.layout.groups["tp"])
             for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(values.view_as(part))
-        squares = [p.grad.to_local().float().square().sum() / n for p, n in self.copies]
+        squares = [local_gradient(p).float().square().sum() / n for p, n in self.copies]
         total = torch.stack(squares).sum()
         dist.all_reduce(total)
         return total.sqrt()
@@ -348,4 +327,4 @@ class Gradients:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients so that `norm`, theirs, is at most `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([p.grad.to_local() for p, _ in self.copies], factor)
+        torch.ops.aten._foreach_mul_([local_gradient(p) for p, _ in self.copies], factor)

@@ -5,15 +5,18 @@ al. 2021, section 2.2). Each stage is sharded by FSDP, and stays gathered over a
 """
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.layout import RankLayout
 
@@ -25,27 +28,28 @@ def boundary(work: Work, device: torch.device) -> Tensor:
     return torch.empty(sizes, dtype=AMP_DTYPES[work.amp], device=device)
 
 
-def reduce_in_last(model: Transformer, last: bool) -> None:
+def reduce_in_last(stage: nn.Module, last: bool) -> None:
     """Let FSDP reduce the gradients of a stage in the last backward of a step alone."""
+    model = cast(FSDPModule, stage)
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
     model.set_is_last_backward(last)
 
 
-class Pipeline(nn.Module):
+class Pipeline(HasWeights):
     """The stages of one rank. Several stages lie pp apart, so that each group of ranks has some early."""
 
     def __init__(self, work: Work, flex: bool, layout: RankLayout):
         super().__init__()
-        self.config, self.work, self.layout = work.config, work, layout
+        self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
         self.numbers = range(layout.pp_rank, work.fsdp.stages, layout.pp)
-        self.stages = nn.ModuleList(
+        self.stages = [
             Transformer(work.config, work.batch.seq_len, flex, work.balanced, layout, layers)
             for layers in map(work.stage_layers, self.numbers)
-        )
+        ]
+        self.registered = nn.ModuleList(self.stages)
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their names in the plain model."""
         for stage in self.stages:
             yield from stage.weights()
 
@@ -55,7 +59,7 @@ class Pipeline(nn.Module):
         The mean loss times pp on the ranks of the last stage, zero elsewhere: its mean is the loss.
         """
         n, x = self.work.fsdp.stages, tokens
-        group = self.layout.groups["pp"]
+        group = self.ranks.groups["pp"]
 
         def group_of(number: int) -> int:
             return dist.get_global_rank(group, number % self.layout.pp)
@@ -83,24 +87,20 @@ class Pipeline(nn.Module):
             total.add_(loss.detach(), alpha=fsdp.pp / n_micro)
             return loss / (n_micro * fsdp.ranks)
 
-        stages = [
-            _Stage(self, number, stage, device, log)
-            for number, stage in zip(self.numbers, self.stages, strict=True)
-        ]
+        numbered = zip(self.numbers, self.stages, strict=True)
+        stages = [_Stage(self, number, stage, device, log) for number, stage in numbered]
         if fsdp.virtual == 1:
             schedule = Schedule1F1B(stages[0], n_micro, loss_fn=scaled, scale_grads=False)
         else:
-            schedule = ScheduleInterleaved1F1B(stages, n_micro, loss_fn=scaled, scale_grads=False)
+            schedule = ScheduleInterleaved1F1B([*stages], n_micro, scaled, scale_grads=False)
 
         def run(tokens: Tensor, labels: Tensor) -> Tensor:
             total.zero_()
             for stage in stages:
                 stage.left = n_micro
-            given = (tokens,) if stages[0].is_first else ()
-            if stages[-1].is_last:
-                schedule.step(*given, target=labels, losses=[], labels=labels)
-            else:
-                schedule.step(*given)
+            inputs = (tokens,) if stages[0].is_first else ()
+            last = dict(target=labels, losses=[], labels=labels) if stages[-1].is_last else {}
+            schedule.step(*inputs, **last)
             return total.clone()
 
         return run
@@ -134,12 +134,9 @@ class _Stage(PipelineStage):
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         stream = boundary(work, torch.device("meta")).requires_grad_()
         loss = torch.empty(1, device="meta", requires_grad=True)
-        super().__init__(
-            _Plain(module), number, n, device,
-            input_args=(stream if number else ids,),
-            output_args=(stream if number < n - 1 else loss,),
-            group=pipeline.layout.groups["pp"],
-        )  # fmt: skip
+        inputs, outputs = stream if number else ids, stream if number < n - 1 else loss
+        group = pipeline.ranks.groups["pp"]
+        super().__init__(_Plain(module), number, n, device, (inputs,), (outputs,), group=group)
         self.module, self.log, self.left = module, log, 0
 
     def forward_one_chunk(self, *args, **kwargs):

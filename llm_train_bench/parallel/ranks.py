@@ -14,7 +14,7 @@ from llm_train_bench.base.start import PARENT
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import ErrorType, FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from llm_train_bench.base.errors import NotJoined, UsageError
@@ -70,16 +70,16 @@ def find_ranks(environ: Mapping[str, str]) -> Ranks | None:
         if names[0] in environ and names[1] in environ:
             values = [environ[name] for name in names if name in environ]
             if not all(value.isascii() and value.isdigit() for value in values):
-                said = ", ".join(f"{name}={environ.get(name)!r}" for name in names)
+                shown = ", ".join(f"{name}={environ.get(name)!r}" for name in names)
                 raise UsageError(
-                    f"{said}: must be whole numbers; was the launcher's variable unset?"
+                    f"{shown}: must be whole numbers; was the launcher's variable unset?"
                 )
             rank, world, local = map(int, [*values, 0][:3])
             if world == 1 and names[0] != "RANK":
                 continue
             if rank >= world or local >= world:
-                said = f"{names[0]}={rank} and {names[2]}={local}"
-                raise UsageError(f"{said}: both must be below {names[1]}={world}")
+                shown = f"{names[0]}={rank} and {names[2]}={local}"
+                raise UsageError(f"{shown}: both must be below {names[1]}={world}")
             return Ranks(rank, world, local)
     return None
 
@@ -104,8 +104,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
     cuda = device.type == "cuda"
     timeout = collective_timeout(device, timeout_s)
     if cuda:  # NCCL's second watchdog waits for the first
-        patience = str(int(max(480, 2 * timeout_s)))
-        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", patience)
+        os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", f"{max(480, 2 * timeout_s):.0f}")
         # Otherwise the first ends the process before it can say what went wrong on the GPU.
         os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     if offload:  # the optimizer runs on the CPU, which the ranks of a machine share
@@ -134,7 +133,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         ) from error
 
 
-def _wait_for_all(store: dist.Store, ranks: Ranks, timeout_s: float, at: str) -> None:
+def _wait_for_all(store: Store, ranks: Ranks, timeout_s: float, at: str) -> None:
     """Return when every rank has come to the store; NotJoined names those that did not in time.
 
     NCCL would wait for them in C without end, and would hear no signal there.
@@ -173,14 +172,14 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
     return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
 
 
-def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> Store:
     """The store for the ranks' addresses in a private directory, a new one for each attempt."""
-    store = dist.FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
+    store = FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
     store.set_timeout(timeout)
     return store
 
 
-def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
+def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> Store:
     """The store for the ranks' addresses.
 
     torchrun keeps one store over all restarts, with the addresses of the attempt before. So each
@@ -189,10 +188,10 @@ def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     main = ranks.main and not theirs
-    store = dist.TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
+    store = TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
     if theirs:
         _LASTING.append(store)
-    return dist.PrefixStore(_attempt(), store)
+    return PrefixStore(_attempt(), store)
 
 
 def _attempt() -> str:
@@ -200,7 +199,7 @@ def _attempt() -> str:
 
 
 # The store of torchrun's agent, which outlives its ranks; and the words that this process left.
-_LASTING: list[dist.Store] = []
+_LASTING: list[Store] = []
 _WORDS: list[str] = []
 
 
@@ -280,7 +279,7 @@ def meet(ranks: Ranks) -> None:
 
 
 def gather(ranks: Ranks, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The values of all ranks, in order, on every rank; by another group of all ranks if one is given."""
+    """The values of all ranks, in order, on every rank; `group` is another group of all ranks."""
     if ranks.world == 1:
         return [value]
     values = [None] * ranks.world

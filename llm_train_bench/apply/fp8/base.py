@@ -14,11 +14,13 @@ from llm_train_bench.results.schema import Fp8Info
 def describe_fp8(fp8: Fp8Work, version: str, linear: Collection[nn.Linear]) -> Fp8Info:
     """A result's account of these converted layers."""
     return Fp8Info(
-        backend=fp8.backend, version=version, recipe=fp8.recipe, emulated=fp8.emulated,
-        all_gather=fp8.gathered, primary_weights=fp8.primary_weights,
-        n_linear_layers=len(linear), high_precision=fp8.high_precision,
+        **{name: getattr(fp8, name) for name in ("backend", "recipe", "emulated")},
+        **{name: getattr(fp8, name) for name in ("primary_weights", "high_precision")},
+        version=version,
+        all_gather=fp8.gathered,
+        n_linear_layers=len(linear),
         n_parameters=sum(module.weight.numel() for module in linear),
-    )  # fmt: skip
+    )
 
 
 class Fp8:

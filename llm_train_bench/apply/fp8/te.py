@@ -111,17 +111,17 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Transforme
     recipe = make_recipe(fp8.recipe)
     if fp8.primary_weights:
         check_primary_weights(library)
-    kept = {name for name, layers in MODULES.items() if not layers <= set(fp8.layers)}
+    excluded = {name for name, layers in MODULES.items() if not layers <= set(fp8.layers)}
     linear = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and te_blocks.layer_of(name) in MODULES.keys() - kept
+        if isinstance(module, nn.Linear) and te_blocks.layer_of(name) in MODULES.keys() - excluded
     ]
     info = describe_fp8(fp8, version(), linear)
     # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
     cached = work.batch.grad_acc_steps > 1 and not fp8.primary_weights
     primary = recipe if fp8.primary_weights else None
-    micro_batch = te_blocks.convert(model, library, cached, primary, kept)
+    micro_batch = te_blocks.convert(model, library, cached, primary, excluded)
     both = fp8.recipe == "mxfp8"
     return TransformerEngineFp8(library, recipe, micro_batch, info, fp8.primary_weights, both)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted
 from llm_train_bench.measure.device import synchronize
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.stored import NAMES, encoded
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
 from llm_train_bench.run.checkpoint.durable import Files, commit, failure_of
@@ -53,7 +53,7 @@ STOPPING_S = 60.0
 
 
 def build_saver(
-    run: Run, model: Transformer, optimizer: torch.optim.Optimizer | None
+    run: Run, model: HasWeights, optimizer: torch.optim.Optimizer | None
 ) -> "Saver | None":
     """Load the checkpoint that the run resumes from, if any; the saver, if the run saves."""
     directory, manifest = run.attempt.checkpoint, run.attempt.manifest
@@ -127,7 +127,7 @@ class Saver:
     def __init__(
         self,
         run: Run,
-        model: Transformer,
+        model: HasWeights,
         optimizer: torch.optim.Optimizer,
         directory: Path,
         files: Files | None = None,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from llm_train_bench.apply.sharded import is_sharded, place
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.shares import divided, whole_shape
 from llm_train_bench.model.stored import DTYPES, Part, read_block
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE, Ranks, gather
 from llm_train_bench.run.checkpoint.manifest import Manifest
 
@@ -27,7 +27,7 @@ def file_of(rank: int) -> str:
 
 
 def state_tensors(
-    model: Transformer, optimizer: torch.optim.Optimizer
+    model: HasWeights, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that training changes, by its name in a checkpoint: VALUE/NAME, or KEY/NAME."""
     for name, parameter in model.weights():
@@ -54,7 +54,7 @@ class Block:
         return tuple(self.local.shape)
 
 
-def blocks(model: Transformer, name: str, tensor: Tensor, ranks: Ranks) -> list[Block]:
+def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[Block]:
     """The blocks that this rank holds of a whole tensor; several where its layout cut a fused weight."""
     config, layout, plain = model.config, model.layout, name.split("/", 1)[1]
     local, offsets, _, copies, index = place(tensor)
@@ -89,7 +89,7 @@ def blocks(model: Transformer, name: str, tensor: Tensor, ranks: Ranks) -> list[
 
 
 def own_shares(
-    model: Transformer, name: str, tensor: Tensor, ranks: Ranks
+    model: HasWeights, name: str, tensor: Tensor, ranks: Ranks
 ) -> dict[str, tuple[Tensor, Part]]:
     """What this rank writes of a tensor, by the keys in its file: ranks with the same share it out."""
     shares = {}
@@ -152,7 +152,7 @@ def set_random_state(directory: Path, rank: int, device: torch.device) -> None:
 def load(
     directory: Path,
     manifest: Manifest,
-    model: Transformer,
+    model: HasWeights,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks = ALONE,
 ) -> None:
@@ -193,7 +193,7 @@ def load(
         raise UsageError(f"{directory}: holds {min(left)}, which this run has no place for")
 
 
-def whole_size(model: Transformer, name: str, tensor: Tensor) -> tuple[int, ...]:
+def whole_size(model: HasWeights, name: str, tensor: Tensor) -> tuple[int, ...]:
     """The shape of the whole tensor of that name in a checkpoint."""
     if not tensor.ndim:
         return ()
