@@ -108,28 +108,8 @@ def rows_of(*paths, tokens=None, prices=NONE, **options):
 # --- other files -----------------------------------------------------------------------------------
 
 
-SUITE = fuzz.SUITE | {
-    "platform": "amd",
-    "gpu_info": {"device_count": 8, "device_name": "AMD Instinct MI300X", "software_stack": "rocm"},
-    "training_config": {"global_batch_size": 64, "sequence_length": 2048, "num_gpus": 8,
-                        "model": "llama"},
-    "memory_metrics": {"peak_memory_allocated_gb": 118.0}, "step_times": [22.8, 2.7, *[2.5] * 20],
-    "loss_values": [11.9, 11.8, 11.5], "learning_rates": [1e-5, 2e-5, 3e-5],
-}  # fmt: skip
-
-
+SUITE = json.loads((LOGS / "suite.json").read_text())
 PLAIN = json.loads(fuzz.PLAIN.read_text())
-
-
-def test_the_other_suites_json(tmp_path):
-    path = tmp_path / "train_amd.json"
-    path.write_text(json.dumps(SUITE))
-    (r,) = records_of(path)
-    assert r.hardware == "AMD Instinct MI300X" and r.n_gpus == 8 and r.model == "llama"
-    assert r.step_times_s == [2.7, *[2.5] * 20]  # without the first, which compiled
-    assert r.tokens_per_sec == pytest.approx(64 * 2048 * 21 / (2.7 + 50))
-    assert r.memory_gib == pytest.approx(118e9 / 2**30)
-    assert r.losses == [(0, 11.9), (1, 11.8), (2, 11.5)] and r.learning_rates[2] == (2, 3e-5)
 
 
 def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
