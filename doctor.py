@@ -46,25 +46,21 @@ def judged(what: str, found: str, wrong: bool, advice: str, state: str = "missin
 
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
-# Distribution, what it is for, how to get it, and whether nothing runs without it.
-NEEDED = {
-    "torch": "training",
-    "pydantic": "result files",
-    "numpy": "token files and statistics",
-    "rich": "tables and progress",
-    "PyYAML": "experiment files",
-    "tensorboard": "TensorBoard files",
-    "safetensors": "Hugging Face weights",
-}
-LIBRARIES = (
-    *((name, purpose, "pip install -e .", True) for name, purpose in NEEDED.items()),
-    ("tokenizers", "prepare_data.py --tokenizer", "pip install -e .", False),
-    ("torchao", "--use-fp8 --fp8-backend torchao", "pip install -e '.[fp8]'", False),
-    ("transformer-engine", "--use-fp8 --fp8-backend te",
-     "NGC's image, or pip install --no-build-isolation -e '.[te]'", False),
-    ("nvidia-ml-py", "energy and clocks on NVIDIA", "pip install -e '.[energy]'", False),
-    ("amdsmi", "energy and clocks on AMD", "pip install ${ROCM_PATH:-/opt/rocm}/share/amd_smi", False),
-)  # fmt: skip
+# Distribution, purpose, how to get it; nothing runs without those marked *.
+LIBRARIES = """
+*torch | training | pip install -e .
+*pydantic | result files | pip install -e .
+*numpy | token files and statistics | pip install -e .
+*rich | tables and progress | pip install -e .
+*PyYAML | experiment files | pip install -e .
+*tensorboard | TensorBoard files | pip install -e .
+*safetensors | Hugging Face weights | pip install -e .
+tokenizers | prepare_data.py --tokenizer | pip install -e .
+torchao | --fp8-backend torchao | pip install -e '.[fp8]'
+transformer-engine | --fp8-backend te | NGC's image, or pip install --no-build-isolation -e '.[te]'
+nvidia-ml-py | energy and clocks on NVIDIA | pip install -e '.[energy]'
+amdsmi | energy and clocks on AMD | pip install ${ROCM_PATH:-/opt/rocm}/share/amd_smi
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +163,10 @@ def nvidia() -> Iterator[Finding]:
 
 def amd() -> Iterator[Finding]:
     """Findings from rocm-smi."""
-    text = _output("rocm-smi", "--showproductname", "--showdriverversion", "--showmeminfo", "vram",
-                   "--json")  # fmt: skip
+    options = "--showproductname --showdriverversion --showmeminfo vram --json"
+    text = _output("rocm-smi", *options.split()) or ""
     try:
-        cards = parse_json((text or "")[(text or "").index("{") :])  # warnings may come before it
+        cards = parse_json(text[text.index("{") :])  # warnings may come before it
         cards = {card: values for card, values in cards.items() if isinstance(values, dict)}
     except ValueError:
         advice = "sudo dmesg | grep -i amdgpu; is the user in the groups video and render?"
@@ -190,7 +186,8 @@ def amd() -> Iterator[Finding]:
 
 def libraries(kind: str) -> Iterator[Finding]:
     """Installed libraries, and the purpose of each missing one."""
-    for name, purpose, advice, needed in LIBRARIES:
+    for line in LIBRARIES.strip().splitlines():
+        name, purpose, advice = line.removeprefix("*").split(" | ")
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue
         if name == "transformer-engine" and kind == "amd":
@@ -201,7 +198,9 @@ def libraries(kind: str) -> Iterator[Finding]:
         if name == "torch" and version is not None and _numbers(version) < OLDEST_TORCH:
             version, old = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
         text = version or f"not installed; needed for {purpose}"
-        yield judged(name, text, old or version is None, advice, "bad" if needed else "missing")
+        yield judged(
+            name, text, old or version is None, advice, "bad" if line[0] == "*" else "missing"
+        )
 
 
 def _mib(size: object) -> float:
@@ -254,9 +253,8 @@ def torch_sees(kind: str) -> Iterator[Finding]:
 
 
 # Values of variables that hide GPUs or slow a run down.
-BAD_VALUES = {
-    "CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1",
-    "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+SLOW = "CUDA_LAUNCH_BLOCKING NCCL_P2P_DISABLE NCCL_IB_DISABLE TORCHDYNAMO_DISABLE"
+BAD_VALUES = dict.fromkeys(SLOW.split(), "1") | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def settings() -> Iterator[Finding]:

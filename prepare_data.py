@@ -64,9 +64,9 @@ def prepare(args: PrepareArgs) -> None:
         inputs.append(Path(sysconfig.get_path("stdlib")))
     if not inputs:
         raise UsageError("no input; give text files or directories, or --stdlib")
-    found = (path for given in inputs for path in find_texts(given, args.stdlib))
+    texts = (path for place in inputs for path in find_texts(place, args.stdlib))
     # Each once, however it was named.
-    paths = list({path.resolve(): path for path in found}.values())
+    paths = list({path.resolve(): path for path in texts}.values())
     if not paths:
         raise UsageError(f"no {', '.join(SUFFIXES)} files under {', '.join(map(str, inputs))}")
     encode, vocab_size = load_encoder(args.tokenizer)
@@ -88,7 +88,7 @@ def prepare(args: PrepareArgs) -> None:
         parts = {"train": [stream[:cut]], "val": [stream[cut:]]}
     else:
         split = {"train": [p for p in paths if p not in held_out], "val": sorted(held_out)}
-        parts = {name: map(encode, read_texts(some, inputs)) for name, some in split.items()}
+        parts = {name: map(encode, read_texts(files, inputs)) for name, files in split.items()}
     if not args.val_fraction:
         del parts["val"]
     # Files of an earlier call go only when all is written. One of them beside one of ours could put
@@ -97,30 +97,29 @@ def prepare(args: PrepareArgs) -> None:
         for name, arrays in parts.items():
             total = write_tokens(Path(unfinished) / name, arrays, vocab_size)
             if not total:
-                raise UsageError(
-                    f"no text in {', '.join(map(str, paths[:3]))}; nothing was written"
-                )
+                first = ", ".join(map(str, paths[:3]))
+                raise UsageError(f"no text in {first}; nothing was written")
             print(f"{out / name}.bin: {total:,} tokens, vocabulary {vocab_size}")
         (out / "val.bin").unlink(missing_ok=True)
         for name in parts:
             (Path(unfinished) / name).replace(out / f"{name}.bin")
 
 
-def find_texts(given: Path, stdlib: bool) -> list[Path]:
+def find_texts(place: Path, stdlib: bool) -> list[Path]:
     """A file itself, or the text files under a directory in a fixed order, through links too."""
-    if not given.is_dir():
-        if not given.exists():
-            raise UsageError(f"{given}: no such file or directory")
+    if not place.is_dir():
+        if not place.exists():
+            raise UsageError(f"{place}: no such file or directory")
         try:
-            return [plain_file(given)]
+            return [plain_file(place)]
         except OSError as error:
-            raise UsageError(f"{given}: cannot be read: {error.strerror}") from None
+            raise UsageError(f"{place}: cannot be read: {error.strerror}") from None
     skipped = {"site-packages", "__pycache__", "test", "tests"} if stdlib else {"__pycache__"}
-    found = []
-    for directory, names in walk(given):
-        if not skipped.intersection(directory.relative_to(given).parts):
-            found += [directory / name for name in names]
-    return sorted(path for path in found if path.suffix.lower() in SUFFIXES and path.is_file())
+    paths: list[Path] = []
+    for directory, names in walk(place):
+        if not skipped.intersection(directory.relative_to(place).parts):
+            paths += [directory / name for name in names]
+    return sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
 
 
 def in_validation(path: Path, fraction: float) -> bool:

@@ -38,12 +38,12 @@ def cpu_name() -> str:
             pairs = [line.partition(":")[::2] for line in f]
     except OSError:
         pairs = []
-    found = {key.strip(): value.strip() for key, value in reversed(pairs)}  # the first processor's
-    has = (found.get("flags") or found.get("Features") or "").split()
-    sets = " ".join(name for name in INSTRUCTION_SETS if name in has)
+    processor = {key.strip(): value.strip() for key, value in reversed(pairs)}  # the first one's
+    flags = (processor.get("flags") or processor.get("Features") or "").split()
+    sets = " ".join(name for name in INSTRUCTION_SETS if name in flags)
     cores = n_cores()
-    told = ", ".join(filter(None, (sets, f"{cores} core{'s' * (cores > 1)}")))
-    return f"{found.get('model name', 'CPU')} ({told})"
+    details = ", ".join(filter(None, (sets, f"{cores} core{'s' * (cores > 1)}")))
+    return f"{processor.get('model name', 'CPU')} ({details})"
 
 
 # AMD's builds of these modules have other names.

@@ -6,7 +6,7 @@ import inspect
 import shutil
 import textwrap
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -147,10 +147,16 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
     hints, flags = get_type_hints(kind), declared(kind)
     values: dict[str, Any] = {}
     places = [name for name, flag in flags.items() if flag.positional]
+    lists = {name for name, hint in hints.items() if get_origin(hint) is tuple}
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
-            _take_positional(word, places, hints, values, prog)
+            if not word:
+                raise UsageError("an argument: is empty; was a variable of the shell not set?")
+            place = next((n for n in places if n in lists or n not in values), None)
+            if place is None:
+                raise UsageError(f"{word}: unexpected argument; see {prog} --help")
+            values[place] = (*values.get(place, ()), word) if place in lists else word
             continue
         flag, equals, inline = word.partition("=")
         flag = flag.replace("_", "-")
@@ -163,35 +169,20 @@ def parse_words(kind: type, argv: Sequence[str], prog: str) -> dict[str, Any]:
                 raise UsageError(f"{flag}: takes no value; leave out ={inline}")
             values[name] = True
             continue
-        several = get_origin(hints[name]) is tuple
-        if several and name in values:
+        if name in lists and name in values:
             raise UsageError(f"{flag}: is given twice; give all values after one {flag}")
         texts = [inline] if equals else []
-        while not equals and words and not words[0].startswith("--") and (several or not texts):
+        while (
+            not equals and words and not words[0].startswith("--") and (name in lists or not texts)
+        ):
             texts.append(words.pop(0))
         if "" in texts:
             raise UsageError(f"{flag}: is empty; was a variable of the shell not set?")
         if not texts:
             raise UsageError(f"{flag}: needs a value: {allowed(hints[name])}")
         parsed = [_value(flag, text, hints[name]) for text in texts]
-        values[name] = tuple(parsed) if several else parsed[0]
+        values[name] = tuple(parsed) if name in lists else parsed[0]
     return values
-
-
-def _take_positional(
-    word: str, places: list[str], hints: Mapping[str, Any], values: dict[str, Any], prog: str
-) -> None:
-    """Put a word that is no flag into the first place that is free, or that takes several."""
-    if not word:
-        raise UsageError("an argument: is empty; was a variable of the shell not set?")
-    for name in places:
-        if get_origin(hints[name]) is tuple:
-            values[name] = (*values.get(name, ()), word)
-            return
-        if name not in values:
-            values[name] = word
-            return
-    raise UsageError(f"{word}: unexpected argument; see {prog} --help")
 
 
 def _options(hint: Any) -> list[Any]:
@@ -231,9 +222,8 @@ def _value(flag: str, text: str, hint: Any) -> Any:
 
 def help_text(kind: type, prog: str, script: Script | None) -> str:
     """The flags in the groups that declare them; with a `script` only those that it takes."""
-    flags, hints, default, texts = (
-        declared(kind), get_type_hints(kind), defaults(kind), help_texts(kind)
-    )  # fmt: skip
+    flags, hints = declared(kind), get_type_hints(kind)
+    default, texts = defaults(kind), help_texts(kind)
     width = min(110, shutil.get_terminal_size((110, 24)).columns)
     places = [f"{flags[n].metavar}" for n in flags if flags[n].positional]
     lines = [

@@ -107,31 +107,32 @@ def _run_file(path: Path) -> RunFile:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UsageError(f"--from {path}: must hold names with values: config, and flags")
     ranks = None
-    if "schema_version" in content:  # a result: what its run was told, besides its place
+    if "schema_version" in content:  # a result: its run's flags, besides its place
         default, args = defaults(Args), content.get("args")
         if not isinstance(args, dict):
             raise UsageError(f"--from {path}: args: must hold the run's flags")
-        given = {k: v for k, v in args.items() if k in default and v != default[k]}
-        for name in of_kind(OUTPUT) - {"device", "n_workers"}:
-            given.pop(name, None)
-        if given.get("global_bsz"):
-            given.pop("grad_acc_steps", None)
-        if not given.get("use_fp8"):
-            given = {k: v for k, v in given.items() if not k.startswith("fp8_")}
-        wanted, config = content.get("entrypoint"), given.pop("config", None)
+        ignored = of_kind(OUTPUT) - {"device", "n_workers"}
+        if args.get("global_bsz"):
+            ignored |= {"grad_acc_steps"}
+        if not args.get("use_fp8"):
+            ignored |= {name for name in default if name.startswith("fp8_")}
+        names = [n for n in args if n in default and n not in ignored and args[n] != default[n]]
+        flags, script = {name: args[name] for name in names}, content.get("entrypoint")
         device = content.get("device")
         ranks = device.get("count") if isinstance(device, dict) else None
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             ranks = None
     else:
-        given = {key.replace("-", "_"): value for key, value in content.items()}
-        wanted, config = given.pop("script", None), given.pop("config", None)
-        if wrong := sorted(given.keys() - declared(Args).keys()):
+        flags = {key.replace("-", "_"): value for key, value in content.items()}
+        script = flags.pop("script", None)
+        if wrong := sorted(flags.keys() - declared(Args).keys()):
             near = did_you_mean(wrong[0], declared(Args))
             raise UsageError(f"--from {path}: {wrong[0]}: unknown flag{near}")
-        given = {k: "off" if v is False and k == "amp" else v for k, v in given.items()}
-    if wanted not in (None, *Script):
+        if flags.get("amp") is False:  # YAML's `off`
+            flags["amp"] = "off"
+    config = flags.pop("config", None)
+    if script not in (None, *Script):
         raise UsageError(f"--from {path}: script: must be {', '.join(Script)}")
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
-    return RunFile(given, config, wanted and Script(wanted), ranks)
+    return RunFile(flags, config, script and Script(script), ranks)

@@ -21,7 +21,7 @@ def check_auto_batch(e: Experiment) -> None:
     if e.methodology == "identical_config":
         raise UsageError("--auto-bsz: batches would differ, and methodology is identical_config")
     flags = [e.training, e.grid, *e.cells, *e.platforms.values()]
-    if any("global_bsz" in given for given in flags):
+    if any("global_bsz" in group for group in flags):
         raise UsageError("--auto-bsz chooses --bsz, which global_bsz would bind; leave one out")
 
 

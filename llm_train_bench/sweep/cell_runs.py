@@ -34,10 +34,10 @@ CellRow = dict[str, Any]
 
 def cell_key(cell: Cell, repeat: int | str) -> str:
     """A setting's name, the same in every sweep with one PyTorch: model, hash, number of the repeat."""
-    own = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
-    own += [f"{name}={value}" for name, value in sorted(cell.environment)]
-    own.append(f"torch {installed_version('torch')}")
-    text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *own])
+    details = [] if "bsz" in dict(cell.flags) else [f"bsz {defaults(Args)['bsz']}"]  # it was 8 once
+    details += [f"{name}={value}" for name, value in sorted(cell.environment)]
+    details.append(f"torch {installed_version('torch')}")
+    text = json.dumps([cell.script, *cell.argv(), *_versions(cell), *details])
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{model_name(cell.config)}-{digest}-{repeat}"
 

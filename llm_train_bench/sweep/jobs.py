@@ -56,8 +56,10 @@ def run_as_jobs(
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
         general = {"name": "llm-train-bench", "timeout_min": math.ceil(timeout_s / 60) + 10}
-        own = {key if key in GENERAL else f"slurm_{key}": value for key, value in options.items()}
-        executor.update_parameters(**general | own)
+        sbatch = {
+            key if key in GENERAL else f"slurm_{key}": value for key, value in options.items()
+        }
+        executor.update_parameters(**general | sbatch)
     except (NameError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"--slurm: {' '.join(str(error).split())[:300]}") from None
     ids: dict[str, str] = {}
