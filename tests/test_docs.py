@@ -255,13 +255,16 @@ def test_the_gpu_of_tasks_is_known(own_hardware):
 FOLDERS = "llm_train_bench|benchmarks|model|configs|docker|tests|docs"
 
 
-def test_files_that_pages_name_are_there():
-    """Links, and paths in backticks, of the README, CONTRIBUTING and docs/."""
+def test_files_and_targets_that_pages_name_are_there():
+    """Links, paths and make targets of the README, CONTRIBUTING and docs/."""
+    targets = re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = " ".join(targets).split()
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]:
         text = page.read_text(encoding="utf-8")
         links = {m.split("#")[0] for m in re.findall(r"\]\(([^)]+)\)", text)}
         for link in links - {""}:
             assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"
+        assert set(re.findall(r"`make ([\w-]+)", text)) <= set(targets), page.name
         for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)`", text):
             made = name in ("configs/roofs.json",)  # benchmarks/gemm.py makes it
             assert made or (ROOT / name).exists(), f"{page.name}: {name}"
