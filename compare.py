@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
                 say(f"{record.path}: {note}")
         if args.one_model:
             if len(names := sorted({record.model or "unknown" for record in records})) > 1:
-                say(f"--one-model takes for one: {', '.join(names)}")
+                say(f"--one-model treats as one: {', '.join(names)}")
             for record in records:
                 record.model, record.model_hash = "one model", None
         machines = machines_of(args.experiment) if args.experiment else {}

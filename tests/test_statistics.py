@@ -115,7 +115,7 @@ def test_one_run_against_one_has_no_answer_and_the_runs_that_settle_it_do():
     more = [ts.Mean(mean.value, n, mean.std, n - 1) for mean in (now, was)]
     assert n > 3 and answer(*more, 0.05) == "SLOWER"
     near = ts.mean_of([0.9501, 0.9401, 0.9601])
-    assert "so near the tolerance" in what_settles(near, was, 0.05)
+    assert "so close to the tolerance" in what_settles(near, was, 0.05)
 
 
 def test_intervals_are_no_wider_than_need_be():

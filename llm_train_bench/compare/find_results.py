@@ -149,8 +149,8 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}: is no JSON ({error}); was it cut off?") from None
-    except UNEXPECTED as error:
+    except (*UNEXPECTED, RecursionError) as error:
         what = " ".join(str(error).split())[:150]
         raise UsageError(
-            f"{path}: is of a known kind, but not understood: {type(error).__name__}: {what}"
+            f"{path}: is of a known kind, but cannot be parsed: {type(error).__name__}: {what}"
         ) from None

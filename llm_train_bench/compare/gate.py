@@ -150,10 +150,10 @@ def unfit(r: Result) -> str | None:
     if r.drifts:
         return f"step time changed by {m.step_time_drift:+.1%} over the window: no steady state"
     if not r.step_times_s or min(r.step_times_s) <= 0:
-        return "step times that no run has: was the file edited?"
+        return "impossible step times: was the file edited?"
     tokens = r.batch.tokens_per_step * len(r.step_times_s) / r.device.count
     if not 0.99 < m.tokens_per_sec_per_gpu * sum(r.step_times_s) / tokens < 1.01:
-        return "a rate that its step times do not give: was the file edited?"
+        return "the rate does not match the step times: was the file edited?"
     times = 0, m.step_time_ci95_low_s, m.step_time_ci95_high_s, math.inf
     if not 0 < m.tokens_per_sec_per_gpu < math.inf or list(times) != sorted(set(times)):
         return "an impossible rate or interval: was the file edited?"
@@ -224,14 +224,14 @@ def answer(now: Mean, was: Mean, tolerance: float) -> str:
 def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
     """The number of runs after which figures like these would give an answer, in words."""
     if not (now.degrees or was.degrees):
-        return "one run against one tells no noise; make 3 runs, or a baseline of 3"
+        return "a single run against a single run shows no noise; make 3 runs, or a baseline of 3"
     for both in (False, True):
         for n in range(max(now.n, 2), MOST_RUNS + 1):
             std = now.std or was.std * now.value / was.value
             base = Mean(was.value, n, was.std or std, n - 1) if both and n > was.n else was
             if answer(Mean(now.value, n, std, n - 1), base, tolerance) != "UNCERTAIN":
                 return f"{n} runs{' of it and of the baseline' if both else ''} would settle it"
-    return f"it is so near the tolerance that {MOST_RUNS} runs would not settle it"
+    return f"it is so close to the tolerance that {MOST_RUNS} runs would not settle it"
 
 
 def judge(results: list[Result], baselines: dict[str, Entry], tolerance: float) -> Verdict:
@@ -402,7 +402,7 @@ def gate(
     for verdict in verdicts:
         print(printable(verdict.line))
     if not any(verdict.judged for verdict in verdicts):
-        print(f"NOTHING JUDGED: {path} has no certain answer on any of these runs")
+        print(f"NOTHING JUDGED: {path} gives no certain answer on any of these runs")
     return code
 
 

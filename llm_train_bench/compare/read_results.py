@@ -37,6 +37,8 @@ PLATFORM_WORDS = """
 benchmark bench train training result results output nvidia amd cuda rocm nvd gpu h100 h200 b200 a100
 mi300x mi325x mi350x mi355x
 """.split()
+# Figures with the same name in a results.csv.
+FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu", "tokens_per_joule")
 # Hyperparameters of the other suite, and their names here.
 HYPERPARAMETERS = {
     "global_batch_size": "global_batch",
@@ -227,6 +229,8 @@ def _of_row(row: dict[str, str], path: Path) -> Record:
     def whole(name: str) -> int | None:
         return int(float(row[name])) if row.get(name) else None
 
+    figures: dict[str, Any] = {name: number(name) for name in FIGURES}
+    figures |= {name: whole(name) for name in ("n_gpus", "seq_len", "global_batch")}
     # The sweep's axes.
     flags = {
         n: _value(x) for n, x in row.items() if x and n in SETTABLE and n not in of_kind(OUTPUT)
@@ -242,18 +246,12 @@ def _of_row(row: dict[str, str], path: Path) -> Record:
         repeat_of=row["key"].rsplit("-", 1)[0],
         model=row["model"],
         hardware=row.get("hardware") or None,
-        n_gpus=whole("n_gpus"),
-        seq_len=whole("seq_len"),
-        global_batch=whole("global_batch"),
         result=row.get("result") or None,
-        tokens_per_sec=number("tokens_per_sec"),
-        tokens_per_sec_per_gpu=number("tokens_per_sec_per_gpu"),
-        mfu=number("mfu"),
+        **figures,
         tflops_per_gpu=number("model_tflops_per_gpu"),
         flop_convention="palm",
         memory_gib=number("memory_gib", "peak_allocated_gib", "peak_rss_gib"),
         memory_kind=row.get("memory_kind") or None,
-        tokens_per_joule=number("tokens_per_joule"),
         marks=[mark for mark, applies in marks.items() if mark and applies],
     )
 
