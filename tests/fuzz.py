@@ -323,7 +323,7 @@ def reports_ranks(path: Path) -> None:
     ranks.mkdir()
     (path.parent / "out").mkdir()
     path.rename(ranks / f"rank1{path.name.removeprefix('spoilt')}")
-    (ranks / "rank0.json").write_text(json.dumps(TRACE))
+    (ranks / "rank0.json").write_bytes((FUZZED / "trace.json").read_bytes())
     for flags in (["--html", "@out/x.html"], ["--json"]):
         run(path, trace_report.main, ranks, *flags)
 
@@ -333,7 +333,7 @@ def reports_run(path: Path) -> None:
     path.rename(path.with_name("result.json"))
     trace = path.parent / "trace/rank0.json"
     trace.parent.mkdir()
-    trace.write_text(json.dumps(TRACE))
+    trace.write_bytes((FUZZED / "trace.json").read_bytes())
     for flags in ([], ["--json"]):
         run(path, trace_report.main, trace, *flags)
 
@@ -342,8 +342,7 @@ def sweeps_rows(path: Path) -> None:
     """A sweep that goes on from rows of before; nothing is run."""
     (path.parent / "out").mkdir()
     path.rename(path.parent / "out/rows.jsonl")
-    (path.parent / "e.yaml").write_text(SWEEP)
-    argv = [path.parent / "e.yaml", "--platform", "cpu", "--output-dir", "@out"]
+    argv = [FUZZED / "e.yaml", "--platform", "cpu", "--output-dir", "@out"]
     with mock.patch.object(jobs, "run_here", lambda *_: iter(())):
         run(path, sweep.main, *argv)
 
@@ -370,52 +369,7 @@ def examines(path: Path) -> None:
 
 PLAIN, TRACES = ROOT / "tests/sample/plain/result.json", ROOT / "tests/traces"
 TINY = ROOT / "configs/gpt2-tiny.json"
-SWEEP = "experiment: e\nmodels: [configs/gpt2-tiny.json]\ntraining: {seq_len: 32}\ngrid: {bsz: [1, 2]}\n"
-
-
-def event(
-    name: str, start: float, end: float, cat: str = "kernel", tid: int = 7, **args: Any
-) -> dict:
-    """One event of a trace: kernels are of device 0, the others of the host."""
-    args = {"device": 0, "stream": tid} | args if cat == "kernel" else args
-    return {"ph": "X", "cat": cat, "name": name, "pid": int(cat != "kernel"), "tid": tid, "ts": start,
-            "dur": end - start, "args": args}  # fmt: skip
-
-
-MM = {"External id": 1, "Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}
-LINKED = {"External id": 1, "correlation": 1}
-TRACE = {"traceEvents": [
-    event("ProfilerStep#1", 0.0, 30.0, "user_annotation", 1),
-    event("aten::mm", 1.0, 4.0, "cpu_op", 1, **MM),
-    event("cudaLaunchKernel", 2.0, 3.0, "cuda_runtime", 1, **LINKED),
-    event("gemm", 10.0, 15.0, **LINKED),
-    event("ncclDevKernel_AllReduce", 15.0, 20.0, tid=9,
-          **{"Collective name": "allreduce", "Process Group Name": "0"})],
-    "distributedInfo": {"rank": 0, "world_size": 2},
-    "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3"}]}  # fmt: skip
-HOST_TRACE = {"traceEvents": [e for e in TRACE["traceEvents"] if e["cat"] != "kernel"],
-              "distributedInfo": {"rank": 1}}  # fmt: skip
-AUTOMODEL = {"avg_iter_time_seconds": 2.0, "world_size": 8, "global_batch_size": 16, "seq_len": 4096,
-             "avg_mfu_percent": 40.0, "peak_tflops": 989.0, "tflops_per_gpu": 800.0}  # fmt: skip
-SUITE = {"platform": "cuda", "gpu_info": {"device_name": "NVIDIA H100", "device_count": 8},
-         "training_config": {"model": "llama", "num_gpus": 8, "sequence_length": 2048,
-                             "global_batch_size": 128, "learning_rate": 3e-4, "num_parameters": 8e9},
-         "performance_metrics": {"tokens_per_second": 1e5, "tokens_per_second_per_gpu": 12500.0},
-         "memory_metrics": {"peak_memory_allocated_gb": 60.0}, "step_times": [2.0, 2.1, 2.2, 2.1],
-         "loss_values": [9.0, 8.0, 7.0, 6.5], "learning_rates": [3e-4] * 4}  # fmt: skip
-ROCM = {"card0": {"Card Series": "MI300X", "VRAM Total Memory (B)": "206141652992",
-                  "VRAM Total Used Memory (B)": "300000000000"},
-        "system": {"Driver version": "6.10"}}  # fmt: skip
-RUN_FILE = b"""config: configs/gpt2-tiny.json
-script: train.py
-bsz: 2
-lr: 1e-3
-amp: off
-seq-len: 64
-sac_freq: 1/2
-pt_compile: true
-"""
-NVIDIA = "0, GPU-aa, NVIDIA H100 80GB HBM3, 570.1, 5000, 81559"
+FUZZED = ROOT / "tests/fuzzed"
 Kind = tuple[str, list[bytes], Callable[[Path], object]]
 
 
@@ -429,22 +383,12 @@ def _small(trace: Path) -> bytes:
 @functools.cache
 def kinds() -> dict[str, Kind]:
     """Name to its files' ending, some that are right, and what reads them; tools' names have a colon."""
-    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-                 "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
-                 "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"}}  # fmt: skip
-    part = {"file": "a", "offsets": [0], "lengths": [1]}
-    line = {"id": "x", "name": "r", "attempt": 0, "began": 1.0, "started": 1.0}
-    inner = {"schema_version": 2, "run": "r", "lineage": line, "step": 1, "samples": 1, "world": 1,
-             "layout": "x", "args": {}, "global_batch": 1, "seq_len": 1, "model_hash": "x",
-             "config": {}, "data": {},
-             "loss": None, "scaler": None, "versions": {}, "files": {"a": {"bytes": 1, "crc32": 1}},
-             "tensors": {"p/x": {"dtype": "F32", "shape": [1], "parts": [part]}}}  # fmt: skip
-    content = manifest.Manifest.model_validate(inner).text()
+    stored = json.loads((FUZZED / "manifest.json").read_bytes())
+    content = manifest.Manifest.model_validate(stored).text()
     with tempfile.TemporaryDirectory() as directory:
         write_tokens(Path(directory) / "x.bin", [list(range(50))], 256)
         tokens = (Path(directory) / "x.bin").read_bytes()
-        (Path(directory) / "e.yaml").write_text(SWEEP)
-        cells = make_cells(read_experiment(Path(directory) / "e.yaml"), "cpu")
+    cells = make_cells(read_experiment(FUZZED / "e.yaml"), "cpu")
 
     def texts(*paths: str) -> list[bytes]:
         return [file.read_bytes() for path in paths for file in sorted(ROOT.glob(path))]
@@ -462,16 +406,18 @@ def kinds() -> dict[str, Kind]:
     rows = [json.loads(line) for line in texts("tests/sample/rows.jsonl")[0].splitlines()]
     measured = [row | {"key": cell_key(cell, 0)}
                 for row, cell in zip(rows * 9, cells, strict=False)]  # fmt: skip
-    lines = b'{"step": 1, "tps": 8.0, "loss": 2.0}\n{"step": 2, "tps": 9.0, "tps_per_gpu": 3, "mem": 4}\n'
-    torchtune = b'{"step": 1, "tokens_per_second_per_gpu": 8.0, "loss": 2.0, "lr": 1e-3}\n' * 2
-    gz = [gzip.compress(text) for text in values(TRACE, HOST_TRACE)]
+    lines = [
+        *texts("tests/logs/*.jsonl"),
+        b'{"step": 1, "tokens_per_second_per_gpu": 8.0, "loss": 2.0}\n' * 2,
+    ]
+    suites = texts("tests/logs/suite.json", "tests/logs/automodel-benchmark.json")
+    traces = texts("tests/fuzzed/*trace.json")
+    gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
     states, tables = texts("tests/logs/trainer_state.json"), texts("tests/logs/lightning.csv")
     csvs = [*tables, *texts("tests/sample/results.csv")]
     experiments = texts("tests/sample/experiment.yaml", "configs/sweeps/*.yaml")
     (steps,) = texts("tests/sample/plain/steps.jsonl")
-    sweep_json = {"experiment": {"methodology": "identical_config"}, "differences": ["lr 1 / 2"],
-                  "platform": "cpu", "settings": [["train.py", "x"]]}  # fmt: skip
     configs = texts("configs/*-tiny.json", "configs/qwen2.5-7b.json", "configs/deepseek-v3.json")
     baselines = texts("tests/sample/baselines.json")
     return {
@@ -481,34 +427,34 @@ def kinds() -> dict[str, Kind]:
         "steps": (".jsonl", [b"\n".join(steps.splitlines()[:4])], read_steps),
         "log": (".log", logs, read_foreign),
         "trainer": (".json", states, read_foreign),
-        "suite": (".json", values(SUITE, AUTOMODEL), read_foreign),
+        "suite": (".json", suites, read_foreign),
         "table": (".csv", csvs, read_foreign),
-        "lines": (".jsonl", [lines, torchtune], read_foreign),
-        "trace": (".json", values(TRACE, HOST_TRACE), lambda path: break_down(read_trace(path))),
+        "lines": (".jsonl", lines, read_foreign),
+        "trace": (".json", traces, lambda path: break_down(read_trace(path))),
         "trace-gz": (".json.gz", gz, lambda path: break_down(read_trace(path))),
         "experiment": (".yaml", experiments, lambda path: make_cells(read_experiment(path), "cpu")),
-        "run": (".yaml", [RUN_FILE], read_run_file),
+        "run": (".yaml", texts("tests/fuzzed/run.yaml"), read_run_file),
         "again": (".json", results, read_run_file),
         "baselines": (".json", baselines, lambda path: read_baselines(path, True)),
         "hardware": (".json", texts("configs/hardware.json"), read_hardware),
         "rows": (".jsonl", ["\n".join(map(json.dumps, rows)).encode()],
                  lambda path: Rows(path.rename(path.with_name("rows.jsonl")))),
         "weights": (".json", values({"weight_map": {"a": "b.safetensors"}}), read_weights_index),
-        "tokenizer": (".json", values(tokenizer),
+        "tokenizer": (".json", texts("tests/fuzzed/tokenizer.json"),
                       lambda path: prepare_data.load_encoder(str(path))[0]("a b")),
         "manifest": (".json", [content.encode()], read_checkpoint),
         "compare:result": (".json", results, compares),
-        "compare:suite": (".json", values(SUITE, AUTOMODEL), compares),
+        "compare:suite": (".json", suites, compares),
         "compare:log": (".log", logs, compares),
         "compare:trainer": (".json", states, compares),
         "compare:table": (".csv", csvs, compares),
-        "compare:lines": (".jsonl", [lines, torchtune], compares),
-        "compare:sweep": (".json", values(sweep_json), compares_sweep),
+        "compare:lines": (".jsonl", lines, compares),
+        "compare:sweep": (".json", texts("tests/fuzzed/sweep.json"), compares_sweep),
         "compare:prices": (".yaml", experiments[:1],
                            tool(compare.main, PLAIN, "--experiment", "@", "--output-dir", "@out")),
         "gate:result": (".json", results, gates),
         "gate:baselines": (".json", baselines, lambda path: gates(path, path)),
-        "trace:file": (".json", values(TRACE, HOST_TRACE), reports_trace),
+        "trace:file": (".json", traces, reports_trace),
         "trace:gz": (".json.gz", gz[:2], reports_trace),
         "trace:ranks": (".json.gz", gz[:2], reports_ranks),
         "trace:run": (".json", texts("tests/sample/profiled/result.json"), reports_run),
@@ -517,8 +463,8 @@ def kinds() -> dict[str, Kind]:
         "estimate:config": (".json", configs, tool(estimate.main, "@", *on_h100)),
         "estimate:calibrate": (".json", values(measured_there),
                                tool(estimate.main, TINY, *on_h100, "--calibrate", "@")),
-        "doctor:amd": (".json", values(ROCM), examines),
-        "doctor:nvidia": (".txt", [f"{NVIDIA}\n{NVIDIA}".encode()], examines),
+        "doctor:amd": (".json", texts("tests/fuzzed/rocm-smi.json"), examines),
+        "doctor:nvidia": (".txt", texts("tests/fuzzed/nvidia-smi.txt"), examines),
     }  # fmt: skip
 
 
