@@ -35,12 +35,16 @@ def _chosen_kernel(work: Work, device: torch.device) -> str | None:
     q, k, v, mask = _inputs(work, min(work.batch.seq_len, 512), device)
     dropout, gqa = work.config.attention_dropout, q.shape != k.shape
     with contextlib.suppress(RuntimeError, AttributeError, KeyError, TypeError):
-        number = torch._fused_sdp_choice(q, k, v, mask, dropout, mask is None, enable_gqa=gqa)
+        choose = torch.ops.aten._fused_sdp_choice
+        number = choose(q, k, v, mask, dropout, mask is None, enable_gqa=gqa)
         return {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}[number]
     return None
 
 
-def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor | None]:
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _inputs(work: Work, T: int, device: torch.device) -> Inputs:
     """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements); and a mask.
 
     There is one of windows, of sinks, and of one rank's rows among gathered keys.
@@ -53,10 +57,11 @@ def _inputs(work: Work, T: int, device: torch.device) -> list[torch.Tensor | Non
     more = 8 if config.sinks else 0  # model.layers.attend_with_sinks
     width = config.head_dim + more
     sizes = ((n, width), (groups, width), (groups, config.value_dim))
+    q, k, v = (torch.zeros(1, heads, T, size, **options) for heads, size in sizes)
     gathered = work.fsdp.cp > 1 and not work.fsdp.ulysses
     masked = work.windowed or config.sinks or gathered
     mask = torch.ones(T, T, dtype=torch.bool, device=device).tril() if masked else None
-    return [*(torch.zeros(1, heads, T, size, **options) for heads, size in sizes), mask]
+    return q, k, v, mask
 
 
 def _probe(work: Work, device: torch.device) -> None:

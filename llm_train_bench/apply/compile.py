@@ -9,7 +9,7 @@ import operator
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,14 +79,17 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
     if torch.__version__ < "2.13":
         # Recomputed fused norms differ in the last bit and make NaN (pytorch/pytorch#150859).
         asked = os.environ.get("TORCHINDUCTOR_EMULATE_PRECISION_CASTS") == "1"
-        torch._inductor.config.emulate_precision_casts = exact_casts or asked
+        from torch._inductor import config
+
+        config.emulate_precision_casts = exact_casts or asked
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
     for layer, block in model.blocks.items():
         whole = not model.config.has_experts(int(layer))
         if not whole:  # the experts themselves run eagerly
-            block.mlp.mixed = torch.compiler.disable(block.mlp.mixed)
+            mlp: Any = block.mlp
+            mlp.mixed = torch.compiler.disable(mlp.mixed)
         compiled = torch.compile(block.forward, mode=mode, fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, f"blocks.{layer}")
     # The loss function hands its chunk's gradient on to eager matmuls. In a CUDA graph the
@@ -167,7 +170,7 @@ def compile_errors_named(where: str) -> Iterator[None]:
         raise compile_error(error, where) from error
 
 
-def _named(compiled, where: str):
+def _named(compiled: Callable[..., Any], where: str) -> Callable[..., Any]:
     """The compiled function; its compile errors name the part of the model."""
     import torch._dynamo.exc
 

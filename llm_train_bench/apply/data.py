@@ -7,7 +7,7 @@ a run that continues at step k asks for the samples of step k.
 import contextlib
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -122,7 +122,7 @@ class FileTokens(Dataset):
 Source = SyntheticTokens | FileTokens
 WORKER_TIMEOUT_S = 120.0  # without data from a data loading process
 # Validation data: where the micro batches come from, and their first samples.
-Validation = tuple[FileTokens, Sequence[int]]
+Validation = tuple[FileTokens, range]
 VAL_BATCHES = 8  # micro batches of a validation loss
 
 
@@ -146,7 +146,7 @@ def open_data(
     return source, (val_source, range(0, n_samples, bsz))
 
 
-def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> Sequence[int]:
+def sample_plan(schedule: Schedule, batch: Batch, data_rank: int = 0) -> range:
     """First sample of every micro batch of a rank, in order, over all steps of a schedule.
 
     `data_rank` counts the ranks that get different data. A step takes as many samples as the global
@@ -177,13 +177,14 @@ def _loaded(loader: DataLoader) -> Iterator[Tensor]:
 
 def repeating_last(items: Iterator) -> Iterator:
     """All items, then the last one for ever: for a step that is only observed."""
+    last = None
     for last in items:
         yield last
     yield from itertools.repeat(last)
 
 
 def batches(
-    source: Source, plan: Sequence[int], device: torch.device, n_workers: int = 0
+    source: Source, plan: range, device: torch.device, n_workers: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Micro batches of the plan on the device: (bsz, seq_len) inputs and the labels next to them."""
     if isinstance(source, SyntheticTokens):

@@ -60,7 +60,7 @@ def _divides_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Par
 
 def optimizer_step(
     parameters: list[nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Any,  # an Optimizer, whose type declares no `grad_scale`
     lr: float,
     max_norm: float,
     scaler: LossScaler | None,

@@ -1,6 +1,7 @@
 """Number formats: autocast, TF32, what a device supports, and loss scaling for fp16."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class LossScaler:
         self.good_steps = torch.zeros((), device=device)
         self.skipped = torch.zeros((), device=device)
 
-    def before_step(self, optimizer: torch.optim.Optimizer, scaled_norm: Tensor) -> None:
+    def before_step(self, optimizer: Any, scaled_norm: Tensor) -> None:
         """Tell the optimizer what to divide gradients by and whether to skip; adapt the scale."""
         overflow = (~scaled_norm.isfinite()).float()
         optimizer.grad_scale, optimizer.found_inf = self.scale.clone(), overflow

@@ -1,6 +1,7 @@
 """Selective activation checkpointing: which blocks recompute in backward, and which parts."""
 
 import functools
+from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -17,7 +18,7 @@ def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = 
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
     compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
     """
-    options = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
     if recompute.policy == "op":
         ops = saved_ops(attention=not model.config.attention_dropout)
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class PlainReplica(nn.Module):
         super().__init__()
         self.module, self.options = model, options
         self.syncs, self.queued = True, False
-        self.running: list[tuple[dist.Work, Tensor]] = []
+        self.running: list[Any] = []  # pairs of an all-reduce and its gradient
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._gradient_ready)
@@ -62,8 +63,8 @@ class PlainReplica(nn.Module):
             self.queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         if self.options.overlap:
-            gradient = parameter.grad
-            self.running.append((dist.all_reduce(gradient, async_op=True), gradient))
+            work = dist.all_reduce(parameter.grad, async_op=True)
+            self.running.append((work, parameter.grad))
 
     def _complete(self) -> None:
         self.queued, world = False, dist.get_world_size()
@@ -105,7 +106,7 @@ class Zero1(torch.optim.Optimizer):
         from torch.distributed.tensor import Shard, distribute_tensor
 
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.pairs: list[Any] = []  # of a parameter and its share
         named = {}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -124,7 +125,7 @@ class Zero1(torch.optim.Optimizer):
         self.state = defaultdict(dict, {p: self.inner.state[share] for p, share in self.pairs})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update this rank's rows, and gather all others."""
         rank, world = dist.get_rank(), dist.get_world_size()
         for parameter, share in self.pairs:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     )
     exact = dataclasses.replace(policy, param_dtype=None)
     ahead, units = options.prefetch, []
-    for layer, block in model.blocks.items():
+    for layer, block in cast(dict[str, Any], model.blocks).items():
         apart = []
         if work.config.has_experts(int(layer)) and options.tp * options.ep > 1:
             apart.append(shard(block.mlp.experts, mesh=meshes["experts"]))

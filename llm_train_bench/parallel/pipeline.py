@@ -5,7 +5,7 @@ al. 2021, section 2.2). Each stage is sharded by FSDP, and stays gathered over a
 """
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,8 +99,8 @@ class Pipeline(HasWeights):
             for stage in stages:
                 stage.left = n_micro
             inputs = (tokens,) if stages[0].is_first else ()
-            last = dict(target=labels, losses=[], labels=labels) if stages[-1].is_last else {}
-            schedule.step(*inputs, **last)
+            loss: dict[str, Any] = dict(target=labels, losses=[], labels=labels)
+            schedule.step(*inputs, **loss if stages[-1].is_last else {})
             return total.clone()
 
         return run

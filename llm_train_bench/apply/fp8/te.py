@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import types
 from typing import Any
 
@@ -62,10 +63,11 @@ class TransformerEngineFp8(Fp8):
             if not isinstance(module, ours):
                 module.to_empty(device=device, recurse=False)
                 continue
+            converted: Any = module
             # By this it decides on the orientations.
             with torch.set_grad_enabled(self.both_orientations):
-                module.reset_parameters()
-            for parameter in module.parameters(recurse=False):
+                converted.reset_parameters()
+            for parameter in converted.parameters(recurse=False):
                 local = parameter.to_local()
                 if isinstance(local, self.te.QuantizedTensor):
                     # All shards of a weight have one scale, also when values are copied into them.
@@ -79,9 +81,7 @@ class TransformerEngineFp8(Fp8):
         return self.te.optimizers.FusedAdam(groups, master_weights=True, **options)
 
     @torch.no_grad()
-    def set_exact(
-        self, optimizer: torch.optim.Optimizer, parameter: Tensor, rows: Tensor, amax: Tensor
-    ) -> None:
+    def set_exact(self, optimizer: Any, parameter: Any, rows: Tensor, amax: Tensor) -> None:
         """Let the optimizer start from a shard's fp32 rows, rather than their FP8 rounding.
 
         `amax` is the largest magnitude in the whole parameter. Delayed scaling would round the first
@@ -134,7 +134,7 @@ def import_te(device: torch.device) -> types.ModuleType:
             "computes FP8 on a CPU"
         )
     try:
-        import transformer_engine.pytorch as te
+        return importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # besides ImportError, whatever its search for cuDNN raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         get = "pip install --no-build-isolation -e '.[te]'"
@@ -144,20 +144,16 @@ def import_te(device: torch.device) -> types.ModuleType:
             f"--fp8-backend te: Transformer Engine cannot be imported: {reason}; "
             f"{get}, or use --fp8-backend torchao"
         ) from None
-    return te
 
 
 def version() -> str:
     """The installed Transformer Engine's; AMD's distribution has another name, so ask the module."""
-    import transformer_engine
-
-    return transformer_engine.__version__
+    return importlib.import_module("transformer_engine").__version__
 
 
 def make_recipe(kind: str):
     """A recipe object; UsageError where the hardware or the installed version lacks it."""
-    from transformer_engine.common import recipe
-
+    recipe = importlib.import_module("transformer_engine.common.recipe")
     check = getattr(_quantization_state(), SUPPORT.get(kind, "is_fp8_available"), None)
     if check is None or not hasattr(recipe, RECIPES[kind]):
         raise UsageError(f"--fp8-recipe {kind}: Transformer Engine {version()} has none; update it")
@@ -170,10 +166,10 @@ def make_recipe(kind: str):
 def _quantization_state():
     """Transformer Engine's FP8 state of the process."""
     try:  # 2.9 and newer
-        from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+        module = importlib.import_module("transformer_engine.pytorch.quantization")
     except ImportError:
-        from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
-    return FP8GlobalStateManager
+        module = importlib.import_module("transformer_engine.pytorch.fp8")
+    return module.FP8GlobalStateManager
 
 
 def fp8_context(te: types.ModuleType, recipe) -> contextlib.AbstractContextManager:

@@ -22,7 +22,7 @@ class TorchaoFp8(Fp8):
 
     def after_step(self, model: nn.Module) -> None:
         """The scales of the weights that the next step gathers in FP8, all at once."""
-        if self.info.all_gather:
+        if self.info and self.info.all_gather:
             from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
             precompute_float8_dynamic_scale_for_fsdp(model)
@@ -42,7 +42,9 @@ def apply_torchao(model: Transformer, work: Work, device: torch.device) -> Torch
         _check_device(device, fp8.recipe)
     ends = tuple(f".{names[layer]}" for layer in fp8.layers)
     linear = {
-        n: m for n, m in model.named_modules() if n.startswith("blocks.") and n.endswith(ends)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith("blocks.") and name.endswith(ends)
     }
     convert_to_float8_training(
         model,
