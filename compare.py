@@ -21,7 +21,7 @@ from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
-from llm_train_bench.compare.ratios import check_prices, compare, prices_of
+from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag, positional
@@ -117,8 +117,7 @@ def main(argv: Sequence[str]) -> int:
             for record in records:
                 record.model, record.model_hash = "one model", None
         machines = machines_of(args.experiment) if args.experiment else {}
-        prices = prices_of(machines, args.usd_per_hour)
-        check_prices(prices, records)
+        prices = prices_of(machines, args.usd_per_hour, records)
         identical = args.methodology == "identical_config"
         rows = compare(records, prices, args.tokens, args.reference, identical)
         remarks = [*report.sweep_remarks(args.results), *report.unknown_models(rows)]

@@ -431,6 +431,7 @@ PRIMUS = "tests/logs/primus.log"
         ("configs/hardware.json", "is no result.json of ours"),
         (f"{PRIMUS} --reference x", "--reference x: no setting or run of that name"),
         (f"{PRIMUS} --usd-per-hour H100", "must be HARDWARE=NUMBER"),
+        (f"{PRIMUS} --usd-per-hour H200=2", "H200=2: the runs' hardware is none that is known"),
         (f"{PRIMUS} --update-baselines", "needs --baseline"),
         (f"{PRIMUS} --tolerance banana", "--tolerance needs --baseline"),
         (f"{PRIMUS} --usd-per-hour H100=nan", "must be HARDWARE=NUMBER"),

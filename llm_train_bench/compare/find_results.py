@@ -38,13 +38,17 @@ def read_records(paths: Iterable[str], say: Callable[[str], None], facts: LogFac
             there = {str(f.resolve()) for f in files}
             before = len(records)
             for file in fresh:
+                try:
+                    rows = _parse(file, facts)
+                except UsageError as error:
+                    say(str(error))
+                    continue
                 # A sweep's row says nothing new if its run is there too.
-                rows = _read(file, say, facts)
                 records += [r for r in rows if not there.intersection(_runs_of(r, file))]
             if len(records) == before and (fresh or not files):
                 raise UsageError(f"{path}: holds no result, CSV, JSON or log that is known")
         elif path.exists():
-            records += [r for file in not_taken([path], taken) for r in _read(file, None, facts)]
+            records += [r for file in not_taken([path], taken) for r in _parse(file, facts)]
         else:
             raise UsageError(f"{path}: no such file or directory")
     return join_attempts(records)
@@ -126,16 +130,6 @@ def discover(directory: Path) -> list[Path]:
         if own_sweep:
             directories[:] = [d for d in directories if d not in ("logs", "probes", "tensorboard")]
     return candidates
-
-
-def _read(path: Path, say: Callable[[str], None] | None, facts: LogFacts) -> list[Record]:
-    try:
-        return _parse(path, facts)
-    except UsageError as error:
-        if say is None:
-            raise
-        say(str(error))
-        return []
 
 
 def _parse(path: Path, facts: LogFacts) -> list[Record]:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_word
@@ -71,7 +71,6 @@ class Prices:
 
     usd_per_hour: Mapping[str, float]
     tdp_w: Mapping[str, float]
-    from_file: Collection[str] = ()
 
 
 def compare(
@@ -176,14 +175,19 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
 
 
 def prices_of(
-    machines: Mapping[str, tuple[float | None, float | None]], usd_per_hour: Sequence[str]
+    machines: Mapping[str, tuple[float | None, float | None]],
+    usd_per_hour: Sequence[str],
+    records: Sequence[Record],
 ) -> Prices:
     """Prices and power limits of an experiment's machines; prices of the flag override them.
 
-    `machines` gives US$ per hour and W by the name of the hardware.
+    `machines` gives US$ per hour and W by the name of the hardware. UsageError for a flag's price of
+    hardware that no run has: a typing error.
     """
     usd = {name: price for name, (price, _) in machines.items() if price}
     watts = {name: power for name, (_, power) in machines.items() if power}
+    names = {r.hardware for r in records if r.hardware}
+    names |= {h.name for r in records if (h := device_called(r.hardware))}
     for text in usd_per_hour:
         name, equals, value = text.rpartition("=")
         try:
@@ -194,15 +198,8 @@ def prices_of(
             raise UsageError(f"--usd-per-hour {text}: must be HARDWARE=NUMBER above 0")
         with contextlib.suppress(UsageError):  # or it is the user's own machine
             name = find_hardware(name).name
-        usd[name] = number
-    return Prices(usd, watts, set(machines))
-
-
-def check_prices(prices: Prices, records: list[Record]) -> None:
-    """UsageError for a price of hardware that no run has: a typing error."""
-    names = {r.hardware for r in records if r.hardware}
-    names |= {h.name for r in records if (h := device_called(r.hardware))}
-    for name in (*prices.usd_per_hour, *prices.tdp_w):
-        if name not in names and name not in prices.from_file:
+        if name not in names | machines.keys():
             have = ", ".join(sorted(names)) or "none that is known"
-            raise UsageError(f"a price or power for {name!r}, but the runs' hardware is {have}")
+            raise UsageError(f"--usd-per-hour {text}: the runs' hardware is {have}")
+        usd[name] = number
+    return Prices(usd, watts)
