@@ -4,8 +4,9 @@
     make fuzz CASES=2000 KINDS="log trace"     so many of each of these kinds
     make fuzz CASES=1 KINDS=log FIRST=4711     one case again, with its traceback
 
-Each begins as a right file, of the tests' data or of tests/fuzzed. Its structure is changed (types, keys, nesting, numbers, texts), or its
-bytes. A tool's output may hold no control characters, no traceback, and no nan in a CSV or JSON.
+Each begins as a right file of tests/fuzzed or of other tests' data. Its structure is changed (types,
+keys, nesting, numbers, texts), or its bytes. A tool's output may hold no control characters, no
+traceback, and no nan in a CSV or JSON.
 tests/test_fuzz.py runs a few of each.
 """
 
