@@ -6,6 +6,7 @@ import functools
 import gzip
 import itertools
 import json
+import re
 import shutil
 import types
 
@@ -47,112 +48,104 @@ def run(tmp_path_factory):
     """One run with everything switched on."""
     out = tmp_path_factory.mktemp("runs")
     flags = "--profile --profile-stacks --profile-steps 2 --memory-snapshot"
-    trained(out, TINY, flags, "--sac-freq 1/4 --pad-vocab 384 --peak-tflops 1")
-    return out
-
-
-@pytest.fixture(scope="module")
-def trace(run):
-    (path,) = run.glob("*/trace/rank0.pt.trace.json.gz")
-    return read_trace(path)
+    result = trained(out, TINY, flags, "--sac-freq 1/4 --pad-vocab 384 --peak-tflops 1")
+    (path,) = out.glob("*/trace/rank0.pt.trace.json.gz")
+    directory, steps, trace = path.parents[1], read_steps(out), read_trace(path)
+    events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0})
+    return types.SimpleNamespace(
+        path=path,
+        directory=directory,
+        result=result,
+        steps=steps,
+        trace=trace,
+        events=events.Reload(),
+    )
 
 
 def test_captured_steps_are_extra_and_marked(run):
-    phases = [s["phase"] for s in read_steps(run)]
+    phases, r = [s["phase"] for s in run.steps], run.result
     assert phases == ["warmup"] * 2 + ["measure"] * 4 + ["profile"] * 4
-    r = only_result(run)
     assert r["metrics"]["n_measured_steps"] == 4 and len(r["step_times_s"]) == 4
     assert r["profile"]["first_step"] == 8 and r["profile"]["n_steps"] == 2
     assert r["profile"]["in_window"] is False
     assert any("a profiler looked at steps after" in note for note in r["notes"])
 
 
-def test_trace_has_the_ranges(trace):
-    names = {s.name for spans in trace.host.values() for s in spans}
-    blocks = {f"blocks.{i}" for i in range(4)}
-    assert {"data", "forward", "backward", "optimizer", "loss"} <= names
-    assert blocks | {f"{b} backward" for b in blocks} <= names
-    assert [s.name for s in trace.steps] == [f"ProfilerStep#{i}" for i in (8, 9)]
-
-
-def test_ranges_lie_where_they_belong(trace):
+def test_ranges_lie_where_they_belong(run):
     """Blocks in order inside forward, their backward in reverse order inside backward; no overlap."""
-    spans = sorted((s for v in trace.host.values() for s in v), key=lambda s: s.start)
-    step = trace.steps[1]
+    spans = sorted((s for v in run.trace.host.values() for s in v), key=lambda s: s.start)
+    assert [s.name for s in run.trace.steps] == ["ProfilerStep#8", "ProfilerStep#9"]
+    step = run.trace.steps[1]
     inside = [s for s in spans if step.start <= s.start and s.end <= step.end]
+    assert {"data", "optimizer", "loss"} <= {s.name for s in inside}
     (forward,) = [s for s in inside if s.name == "forward"]
     (backward,) = [s for s in inside if s.name == "backward"]
     for outer, order, end in ((forward, range(4), ""), (backward, (3, 2, 1, 0), " backward")):
-        found = [s for s in inside if s.name.startswith("blocks.")
-                 and s.name.endswith("backward") == bool(end)]  # fmt: skip
-        assert [s.name for s in found] == [f"blocks.{i}{end}" for i in order]
-        assert outer.start <= found[0].start and found[-1].end <= outer.end
-        assert all(a.end <= b.start + 1 for a, b in itertools.pairwise(found))
+        blocks = [s for s in inside if re.fullmatch(rf"blocks\.\d{end}", s.name)]
+        assert [s.name for s in blocks] == [f"blocks.{i}{end}" for i in order]
+        assert outer.start <= blocks[0].start and blocks[-1].end <= outer.end
+        assert all(a.end <= b.start + 1 for a, b in itertools.pairwise(blocks))
         # The blocks are most of the work: their ranges are no empty marks.
-        assert sum(s.length for s in found) > 0.4 * outer.length
+        assert sum(s.length for s in blocks) > 0.4 * outer.length
 
 
-def test_classes_add_up_to_the_steps_own_times(run, trace):
+def test_classes_add_up_to_the_steps_own_times(run):
     """The sum is the step within 2 %; the step's time is also known from the run's own clock."""
-    p = only_result(run)["profile"]
+    p = run.result["profile"]
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
-    clocked = [s["step_time_s"] for s in read_steps(run)[8:]]
+    clocked = [s["step_time_s"] for s in run.steps[8:]]
     assert total == pytest.approx(sum(clocked) / 2, rel=0.1)
-    assert {"matmul fp32", "attention", "elementwise", "optimizer", "loss", "host"} <= set(
-        p["classes_s"]
-    )
+    classes = {"matmul fp32", "attention", "elementwise", "optimizer", "loss", "host"}
+    assert classes <= set(p["classes_s"])
     assert p["classes_s"]["matmul fp32"] > p["classes_s"]["loss"]
     assert len(p["costliest"]) == 10
     assert p["costliest"][0]["time_s"] >= p["costliest"][9]["time_s"]
 
 
-def test_formula_and_recorded_shapes_agree_on_the_matmuls(run, trace):
+def test_formula_and_recorded_shapes_agree_on_the_matmuls(run):
     """FLOPs by formula (recomputed blocks and padded rows too) are those of the shapes in the trace.
 
     The exception is the matmul at which a recomputation stops: the trace has its call, but its work
     is not done.
     """
-    by_formula = only_result(run)["profile"]["matmul_flops"]
+    by_formula = run.result["profile"]["matmul_flops"]
     stopped = 2 * 256 * 688 * 256
-    by_shapes = break_down(trace).matmul_flops
+    by_shapes = break_down(run.trace).matmul_flops
     assert by_shapes - stopped == pytest.approx(by_formula, rel=1e-9)
 
 
 def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, output_of):
     """The fraction of the measured roof too, which no trace knows. No rate if the run has none."""
-    shutil.copytree(next(run.iterdir()), tmp_path / "run")
+    shutil.copytree(run.directory, tmp_path / "run")
     path, result = tmp_path / "run/trace/rank0.pt.trace.json.gz", tmp_path / "run/result.json"
     content = json.loads(result.read_text())
     p = content["profile"]
     p["matmul_roof_fraction"] = 0.61
     result.write_text(json.dumps(content))
-    (found,) = json.loads(output_of(trace_report.main, path, "--json"))
-    assert found["matmul_tflops"] == pytest.approx(p["matmul_tflops"])
-    assert found["classes_s"] == pytest.approx(p["classes_s"])
-    assert found["matmul_roof_fraction"] == 0.61
+    (report,) = json.loads(output_of(trace_report.main, path, "--json"))
+    assert report["matmul_tflops"] == pytest.approx(p["matmul_tflops"])
+    assert report["classes_s"] == pytest.approx(p["classes_s"])
+    assert report["matmul_roof_fraction"] == 0.61
     assert "while they run, 61.0% of the measured roof" in output_of(trace_report.main, path)
     p["matmul_tflops"], p["matmul_flops"] = None, 1.0  # as with --attention math
     result.write_text(json.dumps(content))
-    (found,) = json.loads(output_of(trace_report.main, path, "--json"))
-    assert found["matmul_flops"] != 1.0
+    (report,) = json.loads(output_of(trace_report.main, path, "--json"))
+    assert report["matmul_flops"] != 1.0
 
 
 def test_stacks_name_modules_and_lines(run):
-    (path,) = run.glob("*/trace/rank0.stacks")
-    text = path.read_text()
+    text = run.path.with_name("rank0.stacks").read_text()
     assert "model/transformer.py" in text
     assert all(line.rsplit(" ", 1)[1].isdigit() for line in text.splitlines())
-    (path,) = run.glob("*/trace/*.json.gz")
-    assert b"nn.Module: Block_0" in gzip.decompress(path.read_bytes())
+    assert b"nn.Module: Block_0" in gzip.decompress(run.path.read_bytes())
 
 
 def test_memory_by_kind(run):
     """Parameters are the model's, with padding; gradients as large, AdamW's state twice that."""
-    r = only_result(run)
-    m, config = r["memory"], r["model"]["shape"]
-    padding = (384 - config["vocab_size"]) * config["hidden_size"] * 2
-    parameters = 4 * (r["model"]["n_parameters"] + padding) / GIB
+    m, model = run.result["memory"], run.result["model"]
+    padding = (384 - model["shape"]["vocab_size"]) * model["shape"]["hidden_size"] * 2
+    parameters = 4 * (model["n_parameters"] + padding) / GIB
     assert m["parameters_gib"] == pytest.approx(parameters, rel=1e-6)
     assert m["gradients_gib"] == pytest.approx(parameters, rel=1e-6)
     assert m["optimizer_gib"] == pytest.approx(2 * parameters, rel=1e-3)
@@ -163,7 +156,7 @@ def test_memory_by_kind(run):
 
 def test_hfu_counts_what_is_repeated(run):
     """One of four blocks: its matmuls except the last, and its attention, 4 T d or half of that."""
-    m = only_result(run)["metrics"]
+    m = run.result["metrics"]
     matmuls = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 256 * 2 * 688)
     again = matmuls + 4 * 64 * 256
     assert m["hfu"] / m["mfu"] == pytest.approx(1 + again / m["flops_per_token_palm"])
@@ -244,11 +237,11 @@ def test_attention_in_parts_is_attention():
     window = torch.ones(7, 7, dtype=torch.bool).tril().triu(-2)
     for mask, scale in ((None, None), (window, 0.3)):
         q, k, v = (torch.randn(2, h, 7, 8, requires_grad=True) for h in (4, 2, 2))
-        found = []
+        outcomes = []
         for attend in (layers.attend, functools.partial(profiling.attend_in_parts, draw, None)):
             y = attend(q, k, v, mask, 0.0, scale)
-            found.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
-        for expected, got in zip(*found, strict=True):
+            outcomes.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
+        for expected, got in zip(*outcomes, strict=True):
             torch.testing.assert_close(got, expected)
     assert drawn == ["attention scores", "attention softmax", "attention values"] * 2
 
@@ -263,10 +256,7 @@ def test_activations_fall_with_recomputation(compiled, tmp_path):
 
 
 def test_tensorboard_tells_what_ran_and_how_it_ended(run):
-    (directory,) = run.glob("*/tensorboard")
-    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
-    events.Reload()
-    r = only_result(run)
+    events, r, steps = run.events, run.result, run.steps
     text = {t: events.Tensors(t)[0].tensor_proto.string_val[0].decode()
             for t in events.Tags()["tensors"] if t.endswith("text_summary")}  # fmt: skip
     parts = ("arguments", "model", "device", "environment")
@@ -274,7 +264,6 @@ def test_tensorboard_tells_what_ran_and_how_it_ended(run):
     assert "| sac_freq | 1/4 |" in text["run/arguments/text_summary"]
     assert f"| git_sha | {r['environment']['git_sha']} |" in text["run/environment/text_summary"]
     by_tokens = events.Scalars("by_tokens/loss")
-    steps = read_steps(run)
     assert [e.step for e in by_tokens] == [256 * (i + 1) for i in range(len(steps))]
     assert [e.value for e in by_tokens] == pytest.approx([s["loss"] for s in steps])
     n, total = r["metrics"]["n_measured_steps"], len(steps)
@@ -288,21 +277,18 @@ def test_tensorboard_tells_what_ran_and_how_it_ended(run):
 def test_tensorboard_hparams_are_those_of_the_run(run):
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    (directory,) = run.glob("*/tensorboard")
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    content = events.PluginTagToContent("hparams")
+    content = run.events.PluginTagToContent("hparams")
     start = HParamsPluginData.FromString(content["_hparams_/session_start_info"])
-    given = start.session_start_info.hparams
-    assert given["model"].string_value == "llama-tiny" and given["pad_vocab"].number_value == 384
-    assert given["sac_freq"].string_value == "1/4"
-    default, flags, args = defaults(Args), declared(Args), only_result(run)["args"]
-    assert {"lr", "output_dir", "config"}.isdisjoint(given)
-    names = set(given) - {"model"}
+    shown = start.session_start_info.hparams
+    assert shown["model"].string_value == "llama-tiny" and shown["pad_vocab"].number_value == 384
+    assert shown["sac_freq"].string_value == "1/4"
+    default, flags, args = defaults(Args), declared(Args), run.result["args"]
+    assert {"lr", "output_dir", "config"}.isdisjoint(shown)
+    names = set(shown) - {"model"}
     assert all(flags[name].headline or args[name] != default[name] for name in names)
     experiment = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment
     tags = {info.name.tag for info in experiment.metric_infos}
-    assert "final/tokens_per_sec" in tags and tags <= set(events.Tags()["scalars"])
+    assert "final/tokens_per_sec" in tags and tags <= set(run.events.Tags()["scalars"])
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class PowerMeter:
         if not self.sensor:
             return
         self.samples: list[Sample] = []
-        self.others = [self._ask(self._strangers)]
+        self.others = [self._ask(self.sensor.other_processes, self.family)]
         self.counters = self._ask(self.sensor.throttle_counters) or (0.0, {})
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._take_samples, daemon=True)
@@ -65,20 +65,17 @@ class PowerMeter:
 
     def _take_samples(self) -> None:
         while not self.stop.wait(self.interval):
-            self.memory.append(self._ask(lambda: memory_now(self.device)))
+            self.memory.append(self._ask(memory_now, self.device))
             if (sample := self._ask(self.sensor.sample)) is not None:
                 self.samples.append(sample)
                 if len(self.samples) % self.SAMPLES_A_LOOK == 0:
-                    self.others.append(self._ask(self._strangers))
-
-    def _strangers(self) -> int | None:
-        return self.sensor.other_processes(self.family)
+                    self.others.append(self._ask(self.sensor.other_processes, self.family))
 
     @staticmethod
-    def _ask(query: Callable):
+    def _ask(query: Callable, *args):
         """A driver's answer; whatever goes wrong in one must not end the run."""
         with contextlib.suppress(Exception):
-            return query()
+            return query(*args)
         return None
 
     def end(self, rank: int) -> DeviceUse:
@@ -94,7 +91,8 @@ class PowerMeter:
         self.close()
         used = now - self.joules if now is not None and self.joules is not None else 0.0
         joules = used if used > 0 else None  # a counter that did not move counts as none
-        others = [n for n in (*self.others, self._ask(self._strangers)) if n is not None]
+        self.others.append(self._ask(self.sensor.other_processes, self.family))
+        others = [n for n in self.others if n is not None]
         power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)
 
         def sampled(field: str) -> list[float]:

@@ -209,10 +209,8 @@ class Result(Strict):
     @property
     def unfit(self) -> list[str]:
         """Why its figures are not those of an undisturbed run; empty if they are."""
-        m, spoilt = self.metrics, ", ".join(self.spoilt_by)
-        profiled = (
-            self.profile or self.args.get("profile") or self.args.get("nsys_start") is not None
-        )
+        m, a, spoilt = self.metrics, self.args, ", ".join(self.spoilt_by)
+        profiled = self.profile or a.get("profile") or a.get("nsys_start") is not None
         marks = {
             f"status {self.status}": self.status != "ok",
             "profiled": profiled,
@@ -226,40 +224,36 @@ class Result(Strict):
             "FP8 emulated": self.fp8 and self.fp8.emulated,
         }
         mismatches = self.observed.mismatches if self.observed else []
-        return [
-            *(mark for mark, applies in marks.items() if applies),
-            *self.impossible,
-            *mismatches,
-        ]
+        return [*(mark for mark, on in marks.items() if on), *self.impossible, *mismatches]
 
     @property
     def impossible(self) -> dict[str, str]:
         """Figures beyond what is possible: a mark of each, and the line that says why."""
-        m, d, found = self.metrics, self.device, {}
+        m, d, marks = self.metrics, self.device, {}
         if (part := self.part_of_peak or 0) > 1:
-            found["faster than its peak"] = (
+            marks["faster than its peak"] = (
                 f"the run reached {part:.0%} of the peak, which is impossible: the peak of "
                 f"{d.name!r} ({d.peak_source}) or a time is wrong"
             )
         for use in self.devices:
             watts, limit = use.average_power_w or 0, use.power_limit_w or math.inf
             if watts > (1 + LIMIT_SLACK) * limit:
-                found["more power than its limit"] = (
+                marks["more power than its limit"] = (
                     f"rank {use.rank} drew {watts:,.0f} W on average, which is impossible: its limit is "
                     f"{limit:,.0f} W; the energy counter is wrong"
                 )
         has = d.memory_gib or math.inf
         if (gib := max(m.peak_reserved_gib or 0, m.peak_allocated_gib or 0)) > has * 1.001:
-            found["more memory than its device has"] = (
+            marks["more memory than its device has"] = (
                 f"the run held {gib:,.2f} GiB, which is impossible: the device has {has:,.2f}"
             )
         low, high = self.random_loss or (-math.inf, math.inf)
         if m.first_loss is not None and not low <= m.first_loss <= high:
-            found["first loss not that of random values"] = (
+            marks["first loss not that of random values"] = (
                 f"the first loss is {m.first_loss:.2f}, and random values on random tokens give "
                 f"{low:.2f} to {high:.2f}: the model does not compute what it should"
             )
-        return found
+        return marks
 
     @property
     def random_loss(self) -> tuple[float, float] | None:
@@ -284,24 +278,24 @@ class Result(Strict):
 
     @property
     def disturbances(self) -> dict[str, str]:
-        """What may have changed the figures, short, and the line that says it."""
-        m, found = self.metrics, {}
-        if self.drifts:
-            change = drift(self.step_times_s)[0]
-            found[f"drift {change:+.1%}"] = (
+        """What may have changed the figures: a mark of each, and the line that says it."""
+        m, marks = self.metrics, {}
+        change, drifts = drift(self.step_times_s)
+        if drifts:
+            marks[f"drift {change:+.1%}"] = (
                 f"step time changed by {change:+.1%} over the window (last third to first): the device "
                 "may not have been in a steady state; use more --warmup-steps and --n-steps"
             )
         others, stolen = m.other_cpu_fraction or 0, m.stolen_cpu_fraction or 0
         if others > (BUSY_CPU if self.device.type == "cpu" else BUSY_HOST):
-            found[f"busy CPU {others:.0%}"] = (
+            marks[f"busy CPU {others:.0%}"] = (
                 f"other processes took {others:.0%} of the machine's CPU time in the window"
             )
         if stolen > STOLEN_CPU:
-            found[f"stolen CPU {stolen:.0%}"] = (
+            marks[f"stolen CPU {stolen:.0%}"] = (
                 f"the virtual machine's host withheld {stolen:.0%} of the CPU time in the window"
             )
-        return found
+        return marks
 
     @property
     def drifts(self) -> bool:

@@ -58,14 +58,9 @@ def _wandb(r: Result, steps: list[Step], directory: Path) -> str:
     """A run of the project; offline where nobody is logged in: `wandb sync` sends it later."""
     wandb = importlib.import_module("wandb")
     mode = os.environ.get("WANDB_MODE") or (None if wandb.api.api_key else "offline")
-    run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", PROJECT),
-        name=r.run_name,
-        mode=mode,
-        dir=str(directory),
-        config=r.args | facts_of(r),
-        settings=wandb.Settings(console="off"),
-    )
+    project, settings = os.environ.get("WANDB_PROJECT", PROJECT), wandb.Settings(console="off")
+    place = dict(project=project, name=r.run_name, dir=str(directory))
+    run = wandb.init(**place, mode=mode, config=r.args | facts_of(r), settings=settings)
     for step in steps:
         run.log(finite_numbers(step_figures(step)), step=step.step)
     run.summary.update(final_figures(r))
