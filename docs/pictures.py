@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
 SETTINGS = "bsz=4,8 sac-freq=none,1/1 seq-len=128 n-steps=20 warmup-steps=3 amp=off device=cpu"
 TRACED = (
-    "train_fsdp.py configs/llama-tiny.json --nproc 4 --device cpu --amp off --bsz 2 --seq-len 128 "
+    "train_fsdp.py configs/llama-tiny.json --nproc 2 --device cpu --amp off --bsz 4 --seq-len 256 "
     "--n-steps 3 --warmup-steps 2 --profile --profile-steps 1 --run-name llama-tiny-fsdp --output-dir"
 )
 
@@ -33,7 +33,7 @@ def draw(page: Path, name: str, width: int, height: int) -> None:
 
 
 def main() -> None:
-    """A sweep of four settings as a report, and a step of four ranks as a timeline."""
+    """A sweep of four settings as a report, and a step of two ranks as a timeline."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
@@ -41,10 +41,10 @@ def main() -> None:
         sweep = ["sweep.py", "--models", "configs/llama-tiny.json", "--repeats", "3"]
         run(*sweep, "--output-dir", runs, "--set", *SETTINGS.split())
         run("compare.py", f"{runs}/runs", "--output-dir", folder)
-        draw(top / "report.html", "report.png", 1250, 900)
+        draw(top / "report.html", "report.png", 1400, 860)
         run(*TRACED.split(), folder)
         run("trace_report.py", f"{folder}/llama-tiny-fsdp", "--html", f"{folder}/timeline.html")
-        draw(top / "timeline.html", "timeline.png", 1250, 420)
+        draw(top / "timeline.html", "timeline.png", 1250, 265)
 
 
 if __name__ == "__main__":

@@ -149,6 +149,6 @@ def timeline_page(name: str, ranks: Sequence[Rank], waits: Waiting) -> str:
     more = len(ranks) - len(shown)
     return PAGE.format(
         name=html.escape(name), said=said, legend=legend, lanes="".join(lanes), ticks=ticks,
-        more=f"<p>{more} more ranks are in the table.</p>" if more else "", width=WIDTH + 130,
+        more=f"<p>{more} more ranks are in the table.</p>" if more else "", width=WIDTH + 150,
         height=y + 20,
     )  # fmt: skip
