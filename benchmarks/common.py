@@ -167,7 +167,8 @@ def report(
     for label, r in compared.items():
         between = f"{r['min']:.3f}-{r['max']:.3f}"
         cells.append((label, f"{r['median']:.3f}", f"{r['of_minima']:.3f}", between))
-    show(("speed ratio", "median", "of minima", "range"), cells)
+    if compared:
+        show(("speed ratio", "median", "of minima", "range"), cells)
     save(name, {"about": about, "times": rows, "ratios": compared})
     return {label: r["median"] for label, r in compared.items()}
 

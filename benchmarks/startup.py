@@ -7,7 +7,6 @@ gpt2-tiny below 6 s from the prompt. The exit code is 1 where a minimum is above
 """
 
 import functools
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import ROOT, interleave, rounds_parser, save, show
+from benchmarks.common import ROOT, interleave, report, rounds_parser
 
 SCRIPTS = ("train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
 TOOLS = ("estimate.py", "sweep.py", "compare.py", "doctor.py", "trace_report.py", "prepare_data.py")
@@ -53,14 +52,11 @@ def main() -> int:
     first = "first step of gpt2-tiny"
     limits[first] = 6.0
     times = interleave(helps | {"import torch": torch_alone, first: first_step}, args.rounds)
-    rows, cells = {}, []
-    for name, all_s in times.items():
-        low, median, limit = min(all_s), statistics.median(all_s), limits.get(name)
-        rows[name] = {"min_s": low, "median_s": median, "limit_s": limit, "all_s": all_s}
-        cells.append((name, f"{low:.2f}", f"{median:.2f}", str(limit or "")))
-    show(("what", "min [s]", "median [s]", "limit"), cells)
-    save("startup", {"about": "seconds from the prompt", "times": rows})
-    return int(any(r["limit_s"] and r["min_s"] > r["limit_s"] for r in rows.values()))
+    report("startup", times, {}, "from the prompt")
+    late = [n for n, seconds in times.items() if n in limits and min(seconds) > limits[n]]
+    for name in late:
+        print(f"{name}: above the limit of {limits[name]} s")
+    return int(bool(late))
 
 
 if __name__ == "__main__":

@@ -307,21 +307,14 @@ FP8_CASES += [
 FP8_CASES += [(b, f"--fp8-recipe {r}") for b, recipes in RECIPES.items() for r in recipes.split()]
 
 
-@pytest.fixture(scope="module")
-def one_b(tmp_path_factory):
-    """Runs the 1B shape: one_b(flags) -> losses of 50 steps."""
-    directory = tmp_path_factory.mktemp("1b")
-
-    def run(*flags):
-        out = directory / "-".join(["run", *flags]).replace("/", "_")
-        return losses(steps(out, *flags, argv=ONE_B))
-
-    return run
+def one_b(out, *flags):
+    """Losses of 50 steps of the 1B shape."""
+    return losses(steps(out, *flags, argv=ONE_B))
 
 
 @pytest.fixture(scope="module")
-def bf16_losses(one_b):
-    plain = one_b()
+def bf16_losses(tmp_path_factory):
+    plain = one_b(tmp_path_factory.mktemp("1b"))
     assert plain[-1] < plain[0] - 1
     return plain
 
@@ -329,7 +322,7 @@ def bf16_losses(one_b):
 @pytest.mark.parametrize(
     ("backend", "flags"), [pytest.param(b, f, marks=MARKS[b]) for b, f in FP8_CASES]
 )
-def test_fp8_learns_as_bf16_does(backend, flags, one_b, bf16_losses):
+def test_fp8_learns_as_bf16_does(backend, flags, tmp_path, bf16_losses):
     if backend == "te" and "--fp8-recipe" in flags:
         fp8_te.import_te(torch.device("cuda"))  # where it is not installed this fails, by design
         try:
@@ -337,7 +330,7 @@ def test_fp8_learns_as_bf16_does(backend, flags, one_b, bf16_losses):
         except UsageError as error:
             pytest.skip(f"this GPU cannot: {error}")
     compiled = ["--pt-compile"] if backend == "torchao" else []
-    fp8_losses = one_b("--use-fp8", "--fp8-backend", backend, *compiled, *flags.split())
+    fp8_losses = one_b(tmp_path, "--use-fp8", "--fp8-backend", backend, *compiled, *flags.split())
     assert fp8_losses != bf16_losses
     assert abs(sum(fp8_losses[-10:]) / sum(bf16_losses[-10:]) - 1) < 0.02
 
@@ -405,8 +398,8 @@ def test_fp8_primary_weights(recipe, tmp_path):
     assert grown == pytest.approx(4 * numbers, rel=0.02)
 
 
-def test_cuda_graphs_give_the_losses_of_eager(one_b, bf16_losses):
-    graphs = one_b("--pt-compile", "--compile-mode", "reduce-overhead")
+def test_cuda_graphs_give_the_losses_of_eager(tmp_path, bf16_losses):
+    graphs = one_b(tmp_path, "--pt-compile", "--compile-mode", "reduce-overhead")
     assert graphs == pytest.approx(bf16_losses, rel=2e-2)
     assert graphs[0] == pytest.approx(bf16_losses[0], rel=1e-3)
     assert graphs[:5] == pytest.approx(bf16_losses[:5], rel=5e-3)
