@@ -36,11 +36,10 @@ def first_step() -> float:
         command = [sys.executable, "train.py", *TINY, "--output-dir", out]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
-            times = [
-                time.perf_counter() for line in process.stdout or () if line.startswith("step 1/")
-            ]
+            lines = process.stdout or ()
+            ends = [time.perf_counter() for line in lines if line.startswith("step 1/")]
         assert process.returncode == 0
-    return times[0] - start
+    return ends[0] - start
 
 
 def main() -> int:
