@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import time
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -93,22 +94,15 @@ class Job(NamedTuple):
     mutant: str = ""
 
 
-class Meter:
-    """Stands in for a CPU's energy counter: each rank sees a machine that takes 100 W."""
-
-    source = "tests/dist_worker.py"
-
-    def joules(self) -> float:
-        return 100.0 * time.perf_counter()
-
-    def sample(self) -> None: ...
-    def limits(self) -> tuple[None, None]:
-        return None, None
-
-    def throttle_counters(self) -> tuple[float, dict]:
-        return 0.0, {}
-
-    def other_processes(self, ours) -> None: ...
+# Stands in for a CPU's energy counter: each rank sees a machine that takes 100 W.
+METER = types.SimpleNamespace(
+    source="tests/dist_worker.py",
+    joules=lambda: 100.0 * time.perf_counter(),
+    sample=lambda: None,
+    limits=lambda: (None, None),
+    throttle_counters=lambda: (0.0, {}),
+    other_processes=lambda ours: None,
+)
 
 
 class Traffic(TorchDispatchMode):
@@ -398,7 +392,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(traffic)
             for patch in (
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
-                mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: Meter()),
+                mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: METER),
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),

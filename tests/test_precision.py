@@ -108,15 +108,16 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
 
 
 @pytest.mark.parametrize(
-    ("mode", "loss_mode"),
+    ("mode", "loss_mode", "logs", "level"),
     [
-        ("default", "default"),
-        ("reduce-overhead", "default"),
-        ("max-autotune", "max-autotune-no-cudagraphs"),
-        ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs"),
+        ("default", "default", None, "NOTSET"),
+        ("reduce-overhead", "default", None, "NOTSET"),
+        ("max-autotune", "max-autotune-no-cudagraphs", None, "CRITICAL"),
+        ("max-autotune-no-cudagraphs", "max-autotune-no-cudagraphs", "+all", "NOTSET"),
     ],
 )
-def test_every_block_gets_the_compile_mode(mode, loss_mode, monkeypatch):
+def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeypatch):
+    """Candidates that max-autotune cannot use are logged only on request."""
     asked = []
 
     def spy(function, **options):
@@ -124,29 +125,15 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, monkeypatch):
         return function
 
     monkeypatch.setattr(torch, "compile", spy)
-    with torch.device("meta"):
-        apply_compile(Transformer(config("llama"), 8), mode)
-    assert [options.pop("mode") for options in asked] == [mode] * 3 + [loss_mode]
-    assert asked == [{"fullgraph": True, "dynamic": False}] * 4
-
-
-@pytest.mark.parametrize(
-    ("mode", "logs", "level"),
-    [
-        ("default", None, "NOTSET"),
-        ("max-autotune", None, "CRITICAL"),
-        ("max-autotune", "+all", "NOTSET"),
-    ],
-)
-def test_max_autotunes_unfit_candidates_are_logged_only_on_request(mode, logs, level, monkeypatch):
     logger = logging.getLogger("torch._inductor.select_algorithm")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     monkeypatch.delenv("TORCH_LOGS", raising=False)
     if logs:
         monkeypatch.setenv("TORCH_LOGS", logs)
     with torch.device("meta"):
-        model = Transformer(config("llama"), 8)
-    apply_compile(model, mode)
+        apply_compile(Transformer(config("llama"), 8), mode)
+    assert [options.pop("mode") for options in asked] == [mode] * 3 + [loss_mode]
+    assert asked == [{"fullgraph": True, "dynamic": False}] * 4
     assert logging.getLevelName(logger.level) == level
 
 

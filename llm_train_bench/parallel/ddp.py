@@ -22,9 +22,11 @@ from llm_train_bench.settings.flags import OptimizerFlags
 class ReplicaLayout(Layout):
     """Every rank has the whole model, and tokens that no other rank has."""
 
+    stage: dist.ProcessGroup | None = None  # the ranks with the same layers; None for all
+
     def summed(self, numbers: Tensor) -> Tensor:
         numbers = numbers.clone()
-        dist.all_reduce(numbers)
+        dist.all_reduce(numbers, group=self.stage)
         return numbers
 
 

@@ -120,6 +120,7 @@ class RankLayout(ReplicaLayout):
         of = {"tp": "dense", "ep": "experts"} | {g: g for g in ("cp", "batch", "same", "pp")}
         self.groups = {kind: meshes[mesh].get_group(kind) for kind, mesh in of.items()}
         self.names = {kind: group.group_name for kind, group in self.groups.items()}
+        self.stage = self.groups["same"] if pp > 1 else None
         return {kind: meshes[kind][dims] for kind in kinds}
 
     def whole(self, config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
@@ -153,11 +154,6 @@ class RankLayout(ReplicaLayout):
                     value = torch.empty(shape, dtype=dtype, device=device)
                 dist.broadcast(value, dist.get_global_rank(group, owner), group)
                 yield name, value
-
-    def summed(self, numbers: Tensor) -> Tensor:
-        numbers = numbers.clone()
-        dist.all_reduce(numbers, group=self.groups["same"] if self.pp > 1 else None)
-        return numbers
 
     def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
         """Swap numbers with the rank that has the same parts in another group of a pipeline."""
