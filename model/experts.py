@@ -28,7 +28,9 @@ class Router(nn.Linear):
         zeros = torch.zeros(e.number)
         self.correction = nn.Parameter(zeros, requires_grad=False) if e.correction else None
 
-    def choose(self, x: Tensor, balanced: Tensor | None = None) -> tuple[Tensor, Choice]:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, balanced: Tensor | None = None
+    ) -> tuple[Tensor, Choice]:
         """(N, d) tokens to all experts' scores (N, E) in fp32, and the choice.
 
         Logits have autocast's dtype but for sigmoid scores, which are fp32 throughout, as in the
@@ -147,7 +149,7 @@ class MixtureOfExperts(nn.Module):
         if self.balanced:
             whole = x.shape[1] * self.layout.tp * self.layout.cp
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
-        scores, (index, weights) = self.router.choose(tokens, balanced)
+        scores, (index, weights) = self.router(tokens, balanced)
         y = self.mixed(tokens, index, weights.to(x.dtype))
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
