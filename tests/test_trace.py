@@ -15,7 +15,6 @@ from llm_train_bench.trace.kernel_names import kernel_class, matmul_format, oper
 from llm_train_bench.trace.read_trace import read_trace
 from llm_train_bench.trace.timeline import sweep, union
 from tests import fuzz
-from tests.fuzz import event
 from tests.helpers import ROOT
 
 TRACES = ROOT / "tests/traces"
@@ -24,6 +23,13 @@ TRACES = ROOT / "tests/traces"
 def write_trace(path, events, **more):
     path.write_text(json.dumps({"traceEvents": events} | more))
     return path
+
+
+def event(name, start, end, cat="kernel", tid=7, **args) -> dict:
+    """One event of a trace: kernels are of device 0, the others of the host."""
+    args = {"device": 0, "stream": tid} | args if cat == "kernel" else args
+    event = dict(ph="X", cat=cat, name=name, pid=int(cat != "kernel"), tid=tid, args=args)
+    return event | dict(ts=start, dur=end - start)
 
 
 NAMES = [
