@@ -302,31 +302,23 @@ NASTY = "\x1b]52;c;aGk=\x07x[/y]<script>|=cmd"
 
 
 def test_names_command_neither_terminal_nor_spreadsheet_nor_browser(tmp_path, output_of):
-    """Escapes, markup, HTML and formulas in names from a file."""
-    content = changed(PLAIN, run_name=f"=1+1{NASTY}", device__hardware=f"@{NASTY}")
-    (tmp_path / "b.json").write_text(json.dumps(content))
-    shown = output_of(compare.main, tmp_path / "b.json", "--output-dir", tmp_path / "c")
-    assert "\x1b" not in shown and "\x07" not in shown and "x[/y]" in shown
-    markdown = (tmp_path / "c/compare.md").read_text()
-    assert "\x1b" not in markdown and "<script>" not in markdown and "&lt;script>" in markdown
-    html = (tmp_path / "c/report.html").read_text()
-    assert "\x1b" not in html and html.count("<script") == 2 and r"x[/y]\u003cscript>" in html
-    with (tmp_path / "c/compare.csv").open() as f:
-        for row in csv.reader(f):
-            assert not any(cell[:1] in ("=", "@") for cell in row), row
-
-
-def test_nested_names_command_nothing(tmp_path, output_of):
-    """Values and keys inside a result's args and its software; a sweep's rows: test_sweep.py."""
+    """Escapes, markup, HTML and formulas in a file's names, arguments and software."""
     paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    names = {"run_name": f"=1+1{NASTY}", "device__hardware": f"@{NASTY}"}
     for i, path in enumerate(paths):
-        changes = {"args__optimizer": f"{i}{NASTY}", f"args__key{NASTY}": i}
+        changes = names | {"args__optimizer": f"{i}{NASTY}", f"args__key{NASTY}": i}
         changes["environment__libraries"] = {f"lib{NASTY}": f"{i}{NASTY}"}
         path.write_text(json.dumps(changed(PLAIN, **changes)))
-    out = tmp_path / "c"
-    shown = output_of(compare.main, paths, "--methodology identical_config --output-dir", out)
-    shown += "".join(file.read_text() for file in out.iterdir())
-    assert r"\x1b]52" in shown and "\x1b" not in shown and "\x07" not in shown
+    argv = words(paths, "--methodology identical_config --output-dir", tmp_path / "c")
+    shown = output_of(compare.main, argv)
+    files = {file.name: file.read_text() for file in (tmp_path / "c").iterdir()}
+    text = shown + "".join(files.values())
+    assert r"\x1b]52" in text and "\x1b" not in text and "\x07" not in text and "x[/y]" in shown
+    assert "<script>" not in files["compare.md"] and "&lt;script>" in files["compare.md"]
+    html = files["report.html"]
+    assert html.count("<script") == 2 and r"x[/y]\u003cscript>" in html
+    for row in csv.reader(files["compare.csv"].splitlines()):
+        assert not any(cell[:1] in ("=", "@") for cell in row), row
     content = changed(PLAIN, run_name=NASTY, device__hardware="H100 SXM")
     paths[0].write_text(json.dumps(content))
     argv = "configs/gpt2-tiny.json --gpu h100 --seq-len 32 --calibrate"
