@@ -24,27 +24,20 @@ def tree(tmp_path_factory):
     return top
 
 
-# Of a family, a flag and a metric: the file, what stands there, and what instead.
-CHANGES = [
+FLAGS, METRICS = "llm_train_bench/settings/flags.py", "llm_train_bench/results/metrics.py"
+# For a family, a flag and a metric: the file, the place, and the text to insert before it.
+INSERTIONS = [
     ("model/families.py", '    "mistral": functools.partial(',
-     '    "newcomer": functools.partial(_llama_family, positions=64, qk_norm=True),\n'
-     '    "mistral": functools.partial('),
-    ("model/hf.py", '    "gpt2": "GPT2LMHeadModel",',
-     '    "gpt2": "GPT2LMHeadModel",\n    "newcomer": "Qwen3ForCausalLM",'),
-    ("llm_train_bench/settings/flags.py", "    grad_clip: float = flag(",
-     "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n    grad_clip: float = flag("),
-    ("llm_train_bench/settings/flags.py", "    grad_clip: Largest",
-     "    lr_power: A new flag [no unit].\n    grad_clip: Largest"),
-    ("llm_train_bench/results/metrics.py", "    steps_per_sec: float",
-     "    tokens_per_minute: float | None = None\n    steps_per_sec: float"),
-    ("llm_train_bench/results/metrics.py", "\ntokens/s per device |",
-     "\ntokens a minute | {tokens_per_minute:,.0f}\ntokens/s per device |"),
-    ("llm_train_bench/results/metrics.py", ' goodput "\n', ' goodput tokens_per_minute "\n'),
-    ("llm_train_bench/results/metrics.py", ' val_loss "\n', ' val_loss tokens_per_minute "\n'),
-    ("llm_train_bench/results/figures.py",
-     "    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count",
-     "    m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count\n"
-     "    m.tokens_per_minute = 60 * m.tokens_per_sec"),
+     '    "newcomer": functools.partial(_llama_family, positions=64, qk_norm=True),\n'),
+    ("model/hf.py", '    "gpt2": "GPT2LMHeadModel",', '    "newcomer": "Qwen3ForCausalLM",\n'),
+    (FLAGS, "    grad_clip: float = flag(",
+     "    lr_power: float = flag(1.0, LEARNT, above=0, at_most=2)\n"),
+    (FLAGS, "    grad_clip: Largest", "    lr_power: A new flag [no unit].\n"),
+    (METRICS, "    steps_per_sec: float", "    tokens_per_minute: float | None = None\n"),
+    (METRICS, "\ntokens/s per device |", "\ntokens a minute | {tokens_per_minute:,.0f}"),
+    (METRICS, ' goodput "\n', " tokens_per_minute"), (METRICS, ' val_loss "\n', " tokens_per_minute"),
+    ("llm_train_bench/results/figures.py", "    m.tokens_per_sec_per_gpu = m.tokens_per_sec /",
+     "    m.tokens_per_minute = 60 * m.tokens_per_sec\n"),
 ]  # fmt: skip
 
 
@@ -74,10 +67,10 @@ def test_add_a_gpu(tree):
 
 def test_add_a_family_a_flag_and_a_metric(tree):
     """One run of a model of a new family, with a new flag, in whose result a new metric is."""
-    for path, old, new in CHANGES:
+    for path, place, inserted in INSERTIONS:
         text = (tree / path).read_text(encoding="utf-8")
-        assert text.count(old) == 1, old
-        (tree / path).write_text(text.replace(old, new), encoding="utf-8")
+        assert text.count(place) == 1, place
+        (tree / path).write_text(text.replace(place, inserted + place), encoding="utf-8")
     (tree / "new.json").write_text(json.dumps(LLAMA | dict(model_type="newcomer")))
     argv = ["train.py", "new.json", "--device", "cpu", "--amp", "off", "--bsz", 2, "--seq-len", 16,
             "--n-steps", 3, "--warmup-steps", 1]  # fmt: skip

@@ -240,16 +240,13 @@ def help_text(kind: type, prog: str, script: Script | None) -> str:
         for n in names:
             value = "" if hints[n] is bool else f" {flags[n].metavar or _metavar(hints[n])}"
             left = f"  {value.strip() if flags[n].positional else flag_of(n) + value}"
-            quiet = default[n] in (None, (), "", dataclasses.MISSING) or isinstance(
-                default[n], bool
-            )
+            quiet = hints[n] is bool or default[n] in (None, (), "", dataclasses.MISSING)
             text = texts[n] if quiet else f"{texts[n]} (default: {default[n]})"
-            right = textwrap.wrap(text, width - 30, break_on_hyphens=False) or [""]
             if len(left) > 28:
                 lines.append(left)
                 left = ""
-            lines.append(f"{left:<29} {right[0]}".rstrip())
-            lines += [f"{'':30}{line}" for line in right[1:]]
+            wrap = textwrap.TextWrapper(width, f"{left:<30}", " " * 30, break_on_hyphens=False)
+            lines.append(wrap.fill(text))
     return "\n".join(lines)
 
 

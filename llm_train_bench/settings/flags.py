@@ -472,14 +472,14 @@ def key_values(
         key, equals, value = text.partition("=")
         if not equals or key not in known:
             raise UsageError(f"{flag} {text}: must be KEY=VALUE with one of {', '.join(known)}")
+        if not value:
+            raise UsageError(f"{flag} {text}: is empty")
         try:
             values[key] = known[key](value)
         except ValueError:
             values[key] = 0
-        if not values[key] or (not isinstance(values[key], str) and not 0 < values[key] < math.inf):
-            raise UsageError(
-                f"{flag} {text}: must be above 0" if value else f"{flag} {text}: is empty"
-            )
+        if not isinstance(values[key], str) and not 0 < values[key] < math.inf:
+            raise UsageError(f"{flag} {text}: must be above 0")
     return values
 
 
