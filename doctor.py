@@ -45,7 +45,7 @@ def judged(what: str, found: str, wrong: bool, advice: str, state: str = "missin
     return Finding(what, state, found, advice) if wrong else Finding(what, "ok", found)
 
 
-OLDEST_TORCH = (2, 11)  # as in pyproject.toml
+OLDEST_TORCH = [2, 11]  # as in pyproject.toml
 # Distribution, purpose, how to get it; nothing runs without those marked *.
 LIBRARIES = """
 *torch | training | pip install -e .
@@ -191,26 +191,19 @@ def libraries(kind: str) -> Iterator[Finding]:
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue
         if name == "transformer-engine" and kind == "amd":
-            advice = (
-                "an image with ROCm's build (rocm/primus), or github.com/ROCm/TransformerEngine"
-            )
-        version, old = installed_version(name), False
-        if name == "torch" and version is not None and _numbers(version) < OLDEST_TORCH:
-            version, old = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
+            advice = "ROCm's image (rocm/primus), or github.com/ROCm/TransformerEngine"
+        version = installed_version(name)
         text = version or f"not installed; needed for {purpose}"
-        yield judged(
-            name, text, old or version is None, advice, "bad" if line[0] == "*" else "missing"
-        )
+        wrong, state = version is None, "bad" if line.startswith("*") else "missing"
+        numbers = [int(n) for n in re.findall(r"\d+", version or "")[:2]]
+        if name == "torch" and version and numbers < OLDEST_TORCH:
+            text, wrong = f"{version}, older than {'.'.join(map(str, OLDEST_TORCH))}", True
+        yield judged(name, text, wrong, advice, state)
 
 
 def _mib(size: object) -> float:
     """Bytes as text in MiB; 0 for what is no number."""
     return int(size) / 2**20 if isinstance(size, str) and re.fullmatch(r"\d{1,19}", size) else 0.0
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` as (2, 13)."""
-    return tuple(int(re.sub(r"\D", "", part) or 0) for part in version.split(".")[:2])
 
 
 def compiler() -> Finding:
