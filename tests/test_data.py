@@ -94,12 +94,12 @@ def test_headerless_files_are_read_with_their_width(tmp_path, width):
 def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_file):
     source = FileTokens(str(counting_file), 1000, bsz=3, seq_len=37, seed=0)
     assert source.n_windows == 27
-    seen = []
+    all_labels = []
     for inputs, labels in batches(source, range(0, 27, 3), CPU):
         assert inputs.shape == labels.shape == (3, 37)
         assert torch.equal(labels, inputs + 1)
-        seen += labels.flatten().tolist()
-    assert sorted(seen) == list(range(1, 27 * 37 + 1))
+        all_labels += labels.flatten().tolist()
+    assert sorted(all_labels) == list(range(1, 27 * 37 + 1))
 
 
 def test_epochs_differ_and_seeds_differ(counting_file):

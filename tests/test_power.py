@@ -276,8 +276,8 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
 
 def test_mean_memory_is_of_all_looks(monkeypatch):
     """Also without a sensor: at the begin and at the end, of the process on a CPU."""
-    seen = iter([1.0, 4.0])
-    monkeypatch.setattr("llm_train_bench.measure.power.memory_now", lambda device: next(seen))
+    readings = iter([1.0, 4.0])
+    monkeypatch.setattr("llm_train_bench.measure.power.memory_now", lambda device: next(readings))
     meter = PowerMeter(GPU)
     meter.begin()
     assert meter.end(rank=0).memory_mean_gib == 2.5

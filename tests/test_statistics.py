@@ -152,15 +152,15 @@ def test_a_window_that_is_not_steady_says_so():
     m, _ = window(slowing)
     assert m.step_time_drift == pytest.approx(0.04, abs=0.005)
 
-    def told(times):
+    def disturbances(times):
         device = types.SimpleNamespace(type="cpu")
         r = Result.model_construct(metrics=Metrics(), device=device, step_times_s=list(times))
         return r.disturbances
 
-    ((short, line),) = told(slowing).items()
+    ((short, line),) = disturbances(slowing).items()
     assert short.startswith("drift +4.") and "changed by +4." in line
-    assert not told(rng.normal(1, 0.002, 60))
-    assert not told(rng.normal(1, 0.3, 60))  # noise, however large, is no drift
+    assert not disturbances(rng.normal(1, 0.002, 60))
+    assert not disturbances(rng.normal(1, 0.3, 60))  # noise, however large, is no drift
 
 
 def test_energy_is_over_the_window():
@@ -187,8 +187,8 @@ def test_time_between_steps_belongs_to_the_step_that_follows():
     assert min(times[2:]) >= 0.02 and 0.06 <= sum(times) <= end - start
 
 
-def rank_times(rank, own, probe, **window):
-    means = {"data": 0.0, "forward": own, "backward": 0.0, "idle": None, "optimizer": 0.0}
+def rank_times(rank, seconds, probe, **window):
+    means = {"data": 0.0, "forward": seconds, "backward": 0.0, "idle": None, "optimizer": 0.0}
     memory = {"peak_allocated_gib": None, "peak_rss_gib": 1.0, "allocator_retries": rank}
     return RankTimes(rank, "host", [1.0], means, DeviceUse(rank=rank), memory, probe, **window)
 

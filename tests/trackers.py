@@ -54,12 +54,12 @@ def test_mlflow(run):
     line, steps, final = handed_on("mlflow", run)
     client = MlflowClient(tracking_uri=(run[0].parent / "mlruns").resolve().as_uri())
     experiment = client.get_experiment_by_name("llm-train-bench")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert found.info.run_name == run[1].run_name and found.info.run_id in line
-    history = client.get_metric_history(found.info.run_id, "train/loss")
+    (logged,) = client.search_runs([experiment.experiment_id])
+    assert logged.info.run_name == run[1].run_name and logged.info.run_id in line
+    history = client.get_metric_history(logged.info.run_id, "train/loss")
     assert [m.value for m in sorted(history, key=lambda m: m.step)] == [s["loss"] for s in steps]
-    assert found.data.metrics["final/tokens_per_sec"] == final["tokens_per_sec"]
-    assert found.data.params["bsz"] == str(run[1].args["bsz"])
+    assert logged.data.metrics["final/tokens_per_sec"] == final["tokens_per_sec"]
+    assert logged.data.params["bsz"] == str(run[1].args["bsz"])
 
 
 def records_of(data: bytes):

@@ -28,7 +28,7 @@ class PowerMeter:
     """
 
     GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
-    SAMPLES_A_LOOK = 5  # between looks for other processes
+    PROCESS_INTERVAL = 5  # samples between queries of other processes
 
     def __init__(self, device: torch.device, family: Collection[int] = ()):
         """`family`: ids of this run's processes on this machine, not counted as others."""
@@ -68,7 +68,7 @@ class PowerMeter:
             self.memory.append(self._ask(memory_now, self.device))
             if (sample := self._ask(self.sensor.sample)) is not None:
                 self.samples.append(sample)
-                if len(self.samples) % self.SAMPLES_A_LOOK == 0:
+                if len(self.samples) % self.PROCESS_INTERVAL == 0:
                     self.others.append(self._ask(self.sensor.other_processes, self.family))
 
     @staticmethod
@@ -79,7 +79,7 @@ class PowerMeter:
         return None
 
     def end(self, rank: int) -> DeviceUse:
-        """Everything seen since begin()."""
+        """The readings since begin()."""
         self.memory.append(memory_now(self.device))
         memory_mean_gib = _mean([gib for gib in self.memory if gib is not None])
         if not self.sensor:

@@ -70,14 +70,12 @@ class StepLog:
         `compile_s` returns the seconds of compilation so far; it is not called inside the window.
         """
         self.compile_s, self.compiled_s = compile_s, compile_s()
-        self.guard = guard
-        self.device = device
-        self.sinks = sinks
+        self.device, self.sinks, self.guard = device, sinks, guard
         self.steps: list[Step] = []
         self.pending: deque[_Pending] = deque()
         self.marks: list[tuple[str, Stamp]] = []
         self.last_drain = 0.0
-        # How a part of a step is marked while someone looks: functions from its name to a context.
+        # Functions from a part's name to a context, in which the part then runs.
         self.watchers: list[Callable[[str], contextlib.AbstractContextManager]] = []
         # Allocated once: pinning memory is slow, and would happen inside the window.
         self.values = torch.zeros(n_steps, 3, pin_memory=device.type == "cuda")
@@ -88,7 +86,7 @@ class StepLog:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """One of the STEP_PARTS: stamps its end, and draws it as a range while a profiler looks."""
+        """One of the STEP_PARTS: stamps its end, and runs it in the watchers' contexts."""
         with self.watched(name):
             yield
         self.mark(name)
@@ -132,7 +130,7 @@ class StepLog:
         self.pending.append(_Pending(known, self.marks, on_host))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
-            self.drain(kept=1)
+            self.drain(keep=1)
 
     def wish_of(self, step: int) -> float:
         """The stop request of an earlier step, once the device has finished it."""
@@ -152,14 +150,14 @@ class StepLog:
             self.steps[-1] = dataclasses.replace(self.steps[-1], saved=True)
         self.drain()
 
-    def drain(self, kept: int = 0) -> None:
-        """Hand on the steps that the device has finished; not the last one if that is `kept`."""
+    def drain(self, keep: int = 0) -> None:
+        """Hand on the steps that the device has finished, except the last `keep`."""
         self.last_drain = time.perf_counter()
         # A step goes to all sinks or none. Python's signal handlers run in the main thread alone.
         main = threading.current_thread() is threading.main_thread()
         with self.guard() if main else contextlib.nullcontext():
             finished = []
-            while len(self.pending) > kept and self.pending[0].passed():
+            while len(self.pending) > keep and self.pending[0].passed():
                 finished.append(self._read(self.pending.popleft()))
             if finished:
                 self.steps += finished

@@ -272,9 +272,9 @@ class Result(Strict):
         s = shape["initializer_range"] * shape["hidden_size"] ** 0.5 * shape.get("logit_scale", 1.0)
         middle = math.log(shape["vocab_size"]) + s * s / 2
         wide = s * s / 2 + 0.5 + 5 * s / self.batch.tokens_per_step**0.5
-        # With a tied head a token's own logit is up to d x initializer_range, where blocks add little.
-        own = s * shape["hidden_size"] ** 0.5 if shape.get("tie_word_embeddings") else 0.0
-        return middle - wide, max(middle, own) + wide
+        # With a tied head a token's logit for itself is up to d x initializer_range.
+        self_logit = s * shape["hidden_size"] ** 0.5 if shape.get("tie_word_embeddings") else 0.0
+        return middle - wide, max(middle, self_logit) + wide
 
     @property
     def disturbances(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from llm_train_bench.apply.sharded import reshard, sharded_modules
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import MemoryReport
 from llm_train_bench.model.experts import fullest_expert, scale_balance_losses, update_corrections
-from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.parallel.ranks import average_over_ranks, gather, meet
 from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.checkpoint.saver import Saver
@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 NoSync = Callable[[], contextlib.AbstractContextManager]
-# The phase of a step that is only looked at: it leaves nothing behind.
+# The phase of a step that is only traced, by observe_kernels.
 OBSERVE = "observe"
 # A step's forward and backward passes: from its number to its loss. They leave the gradients behind.
 Passes = Callable[[int], Tensor]
@@ -232,7 +232,7 @@ def build_step(
     flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
     tokens = work.batch.tokens_per_step
     parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
-    gradients = cast(Transformer, model).layout.gradients(model) if work.fsdp else None
+    gradients = model.layout.gradients(model) if isinstance(model, HasWeights) else None
     balances = bool(work.config.experts and work.config.experts.correction_rate)
     keeps_gradients = work.cuda_graphs and work.trains
     if keeps_gradients:

@@ -143,33 +143,33 @@ def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profi
 def observed_in(trace: Trace, run: Run) -> Observed:
     """What ran in a trace of a run, and how that differs from what was asked for."""
     work, result = run.plan.work, run.result
-    seen = observe(trace, work.trains, work.world)
+    o = observe(trace, work.trains, work.world)
     compiled = compile_counts()
     if work.compiled or compiled.graphs:
-        seen.graphs_from_cache, seen.graphs_generated = compiled.from_cache, compiled.generated
+        o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
     on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
     if run.plan.profile.profile_attention and run.plan.schedule.profiler == "torch":
-        seen.attention = {side: [] for side in seen.attention}  # its parts ran instead
+        o.attention = {side: [] for side in o.attention}  # its parts ran instead
     elif (on_gpu and not trace.gpu) or (run.plan.flex and not on_gpu):
-        seen.attention = {side: [] for side in seen.attention}  # no kernel has a name there
-    ran = seen.kernels
+        o.attention = {side: [] for side in o.attention}  # no kernel has a name there
+    ran = o.kernels
     if len(ran) == 1:
         (result.attention_kernel,) = ran
     if "math" in ran and asked == "auto":
-        seen.fallbacks.append("attention in plain matmuls (math)")
+        o.fallbacks.append("attention in plain matmuls (math)")
     if asked != "auto" and ran - {asked}:
-        seen.mismatches.append(f"asked for {asked} attention, {', '.join(sorted(ran))} ran")
+        o.mismatches.append(f"asked for {asked} attention, {', '.join(sorted(ran))} ran")
     if work.optimizer is None or work.pass_type != "step":
-        seen.fallbacks = [f for f in seen.fallbacks if not f.startswith("optimizer")]
+        o.fallbacks = [f for f in o.fallbacks if not f.startswith("optimizer")]
     fp8 = result.fp8
     if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):
-        low = sum(calls for name, calls in seen.matmuls.items() if name.endswith(("fp8", "fp4")))
+        low = sum(calls for name, calls in o.matmuls.items() if name.endswith(("fp8", "fp4")))
         least = fp8.n_linear_layers * work.batch.grad_acc_steps
         if low < least:
             text = f"{low:g} of at least {least} FP8 matmuls"
-            seen.fallbacks.append(f"FP8 layers in a higher format: {text}")
-            seen.mismatches.append(f"asked for FP8, {text} ran")
-    return seen
+            o.fallbacks.append(f"FP8 layers in a higher format: {text}")
+            o.mismatches.append(f"asked for FP8, {text} ran")
+    return o
 
 
 class NsysCapture:
@@ -251,8 +251,8 @@ def attend_in_parts(
     T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     with draw("attention scores"):
         scores = (q @ k.repeat_interleave(group, 1).mT) * (scale or q.shape[-1] ** -0.5)
-        seen = torch.ones(T, S, dtype=torch.bool, device=q.device).tril() if mask is None else mask
-        scores = scores.masked_fill(~seen, float("-inf"))
+        keep = torch.ones(T, S, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        scores = scores.masked_fill(~keep, float("-inf"))
     with draw("attention softmax"):
         weights = F.dropout(scores.float().softmax(dim=-1).to(v.dtype), dropout)
     with draw("attention values"):

@@ -52,11 +52,11 @@ def text_writer(
         ids = [0]
         model.eval()
         for _ in range(n):
-            seen = ids[-length:]
+            context = ids[-length:]
             # Of one length, or compiled blocks would be compiled anew; later positions change nothing.
-            tokens = torch.tensor([seen + [0] * (length - len(seen))], device=device)
+            tokens = torch.tensor([context + [0] * (length - len(context))], device=device)
             with autocast(work.amp, device):
-                logits = model(tokens)[0, len(seen) - 1].float().cpu()
+                logits = model(tokens)[0, len(context) - 1].float().cpu()
             if not logits.isfinite().all():
                 return "(nothing: the model's logits are not finite)"
             chances = (logits / TEMPERATURE).softmax(dim=-1)
