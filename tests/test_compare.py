@@ -212,7 +212,7 @@ def test_one_or_two_runs_give_no_verdict(tmp_path, output_of, runs_of):
     assert [len(row.record.rates) for row in rows.values()] == [2, 1]
     assert rows["b-0"].verdict == "no verdict: 1 run" and rows["b-0"].ratio == pytest.approx(3)
     out = output_of(compare.main, paths, "--output-dir", tmp_path / "out")
-    assert "No verdict: it takes 3 runs" in out
+    assert "No verdict: this needs 3 runs" in out
     assert report_data(tmp_path / "out")["groups"][0]["verdicts"][0].startswith("No verdict")
     assert len((tmp_path / "out/runs.csv").read_text().splitlines()) == 4  # every run stays
 
@@ -761,7 +761,7 @@ def test_a_copy_of_a_result_is_no_second_run(tmp_path, runs_of):
 @pytest.mark.parametrize(
     ("speed", "spread", "memory", "sentence"),
     [(1.002, 0.004, 20.0, r"sac 1/2 is as fast as no sac \(.*\)"),
-     (1.002, 0.4, 20.0, r"sac 1/2 cannot be told from no sac \(.*\)"),
+     (1.002, 0.4, 20.0, r"sac 1/2 cannot be distinguished from no sac \(.*\)"),
      (0.88, 0.004, 12.0, r"sac 1/2 costs 12\.\d % \[1\d\.\d, 1\d\.\d\] of the speed of no sac "
                          r"and saves 8\.0 GiB")],
 )  # fmt: skip

@@ -295,7 +295,7 @@ def verdicts(members: list[Compared]) -> list[str]:
         lean = min(judged, key=lambda m: m.record.memory_gib or math.inf)
         judged = judged[: MOST_VERDICTS - 1]
         judged += [] if lean in judged else [lean]
-    nothing = f"No verdict: it takes {RUNS_FOR_A_VERDICT} runs of a setting and of the reference."
+    nothing = f"No verdict: this needs {RUNS_FOR_A_VERDICT} runs of a setting and of the reference."
     no_verdict = [nothing] if len(members) > 1 else []
     return [f"{sentence(m, reference.record)}." for m in judged] or no_verdict
 
@@ -311,7 +311,7 @@ def sentence(m: Compared, reference: Record) -> str:
     change, low, high = (100 * (x - 1) for x in ratios)
     if m.verdict == "within noise":
         alike = max(abs(low), abs(high)) <= ALIKE
-        says = "is as fast as" if alike else "cannot be told from"
+        says = "is as fast as" if alike else "cannot be distinguished from"
         text = f"{r.setting} {says} {plain} ({change:+.1f} % [{low:+.1f}, {high:+.1f}])"
     elif m.verdict == "faster":
         text = f"{r.setting} is {change:.1f} % faster [{low:.1f}, {high:.1f}] than {plain}"
