@@ -14,16 +14,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.results.result_files import read_result
+from llm_train_bench.run import loop
+from llm_train_bench.run.checkpoint import durable
 from llm_train_bench.run.checkpoint.lineage import attempts, places
 from llm_train_bench.run.checkpoint.manifest import candidates, committed, step_of
 from tests import faults
-from tests.helpers import ROOT, free_port
+from tests.helpers import free_port
 from tests.processes import TORCHRUN, Started, signal_all, wait_until
 
 STEPS, EVERY = 160, 20
@@ -307,35 +310,24 @@ def chains(count: int = 100) -> str:
     return f"{kills} kills in {count} chains, 0 of them wrong"
 
 
-SLOW = """import os, sys, time
-sys.path.insert(0, {root!r})
-import llm_train_bench.base.start as start
-start._TOP = __import__("pathlib").Path(__file__).resolve().parent
-start._begin()
-from llm_train_bench.run import loop
-from llm_train_bench.run.checkpoint import durable
-write, rate = durable.Files.write, loop.learning_rate
-def write_slowly(self, path, parts):
-    if path.name != "manifest.json":
-        time.sleep(float(os.environ["SLOW_S"]))
-    return write(self, path, parts)
-def rate_of_late_rank(*args):
-    time.sleep(0.004 * (os.environ.get("RANK") == "1"))
-    return rate(*args)
-durable.Files.write, loop.learning_rate = write_slowly, rate_of_late_rank
-import {name}
-from llm_train_bench.run.launch import launch, launch_ranks
-if __name__ == "__main__":
-    start = launch if {name!r} == "train" else launch_ranks
-    sys.exit(start({name}.train, sys.argv[1:], __file__))
-"""
+@contextlib.contextmanager
+def slow_disk(seconds: float) -> Iterator[None]:
+    """What is forked inside writes so slowly; rank 1 is late in each step."""
 
+    def write(self, path, parts, real=durable.Files.write):
+        if path.name != "manifest.json":
+            time.sleep(seconds)
+        return real(self, path, parts)
 
-def slow_script(top: Path, name: str = "train_ddp") -> str:
-    """A script of ours on a disk that takes SLOW_S seconds for a file; rank 1 is late in each step."""
-    (top / "slow").mkdir(exist_ok=True)
-    (top / "slow" / f"{name}.py").write_text(SLOW.format(root=str(ROOT), name=name))
-    return str(top / "slow" / f"{name}.py")
+    def rate(*args, real=loop.learning_rate):
+        time.sleep(0.004 * (os.environ.get("RANK") == "1"))
+        return real(*args)
+
+    with (
+        mock.patch.object(durable.Files, "write", write),
+        mock.patch.object(loop, "learning_rate", rate),
+    ):
+        yield
 
 
 def wait_for(condition: Callable[[], object], job: Job, log: Path) -> None:
@@ -345,13 +337,13 @@ def wait_for(condition: Callable[[], object], job: Job, log: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(kind: str, top: Path, *flags: str, slow: str = "", **env: str):
+def running(kind: str, top: Path, *flags: str, slow: float | None = None, **env: str):
     """A run "r" in its own directory, ended in any case; on a disk with `slow` seconds a file."""
     out = Path(tempfile.mkdtemp(dir=top, prefix=kind))
-    script = "train" if kind == "itself" else "train_ddp"
-    argv = arguments(out, "r", *flags)
-    path = slow_script(top, script) if slow else f"{script}.py"
-    job = Job(kind, argv, log := out.with_suffix(".log"), script=path, env={"SLOW_S": slow} | env)
+    argv, log = arguments(out, "r", *flags), out.with_suffix(".log")
+    script = "train.py" if kind == "itself" else "train_ddp.py"
+    with contextlib.nullcontext() if slow is None else slow_disk(slow):
+        job = Job(kind, argv, log, script=script, env=env)
     try:
         wait_for((out / "r/steps.jsonl").exists, job, log)
         yield job, out, log, argv
@@ -370,7 +362,7 @@ def check_saved_on_request(
     `early` is before the first step.
     """
     patience = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    with running(kind, top, *ENDLESS, slow="4", **patience) as (job, out, log, _):
+    with running(kind, top, *ENDLESS, slow=4.0, **patience) as (job, out, log, _):
         if not early:
             wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
         if who == "launchers":
@@ -388,7 +380,7 @@ def check_saved_on_request(
 
 def check_second_signal(kind: str, top: Path) -> None:
     """It ends the run at once, a second after the first, while a disk stands still."""
-    with running(kind, top, *ENDLESS, slow="50") as (job, out, log, _):
+    with running(kind, top, *ENDLESS, slow=50.0) as (job, out, log, _):
         wait_for(lambda: (out / "r/steps.jsonl").stat().st_size, job, log)
         job.signal_launchers(signal.SIGTERM)
         wait_for(lambda: list((out / "r/checkpoints").glob(".step*")), job, log)
@@ -420,8 +412,8 @@ def requests(count: int = 0) -> str:
     n = 0
     with tempfile.TemporaryDirectory(prefix="requests-") as top:
         for case in (
-            "script launchers TERM", "nodes launchers TERM", "nodes one TERM", "srun launchers TERM",
-            "script rank USR1", "nodes rank INT", "script launchers USR1", "srun launchers USR1",
+            "script launchers TERM", "agents launchers TERM", "agents one TERM", "srun launchers TERM",
+            "script rank USR1", "agents rank INT", "script launchers USR1", "srun launchers USR1",
             "itself launchers USR1",
         ):  # fmt: skip
             kind, who, name = case.split()
@@ -429,7 +421,7 @@ def requests(count: int = 0) -> str:
             check_saved_on_request(kind, Path(top), who, number, early=who == "launchers" and n > 4)
             print(f"  {kind}, {who}, {number.name}", flush=True)
             n += 1
-        for kind in ("script", "nodes", "srun", "itself"):
+        for kind in ("script", "agents", "srun", "itself"):
             check_second_signal(kind, Path(top))
             print(f"  {kind}, twice", flush=True)
             n += 1

@@ -47,7 +47,7 @@ def test_a_second_signal_ends_a_run_that_saves(kind, tmp_path):
 def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
     """SIGTERM to the launcher, as SLURM sends it; rank 1 is late, and steps take milliseconds."""
     flags = ["--resume", "auto", "--n-steps", "400", "--save-every", "1000"]
-    with chains.running("script", tmp_path, *flags, slow="0") as (job, out, log, argv):
+    with chains.running("script", tmp_path, *flags, slow=0.0) as (job, out, log, argv):
         chains.wait_for((out / "r/steps.jsonl").read_text, job, log)
         job.signal_launchers(signal.SIGTERM)
         assert job.finish() == [75], log.read_text()

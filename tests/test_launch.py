@@ -1,6 +1,7 @@
 """Starting, joining and ending several ranks, as separate processes."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,9 @@ from torch.distributed import DistBackendError, DistStoreError
 
 import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
+from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
+from llm_train_bench.run import life
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
@@ -130,33 +133,17 @@ def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):
     assert line.startswith("train_fsdp.py: PyTorch has a GPU but counts none")
 
 
-ONE_RANK_FAILS = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import torch
-import train_ddp
-from llm_train_bench.run.launch import launch_ranks
-from llm_train_bench.model.transformer import Transformer
-
-def train(plan, device, ranks):
-    steps, forward = [], Transformer.forward
-    def fail_late(self, *inputs):
-        steps.append(1)
-        if ranks.rank == 1 and len(steps) > 6:
-            raise torch.OutOfMemoryError("made up")
-        return forward(self, *inputs)
-    Transformer.forward = fail_late
-    train_ddp.train(plan, device, ranks)
-
-sys.exit(launch_ranks(train, sys.argv[1:], __file__))
-"""
-
-
-def test_the_result_says_what_another_rank_failed_of(start, tmp_path):
+def test_the_result_says_what_another_rank_failed_of(start, tmp_path, monkeypatch):
     """Rank 0 writes the result, and of itself only notices that the other is gone."""
-    script = tmp_path / "train_ddp.py"
-    script.write_text(ONE_RANK_FAILS)
-    code, _, err = finish(start(str(script), tmp_path / "runs", *FOREVER))
+    steps = itertools.count()
+
+    def fail_late(self, *inputs, real=Transformer.forward):
+        if os.environ.get("RANK") == "1" and next(steps) > 6:
+            raise torch.OutOfMemoryError("made up")
+        return real(self, *inputs)
+
+    monkeypatch.setattr(Transformer, "forward", fail_late)
+    code, _, err = finish(start("train_ddp.py", tmp_path / "runs", *FOREVER))
     assert code == 3 and "rank 1: out of memory: made up" in err.splitlines()[-1]
     assert "--grad-acc-steps" in err
     r = only_result(tmp_path / "runs")
@@ -185,25 +172,10 @@ def test_a_rank_that_hangs_in_a_collective_still_writes_its_result(start_trainin
     assert r["metrics"]["final_loss"] == steps[-1]["loss"]
 
 
-NO_STEP = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-import llm_train_bench.run.life as life
-import train_ddp
-from llm_train_bench.run.launch import launch_ranks
-
-# As on a GPU, where a collective with a lost peer never returns, but with a shorter wait.
-assert life.patience
-life.patience = lambda device, timeout_s: timeout_s / 400
-sys.exit(launch_ranks(train_ddp.train, sys.argv[1:], __file__))
-"""
-
-
-def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp_path):
+def test_a_rank_that_begins_no_step_in_time_says_so_and_ends(start_training, tmp_path, monkeypatch):
     """A lost host sends no signal, and on a GPU a collective that waits for it raises no error."""
-    script = tmp_path / "train_ddp.py"
-    script.write_text(NO_STEP)
-    process = start_training(str(script), tmp_path / "runs", "--dist-timeout", "600")
+    monkeypatch.setattr(life, "patience", lambda device, timeout_s: 1.5)
+    process = start_training("train_ddp.py", tmp_path / "runs", "--dist-timeout", "600")
     time.sleep(2)  # as long as steps follow each other, nothing ends
     ranks = process.ranks()
     os.kill(ranks[1], signal.SIGSTOP)

@@ -223,12 +223,9 @@ class Saver:
         for name, tensor in state_tensors(self.model, self.optimizer):
             shares = own_shares(self.model, name, tensor, self.run.ranks)
             tensors |= {key: part for key, (part, _) in shares.items()}
-            shape, parts = (
-                whole_size(self.model, name, tensor),
-                [part for _, part in shares.values()],
-            )
-            stored = StoredTensor(dtype=NAMES[tensor.dtype], shape=shape, parts=parts)
-            share.tensors[name] = stored
+            shape = whole_size(self.model, name, tensor)
+            parts = [part for _, part in shares.values()]
+            share.tensors[name] = StoredTensor(dtype=NAMES[tensor.dtype], shape=shape, parts=parts)
         copies, event = self.staging.copy(tensors)
         # A committed step's losses are on disk before it is.
         self.run.end_steps()
@@ -273,7 +270,7 @@ class Saver:
         start, ranks = time.perf_counter(), self.run.ranks
         part = self.directory / f".step-{save.step:08}.part"
         try:
-            if event is not None:
+            if event:
                 event.synchronize()
             problem = failure_of(self._begin, part) if ranks.main else None
             (share.error, *_) = gather(ranks, problem, self.group)
@@ -286,7 +283,17 @@ class Saver:
             if ranks.main and (problem := failure_of(self._commit, save, part, shares, content)):
                 failure_of(self.files.remove, part)
             (problem, *_) = gather(ranks, problem, self.group)
-            self._conclude(save.step, shares, problem, time.perf_counter() - start)
+            if problem:
+                self._tell(f"step {save.step} was not saved: {problem}")
+                if not all(s.finite for s in shares) and self.flags.on_nan == "stop":
+                    self.asked = NOT_FINITE
+                return
+            self.last_good, self.failed = save.step, None
+            self.writes.append(time.perf_counter() - start)
+            m, size = self.run.result.metrics, sum(s.size for s in shares)
+            m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
+            m.checkpoint_write_s = sum(self.writes) / len(self.writes)
+            m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
         except Exception as error:  # a failed save does not fail the run
             self.given_up |= ranks.world > 1  # who waits for whom is no longer known
             more = "; no more saves are made" * self.given_up
@@ -328,12 +335,9 @@ class Saver:
         run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
         with contextlib.suppress(OSError):  # moved away since
             self.data = describe_data(run.plan.data, self.data)
-        tensors: dict[str, StoredTensor] = {}
-        for name, stored in (item for share in shares for item in share.tensors.items()):
-            if name in tensors:
-                tensors[name].parts.extend(stored.parts)
-            else:
-                tensors[name] = stored
+        tensors = dict(shares[0].tensors)
+        for name, stored in (item for share in shares[1:] for item in share.tensors.items()):
+            tensors.setdefault(name, stored.model_copy(update={"parts": []})).parts += stored.parts
         return Manifest(
             run=run.result.run_name,
             lineage=run.attempt.lineage,
@@ -352,21 +356,6 @@ class Saver:
             tensors=tensors,
             files={s.name: StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
         )
-
-    def _conclude(
-        self, step: int, shares: list[_Share], problem: str | None, seconds: float
-    ) -> None:
-        if problem is None:
-            self.last_good, self.failed = step, None
-            m, size = self.run.result.metrics, sum(s.size for s in shares)
-            self.writes.append(seconds)
-            m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
-            m.checkpoint_write_s = sum(self.writes) / len(self.writes)
-            m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
-            return
-        self._tell(f"step {step} was not saved: {problem}")
-        if not all(s.finite for s in shares) and self.flags.on_nan == "stop":
-            self.asked = NOT_FINITE
 
     def _tell(self, text: str) -> None:
         self.failed = text
