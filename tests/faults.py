@@ -322,8 +322,8 @@ def damage(count: int = 10_000) -> str:
 
 def arguments(out: Path, name: str, *more: str, config: Path = CONFIG) -> list[str]:
     """A short run that saves often and goes on by itself."""
-    return [str(config), *FLAGS, "--n-steps", str(STEPS), "--output-dir", str(out), "--run-name", name,
-            "--save-every", str(EVERY), "--resume", "auto", *more]  # fmt: skip
+    flags = f"--n-steps {STEPS} --save-every {EVERY} --resume auto".split()
+    return [str(config), *FLAGS, *flags, "--output-dir", str(out), "--run-name", name, *more]
 
 
 def run_here(argv: list[str], script: str = "train.py", ranks: Ranks = ALONE) -> None:
@@ -340,7 +340,6 @@ def fork(
     script: str = "train.py",
     world: int = 1,
     kill_after: float | None = None,
-    files: Files | None = None,
     draw: random.Random | None = None,
 ) -> bool:
     """Forked ranks of a run, one or all killed after some seconds; whether all ended well."""
@@ -352,8 +351,6 @@ def fork(
                 continue
             with contextlib.suppress(BaseException):
                 torch.set_num_threads(1)  # OpenMP's other threads were not forked
-                if files is not None:
-                    saver.Files = lambda: files
                 if world > 1:
                     names = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
                     os.environ |= names | {"GLOO_SOCKET_IFNAME": "lo", MEETING: meeting}
@@ -395,26 +392,6 @@ def check_like(reference: Path, out: Path, name: str) -> None:
     assert len(committed(place)) <= 2 and not list(place.glob(".*"))
     for run in attempts(out, name):
         shutil.rmtree(run)
-
-
-class KillingFiles(CrashingFiles):
-    """Kills its process at the n-th call."""
-
-    def _fail(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def calls(count: int = 0) -> str:
-    """kill -9 of a real run at every durable call of its first three saves."""
-    with tempfile.TemporaryDirectory() as top:
-        out = Path(top)
-        run_here(arguments(out, "reference"))
-        for at in range(45):
-            argv = arguments(out, f"r{at}")
-            fork(argv, files=KillingFiles(at, torn=0.5))
-            assert fork(argv)
-            check_like(out / "reference", out, f"r{at}")
-    return "45 kills at a call"
 
 
 def kills(count: int = 1000) -> str:
@@ -516,7 +493,7 @@ def main() -> None:
         print(f"{name}: {done}; {time.monotonic() - start:.0f} s", flush=True)
 
 
-PARTS = {f.__name__: f for f in (states, errors, damage, pieces, calls, kills, ranks)}
+PARTS = {f.__name__: f for f in (states, errors, damage, pieces, kills, ranks)}
 
 
 if __name__ == "__main__":

@@ -27,9 +27,8 @@ from llm_train_bench.parallel import ranks
 from llm_train_bench.run import agent  # noqa: F401
 from tests.helpers import ROOT
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr",
-            "127.0.0.1", "--nproc-per-node"]  # fmt: skip
-
+TORCHRUN = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node".split()
+TORCHRUN.insert(0, sys.executable)
 # The directory in which every warm process of a launcher writes its environment.
 MARK = "LLM_TRAIN_BENCH_MARK"
 PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")

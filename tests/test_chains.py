@@ -44,6 +44,10 @@ def test_a_second_signal_ends_a_run_that_saves(kind, tmp_path):
     chains.check_second_signal(kind, tmp_path)
 
 
+def test_two_runs_do_not_save_in_one_place(tmp_path):
+    chains.check_second_run(tmp_path)
+
+
 def test_a_signal_saves_all_ranks_at_one_step_and_auto_goes_on(tmp_path):
     """SIGTERM to the launcher, as SLURM sends it; rank 1 is late, and steps take milliseconds."""
     flags = ["--resume", "auto", "--n-steps", "400", "--save-every", "1000"]

@@ -552,28 +552,29 @@ def check_lost_node(agents, out, lose, rank=1):
 
 
 def test_launchers_are_recognised():
-    assert find_ranks({}) is None
-    assert find_ranks({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Ranks(3, 8, 1)
-    assert find_ranks({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == Ranks(0, 1, 0)
-    # Open MPI's daemons are tasks of srun.
-    daemon = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "3", "OMPI_COMM_WORLD_RANK": "17",
-              "OMPI_COMM_WORLD_SIZE": "32", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}  # fmt: skip
-    assert find_ranks(daemon) == Ranks(17, 32, 1)
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16",
-             "SLURM_LOCALID": "5"}  # fmt: skip
-    assert find_ranks(slurm) == Ranks(5, 16, 5)
-    assert find_ranks(slurm | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
-    assert find_ranks({"SLURM_NTASKS": "8"}) is None  # inside salloc, outside srun
-    # A batch script itself, which is one process however many tasks it asked for.
-    assert find_ranks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}) is None
-    mpi = {n: v for n, v in daemon.items() if n.startswith("OMPI")}
-    assert find_ranks(mpi) == Ranks(17, 32, 1)
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    names = ("RANK", "SIZE", "LOCAL_RANK")
+    mpi = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(names, ("17", "32", "1"), strict=True)}
+    # A batch script itself is one process, however many tasks it asked for.
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
+    srun = batch | {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5"}
+    for environ, expected in (
+        ({}, None),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, Ranks(3, 8, 1)),
+        (torchrun | {"WORLD_SIZE": "1"}, Ranks(0, 1, 0)),
+        (mpi, Ranks(17, 32, 1)),
+        (srun | mpi, Ranks(17, 32, 1)),  # Open MPI's daemons are tasks of srun
+        (srun, Ranks(5, 16, 5)),
+        (srun | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"SLURM_NTASKS": "8"}, None),  # inside salloc, outside srun
+        (batch, None),
+        (srun | torchrun, Ranks(0, 2, 0)),
+    ):
+        assert find_ranks(environ) == expected, environ
     with pytest.raises(UsageError, match=r"RANK='x', WORLD_SIZE='2'.* must be whole numbers"):
         find_ranks({"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="RANK=2 and LOCAL_RANK=0: both must be below WORLD_"):
-        find_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-    # torchrun inside a SLURM job: what torchrun says counts.
-    assert find_ranks(slurm | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}) == Ranks(0, 2, 0)
+        find_ranks(torchrun | {"RANK": "2"})
 
 
 def test_ranks_by_slurm_environment(start, tmp_path):

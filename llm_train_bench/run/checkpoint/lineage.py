@@ -31,7 +31,7 @@ from llm_train_bench.run.checkpoint.manifest import (
     Manifest,
     check_same_training,
     committed,
-    find_given,
+    find_checkpoint,
     newest,
     read_manifest,
     step_of,
@@ -287,7 +287,7 @@ def _begin_attempt(
         attempt.places = tuple(place for place in saved_in if place not in unwritable)
         attempt.checkpoint = newest(saved_in, notes)
         if attempt.checkpoint is None and saving.resume not in (None, "auto"):
-            attempt.checkpoint = find_given(Path(saving.resume), notes)
+            attempt.checkpoint = find_checkpoint(Path(saving.resume), notes)
         elif attempt.checkpoint is None and resumes:
             notes.append(f"no checkpoint of {name}; starts from 0")
         if checkpoint := attempt.checkpoint:

@@ -150,19 +150,19 @@ def newest(places: Sequence[Path], refused: list[str] | None = None) -> Path | N
     return None
 
 
-def find_given(given: Path, notes: list[str]) -> Path:
+def find_checkpoint(path: Path, notes: list[str]) -> Path:
     """The checkpoint at a path: itself, or a run's newest; UsageError where there is none.
 
     Why others were left out is added to `notes`.
     """
-    if (given / MANIFEST).exists():
-        if why := failure_of(verify, given):
-            raise UsageError(f"--resume {given}: is damaged: {why}; give another")
-        return given
-    if checkpoint := newest([given, given / "checkpoints"], notes):
+    if (path / MANIFEST).exists():
+        if why := failure_of(verify, path):
+            raise UsageError(f"--resume {path}: is damaged: {why}; give another")
+        return path
+    if checkpoint := newest([path, path / "checkpoints"], notes):
         return checkpoint
     why = f" ({notes[0]})" if notes else ""
-    raise UsageError(f"--resume {given}: holds no checkpoint that can be read{why}")
+    raise UsageError(f"--resume {path}: holds no checkpoint that can be read{why}")
 
 
 def check_same_training(

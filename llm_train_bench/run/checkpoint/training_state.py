@@ -74,39 +74,37 @@ def blocks(model: HasWeights, name: str, tensor: Tensor, ranks: Ranks) -> list[B
         return [Block(local, tuple(offsets), copies, index)]
     kind, dim, segments = how
     n, rank = getattr(layout, kind), getattr(layout, f"{kind}_rank")
-    found, begin, whole_begin = [], 0, 0
-    for length in segments:
-        own = length // n
+    pieces, begin, whole_begin = [], 0, 0
+    for whole in segments:
+        length = whole // n
         first = max(offsets[dim], begin)
-        last = min(offsets[dim] + local.shape[dim], begin + own)
+        last = min(offsets[dim] + local.shape[dim], begin + length)
         if first < last:
             where = [*offsets]
-            where[dim] = whole_begin + rank * own + first - begin
+            where[dim] = whole_begin + rank * length + first - begin
             piece = local.narrow(dim, first - offsets[dim], last - first)
-            found.append(Block(piece, tuple(where), copies, index))
-        begin, whole_begin = begin + own, whole_begin + length
-    return found
+            pieces.append(Block(piece, tuple(where), copies, index))
+        begin, whole_begin = begin + length, whole_begin + whole
+    return pieces
 
 
 def own_shares(
     model: HasWeights, name: str, tensor: Tensor, ranks: Ranks
 ) -> dict[str, tuple[Tensor, Part]]:
     """What this rank writes of a tensor, by the keys in its file: ranks with the same share it out."""
-    shares = {}
+    shares, file = {}, file_of(ranks.rank)
     for number, block in enumerate(blocks(model, name, tensor, ranks)):
         lengths, key = block.lengths, f"{name}#{number}" if number else name
-        own = key if number else ""
         if not lengths:
             if block.index == 0:
-                shares[key] = block.local, Part(file_of(ranks.rank), (), ())
+                shares[key] = block.local, Part(file, (), ())
             continue
         first = lengths[0] * block.index // block.copies
         last = lengths[0] * (block.index + 1) // block.copies
-        if first == last or not math.prod(lengths):
-            continue
-        where = (block.offsets[0] + first, *block.offsets[1:])
-        part = Part(file_of(ranks.rank), where, (last - first, *lengths[1:]), own)
-        shares[key] = block.local[first:last], part
+        if first < last and math.prod(lengths):
+            where = (block.offsets[0] + first, *block.offsets[1:])
+            part = Part(file, where, (last - first, *lengths[1:]), key if number else "")
+            shares[key] = block.local[first:last], part
     return shares
 
 
@@ -134,10 +132,10 @@ class Staging:
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The generators that dropout draws from."""
-    found = {"rng/cpu": torch.get_rng_state()}
+    state = {"rng/cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found["rng/cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        state["rng/cuda"] = torch.cuda.get_rng_state(device)
+    return state
 
 
 def set_random_state(directory: Path, rank: int, device: torch.device) -> None:
