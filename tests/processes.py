@@ -4,6 +4,7 @@ Importing torch takes seconds, several times over for a launcher and its ranks.
 """
 
 import contextlib
+import gc
 import importlib.util
 import inspect
 import json
@@ -63,6 +64,9 @@ class Warm(subprocess.Popen):
 
 def _run(argv: list[str], call: dict) -> int:
     """Make this forked process what a new Python would be, and run its script or module."""
+    # A file of the parent's that is collected later would close a new one of the same number.
+    gc.freeze()
+    subprocess._active.clear()
     if call["start_new_session"]:
         os.setsid()
     for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):

@@ -51,6 +51,7 @@ def start():
     yield begin
     for process in started:
         process.kill_all()
+        process.communicate()
 
 
 @pytest.fixture
