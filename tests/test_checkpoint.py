@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import train as train_module
 from llm_train_bench.apply import data
 from llm_train_bench.apply.optimizer import learning_rate
 from llm_train_bench.apply.tokens import write_tokens
@@ -477,7 +476,7 @@ def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, mon
         seeds.append(torch.initial_seed())
         real(*args)
 
-    monkeypatch.setattr(train_module, "measure", measure)
+    monkeypatch.setattr(loop, "measure", measure)
     for step in ("05", "10"):
         other = ["--bsz", "2", "--grad-acc-steps", "2", "--run-name", step]
         assert train(tmp_path, "--resume", saved / f"checkpoints/step-000000{step}", *other) == 0
