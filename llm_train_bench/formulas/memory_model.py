@@ -129,9 +129,8 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     else:
         warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
         flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual
-    kept = flying * (
-        _kept(work, layers, fused_norm) + stream * len(stages)
-    )  # and what each returns
+    # What each stage returns is kept too.
+    kept = flying * (_kept(work, layers, fused_norm) + stream * len(stages))
     last = config.num_hidden_layers - 1 in layers
     logits, head_gradient = _loss(work, sizes) if last else (0.0, 0.0)
     gathered = sizes.root_gathered + sizes.gathered_blocks
