@@ -37,11 +37,15 @@ class Part(NamedTuple):
     """Numbers, with rows padded to a multiple of the ranks."""
 
 
-def traffic(work: Work) -> dict[str, int]:
-    """Bytes that one step of rank 0 hands to collectives, by kind; without several ranks none."""
-    if work.world == 1:
-        return {}
-    return (fsdp_bytes if work.fsdp else ddp_bytes)(parameter_shapes(work.config), work)
+def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
+    """Bytes that one step of a rank hands to collectives, by kind; without several ranks none.
+
+    In a pipeline, of a rank in group `pp_rank`.
+    """
+    shapes = parameter_shapes(work.config)
+    if work.fsdp:
+        return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
+    return ddp_bytes(shapes, work) if work.ddp else {}
 
 
 def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
@@ -95,19 +99,17 @@ def bucket_bytes(work: Work, size: float) -> float:
     return size if work.ddp.mode == "flat" else min(size, work.ddp.bucket_cap_mb * 2**20)
 
 
-def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
+def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
     All of it in every micro step, over up to three meshes, besides what tokens move. In a pipeline the
-    bytes are of its first group of ranks, which gathers and reduces its stages once a step. It sends the
-    residual stream to the next stage, and the stream's gradient to the one before (Narayanan et al. 2021,
-    4.1); the gradients of a tied head go to the other end.
+    bytes are of one of its groups of ranks, which gathers and reduces its stages once a step.
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
     moved: Counter[str] = Counter()
-    partial, layers, in_fp8 = 0, work.layers_of(0), _gathered_in_fp8(work)
-    for part in rank_parameters(shapes, work):
+    partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
+    for part in rank_parameters(shapes, work, pp_rank):
         block = part.layer >= 0
         gathered, reduced, replicated = _fsdp_bytes_of(work, part, in_fp8)
         gathers = 2 if block and work.trains and fsdp.reshard else 1
@@ -125,12 +127,7 @@ def fsdp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     for layer in layers:
         for move in token_moves(work, layer):
             moved[move.kind] += n_micro * move.calls * move.size
-    if fsdp.pp > 1:
-        sends = n_micro * (fsdp.virtual + work.trains * (fsdp.virtual - 1))
-        moved["send"] = sends * work.own_tokens * config.hidden_size * work.matmul_bytes
-        if config.tie_word_embeddings and work.pass_type == "step":
-            rows, width = shapes["embed.weight"]
-            moved["send"] += 4 * -(-rows // fsdp.shards) * width
+    moved["send"] = _sent_bytes(shapes, work, pp_rank)
     return {kind: size for kind, size in moved.items() if size}
 
 
@@ -162,6 +159,26 @@ def rank_matrices(work: Work, pp_rank: int = 0) -> tuple[Part, ...]:
 def _rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[Part, ...]:
     work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
     return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
+
+
+def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
+    """Bytes that a rank sends to other groups of a pipeline in a step (Narayanan et al. 2021, 4.1).
+
+    The residual stream goes to the next stage, its gradient to the one before; the gradients of a tied
+    head go to the other end.
+    """
+    fsdp, batch = work.fsdp, work.batch
+    if fsdp.pp == 1:
+        return 0
+    stages = range(pp_rank, fsdp.stages, fsdp.pp)
+    times = sum(s < fsdp.stages - 1 for s in stages) + work.trains * sum(s > 0 for s in stages)
+    sent = (
+        times * batch.grad_acc_steps * work.own_tokens * work.config.hidden_size * work.matmul_bytes
+    )
+    if work.config.tie_word_embeddings and work.pass_type == "step" and pp_rank in (0, fsdp.pp - 1):
+        rows, width = shapes["embed.weight"]
+        sent += 4 * -(-rows // fsdp.shards) * width
+    return sent
 
 
 class TokenMoves(NamedTuple):

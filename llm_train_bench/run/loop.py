@@ -128,8 +128,8 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
         return
     run.count()
     path = run.directory / "observed.json"
-    profiler = build_profiler(run.device, record_shapes=True) if run.ranks.main else None
     try:
+        profiler = build_profiler(run.device, record_shapes=True) if run.ranks.main else None
         with profiler or contextlib.nullcontext():
             step_fn(schedule.total, OBSERVE)
             synchronize(run.device)
