@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import zipfile
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 
 import jsonschema
@@ -193,7 +193,7 @@ def test_dockerignore_keeps_out_what_is_large_or_private():
 
 VENDORS = {"torch": "2.14.0a0+b2c75dd062.nv26.09", "transformer_engine": "2.19.0+abc",
            "numpy": importlib.metadata.version("numpy")}  # fmt: skip
-OUR_SITE = Path(find_spec("pip").origin).parents[1]
+OUR_SITE = Path(str(distribution("pip").locate_file("")))  # importing pip would take distutils away
 WHEEL = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 INSTALL = r"install\.sh /opt/bench/pyproject\.toml /opt/bench (.*)"
 
