@@ -426,9 +426,8 @@ Check = Callable[[Ranks, Path], None]
 
 
 def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check: Check | None = None) -> None:
-    """Run all jobs in their order: in this process, or by one fork of ranks for up to 12 in a row.
+    """Run all jobs in their order: in this process, or by one fork of ranks for all in a row.
 
-    Each layout leaves its process groups and their threads behind, hence not all by one fork.
     This process has imported everything. `check` is called on each fork's ranks in the end.
     """
     jobs = list(jobs)
@@ -439,10 +438,8 @@ def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check: Check | Non
         if world == 1:
             work(ALONE, same, out, gradients)
         else:
-            same = list(same)
-            for batch in (same[i : i + 12] for i in range(0, len(same), 12)):
-                args = world, free_port(), batch, out, gradients, check
-                start_processes(_run_rank, args, world, start_method="fork")
+            args = world, free_port(), list(same), out, gradients, check
+            start_processes(_run_rank, args, world, start_method="fork")
 
 
 def _run_rank(rank: int, world: int, port: int, jobs, out: Path, gradients, check) -> None:

@@ -223,7 +223,9 @@ def run_cases(names: list[str], out: Path) -> None:
         for name, case in CASES.items()
         if name in names
     ]
-    run_jobs(sorted(jobs, key=lambda job: turn(job.name)), out, gradients=True)
+    jobs.sort(key=lambda job: turn(job.name))
+    for i in range(0, len(jobs), 12):  # the process groups of each layout stay, with their threads
+        run_jobs(jobs[i : i + 12], out, gradients=True)
 
 
 # The largest differences from one device; norms and gradients are relative. Of a mutant, and under bf16
