@@ -26,8 +26,7 @@ from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag, positional
-from llm_train_bench.trace.breakdown import break_down
-from llm_train_bench.trace.breakdown_schema import Breakdown
+from llm_train_bench.trace.breakdown import Breakdown, break_down
 from llm_train_bench.trace.breakdown_table import show_breakdown
 from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
 from llm_train_bench.trace.rank_traces import read_ranks, waiting

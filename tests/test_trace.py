@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import trace_report
-from llm_train_bench.trace.breakdown import break_down, matmul_flops_of
+from llm_train_bench.trace.breakdown import break_down, matmul_flops_of, sweep, union
 from llm_train_bench.trace.kernel_names import kernel_class, matmul_format, operator_class
 from llm_train_bench.trace.read_trace import read_trace
-from llm_train_bench.trace.timeline import sweep, union
 from tests import fuzz
 from tests.helpers import ROOT
 

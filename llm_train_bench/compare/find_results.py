@@ -13,7 +13,7 @@ from pathlib import Path
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare.read_logs import read_lines, read_log
 from llm_train_bench.compare.read_results import read_csv, read_json
-from llm_train_bench.compare.records import LogFacts, Record, check_figures, make_printable
+from llm_train_bench.compare.records import LogFacts, Record, check_figures
 from llm_train_bench.model.json_keys import plain_file
 
 SUFFIXES = (".json", ".jsonl", ".csv", ".log", ".txt", ".out", ".err")
@@ -137,7 +137,6 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
         records = READERS.get(path.suffix, read_log)(plain_file(path), facts)
         for record in records:
             check_figures(record)
-            make_printable(record)
         return records
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

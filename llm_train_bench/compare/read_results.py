@@ -44,11 +44,8 @@ HYPERPARAMETERS = {
     "global_batch_size": "global_batch",
     "sequence_length": "seq_len",
     "learning_rate": "lr",
-    "weight_decay": "weight_decay",
-    "optimizer": "optimizer",
-    "seed": "seed",
     "warmup_steps": "lr_warmup_steps",
-}
+} | {name: name for name in ("weight_decay", "optimizer", "seed")}
 
 
 def read_json(path: Path, facts: LogFacts) -> list[Record]:
@@ -83,12 +80,12 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         settings.append("compile" if a["compile_mode"] == "default" else a["compile_mode"])
     if a["sac_freq"]:
         settings.append(f"sac {a['sac_freq']} {a['sac_policy']}")
-    settings.append(r.entrypoint.removesuffix(".py"))
-    settings.append(f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}")
+    batch = f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}"
+    settings += [r.entrypoint.removesuffix(".py"), batch]
     if a["pass_type"] != "step":
         settings.append(a["pass_type"])
     memory_gib, memory_kind = r.peak_memory
-    batch = {"global_batch": r.batch.global_batch}
+    sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
     steps = path.parent / "steps.jsonl"
     steps = steps_of_lines(steps) if steps.exists() else []
     steps = [step for step in steps if step.get("phase") != "profile"]
@@ -100,24 +97,20 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         n_gpus=r.device.count,
         model=r.model.name,
         model_hash=r.model.hash,
-        seq_len=r.batch.seq_len,
-        global_batch=r.batch.global_batch,
+        **sizes,
         settings=" ".join(settings),
-        tokens_per_sec=m.tokens_per_sec,
-        tokens_per_sec_per_gpu=m.tokens_per_sec_per_gpu,
+        **{name: getattr(m, name) for name in (*FIGURES, "goodput")},
         step_times_s=r.step_times_s,
-        mfu=m.mfu,
         tflops_per_gpu=m.model_tflops_per_gpu,
         flop_convention="palm",
         memory_gib=memory_gib,
         memory_kind=memory_kind,
-        tokens_per_joule=m.tokens_per_joule,
         usd_per_hour=a.get("usd_per_hour"),
         power_limit_w=r.power_limit_w,
         losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
         learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
         hyperparameters={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH, SPEED)}
-        | {**batch, "seq_len": r.batch.seq_len},
+        | sizes,
         marks=r.unfit,
         notes=list(r.notes),
         remarks=list(r.disturbances),
@@ -125,9 +118,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         software=software(r) | {"commit": commit_of(r)},
         lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
-        goodput=m.goodput,
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
-        | {**batch, "script": r.entrypoint},
+        | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )
 
 
@@ -162,7 +154,9 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
         notes.append(f"tokens/s from {len(times)} steady step times")
     per_gpu = total / n if total and n else speed.get("tokens_per_second_per_gpu")
     peak = memory.get("peak_memory_allocated_gb") or max(series("memory_values"), default=None)
-    model = config.get("model") or config.get("model_name") or model_of_file(path)
+    # A file's name without the words for platforms: benchmark_cuda_llama is llama.
+    words = [w for w in re.split(r"[_.\s-]+", path.stem.lower()) if w not in PLATFORM_WORDS]
+    model = config.get("model") or config.get("model_name") or "-".join(words) or path.stem
     values = ((ours, config.get(theirs)) for theirs, ours in HYPERPARAMETERS.items())
     hyperparameters = {name: value for name, value in values if value is not None}
     if isinstance(optimizer := hyperparameters.get("optimizer"), str):
@@ -201,12 +195,6 @@ def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     )
 
 
-def model_of_file(path: Path) -> str:
-    """The model in a file's name, without the words for platforms: benchmark_cuda_llama is llama."""
-    words = re.split(r"[_.\s-]+", path.stem.lower())
-    return "-".join(word for word in words if word not in PLATFORM_WORDS) or path.stem
-
-
 def read_csv(path: Path, facts: LogFacts) -> list[Record]:
     """A results.csv of sweep.py, one record a row; or a metrics.csv of Lightning or litgpt."""
     with path.open(newline="", encoding="utf-8-sig") as f:
@@ -232,9 +220,8 @@ def _of_row(row: dict[str, str], path: Path) -> Record:
     figures: dict[str, Any] = {name: number(name) for name in FIGURES}
     figures |= {name: whole(name) for name in ("n_gpus", "seq_len", "global_batch")}
     # The sweep's axes.
-    flags = {
-        n: _value(x) for n, x in row.items() if x and n in SETTABLE and n not in of_kind(OUTPUT)
-    }
+    names = SETTABLE - of_kind(OUTPUT)
+    flags = {name: _value(text) for name, text in row.items() if text and name in names}
     marks = {f"status {row['status']}": row["status"] != "ok", row.get("unfit"): True}
     return Record(
         path=str(path),

@@ -1,10 +1,10 @@
 """One training run as compare.py sees it, whoever ran it. Needs no torch."""
 
-import dataclasses
 import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,7 +66,7 @@ class LogFacts:
                 raise UsageError(f"--log {log}:{key}=...: no log of this name was read")
 
 
-@dataclasses.dataclass
+@dataclass
 class Record:
     """A run's figures; None where its file does not have them.
 
@@ -86,7 +86,7 @@ class Record:
     settings: str = ""
     tokens_per_sec: float | None = None
     tokens_per_sec_per_gpu: float | None = None
-    step_times_s: list[float] = dataclasses.field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
     mfu: float | None = None
     tflops_per_gpu: float | None = None
     flop_convention: str | None = None
@@ -95,29 +95,25 @@ class Record:
     tokens_per_joule: float | None = None
     usd_per_hour: float | None = None
     power_limit_w: float | None = None
-    losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    learning_rates: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    learning_rates: list[tuple[int, float]] = field(default_factory=list)
     hyperparameters: dict[str, Any] | None = None
-    marks: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     arguments: dict[str, Any] | None = None  # only of our runs: training and speed flags
     result: str | None = None  # the result.json that a row of a CSV was made from
     lineage: tuple[str, int] | None = None  # of its attempts, and the number of this one
     first_step: int = 0
     goodput: float | None = None
-    remarks: list[str] = dataclasses.field(
-        default_factory=list
-    )  # what may have changed the figures
-    provenance: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # versions, commit, command
+    remarks: list[str] = field(default_factory=list)  # what may have changed the figures
+    provenance: dict[str, str] = field(default_factory=dict)  # versions, commit, command
     model_told: bool = True  # or the model is called as the file is
     software: dict[str, str] | None = None  # versions that speed can depend on, our own included
     repeat_of: str | None = None  # the setting of a sweep's row
-    # Of a setting (compare/pool.py): its name, its runs, and the rates of those that count.
+    # Of a setting (compare/ratios.py): its name, its runs, and the rates of those that count.
     setting: str = ""
-    runs: "list[Record]" = dataclasses.field(default_factory=list)
-    rates: list[float] = dataclasses.field(default_factory=list)
+    runs: "list[Record]" = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
 
 
 def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
@@ -146,12 +142,6 @@ def microseconds_per_token(r: Record) -> list[float]:
     return [1e6 * t * r.n_gpus / (r.global_batch * r.seq_len) for t in r.step_times_s]
 
 
-def make_printable(r: Record) -> None:
-    """Take from a record's texts what a terminal obeys, in place."""
-    for field in dataclasses.fields(r):
-        setattr(r, field.name, printable_data(getattr(r, field.name)))
-
-
 POSITIVE = """
 tokens_per_sec tokens_per_sec_per_gpu n_gpus seq_len global_batch mfu tflops_per_gpu memory_gib
 tokens_per_joule usd_per_hour
@@ -159,7 +149,10 @@ tokens_per_joule usd_per_hour
 
 
 def check_figures(r: Record) -> None:
-    """ValueError for a figure that is not a number above 0, or a name that is not text."""
+    """ValueError for a figure that is not a number above 0, or a name that is not text.
+
+    Takes from all texts what a terminal obeys, in place.
+    """
     figures = [(name, getattr(r, name)) for name in POSITIVE]
     figures += [("step_times", t) for t in r.step_times_s]
     for name, value in figures:
@@ -174,6 +167,8 @@ def check_figures(r: Record) -> None:
         for _, value in getattr(r, name):
             if not isinstance(value, int | float):
                 raise ValueError(f"{name} holds {value!r}, not a number")
+    for name, value in vars(r).items():
+        setattr(r, name, printable_data(value))
 
 
 def unfinished_loss(losses: list[tuple[int, float]]) -> list[str]:

@@ -11,7 +11,7 @@ from llm_train_bench.formulas.time_statistics import drift
 from llm_train_bench.formulas.work import Batch
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.settings.flags import GRAPH_MODES
-from llm_train_bench.trace.breakdown_schema import CostlyKernel, HostGaps
+from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
 # Older results were never released and are refused.

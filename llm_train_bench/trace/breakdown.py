@@ -10,10 +10,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.work import STEP_PARTS
-from llm_train_bench.trace.breakdown_schema import Breakdown, CostlyKernel, HostGaps
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
+    COPIES,
     ELEMENTWISE,
     LOSS,
     MATMUL,
@@ -23,9 +24,55 @@ from llm_train_bench.trace.kernel_names import (
     operator_class,
 )
 from llm_train_bench.trace.read_trace import Ranges, Span, Trace
-from llm_train_bench.trace.timeline import IDLE, Interval, priority, sweep, union
 
-HOST = "host"
+HOST, IDLE = "host", "idle"
+N_COSTLIEST = 10
+Interval = tuple[float, float]
+
+
+class CostlyKernel(Strict):
+    """A kernel, or on a CPU an operator."""
+
+    name: str
+    kind: str
+    calls: float
+    time_s: float
+
+
+class HostGaps(Strict):
+    """Moments in which the GPU waited for the host to give it its next kernel, per step."""
+
+    count: float
+    time_s: float
+    longest_s: float
+    by_part: dict[str, float]
+
+
+class Breakdown(Strict):
+    """Seconds per step; the classes add up to `step_time_s`."""
+
+    n_steps: int
+    step_time_s: float
+    classes_s: dict[str, float]
+    communication_overlapped_s: float
+    host_gaps: HostGaps | None
+    kernels: list[CostlyKernel]
+    matmul_s: float
+    matmul_flops: float | None
+    # Known for our own runs only: they know the device's measured rate.
+    matmul_roof_fraction: float | None = None
+
+    @property
+    def costliest(self) -> list[CostlyKernel]:
+        """The kernels that take longest."""
+        return self.kernels[:N_COSTLIEST]
+
+    @property
+    def matmul_tflops(self) -> float | None:
+        """Rate of the matmuls while they run [TFLOP/s]."""
+        if self.matmul_flops is None or not self.matmul_s:
+            return None
+        return self.matmul_flops / self.matmul_s / 1e12
 
 
 class _Parts(NamedTuple):
@@ -284,3 +331,56 @@ def _per_step(micros: dict[str, float], n: int) -> dict[str, float]:
     """Microseconds over all steps to seconds per step, longest first."""
     ordered = sorted(micros.items(), key=lambda item: -item[1])
     return {name: value / n / 1e6 for name, value in ordered if value > 0}
+
+
+def priority(label: str) -> int:
+    """Order of labels that share a moment: computation, communication, copies, nothing."""
+    return {COMMUNICATION: 1, COPIES: 2, IDLE: 3}.get(label, 0)
+
+
+def sweep(
+    intervals: Iterable[tuple[float, float, str]], begin: float, end: float
+) -> list[tuple[float, float, str]]:
+    """Cut begin ... end into pieces of one label each: compute over communication over copies.
+
+    If two kernels compute at once, the moment counts for the one that started first.
+    """
+    waiting = sorted(intervals)
+    pieces: list[tuple[float, float, str]] = []
+    now, i = begin, 0
+    running: list[tuple[int, float, float, str]] = []  # priority, start, end, label
+    while now < end:
+        while i < len(waiting) and waiting[i][0] <= now:
+            a, b, label = waiting[i]
+            running.append((priority(label), a, b, label))
+            i += 1
+        running = [r for r in running if r[2] > now]
+        upcoming = waiting[i][0] if i < len(waiting) else end
+        if running:
+            _, _, stop, label = min(running)
+            # Something of a higher priority may start before this ends.
+            stop = min(stop, upcoming, end)
+        else:
+            stop, label = min(upcoming, end), IDLE
+        if pieces and pieces[-1][2] == label and pieces[-1][1] == now and label != IDLE:
+            pieces[-1] = (pieces[-1][0], stop, label)
+        else:
+            pieces.append((now, stop, label))
+        now = stop
+    return pieces
+
+
+def joined(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """The intervals in order, with those that overlap or lie at most `gap` apart as one."""
+    result: list[Interval] = []
+    for a, b in sorted(intervals):
+        if result and a - result[-1][1] <= gap:
+            result[-1] = result[-1][0], max(result[-1][1], b)
+        elif b > a:
+            result.append((a, b))
+    return result
+
+
+def union(intervals: Iterable[Interval]) -> float:
+    """Length that the intervals cover together."""
+    return math.fsum(b - a for a, b in joined(intervals))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pydantic import Field
 
 from llm_train_bench.base.strict import Strict
-from llm_train_bench.trace.breakdown import outermost
+from llm_train_bench.trace.breakdown import outermost, union
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
     MATMUL,
@@ -18,7 +18,6 @@ from llm_train_bench.trace.kernel_names import (
     operator_class,
 )
 from llm_train_bench.trace.read_trace import Span, Trace
-from llm_train_bench.trace.timeline import union
 
 # PyTorch's operators of attention. They tell more than kernels: AOTriton serves two of them.
 _OPERATOR = re.compile(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llm_train_bench.base.tables import markdown_table, milliseconds, show_whole
+from llm_train_bench.trace.breakdown import joined, union
 from llm_train_bench.trace.rank_traces import Rank, Waiting
-from llm_train_bench.trace.timeline import joined, union
 
 # Lanes of more ranks nobody tells apart; the table has all.
 MOST_LANES = 32

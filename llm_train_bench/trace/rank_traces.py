@@ -13,8 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.trace.breakdown import HOST, break_down, pieces_of_thread, span_labels
-from llm_train_bench.trace.breakdown_schema import Breakdown
+from llm_train_bench.trace.breakdown import (
+    HOST,
+    Breakdown,
+    Interval,
+    break_down,
+    joined,
+    pieces_of_thread,
+    span_labels,
+    union,
+)
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
     COPIES,
@@ -23,7 +31,6 @@ from llm_train_bench.trace.kernel_names import (
     operator_class,
 )
 from llm_train_bench.trace.read_trace import Span, Trace, open_trace, read_trace
-from llm_train_bench.trace.timeline import Interval, joined, union
 
 
 @dataclasses.dataclass
