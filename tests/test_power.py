@@ -103,8 +103,9 @@ def test_a_throttled_and_shared_window_says_so(nvml):
     assert use.other_processes == 1
 
 
-def test_a_visitor_within_the_window_is_seen(nvml):
-    meter = PowerMeter(GPU)
+def test_a_visitor_within_the_window_is_seen_and_other_ranks_are_none(nvml):
+    nvml.processes.append(5)
+    meter = PowerMeter(GPU, {5})
     meter.begin()
     nvml.processes.append(99999)
     deadline = time.monotonic() + 10
@@ -146,13 +147,6 @@ def test_processes_of_a_container_are_told_by_host_ids(nvml):
     assert NvidiaSensor(GPU).other_processes(ours) == 1
     nvml.processes = []
     assert NvidiaSensor(GPU).other_processes(ours) is None
-
-
-def test_other_ranks_of_the_run_are_no_strangers(nvml):
-    nvml.processes = [os.getpid(), 5, 6]
-    meter = PowerMeter(GPU, {5})
-    meter.begin()
-    assert meter.end(rank=0).other_processes == 1
 
 
 HELD = "clocks were held down in the window:"

@@ -50,34 +50,34 @@ TINY = [
     *"--seq-len 32 --bsz 4 --device cpu --n-steps 4 --warmup-steps 3 --no-tensorboard".split(),
 ]
 EMULATED = ["--use-fp8", "--fp8-emulate"]
+ODD = "is not in multiples of 16"
 
 
-@pytest.fixture(autouse=True)
-def at_home(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-def linear_after_one_step(scaler: LossScaler | None, max_norm: float) -> tuple[list, float]:
-    """How far a step of SGD moved the parameters (AdamW does not see how large a gradient is)."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    loss = model(torch.randn(4, 8)).square().sum()
-    (loss if scaler is None else loss * scaler.scale).backward()
-    norm = optimizer_step(list(model.parameters()), optimizer, 0.1, max_norm, scaler).item()
-    return [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)], norm
-
-
-@pytest.mark.parametrize("max_norm", [0.0, 0.3, 2.0])
-def test_a_scaled_step_is_the_plain_step_of_the_clipped_length(max_norm):
-    plain, norm = linear_after_one_step(None, max_norm)
-    scaled, scaled_norm = linear_after_one_step(LossScaler(CPU), max_norm)
-    assert norm > 2.0 and scaled_norm == pytest.approx(norm, rel=1e-6)
-    for a, b in zip(scaled, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
-    length = torch.stack([move.norm() for move in plain]).norm().item()
-    assert length == pytest.approx(0.1 * (min(norm, max_norm) if max_norm else norm), rel=1e-4)
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+@pytest.mark.parametrize("max_norm", [0.0, 0.3, 2.0, 1e9])
+def test_scaled_and_clipped_steps_are_those_of_pytorchs_own_clipping(max_norm, optimizer_name):
+    """SGD shows how large a gradient is."""
+    outcomes = []
+    for scaler, inside in ((None, False), (None, True), (LossScaler(CPU), True)):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        parameters = list(model.parameters())
+        optimizer = build_optimizer(model, OptimizerFlags(optimizer=optimizer_name))
+        for _ in range(3):
+            loss = model(torch.randn(4, 8)).square().sum()
+            (loss if scaler is None else loss * scaler.scale).backward()
+            if inside:
+                norm = optimizer_step(parameters, optimizer, 1e-2, max_norm, scaler)
+                assert scaler is not None or not hasattr(optimizer, "grad_scale")
+            else:
+                norm = nn.utils.clip_grad_norm_(parameters, max_norm or float("inf"))
+                optimizer_step(parameters, optimizer, 1e-2, 0.0, None)
+            optimizer.zero_grad()
+        outcomes.append((norm, *(p.detach() for p in parameters)))
+    plain, *others = outcomes
+    assert plain[0] > 2.0
+    for other in others:
+        torch.testing.assert_close(other, plain, rtol=2e-5, atol=1e-7)
 
 
 def test_adamw_takes_its_flags_and_decays_matrices_alone():
@@ -152,30 +152,22 @@ def test_recomputed_dropout_draws_the_same(policy):
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
-def test_an_overflow_is_skipped_and_halves_the_scale():
-    scaler = LossScaler(CPU)
-    model = nn.Linear(2, 2)
-    before = model.weight.clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    model.weight.grad = torch.tensor([[1.0, float("inf")], [0.0, 0.0]])
-    model.bias.grad = torch.ones(2)
-    norm = optimizer_step(list(model.parameters()), optimizer, 0.1, 1.0, scaler)
-    assert not norm.isfinite() and torch.equal(model.weight, before)
-    assert (scaler.scale.item(), scaler.skipped.item()) == (2.0**15, 1)
-
-
-def test_an_overflow_in_the_first_step_leaves_sgd_a_momentum_of_zero():
-    """The fused kernel makes its buffers in the first step and fills them only without overflow."""
-    flags = OptimizerFlags(optimizer="sgd", weight_decay=0.0)
+@pytest.mark.parametrize(
+    ("optimizer_name", "moments"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")]
+)
+def test_an_overflow_is_skipped_and_halves_the_scale(optimizer_name, moments):
+    """SGD's fused kernel makes its buffers in the first step and fills them only without overflow."""
+    flags = OptimizerFlags(optimizer=optimizer_name, weight_decay=0.0)
     model = nn.Linear(64, 64)
     optimizer, scaler = build_optimizer(model, flags), LossScaler(CPU)
     before = model.weight.detach().clone()
-    for value in (float("inf"), 0.0):
-        for p in model.parameters():
-            p.grad = torch.full_like(p, value)
-        optimizer_step(list(model.parameters()), optimizer, 0.1, 1.0, scaler)
-    assert torch.equal(model.weight, before)
-    assert all((s["momentum_buffer"] == 0).all() for s in optimizer.state.values())
+    for value, other in ((float("inf"), 1.0), (0.0, 0.0)):
+        model.weight.grad = torch.full((64, 64), other)
+        model.weight.grad[0, 0], model.bias.grad = value, torch.full((64,), other)
+        norm = optimizer_step(list(model.parameters()), optimizer, 0.1, 1.0, scaler)
+        assert norm.isfinite() == (value == 0.0) and torch.equal(model.weight, before)
+    assert (scaler.scale.item(), scaler.skipped.item()) == (2.0**15, 1)
+    assert all((s[moments] == 0).all() for s in optimizer.state.values())
 
 
 def test_the_scale_doubles_after_2000_good_steps():
@@ -227,8 +219,8 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
     assert str(model).count("Float8Linear(") == fp8.info.n_linear_layers == 3
     # Layers that do not fit stay and are named.
     assert fp8.info.high_precision["head"] == "always"
-    assert fp8.info.high_precision["blocks.*.attn.qkv"] == "48 x 120 is not in multiples of 16"
-    assert fp8.info.high_precision["blocks.*.mlp.down"] == "88 x 48 is not in multiples of 16"
+    assert fp8.info.high_precision["blocks.*.attn.qkv"] == f"48 x 120 {ODD}"
+    assert fp8.info.high_precision["blocks.*.mlp.down"] == f"88 x 48 {ODD}"
     assert "blocks.*.mlp.gate_up" not in fp8.info.high_precision
     assert fp8.info.n_parameters == 3 * 176 * 48
 
@@ -334,24 +326,18 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
 @pytest.mark.parametrize(
     ("changes", "excluded"),
     [
-        (dict(intermediate_size=88), {"blocks.*.mlp": "48 x 88 is not in multiples of 16"}),
-        (dict(hidden_act="gelu"), {"blocks.*.mlp": "Transformer Engine has no gelu"}),
-        (
-            dict(head_dim=12),
-            {
-                "blocks.*.attn.qkv": "48 x 120 is not in multiples of 16",
-                "blocks.*.attn.out": "72 x 48 is not in multiples of 16",
-            },
-        ),
+        (dict(intermediate_size=88), {"mlp": f"48 x 88 {ODD}"}),
+        (dict(hidden_act="gelu"), {"mlp": "Transformer Engine has no gelu"}),
+        (dict(head_dim=12), {"attn.qkv": f"48 x 120 {ODD}", "attn.out": f"72 x 48 {ODD}"}),
     ],
 )
 def test_layers_that_do_not_fit_te_stay_and_are_named(changes, excluded, te_in_place, tmp_path):
     path = write_config(tmp_path, FAMILIES["qwen3"] | changes)
     losses_with_te([path, *TINY[1:]], tmp_path)
     fp8 = only_result(tmp_path / "te")["fp8"]
-    assert {k: v for k, v in fp8["high_precision"].items() if k.startswith("blocks")} == excluded
-    assert len(te_in_place) == 3 * (3 - len(excluded))
-    assert fp8["n_linear_layers"] == 6
+    layers = {k: v for k, v in fp8["high_precision"].items() if k.startswith("blocks")}
+    assert layers == {f"blocks.*.{layer}": why for layer, why in excluded.items()}
+    assert len(te_in_place) == 3 * (3 - len(excluded)) and fp8["n_linear_layers"] == 6
 
 
 def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, capsys):
@@ -508,8 +494,15 @@ def test_too_many_recompilations_are_one_line(tmp_path, capsys):
     assert "torch.compile failed in blocks." in line and "recompile_limit" in line
 
 
-def test_out_of_memory_while_compiling_is_out_of_memory():
-    error = RuntimeError("backend failed")
+def test_errors_of_the_compiler_are_told_apart(monkeypatch):
+    """A lack of memory, a compiler that cannot reach torch, any other."""
+    error = RuntimeError("CppCompileError: C++ compile error")
+    for directory, message in (
+        ("someone", "leave out --pt-compile, or try"),
+        ("some one", "a path with a space; move it"),
+    ):
+        monkeypatch.setattr(torch, "__file__", f"/home/{directory}/torch/__init__.py")
+        assert message in str(compile_error(error, "blocks.0"))
     error.__cause__ = torch.OutOfMemoryError("no memory")
     assert compile_error(error, "blocks.0") is error.__cause__
 
@@ -683,11 +676,3 @@ def test_gemm_rate_is_a_rate(flops):
     """Work of a little over a millisecond: as many TFLOP/s as GFLOP are claimed for it."""
     best, median = gemm.rate(lambda i: time.sleep(1e-3), flops, 0.2, CPU)
     assert 0.1 < median * 1e9 / flops <= best * 1e9 / flops < 1
-
-
-def test_a_compiler_that_cannot_reach_torch_is_told_apart(monkeypatch):
-    error = RuntimeError("CppCompileError: C++ compile error")
-    monkeypatch.setattr(torch, "__file__", "/home/someone/torch/__init__.py")
-    assert "leave out --pt-compile, or try" in str(compile_error(error, "blocks.0"))
-    monkeypatch.setattr(torch, "__file__", "/home/some one/torch/__init__.py")
-    assert "a path with a space; move it" in str(compile_error(error, "blocks.0"))

@@ -27,15 +27,7 @@ from llm_train_bench.run import loop, profiling
 from llm_train_bench.settings.flags import Args, declared, defaults
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.read_trace import read_trace
-from tests.helpers import (
-    only_result,
-    plan_of,
-    python,
-    read_steps,
-    trained,
-    without_inductor,
-    words,
-)
+from tests.helpers import only_result, plan_of, python, read_steps, trained, without_inductor, words
 
 TINY = words("configs/llama-tiny.json --seq-len 64 --bsz 4 --device cpu --amp off --n-steps 4 "
              "--warmup-steps 2 --no-observe")  # fmt: skip

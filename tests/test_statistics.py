@@ -24,47 +24,42 @@ def test_against_numpy_and_by_hand():
     assert s["step_time_cv"] == pytest.approx(np.sqrt(50 / 4) / 4)
     assert (s["step_time_min_s"], s["step_time_max_s"]) == (1.0, 10.0)
     assert s["step_time_p10_s"] == pytest.approx(1.4) and s["step_time_p90_s"] == pytest.approx(7.6)
+    one = ts.describe([0.5])
+    spread = ("std_s", "cv", "ci95_low_s", "ci95_high_s")
+    assert {one[f"step_time_{name}"] for name in spread} == {None}
+    # Drift is of the last third to the first.
+    assert ts.describe([1.0] * 3 + [7.0] * 3 + [1.5] * 3)["step_time_drift"] == pytest.approx(0.5)
+    assert ts.describe([1.0] * 8)["step_time_drift"] is None
 
 
-def test_one_step_has_no_spread():
-    s = ts.describe([0.5])
-    assert s["step_time_std_s"] is s["step_time_cv"] is None
-    assert s["step_time_ci95_low_s"] is s["step_time_ci95_high_s"] is None
-
-
-def coverage(draw, n, rounds=300):
-    """How often the interval of the mean holds the truth."""
-    held = 0
-    for _ in range(rounds):
-        low, high = ts.bootstrap_mean(1 + 0.01 * draw(n))
-        held += low <= 1 <= high
-    return held / rounds
+def coverage(interval, truth=1):
+    """How often an interval holds the truth."""
+    return np.mean([low <= truth <= high for low, high, *_ in (interval() for _ in range(300))])
 
 
 @pytest.mark.parametrize("n", [3, 5, 12, 50])
 def test_intervals_hold_the_truth_as_often_as_they_say(n):
     """95 % for independent values, also for three of them (a sweep's repeats)."""
     rng = np.random.default_rng(0)
-    assert 0.92 <= coverage(rng.standard_normal, n) <= 0.98
-    held = 0
-    for _ in range(300):
-        a, b = (x * (1 + 0.01 * rng.standard_normal(n)) for x in (1, 2))
-        low, high, _ = ts.welch_ratio(a, b)
-        held += low <= 0.5 <= high
-    assert 0.91 <= held / 300 <= 0.99
+
+    def draw():
+        return 1 + 0.01 * rng.standard_normal(n)
+
+    assert 0.92 <= coverage(lambda: ts.bootstrap_mean(draw())) <= 0.98
+    assert 0.91 <= coverage(lambda: ts.welch_ratio(draw(), 2 * draw()), 0.5) <= 0.99
 
 
 def test_intervals_of_steps_that_follow_each_other():
     """Half of each step's deviation stays for the next, as clocks and temperature do."""
     rng = np.random.default_rng(0)
 
-    def draw(n):
-        x = rng.standard_normal(n)
-        for i in range(1, n):
+    def interval():
+        x = rng.standard_normal(100)
+        for i in range(1, 100):
             x[i] += 0.5 * x[i - 1]
-        return x
+        return ts.bootstrap_mean(1 + 0.01 * x)
 
-    assert coverage(draw, 100) >= 0.88  # taken as independent: 0.75
+    assert coverage(interval) >= 0.88  # taken as independent: 0.75
 
 
 def test_student_s_t_is_the_tables():
@@ -78,13 +73,11 @@ def test_student_s_t_is_the_tables():
 def test_a_table_of_equal_settings_has_a_false_verdict_in_one_of_twenty():
     """Twelve equal settings of three runs: any difference found is false (Holm 1979)."""
     rng = np.random.default_rng(1)
-    alone = together = 0
-    for _ in range(400):
-        reference, *others = 1 + 0.01 * rng.standard_normal((13, 3))
-        chances = [ts.welch_ratio(other, reference)[2] for other in others]
-        alone += min(chances) <= 0.05
-        together += any(ts.surely(chances))
-    assert together / 400 <= 0.075 < 0.15 < alone / 400
+    tables = 1 + 0.01 * rng.standard_normal((400, 13, 3))
+    chances = [[ts.welch_ratio(other, first)[2] for other in others] for first, *others in tables]
+    alone = np.mean([min(table) <= 0.05 for table in chances])
+    together = np.mean([any(ts.surely(table)) for table in chances])
+    assert together <= 0.075 < 0.15 < alone
 
 
 def test_a_true_difference_is_found_as_often_as_welch_s_test_can():
@@ -127,13 +120,8 @@ def test_intervals_are_no_wider_than_need_be():
     assert low == 0.0 and high > 2  # two values say little, but no time is negative
 
 
-def test_drift_is_of_the_last_third_to_the_first():
-    assert ts.describe([1.0] * 3 + [7.0] * 3 + [1.5] * 3)["step_time_drift"] == pytest.approx(0.5)
-    assert ts.describe([1.0] * 8)["step_time_drift"] is None
-
-
 def window(times, **known):
-    """Metrics and notes of a window of such steps; `known` metrics are set before."""
+    """Metrics of a window of such steps; `known` metrics are set before."""
     parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s", "idle_time_s"), 0.0)
     make = functools.partial(types.SimpleNamespace, loss=1.0, **parts)
     steps = [make(step=i, step_time_s=t, optimizer_time_s=t) for i, t in enumerate(times)]
@@ -143,14 +131,13 @@ def window(times, **known):
         device=types.SimpleNamespace(count=1),
     )  # fmt: skip
     fill_step_metrics(result, [], steps)
-    return result.metrics, result.notes
+    return result.metrics
 
 
 def test_a_window_that_is_not_steady_says_so():
     rng = np.random.default_rng(0)
     slowing = np.linspace(1.0, 1.06, 60) * rng.normal(1, 0.002, 60)
-    m, _ = window(slowing)
-    assert m.step_time_drift == pytest.approx(0.04, abs=0.005)
+    assert window(slowing).step_time_drift == pytest.approx(0.04, abs=0.005)
 
     def disturbances(times):
         device = types.SimpleNamespace(type="cpu")
@@ -165,9 +152,9 @@ def test_a_window_that_is_not_steady_says_so():
 
 def test_energy_is_over_the_window():
     """Five steps of 10 tokens in 5 s, on 100 J."""
-    m, _ = window([0.5, 1.5, 1.0, 1.0, 1.0], energy_j=100.0)
+    m = window([0.5, 1.5, 1.0, 1.0, 1.0], energy_j=100.0)
     assert m.average_power_w == pytest.approx(20) and m.tokens_per_joule == pytest.approx(0.5)
-    m, _ = window([1.0] * 5)
+    m = window([1.0] * 5)
     assert m.average_power_w is m.tokens_per_joule is None
 
 
