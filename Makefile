@@ -52,7 +52,7 @@ faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 
 # Read back what --track writes, with each tracker's library; `make test` does not install these.
-test-track:
+test-track: $(READY)
 	test -d .venv-track || $(PY) -m venv .venv-track
 	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
