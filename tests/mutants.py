@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,32 +131,41 @@ def changes(path: Path) -> list[Change]:
 
 
 def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) -> list[str]:
-    """Tests that run a line, the quickest first; of a line that runs at import, those of its file."""
+    """Tests that run a line, the quickest first.
+
+    Those of its whole file if the line runs at import, or only in processes that are killed.
+    """
     lines = data.contexts_by_lineno(str(path))
     functions = [
         n for n in ast.walk(ast.parse(path.read_bytes())) if isinstance(n, ast.FunctionDef)
     ]
     inside = any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
-    contexts = lines.get(line, ()) if inside else chain.from_iterable(lines.values())
+    contexts = (inside and lines.get(line)) or chain.from_iterable(lines.values())
     names = {name.split("|")[-1].split(" (")[0] for name in contexts}
     return sorted(names & set(seconds), key=seconds.__getitem__)
 
 
-def survives(path: Path, change: Change, tests: list[str], limit: float) -> bool:
-    """Whether tests pass on the changed tree; first those that run the line, then all of their files.
+def survives(path: Path, change: Change, tests: list[str], seconds: dict, limit: float) -> bool:
+    """Whether tests pass on the changed tree; first those that run the line, then others of their files.
 
-    A module's fixture counts for the first test that asked for it, hence the files.
+    A module's fixture counts for the first test that asked for it, hence the files. Either takes `limit`
+    seconds at most by what its tests took before; one that takes six times as long hangs.
     """
-    files = list(dict.fromkeys(test.split("::")[0] for test in tests))
+    files = {test.split("::")[0] for test in tests}
+    others = sorted((t for t in seconds if t.split("::")[0] in files), key=seconds.__getitem__)
     with tempfile.TemporaryDirectory(prefix="mutant-") as top:
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), top], check=True)
         changed = Path(top) / path.relative_to(ROOT)
         source = changed.read_bytes()
         changed.write_bytes(source[: change.begin] + change.new.encode() + source[change.end :])
-        for chosen in (tests[:200], files[:8]):
+        for stage in (tests, [t for t in others if t not in tests]):
+            ends = list(accumulate(seconds[test] for test in stage))
+            chosen = [test for test, end in zip(stage, ends, strict=True) if end <= limit]
             argv = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", *chosen]
+            patience = 60 + 6 * limit
             try:
-                subprocess.run(argv, cwd=top, capture_output=True, timeout=limit, check=True)
+                if chosen:
+                    subprocess.run(argv, cwd=top, capture_output=True, timeout=patience, check=True)
             except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
                 return False
     return True
@@ -166,7 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=600, help="of the tests of one change [s]")
+    parser.add_argument("--limit", type=float, default=120, help="of the tests of one change [s]")
     parser.add_argument("--under", default="llm_train_ model/", help="beginnings of files' names")
     parser.add_argument("--removals", action="store_true", help="also remove single calls")
     args = parser.parse_args()
@@ -186,10 +195,13 @@ def main() -> int:
 
     def judge(site: tuple[Path, Change]) -> bool:
         path, change = site
-        line = path.read_bytes()[: change.begin].count(b"\n") + 1
+        before = path.read_bytes()[: change.begin].split(b"\n")
+        line, column = len(before), len(before[-1]) + 1
         tests = tests_of(data, path, line, seconds)
-        alive = not tests or survives(path, change, tests, args.limit)
-        where = f"{path.relative_to(ROOT)}:{line}: {change.old} -> {change.new or 'nothing'}"
+        alive = not tests or survives(path, change, tests, seconds, args.limit)
+        where = (
+            f"{path.relative_to(ROOT)}:{line}:{column}: {change.old} -> {change.new or 'nothing'}"
+        )
         print(f"{'SURVIVED' if alive else 'caught'} {where} ({len(tests)} tests)", flush=True)
         return alive
 

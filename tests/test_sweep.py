@@ -626,6 +626,17 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
     assert tune.tune(cells, e, rows, "cpu") == found and len(ran) == n  # rows are kept
 
 
+def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
+    e = experiment(
+        models=["configs/llama-3.1-8b-proxy.json"], grid={"bsz": [1, 2, 512]},
+        script="train_fsdp.py", hardware={"nvidia": {"gpus": 8, "gpu": "h100"}},
+    )  # fmt: skip
+    field = tune.by_estimate(make_cells(e, "nvidia"), e, "nvidia")
+    assert [dict(cell.flags)["bsz"] for _, cell in field] == [2, 1]
+    with pytest.raises(UsageError, match="no setting fits"):
+        tune.by_estimate(make_cells(e, "nvidia")[2:], e, "nvidia")
+
+
 @pytest.mark.parametrize(
     ("keys", "argv", "message"),
     [
