@@ -1,7 +1,9 @@
 """estimate.py: memory by two ways, speed against published figures, and the command line."""
 
 import collections
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import statistics
@@ -36,6 +38,7 @@ from llm_train_bench.settings.plan import make_plan
 from tests.helpers import ROOT, only_result, plan_of, python, run_train, train_main, words
 
 H100 = find_hardware("h100")
+RECORD = ROOT / "tests/results/estimates.jsonl"
 GPT2, LLAMA = "configs/gpt2-125m.json", "configs/llama-3.1-8b.json"
 
 
@@ -86,6 +89,22 @@ def test_formula_and_trace_agree(setting, record_property):
         sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
         record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
         assert formula == pytest.approx(traced, rel=0.10)
+
+
+def estimate_of(command: str) -> dict[str, float]:
+    """Every number of an estimate but its accuracy, which follows from a table of measurements."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        estimate.main([*command.split(), "--json"])
+    groups = json.loads(out.getvalue())
+    groups |= {f"{k}.{name}": v for k in ("memory", "parts_s") for name, v in groups[k].items()}
+    return {k: float(f"{v:.7g}") for k, v in groups.items() if isinstance(v, int | float) and v}
+
+
+@pytest.mark.parametrize("line", RECORD.read_text().splitlines())
+def test_an_estimate_is_the_one_on_record(line):
+    """Shows a change of any formula; `python -m tests.test_estimate` records the new figures."""
+    row = json.loads(line)
+    assert estimate_of(row.pop("command")) == pytest.approx(row, rel=1e-5)
 
 
 def test_peaks_are_those_of_pytorchs_own_allocator(record_property, monkeypatch):
@@ -822,3 +841,9 @@ def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
     result = only_result(tmp_path)
     assert result["args"]["bsz"] == result["batch"]["micro_batch"] > 4
     assert any("--bsz auto" in note for note in result["notes"])
+
+
+if __name__ == "__main__":
+    rows = [json.loads(line)["command"] for line in RECORD.read_text().splitlines()]
+    lines = (json.dumps({"command": row} | estimate_of(row)) for row in rows)
+    RECORD.write_text("".join(f"{line}\n" for line in lines))
