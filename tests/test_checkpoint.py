@@ -22,13 +22,14 @@ from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING
+from llm_train_bench.results.goodput import time_parts
 from llm_train_bench.results.result_files import command_began, is_alive, this_process
 from llm_train_bench.results.schema import Lineage, Writer
 from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed, verify
 from tests import faults
-from tests.helpers import only_result, run_train
+from tests.helpers import ROOT, only_result, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
 AUTO = [*NAMED, "--resume", "auto"]
@@ -519,6 +520,28 @@ def test_goodput_counts_every_step_once(tmp_path):
     whole = sum(parts.values())
     assert before - process_began < whole < time.time() - process_began
     assert m["goodput"] == pytest.approx(parts["steps"] / whole)
+
+
+def test_time_parts_of_a_killed_attempt_and_its_restart(tmp_path):
+    """The first attempt compiled, saved at step 2 and was killed; the second waited for its last save."""
+    step = {"step_time_s": 1.0}
+    first = [step | {"step": 0, "at": 106.0, "step_time_s": 3.0, "compile_s": 2.5},
+             step | {"step": 1, "at": 107.0, "saved": True},
+             step | {"step": 2, "at": 109.5}, step | {"step": 3, "at": 111.0}]  # fmt: skip
+    second = [step | {"step": 2, "at": 131.0, "saved": True}]
+    raw = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
+    for i, (started, steps) in enumerate(((100.0, first), (120.0, second))):
+        lineage = {"id": "x", "name": "a", "attempt": i, "began": 95.0, "started": started}
+        again = {"run": "a", "step": 2, "path": "a"} if i else None
+        (tmp_path / str(i)).mkdir()
+        content = raw | {"lineage": lineage, "ended_at": None, "resumed_from": again}
+        (tmp_path / f"{i}/result.json").write_text(json.dumps(content))
+        (tmp_path / f"{i}/steps.jsonl").write_text("".join(f"{json.dumps(s)}\n" for s in steps))
+    parts = time_parts([tmp_path / "0", tmp_path / "1"], now=140.0, saved_at=133.0)
+    assert parts == pytest.approx({
+        "steps": 0.5 + 1 + 1, "start": 3.0, "restart": 10.0, "compile": 2.5, "save": 1.5 + 2.0,
+        "lost steps": 2.0, "waiting": 9.0, "other": 45.0 - 32.5,
+    })  # fmt: skip
 
 
 def test_a_token_file_is_told_from_another_by_all_of_its_bytes(tmp_path, capsys):
