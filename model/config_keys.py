@@ -5,15 +5,8 @@ of neighbouring families that are copied into such files.
 """
 
 # Names of activations to the function of model.layers that computes them.
-ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "silu": "silu",
-    "swish": "silu",
-    "relu": "relu",
-}
+ACTIVATIONS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+ACTIVATIONS |= dict(gelu="gelu", silu="silu", swish="silu", relu="relu")
 
 # Metadata, generation settings and switches that leave the training computation as it is.
 IGNORED = frozenset(
@@ -47,36 +40,28 @@ IGNORED = frozenset(
     """.split()
 )
 
-# Keys that change the computation, and their neutral values besides null, false, 0 and empty.
-UNSUPPORTED: dict[str, tuple] = {
-    **dict.fromkeys(
-        """
-        logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb
-        mlp_alpha_factor mlp_beta_factor attn_alpha_factor attn_beta_factor rotary_pct
-        partial_rotary_factor
-        """.split(),
-        (1, 1.0),
-    ),
-    **dict.fromkeys(
-        """
-        use_bidirectional_attention is_encoder_decoder add_cross_attention prefix_lm
-        per_layer_config pruned_heads quantization_config quantization compression_config
-        transformers_weights configuration_files auto_map text_config vision_config dflash_config
-        dual_chunk_attention_config attn_logit_softcapping final_logit_softcapping softmax_scale
-        query_pre_attn_scalar attention_chunk_size sliding_window_pattern clip_qkv
-        attention_multiplier scale_depth dim_model_base scale_embedding mup_enabled rotary_dim
-        rotary_emb_base rope_local_base_freq rope_interleaved rope_interleave use_mrope alibi
-        no_rope_layer_interval num_local_experts num_experts n_routed_experts num_experts_per_tok
-        moe_intermediate_size n_shared_experts shared_expert_intermediate_size decoder_sparse_step
-        mlp_only_layers mlp_layer_types first_k_dense_replace router_aux_loss_coef
-        router_jitter_noise q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim
-        use_qk_norm qk_norm qk_layernorm attention_sink_bias parallel_attn use_parallel_residual
-        multi_query bias use_bias qkv_bias use_qkv_bias attention_bias mlp_bias swiglu_limit
-        hidden_dropout resid_pdrop embd_pdrop attn_pdrop residual_dropout layerdrop norm_type
-        hidden_activation num_mtp_layers num_nextn_predict_layers sliding_window layer_types
-        use_sliding_window no_rope_layers rope_theta rope_scaling rope_parameters head_dim
-        num_key_value_heads intermediate_size
-        """.split(),
-        (),
-    ),
-}
+# Keys that change the computation unless they are null, false, 0, empty or, for factors, 1.
+FACTORS = """
+    logit_scale logits_scaling embedding_multiplier residual_multiplier scale_emb mlp_alpha_factor
+    mlp_beta_factor attn_alpha_factor attn_beta_factor rotary_pct partial_rotary_factor
+    """.split()
+UNSUPPORTED = frozenset(
+    """
+    use_bidirectional_attention is_encoder_decoder add_cross_attention prefix_lm per_layer_config
+    pruned_heads quantization_config quantization compression_config transformers_weights
+    configuration_files auto_map text_config vision_config dflash_config dual_chunk_attention_config
+    attn_logit_softcapping final_logit_softcapping softmax_scale query_pre_attn_scalar
+    attention_chunk_size sliding_window_pattern clip_qkv attention_multiplier scale_depth
+    dim_model_base scale_embedding mup_enabled rotary_dim rotary_emb_base rope_local_base_freq
+    rope_interleaved rope_interleave use_mrope alibi no_rope_layer_interval num_local_experts
+    num_experts n_routed_experts num_experts_per_tok moe_intermediate_size n_shared_experts
+    shared_expert_intermediate_size decoder_sparse_step mlp_only_layers mlp_layer_types
+    first_k_dense_replace router_aux_loss_coef router_jitter_noise q_lora_rank kv_lora_rank
+    qk_rope_head_dim qk_nope_head_dim v_head_dim use_qk_norm qk_norm qk_layernorm
+    attention_sink_bias parallel_attn use_parallel_residual multi_query bias use_bias qkv_bias
+    use_qkv_bias attention_bias mlp_bias swiglu_limit hidden_dropout resid_pdrop embd_pdrop
+    attn_pdrop residual_dropout layerdrop norm_type hidden_activation num_mtp_layers
+    num_nextn_predict_layers sliding_window layer_types use_sliding_window no_rope_layers rope_theta
+    rope_scaling rope_parameters head_dim num_key_value_heads intermediate_size
+    """.split()
+).union(FACTORS)

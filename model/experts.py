@@ -162,19 +162,14 @@ class MixtureOfExperts(nn.Module):
         order = index.flatten().argsort(stable=True)  # by expert, then by token
         counts = count_rows(index, self.options.number)
         if self.training:  # validation moves no correction
-            self.count(counts)
+            if self.rows is None or self.rows.device != counts.device:
+                self.rows = torch.zeros_like(counts, dtype=torch.float32)
+            self.rows += counts
         out = self.layout.experts(self.experts, tokens[order // k], counts)
         back = torch.empty_like(order).scatter_(
             0, order, torch.arange(len(order), device=order.device)
         )
         return (out[back].unflatten(0, (-1, k)) * weights[..., None]).sum(dim=1)
-
-    @torch.no_grad()
-    def count(self, counts: Tensor) -> None:
-        """Add (E,) rows to those seen."""
-        if self.rows is None or self.rows.device != counts.device:
-            self.rows = torch.zeros_like(counts, dtype=torch.float32)
-        self.rows += counts
 
     def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
         """E x sum of experts' shares of the choices times mean scores (Fedus et al. 2021, eq. 4)."""

@@ -92,7 +92,6 @@ def _llama_family(
     head_dim: int | None = None,
     qkv_bias: bool = False,
     biases: int = 0,
-    qk_norm: bool = False,
     windows: Callable[[Keys, int], tuple[int | None, ...]] | None = None,
     theta: float = 10000.0,
     norm_eps: float = 1e-6,
@@ -101,13 +100,14 @@ def _llama_family(
     tied: bool = False,
     partial: bool = False,
     latent: bool = False,
+    **fixed: Any,
 ) -> Fields:
     """A decoder with RMS norms, rotary embeddings and a gated MLP.
 
     `positions`, `kv_heads`, `head_dim`, `theta`, `norm_eps`, `biased` (for attention_bias), `pad_token`
     and `tied` are the family's defaults of absent keys. `biases` 1 means that it has attention_bias, 2
     that it has mlp_bias too; `windows` reads its sliding windows. With `partial` the family reads which
-    part of a head is rotated, with `latent` all sizes of heads.
+    part of a head is rotated, with `latent` all sizes of heads. `fixed` fields have no key.
     """
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
@@ -117,7 +117,7 @@ def _llama_family(
     bias = biases > 0 and keys.boolean("attention_bias", biased)
     positions = keys.integer("max_position_embeddings", positions)
     theta, scaling = _rope(keys, positions, theta, partial)
-    return dict(
+    fields: Fields = dict(
         vocab_size=keys.integer("vocab_size"),
         max_position_embeddings=positions,
         hidden_size=hidden,
@@ -137,20 +137,18 @@ def _llama_family(
         qkv_bias=qkv_bias or bias,
         attention_out_bias=bias,
         mlp_bias=biases > 1 and keys.boolean("mlp_bias", False),
-        qk_norm=qk_norm,
+        qk_norm=False,
         windows=windows(keys, layers) if windows else (None,) * layers,
         embedding_dropout=0.0,
         residual_dropout=0.0,
         attention_dropout=keys.fraction("attention_dropout", 0.0),
         initializer_range=keys.number("initializer_range", 0.02),
-        pad_token_id=_pad_token(keys, pad_token),
     )
-
-
-def _pad_token(keys: Keys, default: int | None) -> int | None:
-    """The embedding row that gets no gradient; negative ones count from the end, as torch does."""
-    token = keys.integer("pad_token_id", default, minimum=-keys.integer("vocab_size"), null=True)
-    return token if token is None or token >= 0 else token + keys.integer("vocab_size")
+    size = fields["vocab_size"]
+    token = keys.integer("pad_token_id", pad_token, minimum=-size, null=True)
+    if token is not None and token < 0:
+        token += size  # negative ones count from the end, as torch does
+    return fields | dict(pad_token_id=token) | fixed
 
 
 def _windows(
@@ -184,10 +182,6 @@ def _windows(
 def _windows_by_layer(keys: Keys, layers: int) -> tuple[int | None, ...]:
     first = keys.integer("max_window_layers", 28, minimum=0)
     return _windows(keys, layers, 4096, True, [i >= first for i in range(layers)])
-
-
-def _alternating_windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
-    return _windows(keys, layers, 128, sliding=[i % 2 == 0 for i in range(layers)])
 
 
 def _per_layer(keys: Keys, key: str, layers: int, what: str) -> list | None:
@@ -286,7 +280,8 @@ def _mixtral(keys: Keys) -> Fields:
 def _qwen3_moe(keys: Keys) -> Fields:
     windows = functools.partial(_windows, default=4096, switched=True)
     fields = _llama_family(keys, 32768, kv_heads=4, biases=1, qk_norm=True, windows=windows)
-    size, normalised = keys.integer("moe_intermediate_size", 768), _normalised(keys)
+    size = keys.integer("moe_intermediate_size", 768)
+    normalised = keys.boolean("norm_topk_prob", False)
     experts = _experts(keys, "num_experts", 128, 8, size=size, normalised=normalised)
     layers, step = fields["num_hidden_layers"], keys.integer("decoder_sparse_step", 1)
     dense = keys.get("mlp_only_layers", None) or []
@@ -296,16 +291,12 @@ def _qwen3_moe(keys: Keys) -> Fields:
     return fields | dict(experts=experts, dense_layers=tuple(sorted(dense)))
 
 
-def _normalised(keys: Keys, default: bool = False) -> bool:
-    return keys.boolean("norm_topk_prob", default)
-
-
 def _olmoe(keys: Keys) -> Fields:
-    fields = _llama_family(keys, 4096, biases=1, qk_norm=True, norm_eps=1e-5, pad_token=1)
+    fields = _llama_family(keys, 4096, **OLMO)
     keys.only("clip_qkv", None)
-    kind = dict(size=fields["intermediate_size"], normalised=_normalised(keys))
-    experts = _experts(keys, "num_experts", 64, 8, aux_loss=0.01, **kind)
-    return fields | dict(experts=experts, whole_qk_norm=True)
+    size, normalised = fields["intermediate_size"], keys.boolean("norm_topk_prob", False)
+    kind = dict(aux_loss=0.01, size=size, normalised=normalised)
+    return fields | dict(experts=_experts(keys, "num_experts", 64, 8, **kind))
 
 
 def _gpt_oss(keys: Keys) -> Fields:
@@ -313,16 +304,19 @@ def _gpt_oss(keys: Keys) -> Fields:
         rope = dict(rope_type="yarn", factor=32.0, truncate=False)
         rope["original_max_position_embeddings"] = 4096
         keys.raw = keys.raw | {"rope_scaling": rope}
-    sizes: Fields = dict(kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5)
-    biases: Fields = dict(biases=1, biased=True)
-    fields = _llama_family(keys, 131072, windows=_alternating_windows, **sizes, **biases)
+
+    def windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+        return _windows(keys, layers, 128, sliding=[i % 2 == 0 for i in range(layers)])
+
+    sizes: Fields = dict(kv_heads=8, head_dim=64, theta=150000.0, norm_eps=1e-5, sinks=True)
+    fields = _llama_family(keys, 131072, windows=windows, biases=1, biased=True, **sizes)
     keys.choice("hidden_act", ("silu",), "silu")
     limit, gain = keys.number("swiglu_limit", 7.0), keys.number("swiglu_alpha", 1.702)
     kind: Fields = dict(biases=True, scores="softmax_chosen", limit=limit, gain=gain)
     size = fields["intermediate_size"]
     experts = _experts(keys, "num_local_experts", 128, 4, size=size, **kind)
     keys.used |= {"quantization_config", "initial_context_length"}  # of the weights on the Hub
-    return fields | dict(experts=experts, sinks=True)
+    return fields | dict(experts=experts)
 
 
 def _deepseek_v3(keys: Keys) -> Fields:
@@ -339,7 +333,9 @@ def _deepseek_v3(keys: Keys) -> Fields:
     groups = keys.integer("n_group", 8)
     shared = keys.integer("n_shared_experts", 1, minimum=0, null=True) or 0
     sizes = dict(size=size, shared_size=size * shared, groups=groups)
-    router: Fields = dict(scores="sigmoid", correction=True, normalised=_normalised(keys, True))
+    router: Fields = dict(
+        scores="sigmoid", correction=True, normalised=keys.boolean("norm_topk_prob", True)
+    )
     router["scale"] = keys.number("routed_scaling_factor", 2.5)
     router["groups_per_token"] = keys.integer("topk_group", 4)
     experts = _experts(keys, "n_routed_experts", 256, 8, **sizes, **router)
@@ -411,11 +407,6 @@ def _inner_rope(keys: Keys) -> Fields:
     return inner if isinstance(inner, dict) else {}
 
 
-def _olmo2(keys: Keys) -> Fields:
-    fields = _llama_family(keys, 2048, biases=1, qk_norm=True, norm_eps=1e-5, pad_token=1)
-    return fields | dict(whole_qk_norm=True, norm_after=True)
-
-
 def _smollm3(keys: Keys) -> Fields:
     options: Fields = dict(theta=2e6, pad_token=128004, tied=True)
     fields = _llama_family(keys, 32768, kv_heads=4, biases=2, **options)
@@ -429,8 +420,7 @@ def _smollm3(keys: Keys) -> Fields:
 
 
 def _granite(keys: Keys) -> Fields:
-    fields = _llama_family(keys, 2048, biases=2)
-    return fields | dict(
+    return _llama_family(keys, 2048, biases=2) | dict(
         attention_scale=keys.number("attention_multiplier", 1.0),
         embedding_scale=keys.number("embedding_multiplier", 1.0),
         residual_scale=keys.number("residual_multiplier", 1.0),
@@ -459,21 +449,20 @@ def refuse_by_name(keys: Keys) -> None:
         raise keys.error("model_type", why)
 
 
+MISTRAL: Fields = dict(
+    positions=131072, kv_heads=8, windows=functools.partial(_windows, default=4096)
+)
 QWEN: Fields = dict(positions=32768, kv_heads=32, windows=_windows_by_layer)
+OLMO: Fields = dict(biases=1, qk_norm=True, whole_qk_norm=True, norm_eps=1e-5, pad_token=1)
 # The reader of each family's config, by its model_type.
 FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "gpt2": _gpt2,
     "llama": functools.partial(_llama_family, positions=2048, biases=2),
-    "mistral": functools.partial(
-        _llama_family,
-        positions=131072,
-        kv_heads=8,
-        windows=functools.partial(_windows, default=4096),
-    ),
+    "mistral": functools.partial(_llama_family, **MISTRAL),
     "qwen2": functools.partial(_llama_family, **QWEN, qkv_bias=True),
     "qwen3": functools.partial(_llama_family, **QWEN, head_dim=128, biases=1, qk_norm=True),
     "phi3": _phi3,
-    "olmo2": _olmo2,
+    "olmo2": functools.partial(_llama_family, **OLMO, positions=2048, norm_after=True),
     "smollm3": _smollm3,
     "granite": _granite,
     "mixtral": _mixtral,

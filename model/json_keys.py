@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,7 @@ def _shallow(value: Any, levels: int) -> Any:
     return value
 
 
-def is_directory(path: str | Path) -> bool:
-    """Whether a directory is there; also for names too long for any file."""
-    try:
-        return stat.S_ISDIR(Path(path).stat().st_mode)
-    except (OSError, ValueError):
-        return False
+is_directory = os.path.isdir  # false too for a name that no file can have; pathlib's would raise
 
 
 class Keys:
@@ -128,11 +124,7 @@ class Keys:
 
     def activation(self, key: str, default: str) -> str:
         """Our name of an activation function that is implemented."""
-        value = self.get(key, default)
-        if not isinstance(value, str) or value not in config_keys.ACTIVATIONS:
-            known = ", ".join(config_keys.ACTIVATIONS)
-            raise self.error(key, f"not implemented; there are {known}")
-        return config_keys.ACTIVATIONS[value]
+        return config_keys.ACTIVATIONS[self.choice(key, tuple(config_keys.ACTIVATIONS), default)]
 
     def divide(self, hidden: int, heads: int) -> int:
         """The size of a head, where the config does not give it."""
@@ -154,8 +146,8 @@ class Keys:
         for key in self.leftover():
             if key not in config_keys.UNSUPPORTED:
                 continue
-            value, neutral = self.raw[key], config_keys.UNSUPPORTED[key]
-            if value not in (None, False, 0, "", *neutral) and value != [] and value != {}:
+            value, neutral = self.raw[key], [1] if key in config_keys.FACTORS else []
+            if value not in (None, False, 0, "", [], {}, *neutral):
                 raise self.error(key, "changes the computation and is not implemented")
             self.used.add(key)
 

@@ -40,17 +40,12 @@ class Embedding(nn.Embedding):
             super().reset_parameters()
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """Root mean square norm without bias (Zhang & Sennrich 2019).
 
     Statistics are fp32 inside the kernel. Autocast is off here: it would return fp32 and so double
     the traffic of the bf16 residual stream.
     """
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x.device):
@@ -181,12 +176,7 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    dropout: float,
-    scale: float | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float | None
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 

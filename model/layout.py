@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
@@ -100,8 +99,3 @@ def joined(config: ModelConfig, name: str, parts: list[Tensor]) -> Tensor:
     _, dim, segments = how
     pieces = [part.split([s // len(parts) for s in segments], dim) for part in parts]
     return torch.cat([piece[i] for i in range(len(segments)) for piece in pieces], dim)
-
-
-def linear_without_bias(linear: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer's product alone; its bias is added to the sum over ranks."""
-    return F.linear(x, linear.weight)

@@ -144,7 +144,11 @@ class Transformer(HasWeights):
         own = layout.own_positions(T, x.device)
         if self.first:
             x = self.embed_tokens(x if own is None else x[:, own], own)
-        x = self.run_blocks(x, T)
+        rope, gathered = self.rope_for(T, x.device), layout.gathered_positions(T, x.device)
+        if rope is not None and gathered is not None:
+            rope = rope[0][gathered], rope[1][gathered]
+        for layer, block in self.blocks.items():
+            x = block(x, rope, self.mask_for(T, self.config.windows[int(layer)], x.device))
         if not self.last:
             return x
         x = self.norm(x)
@@ -157,7 +161,6 @@ class Transformer(HasWeights):
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
-        device = tokens.device
         x = self.look_up(tokens)
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
@@ -166,20 +169,9 @@ class Transformer(HasWeights):
             x = x + (weight[: tokens.shape[1]] if positions is None else weight[positions])
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
-        if (dtype := autocast_dtype(device)) is not None:
+        if (dtype := autocast_dtype(x.device)) is not None:
             # The residual stream runs in the low precision too, as it does under FSDP.
             x = x.to(dtype)
-        return x
-
-    def run_blocks(self, x: Tensor, T: int) -> Tensor:
-        """(B, t, d), this rank's of T tokens, through all blocks, one after the other."""
-        device = x.device
-        rope = self.rope_for(T, device)
-        gathered = self.layout.gathered_positions(T, device)
-        if rope is not None and gathered is not None:
-            rope = rope[0][gathered], rope[1][gathered]
-        for layer, block in self.blocks.items():
-            x = block(x, rope, self.mask_for(T, self.config.windows[int(layer)], device))
         return x
 
     def look_up(self, tokens: Tensor) -> Tensor:

@@ -172,10 +172,10 @@ def test_balanced_routing_is_the_same_on_every_layout():
 
 def test_a_correction_follows_the_loads_of_its_step_alone():
     mlp = MixtureOfExperts(config("deepseek_v3", router_bias_update_rate=0.01))
-    for first in (9, 0):  # after both steps the first expert still has had the most rows
-        mlp.count(torch.tensor([first] + 7 * [1]))
+    for others in (1.0, 2.0):  # after both steps the first expert still has had the most rows
+        mlp.rows = torch.tensor([9.0] + 7 * [others])
         update_corrections(mlp)
-        expected = torch.tensor([-0.01] + 7 * [0.01]) if first else torch.zeros(8)
+        expected = torch.tensor([-0.01] + 7 * [0.01]) if others == 1 else torch.zeros(8)
         assert torch.equal(mlp.router.correction, expected)
 
 

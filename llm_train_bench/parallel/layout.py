@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layout import Attend, HasWeights, joined, linear_without_bias
+from llm_train_bench.model.layout import Attend, HasWeights, joined
 from llm_train_bench.model.shares import divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -196,7 +196,7 @@ class RankLayout(ReplicaLayout):
     def reduce(self, linear: nn.Linear, x: Tensor) -> Tensor:
         if self.tp == 1:
             return linear(x)
-        part = linear_without_bias(linear, x).transpose(0, 1)
+        part = F.linear(x, linear.weight).transpose(0, 1)
         y = _reduce_scatter(part, self.tp, self.names["tp"]).transpose(0, 1)
         return y if linear.bias is None else y + linear.bias.to(y.dtype)
 
