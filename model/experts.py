@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
+from llm_train_bench.model.layers import ACTIVATIONS, MLP, autocast_dtype, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.shapes import Experts
 
@@ -81,6 +81,11 @@ def count_rows(index: Tensor, number: int) -> Tensor:
     return zeros.scatter_add_(0, flat, torch.ones_like(flat))
 
 
+def inverse(order: Tensor) -> Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 class Stacked(nn.Module):
     """The matrices (E, out, in) of one linear layer of each expert, and their biases (E, out)."""
 
@@ -135,7 +140,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config)
         self.experts = StackedMLPs(config, layout)
         size = config.experts.shared_size
-        self.shared = GatedMLP(config, layout, size) if size else None
+        self.shared = MLP(config, layout, size) if size else None
         # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
         self.rows: Tensor | None = None
         # The factor of the balance loss in this backward, as that of the model's own loss.
@@ -166,10 +171,7 @@ class MixtureOfExperts(nn.Module):
                 self.rows = torch.zeros_like(counts, dtype=torch.float32)
             self.rows += counts
         out = self.layout.experts(self.experts, tokens[order // k], counts)
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        return (out[back].unflatten(0, (-1, k)) * weights[..., None]).sum(dim=1)
+        return (out[inverse(order)].unflatten(0, (-1, k)) * weights[..., None]).sum(dim=1)
 
     def balance_loss(self, scores: Tensor, index: Tensor) -> Tensor:
         """E x sum of experts' shares of the choices times mean scores (Fedus et al. 2021, eq. 4)."""

@@ -45,6 +45,14 @@ def from_first_dialect(keys: Keys) -> Fields:
     return values | {key: keys.raw[key] for key in keys.leftover()}
 
 
+GPT2: Fields = dict(gated_mlp=False, rms_norm=False, learned_positions=True, qk_norm=False)
+GPT2 |= dict(rope_theta=0.0, rope_scaling=None)
+GPT2 |= dict(pad_token_id=None)  # its embedding knows no padding row
+GPT2 |= dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), True)
+LLAMA: Fields = dict(gated_mlp=True, rms_norm=True, learned_positions=False, qk_norm=False)
+LLAMA |= dict(embedding_dropout=0.0, residual_dropout=0.0)
+
+
 def _gpt2(keys: Keys) -> Fields:
     # transformers accepts the general names too, and prefers them.
     def size(general: str, native: str, default: Any = ...) -> int:
@@ -56,32 +64,26 @@ def _gpt2(keys: Keys) -> Fields:
     positions = size("max_position_embeddings", "n_positions", 1024)
     keys.only("scale_attn_weights", True)
     keys.only("scale_attn_by_inverse_layer_idx", False)
-    biases = dict.fromkeys(("qkv_bias", "attention_out_bias", "mlp_bias"), True)
-    dropouts = [keys.fraction(f"{part}_pdrop", 0.1) for part in ("embd", "resid", "attn")]
-    return biases | dict(
-        vocab_size=keys.integer("vocab_size", 50257),
-        max_position_embeddings=positions,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        head_dim=keys.divide(hidden, heads),
-        intermediate_size=keys.integer("n_inner", None) or 4 * hidden,
-        activation=keys.activation("activation_function", "gelu_new"),
-        gated_mlp=False,
-        rms_norm=False,
-        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
-        learned_positions=True,
-        rope_theta=0.0,
-        rope_scaling=None,
-        tie_word_embeddings=keys.boolean("tie_word_embeddings", True),
-        qk_norm=False,
-        windows=(None,) * layers,
-        embedding_dropout=dropouts[0],
-        residual_dropout=dropouts[1],
-        attention_dropout=dropouts[2],
-        initializer_range=keys.number("initializer_range", 0.02),
-        pad_token_id=None,  # GPT-2's embedding knows no padding row
+    parts = dict(embedding="embd", residual="resid", attention="attn")
+    dropouts = {f"{part}_dropout": keys.fraction(f"{k}_pdrop", 0.1) for part, k in parts.items()}
+    return (
+        GPT2
+        | dropouts
+        | dict(
+            vocab_size=keys.integer("vocab_size", 50257),
+            max_position_embeddings=positions,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            head_dim=keys.divide(hidden, heads),
+            intermediate_size=keys.integer("n_inner", None) or 4 * hidden,
+            activation=keys.activation("activation_function", "gelu_new"),
+            norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+            tie_word_embeddings=keys.boolean("tie_word_embeddings", True),
+            windows=(None,) * layers,
+            initializer_range=keys.number("initializer_range", 0.02),
+        )
     )
 
 
@@ -117,8 +119,9 @@ def _llama_family(
     bias = biases > 0 and keys.boolean("attention_bias", biased)
     positions = keys.integer("max_position_embeddings", positions)
     theta, scaling = _rope(keys, positions, theta, partial)
-    fields: Fields = dict(
-        vocab_size=keys.integer("vocab_size"),
+    size = keys.integer("vocab_size")
+    fields = LLAMA | dict(
+        vocab_size=size,
         max_position_embeddings=positions,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -127,24 +130,17 @@ def _llama_family(
         head_dim=head_dim or keys.divide(hidden, heads),
         intermediate_size=keys.integer("intermediate_size"),
         activation=keys.activation("hidden_act", "silu"),
-        gated_mlp=True,
-        rms_norm=True,
         norm_eps=keys.number("rms_norm_eps", norm_eps),
-        learned_positions=False,
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=keys.boolean("tie_word_embeddings", tied),
         qkv_bias=qkv_bias or bias,
         attention_out_bias=bias,
         mlp_bias=biases > 1 and keys.boolean("mlp_bias", False),
-        qk_norm=False,
         windows=windows(keys, layers) if windows else (None,) * layers,
-        embedding_dropout=0.0,
-        residual_dropout=0.0,
         attention_dropout=keys.fraction("attention_dropout", 0.0),
         initializer_range=keys.number("initializer_range", 0.02),
     )
-    size = fields["vocab_size"]
     token = keys.integer("pad_token_id", pad_token, minimum=-size, null=True)
     if token is not None and token < 0:
         token += size  # negative ones count from the end, as torch does
@@ -251,17 +247,11 @@ def _yarn(keys: Keys, inner: Keys, max_positions: int) -> Yarn:
     if mscale and everywhere:
         natural = yarn_mscale(factor, inner.number("mscale"))
         natural /= yarn_mscale(factor, inner.number("mscale_all_dim"))
-    scaling = Yarn(
-        factor,
-        original,
-        inner.number("beta_fast", 32.0),
-        inner.number("beta_slow", 1.0),
-        inner.boolean("truncate", True),
-        inner.number("attention_factor", natural),
-    )
-    if scaling.beta_fast < scaling.beta_slow:
+    fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
+    rounded, gain = inner.boolean("truncate", True), inner.number("attention_factor", natural)
+    if fast < slow:
         raise inner.error("beta_fast", "is below beta_slow")
-    return scaling
+    return Yarn(factor, original, fast, slow, rounded, gain)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -1,8 +1,8 @@
 """Hugging Face weights: names, layouts, reading and writing safetensors."""
 
-import dataclasses
+import functools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -73,17 +73,8 @@ FAMILY_NAMES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """A parameter in a checkpoint of ours."""
-
-    directory: Path
-    name: str
-    parts: list[Part]
-
-
-# A parameter's name to the files and tensors that make it up.
-Pretrained = dict[str, list[tuple[Path, str] | Stored]]
+# A parameter's name to the files and tensors that make it up, or to the reader of a checkpoint's block.
+Pretrained = dict[str, list[tuple[Path, str]] | Callable[..., Tensor]]
 
 
 def hf_names(config: ModelConfig, name: str) -> list[str]:
@@ -213,7 +204,8 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
                 raise ConfigError(
                     _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
                 )
-            places[name] = [Stored(directory, f"p/{name}", [Part(**p) for p in tensor["parts"]])]
+            parts = [Part(**part) for part in tensor["parts"]]
+            places[name] = functools.partial(read_block, directory, f"p/{name}", parts)
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -223,13 +215,11 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
 
 def read_pretrained(parameter: Tensor, name: str, config: ModelConfig, places: Pretrained) -> None:
     """Set one whole parameter in place; padding rows become zero."""
-    parts = []
-    for place in places[name]:
-        if isinstance(place, Stored):
-            block = [0] * parameter.ndim, parameter.shape, torch.float32
-            parameter.copy_(read_block(place.directory, place.name, place.parts, *block))
-            return
-        path, hf_name = place
+    parts, stored = [], places[name]
+    if callable(stored):
+        parameter.copy_(stored([0] * parameter.ndim, parameter.shape, torch.float32))
+        return
+    for path, hf_name in stored:
         with safe_open(path, framework="pt") as f:
             parts.append(f.get_tensor(hf_name))
             if not parts[-1].isfinite().all():

@@ -28,16 +28,17 @@ def materialize(
     """
     model.to_empty(device=device)
     for name, parameter in model.weights():
-        if weights:
-            read_pretrained(parameter, name, model.config, weights)
-        else:
-            fill(parameter, name, model.config, seed)
+        fill(parameter, name, model.config, seed, weights)
 
 
-def fill(parameter: Tensor, name: str, config: ModelConfig, seed: int) -> None:
-    """Set one whole parameter in place; `name` is its dotted name in the model."""
+def fill(
+    parameter: Tensor, name: str, config: ModelConfig, seed: int, weights: Pretrained | None = None
+) -> None:
+    """Set or read one whole parameter in place; `name` is its dotted name in the model."""
     *_, module, kind = name.split(".")
-    if kind in ("bias", "correction", "sinks"):
+    if weights:
+        read_pretrained(parameter, name, config, weights)
+    elif kind in ("bias", "correction", "sinks"):
         parameter.zero_()
     elif module.endswith("norm"):
         parameter.fill_(1.0)

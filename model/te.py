@@ -7,7 +7,7 @@ first values and Hugging Face files are the same. Written for Transformer Engine
 
 import contextlib
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,11 +18,7 @@ from llm_train_bench.model.transformer import Transformer
 
 # Its names for a plain and a gated MLP, which activates the first half of its rows; its gelu is the tanh
 # approximation.
-ACTIVATIONS = {
-    "gelu_tanh": ("gelu", "geglu"),
-    "relu": ("relu", "reglu"),
-    "silu": ("silu", "swiglu"),
-}
+ACTIVATIONS = dict(gelu_tanh=("gelu", "geglu"), relu=("relu", "reglu"), silu=("silu", "swiglu"))
 
 
 def layer_of(name: str) -> str:
@@ -60,33 +56,24 @@ def convert(
 
 def _convert_block(
     block: Any, config: ModelConfig, te: types.ModuleType, kept: Collection[str]
-) -> list[nn.Module]:
+) -> Iterator[nn.Module]:
     # A string: TE compares it with "meta", which a torch.device does not equal.
     common = {"params_dtype": torch.float32, "device": "meta"}
     norm = {"normalization": "RMSNorm" if config.rms_norm else "LayerNorm", "eps": config.norm_eps}
-    d, qkv, out = config.hidden_size, block.attn.qkv, block.attn.out
-    made = []
+    norm |= common
+    d, f, qkv, out = config.hidden_size, config.intermediate_size, block.attn.qkv, block.attn.out
     if "attn.qkv" not in kept:
-        block.attn.qkv = te.LayerNormLinear(
-            d, qkv.out_features, bias=qkv.bias is not None, **norm, **common
-        )
+        block.attn.qkv = te.LayerNormLinear(d, qkv.out_features, bias=qkv.bias is not None, **norm)
         block.attn_norm = nn.Identity()
-        made.append(block.attn.qkv)
+        yield block.attn.qkv
     if "attn.out" not in kept:
         block.attn.out = te.Linear(out.in_features, d, bias=out.bias is not None, **common)
-        made.append(block.attn.out)
+        yield block.attn.out
     if "mlp" not in kept:
-        block.mlp = te.LayerNormMLP(
-            d,
-            config.intermediate_size,
-            bias=config.mlp_bias,
-            activation=ACTIVATIONS[config.activation][config.gated_mlp],
-            **norm,
-            **common,
-        )
+        name = ACTIVATIONS[config.activation][config.gated_mlp]
+        block.mlp = te.LayerNormMLP(d, f, bias=config.mlp_bias, activation=name, **norm)
         block.mlp_norm = nn.Identity()
-        made.append(block.mlp)
-    return made
+        yield block.mlp
 
 
 def _cached(forward: Callable, micro_batch: types.SimpleNamespace) -> Callable:

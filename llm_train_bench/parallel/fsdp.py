@@ -21,7 +21,7 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.apply.sharded import is_sharded, sharded_modules
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model.hf import Pretrained, read_pretrained
+from llm_train_bench.model.hf import Pretrained
 from llm_train_bench.model.init import fill
 from llm_train_bench.model.layout import HasWeights, own_part
 from llm_train_bench.model.shares import whole_shape
@@ -116,10 +116,7 @@ def shard_values(
     for name, parameter in model.weights():
         shape = whole_shape(model.config, name, parameter.shape)
         full = torch.empty(shape, dtype=parameter.dtype, device=device)
-        if weights:
-            read_pretrained(full, name, model.config, weights)
-        else:
-            fill(full, name, model.config, seed)
+        fill(full, name, model.config, seed, weights)
         part = own_part(model.config, name, full, model.layout)
         yield parameter, own_rows(part, parameter), full
 

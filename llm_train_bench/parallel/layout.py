@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.experts import inverse
 from llm_train_bench.model.layout import Attend, HasWeights, joined
 from llm_train_bench.model.shares import divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout
@@ -265,9 +266,7 @@ class RankLayout(ReplicaLayout):
             y = experts(F.pad(arrived, (0, 0, 0, 1)), totals)[:0]
         else:
             y = experts(arrived[order], totals)
-        places = torch.arange(len(order), device=rows.device)
-        back = torch.empty_like(order).scatter_(0, order, places)
-        return _all_to_all(y[back], sent, received, name)
+        return _all_to_all(y[inverse(order)], sent, received, name)
 
     def rows_to_send(self, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
         """Rows to and from each of the ep ranks: the one wait for the device of a layer."""
