@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,12 @@ def _shallow(value: Any, levels: int) -> Any:
     return value
 
 
-is_directory = os.path.isdir  # false too for a name that no file can have; pathlib's would raise
+def is_directory(path: str | Path) -> bool:
+    """Whether a directory is there; also for names too long for any file."""
+    try:
+        return stat.S_ISDIR(Path(path).stat().st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 class Keys:
