@@ -57,10 +57,24 @@ class Change(NamedTuple):
     new: str
 
 
-def pytest_runtest_logstart(nodeid):
-    """As a plugin of pytest's: what runs from here on belongs to this test."""
+_running = [""]
+
+
+def _attribute() -> None:
+    """What this process runs from here on belongs to the test that runs."""
     if current := coverage.Coverage.current():
-        current.switch_context(nodeid)
+        current.switch_context(_running[0])
+
+
+def pytest_configure():
+    """As a plugin of pytest's: processes that are forked by a test belong to it."""
+    os.register_at_fork(after_in_child=_attribute)
+
+
+def pytest_runtest_logstart(nodeid):
+    """As a plugin of pytest's: a test begins."""
+    _running[0] = nodeid
+    _attribute()
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -20,7 +20,7 @@ from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
-from llm_train_bench.sweep import cell_runs, jobs, tune
+from llm_train_bench.sweep import auto_batch, cell_runs, jobs, tune
 from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
@@ -518,6 +518,9 @@ def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeyp
     chosen = with_largest_batch(cell, rows, 9.0, "h100" if largest else None)
     assert dict(chosen.flags) == dict(cell.flags) | {"bsz": found} and "bsz" in chosen.axes
     assert {row["status"] for row in rows.rows.values()} == ({"ok", "oom"} if largest else {"oom"})
+    # Nothing above what the machine's memory holds is tried.
+    monkeypatch.setattr(auto_batch, "guess_batch", lambda cell, gpu: (2, 3))
+    assert dict(with_largest_batch(cell, rows, 9.0, None).flags)["bsz"] == min(found, 3)
 
 
 def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
