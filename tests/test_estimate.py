@@ -843,6 +843,30 @@ def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
     assert any("--bsz auto" in note for note in result["notes"])
 
 
+def test_timeline_is_a_trace_of_the_simulated_step(estimated, output_of, refused, tmp_path):
+    path, main = tmp_path / "step.json", estimate.main
+    argv = f"{LLAMA} --gpu h100 --gpus 32 --pp 2 --bsz 1 --sac-freq 1/1 --timeline"
+    done = estimated(argv, path)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {
+        (e["name"], e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"
+    }
+    assert names["process_name", 1, None] == "16 ranks, stages 1, 3, ..."
+    assert [names["thread_name", 0, i] for i in (1, 2, 3)] == ["compute", "network", "send"]
+    drawn = [e for e in events if e["ph"] == "X"]
+    end = max(e["ts"] + e["dur"] for e in drawn)
+    assert end / 1e6 == pytest.approx(done["simulated_s"]) and min(e["ts"] for e in drawn) == 0
+    for (group, stream), n in collections.Counter((e["pid"], e["tid"]) for e in drawn).items():
+        row = sorted(e["ts"] for e in drawn if (e["pid"], e["tid"]) == (group, stream))
+        busy = sum(e["dur"] for e in drawn if (e["pid"], e["tid"]) == (group, stream))
+        assert len(set(row)) == n and busy <= end, "a stream does one thing at a time"
+    change = f"{done['simulated_s']:.4g} s ({done['simulated_s'] / done['step_s'] - 1:+.1%})"
+    assert re.search(rf"step, simulated *\| *{re.escape(change)}", output_of(main, argv, path))
+    assert estimated(GPT2, "--gpu h100 --timeline", path)["simulated_s"]
+    assert '"name": "every rank"' in path.read_text()
+    refused(main, "No such file", argv, tmp_path / "none" / "x.json")
+
+
 if __name__ == "__main__":
     rows = [json.loads(line)["command"] for line in RECORD.read_text().splitlines()]
     lines = (json.dumps({"command": row} | estimate_of(row)) for row in rows)

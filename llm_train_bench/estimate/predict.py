@@ -120,7 +120,7 @@ def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
     each = work.world // groups
     names = {g: f"{each} ranks, stages {g}, {g + groups}, ..." for g in range(groups)}
     if groups == 1:
-        names = {0: f"{each} ranks, all alike"}
+        names = {0: "every rank"}
     try:
         write_trace(events, Path(wanted.timeline or ""), names)
     except OSError as error:
