@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 import zlib
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import compare
 import estimate
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.machine import cpu_name
-from llm_train_bench.compare import gate
+from llm_train_bench.compare import gate, report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.ratios import Prices
 from llm_train_bench.compare.ratios import compare as compare_records
@@ -439,6 +440,25 @@ def test_bad_input_is_one_line(argv, message, refused):
 def test_a_directory_without_a_result_is_named_last(capsys):
     assert compare.main(["docs"]) == 2
     assert "docs: holds no result" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_report_says_in_words_the_fastest_and_the_leanest(monkeypatch):
+    monkeypatch.setattr(report, "sentence", lambda member, reference: member.name)
+    Member = types.SimpleNamespace
+    rows = [(f"x{i}", 1 + i / 10, 9.0 - (i == 2)) for i in range(report.MOST_VERDICTS + 3)]
+    members = [
+        Member(name=name, ratio=ratio, record=Member(memory_gib=gib), verdict="faster",
+               is_reference=i == 0)
+        for i, (name, ratio, gib) in enumerate(rows)
+    ]  # fmt: skip
+    members[0].verdict = "reference"
+    fastest = [f"{name}." for name, *_ in rows[::-1]]
+    assert report.verdicts(members) == [*fastest[: report.MOST_VERDICTS - 1], "x2."]
+    members[-1].record.memory_gib = 1.0  # the leanest is among the fastest
+    assert report.verdicts(members) == fastest[: report.MOST_VERDICTS]
+    assert report.verdicts(members[:1]) == []
+    members[1].verdict = "too few runs"
+    assert len(report.verdicts(members[:2])) == 1
 
 
 # --- the gate --------------------------------------------------------------------------------------

@@ -293,8 +293,8 @@ def verdicts(members: list[Compared]) -> list[str]:
     judged.sort(key=lambda m: -(m.ratio or 0.0))
     if len(judged) > MOST_VERDICTS:  # the fastest, and what saves the most memory
         lean = min(judged, key=lambda m: m.record.memory_gib or math.inf)
-        judged = judged[: MOST_VERDICTS - 1]
-        judged += [] if lean in judged else [lean]
+        fastest = judged[:MOST_VERDICTS]
+        judged = fastest if lean in fastest else [*fastest[:-1], lean]
     nothing = f"No verdict: this needs {RUNS_FOR_A_VERDICT} runs of a setting and of the reference."
     no_verdict = [nothing] if len(members) > 1 else []
     return [f"{sentence(m, reference.record)}." for m in judged] or no_verdict
