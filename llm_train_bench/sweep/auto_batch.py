@@ -28,10 +28,6 @@ def check_auto_batch(e: Experiment) -> None:
 def with_largest_batch(cell: Cell, rows: Rows, timeout_s: float, gpu: str | None) -> Cell:
     """The setting with the largest micro batch that runs; every attempt is a row (`probe`)."""
 
-    def sized(bsz: int) -> Cell:
-        axes = tuple(dict.fromkeys([*cell.axes, "bsz"]))
-        return dataclasses.replace(cell.with_flags({"bsz": bsz}), axes=axes)
-
     def runs(bsz: int) -> bool:
         if bsz > most:
             return False
@@ -43,7 +39,9 @@ def with_largest_batch(cell: Cell, rows: Rows, timeout_s: float, gpu: str | None
     best = search_batch(runs, first)
     if not best:
         print(f"  not even --bsz 1 runs: {cell.label()}", flush=True)
-    return sized(max(1, best))  # if not even 1 runs, its row says why
+    axes = tuple(dict.fromkeys([*cell.axes, "bsz"]))
+    # If not even 1 runs, its row says why.
+    return dataclasses.replace(cell.with_flags({"bsz": max(1, best)}), axes=axes)
 
 
 def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
@@ -83,14 +81,9 @@ def search_batch(runs: Callable[[int], bool], first: int, closeness: float = 0.0
     while True:
         if runs(size):
             good = size
-            if bad is not None and bad - good <= max(1, closeness * good):
-                return good
-            size = good + max(1, int(good * growth)) if bad is None else (good + bad) // 2
-            growth = min(1.0, 2 * growth)
         else:
             bad = size
-            if bad == 1 or bad - good <= 1:
-                return good
-            if good and bad - good <= closeness * good:
-                return good
-            size = (good + bad) // 2 if good else max(1, bad // 2)
+        if bad is not None and bad - good <= max(1, closeness * good):
+            return good
+        size = good + max(1, int(good * growth)) if bad is None else (good + bad) // 2
+        growth = min(1.0, 2 * growth)
