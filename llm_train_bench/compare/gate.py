@@ -362,10 +362,7 @@ def gate_code(verdicts: Sequence[Verdict], allowed: Collection[str] = ()) -> int
 
 
 def assert_no_regression(
-    *paths: str | Path,
-    baseline: str | Path,
-    tolerance: float = 0.05,
-    allowed: Collection[str] = (),
+    *paths: str | Path, baseline: str | Path, tolerance: float = 0.05, allowed: Collection[str] = ()
 ) -> list[Verdict]:
     """For tests: `Regression` unless all results in `paths` are as fast as their baselines."""
     verdicts = judge_all(paths, baseline, tolerance)

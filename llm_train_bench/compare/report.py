@@ -153,11 +153,7 @@ def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def write(
-    rows: list[Compared],
-    directory: Path,
-    tokens: float | None,
-    remarks: list[str],
-    priced: bool,
+    rows: list[Compared], directory: Path, tokens: float | None, remarks: list[str], priced: bool
 ) -> str:
     """All files of a comparison; returns a line that names them.
 

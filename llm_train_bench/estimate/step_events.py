@@ -24,12 +24,7 @@ from llm_train_bench.formulas.collectives import (
     unit_times,
 )
 from llm_train_bench.formulas.parameters import matrices, parameter_shapes
-from llm_train_bench.formulas.speed_model import (
-    block_time,
-    estimate_speed,
-    head_time,
-    slowest_node,
-)
+from llm_train_bench.formulas.speed_model import block_time, estimate_speed, head_time, slowest_node
 from llm_train_bench.formulas.work import Work
 
 
