@@ -21,7 +21,7 @@ import numpy as np
 import prepare_data
 from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save, show
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
-from llm_train_bench.results.result_files import read_losses
+from llm_train_bench.results.result_files import read_steps
 
 REFERENCE, ALSO_EXACT = "fp32", "fp32 math attention"
 EARLY_STEPS = 20
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
             (steps,) = out.glob("*/steps.jsonl")
-            curves[name] = np.array(read_losses(steps))
+            curves[name] = np.array([s["loss"] for s in read_steps(steps)], dtype=float)
     verdicts, noise, reference = {}, 0.0, curves.get(REFERENCE)
     if reference is not None:
         if ALSO_EXACT in curves:

@@ -1,11 +1,24 @@
 """Tables as Markdown, to read on the screen and to paste into a report. Needs no torch."""
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+import csv
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+
+Member = TypeVar("Member")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
+    """Items by their key, in order."""
+    groups: dict[Key, list[Member]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def markdown_table(*columns: str, left: Collection[str] = (), title: str | None = None) -> Table:
@@ -26,6 +39,17 @@ def markdown_text(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str
     rows = [list(map(markdown_cell, line)) for line in (columns, *lines)]
     rows.insert(1, ["---"] * len(columns))
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def write_rows(
+    path: Path, rows: Sequence[Mapping[str, Any]], columns: Iterable[str] | None = None
+) -> None:
+    """Rows as a CSV, by default with all of their columns."""
+    columns = dict.fromkeys(name for row in rows for name in row) if columns is None else columns
+    with path.open("w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, list(columns), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({name: csv_cell(x) for name, x in row.items()} for row in rows)
 
 
 def csv_cell(value: Any) -> Any:

@@ -21,10 +21,9 @@ from pydantic import BaseModel, Field, ValidationError
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import shown_command, shown_word, write_whole
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.base.tables import markdown_cell, markdown_text, number
+from llm_train_bench.base.tables import grouped, markdown_cell, markdown_text, number
 from llm_train_bench.compare.find_results import discover, not_taken
 from llm_train_bench.compare.ratios import unlike_limits
-from llm_train_bench.compare.records import grouped
 from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, mean_of, student_t
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.results.result_files import read_result, settings_of, software
@@ -162,7 +161,7 @@ def unfit(r: Result) -> str | None:
 
 def entry_of(results: list[Result]) -> Entry:
     """The baseline entry of a setting's runs, all of them fit."""
-    r = results[0]
+    r, devices = results[0], [d for each in results for d in each.devices]
     mean = mean_of([each.metrics.tokens_per_sec_per_gpu or 0.0 for each in results])
     if mean.degrees:
         wide = student_t(0.975, mean.degrees) * math.sqrt(mean.error)
@@ -182,7 +181,7 @@ def entry_of(results: list[Result]) -> Entry:
         noise_degrees=mean.degrees,
         samples_per_sec_per_gpu=mean.value / r.batch.seq_len,
         memory_gib=max((each.peak_memory[0] or 0.0) for each in results) or None,
-        memory_mean_gib=max((each.mean_memory_gib or 0.0) for each in results) or None,
+        memory_mean_gib=max((d.memory_mean_gib or 0.0 for d in devices), default=0.0) or None,
         n_steps=r.metrics.n_measured_steps,
         power_limit_w=r.power_limit_w,
         provenance=Provenance.model_construct(
@@ -299,17 +298,6 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [f"{name} {old} -> {new}" for name, old, new in versions if old != new]
 
 
-def unmeasured(results: list[Result], baselines: dict[str, Entry]) -> list[Verdict]:
-    """Baselines of the results' hardware and number of ranks that no result is of."""
-    measured = {baseline_key(r) for r in results}
-    places = {(r.device.hardware, str(r.device.count)) for r in results}
-    return [
-        Verdict("NOT MEASURED", entry.setting, key=key, was=entry)
-        for key, entry in baselines.items()
-        if key not in measured and (key.split(" / ")[0], key.split(" / ")[-2:][0]) in places
-    ]
-
-
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Entry]:
     """The stored baselines by key."""
     try:
@@ -341,13 +329,18 @@ def judge_all(
 ) -> list[Verdict]:
     """Every setting of the results in `paths` against a file of baselines, and what was not measured.
 
-    UsageError where a path or the file cannot be read.
+    Baselines of other hardware, or another number of ranks, are passed over. UsageError where a path or
+    the file cannot be read.
     """
     stored = read_baselines(Path(baseline), must_exist=True)
     results = own_results([str(path) for path in paths])
-    settings = grouped(results, baseline_key).values()
-    verdicts = [judge(runs, stored, tolerance) for runs in settings]
-    return verdicts + unmeasured(results, stored)
+    groups = grouped(results, baseline_key)
+    verdicts = [judge(runs, stored, tolerance) for runs in groups.values()]
+    places = {(r.device.hardware, str(r.device.count)) for r in results}
+    for key, entry in stored.items():
+        if key not in groups and (key.split(" / ")[0], key.split(" / ")[-2:][0]) in places:
+            verdicts.append(Verdict("NOT MEASURED", entry.setting, key=key, was=entry))
+    return verdicts
 
 
 def gate_code(verdicts: Sequence[Verdict], allowed: Collection[str] = ()) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.base.hardware import device_called, find_hardware
-from llm_train_bench.compare.records import Record, grouped
+from llm_train_bench.base.tables import grouped
+from llm_train_bench.compare.records import Record
 from llm_train_bench.formulas.time_statistics import surely, welch_ratio
 from llm_train_bench.settings.flags import Args, defaults, differing
 

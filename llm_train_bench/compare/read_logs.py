@@ -4,6 +4,7 @@ The suite that wrote most of the lines is the log's suite (compare/log_formats.p
 any such line is refused. If a log holds several runs, the last one is taken.
 """
 
+import bisect
 import csv
 import dataclasses
 import functools
@@ -27,14 +28,8 @@ from llm_train_bench.compare.log_formats import (
     logged_step,
     parse,
 )
-from llm_train_bench.compare.records import (
-    FACTS,
-    LogFacts,
-    Record,
-    steady,
-    steps_of_lines,
-    unfinished_loss,
-)
+from llm_train_bench.compare.records import FACTS, LogFacts, Record, steady, unfinished_loss
+from llm_train_bench.results.result_files import read_steps
 
 # Groups of --log-pattern: the quantity of a step that each is, and its unit.
 GROUPS = {field.name: (field.name, 1.0) for field in dataclasses.fields(LoggedStep)} | {
@@ -141,7 +136,7 @@ def parse_log(text: str) -> Log | None:
 
 def read_lines(path: Path, facts: LogFacts) -> list[Record]:
     """A log of one JSON object a line, of NeMo Automodel or torchtune."""
-    entries = steps_of_lines(path)
+    entries = read_steps(path)
     suite = next((s for s, key in SIGN_KEYS.items() if any(key in e for e in entries)), None)
     if suite is None:
         raise UsageError(f"{path}: no lines of NeMo Automodel or torchtune in it")
@@ -187,27 +182,16 @@ def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> 
     return record_of(log, path, facts)
 
 
-def read_automodel_benchmark(content: dict[str, Any], path: Path) -> Record:
+def read_automodel_benchmark(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     """The JSON of NeMo Automodel's benchmark recipe; its `tflops_per_gpu` is of a step, not a second."""
-    seconds, n = content["avg_iter_time_seconds"], content["world_size"]
     batch, length = content["global_batch_size"], content["seq_len"]
     mfu = (content.get("avg_mfu_percent") or 0.0) / 100
-    rate = 1.0 * batch * length / seconds  # a float: a list would be repeated
-    sizes = {"seq_len": length, "global_batch": batch}
-    return Record(
-        path=str(path),
-        suite="NeMo Automodel",
-        label=path.stem,
-        n_gpus=n,
-        model=path.stem,
-        **sizes,
-        tokens_per_sec=rate,
-        tokens_per_sec_per_gpu=rate / n,
-        tflops_per_gpu=mfu * (content.get("peak_tflops") or 0.0) or None,
-        mfu=mfu or None,
-        flop_convention="NeMo Automodel",
-        hyperparameters=sizes,
-    )
+    tflops = mfu * (content.get("peak_tflops") or 0.0)
+    # A float: a list would be repeated.
+    rate = 1.0 * batch * length / content["avg_iter_time_seconds"]
+    step = LoggedStep(0, tokens_per_sec=rate, tflops=tflops or None, mfu=mfu or None)
+    sizes = {"n_gpus": content["world_size"], "seq_len": length, "global_batch": batch}
+    return record_of(Log([step], "NeMo Automodel", **sizes, model=path.stem), path, facts)
 
 
 def last_start(steps: list[LoggedStep]) -> int:
@@ -236,14 +220,10 @@ def last_start(steps: list[LoggedStep]) -> int:
 def _after(text: str, n: int, parser: Callable[[str], Log]) -> str:
     """The text after the n-th step of a log."""
     lines = text.splitlines(keepends=True)
-    low, high = 0, len(lines)
-    while low < high:
-        middle = (low + high) // 2
-        if len(parser("".join(lines[:middle])).steps) < n:
-            low = middle + 1
-        else:
-            high = middle
-    return "".join(lines[low:])
+    first = bisect.bisect_left(
+        range(len(lines)), n, key=lambda i: len(parser("".join(lines[:i])).steps)
+    )
+    return "".join(lines[first:])
 
 
 def record_of(log: Log, path: Path, facts: LogFacts) -> Record:

@@ -20,16 +20,9 @@ from llm_train_bench.compare.read_logs import (
     read_metrics_csv,
     read_trainer_state,
 )
-from llm_train_bench.compare.records import (
-    LogFacts,
-    Record,
-    steady,
-    steps_of_lines,
-    unfinished_loss,
-)
+from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.model.json_keys import parse_json
-from llm_train_bench.results.result_files import commit_of, parse_result, software
-from llm_train_bench.results.schema import Result
+from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
 from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
@@ -59,7 +52,7 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
     if "log_history" in keys and isinstance(content["log_history"], list):
         return [read_trainer_state(content, path, facts)]
     if {"avg_iter_time_seconds", "world_size"} <= keys:
-        return [read_automodel_benchmark(content, path)]
+        return [read_automodel_benchmark(content, path, facts)]
     raise UsageError(
         f"{path}: is no result.json of ours, and has no gpu_info and performance_metrics"
     )
@@ -86,9 +79,12 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         settings.append(a["pass_type"])
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
-    steps = path.parent / "steps.jsonl"
-    steps = steps_of_lines(steps) if steps.exists() else []
+    steps = read_steps(path.parent / "steps.jsonl")
     steps = [step for step in steps if step.get("phase") != "profile"]
+    # No host or user, no whole path.
+    origin = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(r)} | software(r)
+    if os := r.environment.get("os"):
+        origin["os"] = str(os)
     return Record(
         path=str(path),
         suite="llm-train-bench",
@@ -114,21 +110,13 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         marks=r.unfit,
         notes=list(r.notes),
         remarks=list(r.disturbances),
-        provenance=provenance_of(r),
+        provenance=origin | {"command": " ".join(shown_command(r.command))},
         software=software(r) | {"commit": commit_of(r)},
         lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
     )
-
-
-def provenance_of(r: Result) -> dict[str, str]:
-    """Where a result comes from: date, commit, versions and command; no host or user, no whole path."""
-    origin = {"date": r.started_at[:16].replace("T", " "), "commit": commit_of(r)} | software(r)
-    if os := r.environment.get("os"):
-        origin["os"] = str(os)
-    return origin | {"command": " ".join(shown_command(r.command))}
 
 
 def read_suite(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:

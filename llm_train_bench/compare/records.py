@@ -3,16 +3,12 @@
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable_data
-from llm_train_bench.model.json_keys import parse_json
-
-Member = TypeVar("Member")
-Key = TypeVar("Key")
 
 # Facts that --log supplies: the key, and its type.
 FACTS = {
@@ -114,25 +110,6 @@ class Record:
     setting: str = ""
     runs: "list[Record]" = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
-
-
-def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
-    """Items by their key, in order."""
-    groups: dict[Key, list[Member]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
-
-
-def steps_of_lines(path: Path) -> list[dict[str, Any]]:
-    """The steps of a file of JSON lines, up to where it was cut off by a kill."""
-    entries = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entries.append(parse_json(line))
-        except ValueError:
-            break
-    return [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
 
 
 def microseconds_per_token(r: Record) -> list[float]:

@@ -1,6 +1,5 @@
 """A comparison as tables, CSV, Markdown and one HTML file. Needs no torch."""
 
-import csv
 import datetime
 import json
 import math
@@ -12,16 +11,17 @@ from llm_train_bench import __version__
 from llm_train_bench.base.files import shown_path, write_whole
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.tables import (
-    csv_cell,
+    grouped,
     markdown_cell,
     markdown_table,
     markdown_text,
     memory_text,
     number,
     show_whole,
+    write_rows,
 )
 from llm_train_bench.compare.ratios import RUNS_DIFFER, RUNS_FOR_A_VERDICT, TABLE_ERROR, Compared
-from llm_train_bench.compare.records import Record, grouped, microseconds_per_token
+from llm_train_bench.compare.records import Record, microseconds_per_token
 from llm_train_bench.model.json_keys import parse_json
 
 Item = TypeVar("Item")
@@ -162,8 +162,8 @@ def write(
     directory.mkdir(parents=True, exist_ok=True)
     settings = [row_facts(row, tokens) for row in rows]
     runs = [run_facts(row, r) for row in rows for r in row.record.runs]
-    _write_csv(directory / "compare.csv", settings)
-    _write_csv(directory / "runs.csv", runs)
+    write_rows(directory / "compare.csv", settings)
+    write_rows(directory / "runs.csv", runs)
     content = {
         "about": "Ratios are of tokens/s per GPU to each group's reference, with 95 % intervals.",
         "made": _today(),
@@ -191,13 +191,6 @@ def write(
 
 def _today() -> str:
     return f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-
-
-def _write_csv(path: Path, lines: list[dict[str, Any]]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, lines[0] if lines else ())
-        writer.writeheader()
-        writer.writerows({name: csv_cell(x) for name, x in line.items()} for line in lines)
 
 
 def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced: bool) -> str:

@@ -59,11 +59,7 @@ LIMITS = ("power", "clock", "memory", "nic")
 # Keys of --trainer, their values, and what each means for a step.
 TRAINERS: dict[str, dict[str, tuple[str, object]]] = {
     "weights": {"bf16": ("weight_bytes", 2), "fp32": ("weight_bytes", 4)},
-    "moments": {
-        "fp32": ("moment_bytes", 4),
-        "bf16": ("moment_bytes", 2),
-        "8bit": ("moment_bytes", 1),
-    },
+    "moments": {k: ("moment_bytes", n) for k, n in (("fp32", 4), ("bf16", 2), ("8bit", 1))},
     "logits": {"whole": ("whole_logits", True)},
     "zero": {"2": ("zero2", True)},
     "sac": {"every-other-matmul": ("", None)},
@@ -77,28 +73,25 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
         gpu = find_cpu(cpu_name(), wanted.gpus) if cpu else find_hardware(name)
     except UsageError as error:
         raise UsageError(f"--gpu {error}") from None
-    limits = dict.fromkeys(LIMITS) | key_values(
-        "--limit", wanted.limit, dict.fromkeys(LIMITS, float)
-    )
+    limits = dict.fromkeys(LIMITS)
+    limits |= key_values("--limit", wanted.limit, dict.fromkeys(LIMITS, float))
     gpu = limited(gpu, limits["power"], limits["clock"], limits["nic"])
     return dataclasses.replace(gpu, memory_gib=limits["memory"] or gpu.memory_gib)
 
 
 def as_trained_by(work: Work, wanted: EstimateFlags) -> Work:
     """The step as another trainer does it; UsageError for a difference that is not known."""
-    fields = {}
+    fields, recompute = {}, work.recompute
     for key, value in key_values("--trainer", wanted.trainer, dict.fromkeys(TRAINERS, str)).items():
         if value not in TRAINERS[key]:
             raise UsageError(f"--trainer {key}={value}: must be {' or '.join(TRAINERS[key])}")
         if key == "zero" and wanted.parallel != "ddp":
             raise UsageError("--trainer zero=2 needs --parallel ddp; train_fsdp.py is ZeRO-3")
         if key == "sac":
-            if not work.recompute.blocks:
+            if not recompute.blocks:
                 raise UsageError("--trainer sac=every-other-matmul needs --sac-freq")
-            work = dataclasses.replace(
-                work, recompute=dataclasses.replace(work.recompute, policy=value)
-            )
+            recompute = dataclasses.replace(recompute, policy=value)
         else:
             name, meaning = TRAINERS[key][value]
             fields[name] = meaning
-    return dataclasses.replace(work, theirs=Theirs(**fields))
+    return dataclasses.replace(work, recompute=recompute, theirs=Theirs(**fields))

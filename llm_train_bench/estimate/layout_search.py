@@ -48,15 +48,6 @@ class Layout:
         return f"{name} {parts[name] / self.speed.step_s:.0%}"
 
 
-@dataclasses.dataclass(frozen=True)
-class LayoutRanking:
-    """The fastest layouts that fit, best first; how many were tried, and why others fell out."""
-
-    best: list[Layout]
-    tried: int
-    lost: dict[str, int]
-
-
 def powers(limit: int) -> list[int]:
     """1, 2, 4, ... up to a limit."""
     return [2**i for i in range(limit.bit_length()) if 2**i <= limit]
@@ -91,11 +82,11 @@ def layouts(
 
 def search(
     config: ModelConfig, gpu: Hardware, gpus: int, per_node: int, batch: dict[str, int], make: Make
-) -> LayoutRanking:
-    """All layouts, with the least recomputation and the largest micro batches that fit each.
+) -> tuple[list[Layout], int, dict[str, int]]:
+    """The ten fastest layouts that fit, best first; how many were tried, and why others fell out.
 
-    `batch` has the flags `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags,
-    or raises UsageError.
+    Each has the least recomputation and the largest micro batches that fit. `batch` has the flags
+    `global_bsz` and `seq_len`. `make(flags, script, gpus)` makes a step of flags, or raises UsageError.
     """
     limit, fitting = (1 - FREE) * gpu.memory_gib * 2**30, []
     lost: collections.Counter[str] = collections.Counter()
@@ -127,7 +118,7 @@ def search(
     fitting.sort(key=lambda layout: -layout.tokens_per_sec)
     for layout in fitting[10:]:
         lost[f"slower: {layout.loss().rsplit(' ', 1)[0]}"] += 1
-    return LayoutRanking(fitting[:10], len(fitting), dict(lost))
+    return fitting[:10], len(fitting), dict(lost)
 
 
 def _largest(flags: dict[str, Any], script: Script, gpus: int, limit: float, make: Make) -> int:

@@ -5,10 +5,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.tables import markdown_table
+from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.memory_model import estimate_memory
@@ -47,5 +45,5 @@ def fit_memory(work: Work, argv: list[str]) -> int:
         table.add_row(name, f"{measured:.3f} GiB", f"{estimated:.3f} GiB", error)
     size = f"micro batch {batch.micro_batch} x {batch.seq_len}"
     print(f"{result.model.name} on {result.device.name}: {size}")
-    Console(width=120, highlight=False, markup=False).print(table)
+    show_whole(table)
     return 0

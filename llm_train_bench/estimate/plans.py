@@ -6,18 +6,16 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Console
-
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
-from llm_train_bench.base.tables import markdown_table, number
+from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import (
     EstimateArgs,
     EstimateFlags,
     as_trained_by,
     device_of,
 )
-from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, LayoutRanking, search
+from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.config import ModelConfig
@@ -26,10 +24,10 @@ from llm_train_bench.settings.plan import make_plan, resolve_seq_len
 from llm_train_bench.settings.rules import check
 
 # What --plan chooses itself.
-CHOSEN = (
-    "bsz grad_acc_steps tp cp ep pp pp_virtual dp_replicate sac_freq sac_policy use_fp8".split()
-)
-CHOSEN += "pt_compile compile_mode ddp_mode zero1".split()
+CHOSEN = """
+bsz grad_acc_steps tp cp ep pp pp_virtual dp_replicate sac_freq sac_policy use_fp8 pt_compile compile_mode
+ddp_mode zero1
+""".split()
 
 
 def refuse_beside_plan(wanted: EstimateFlags, given: Mapping[str, Any]) -> None:
@@ -73,44 +71,45 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
             each = 2 ** max(0, round(math.log2(TOKENS_PER_STEP / seq_len / gpus)))
             samples = batch.global_bsz or gpus * each
             sizes = {"global_bsz": samples, "seq_len": seq_len}
-            ranking = search(config, gpu, gpus, wanted.per_node, sizes, make)
-            rate = ranking.best[0].tokens_per_sec if ranking.best else 0.0
+            best, tried, lost = search(config, gpu, gpus, wanted.per_node, sizes, make)
+            rate = best[0].tokens_per_sec if best else 0.0
             days = wanted.tokens / rate / 86400 if rate and wanted.tokens else math.inf
-            reached = bool(ranking.best) and days <= (wanted.days or math.inf)
+            reached = bool(best) and days <= (wanted.days or math.inf)
             if reached or not wanted.days or 2 * gpus > 2**20:
                 break
             gpus *= 2
         enough |= reached
         if wanted.json:
-            best = [dataclasses.asdict(x) | {"words": x.words()} for x in ranking.best]
-            plan = {"gpus": gpus, "samples": samples, "best": best, "lost": ranking.lost}
+            layouts = [dataclasses.asdict(x) | {"words": x.words()} for x in best]
+            plan = {"gpus": gpus, "samples": samples, "best": layouts, "lost": lost}
             content[gpu.name] = plan
             continue
         print(
-            f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {ranking.tried} "
+            f"{gpus} x {gpu.name}, {samples} samples of {seq_len} tokens a step; {tried} "
             f"settings, each with {config.path} --seq-len {seq_len} --pt-compile:"
         )
-        show_layouts(ranking, gpu, gpus, wanted.tokens)
-        if wanted.days and ranking.best and not reached:
+        show_layouts(best, lost, gpu, gpus, wanted.tokens)
+        if wanted.days and best and not reached:
             print(f"even {gpus:,} GPUs take longer than {wanted.days:g} days: {days:,.1f}")
     if wanted.json:
         print(json.dumps(content, indent=1))
     return 0 if enough else 4
 
 
-def show_layouts(ranking: LayoutRanking, gpu: Hardware, gpus: int, tokens: float | None) -> None:
+def show_layouts(
+    best: list[Layout], lost: dict[str, int], gpu: Hardware, gpus: int, tokens: float | None
+) -> None:
     """One kind of GPU's ten best, with time, memory and cost."""
     table = markdown_table("setting", "tokens/s/GPU", "GiB", "days", "US$", "largest loss")
-    for layout in ranking.best:
+    for layout in best:
         days = tokens and tokens / layout.tokens_per_sec / 86400
         usd = days and gpu.usd_per_hour and days * 24 * gpu.usd_per_hour * gpus
         rate, memory = layout.tokens_per_sec / gpus, layout.memory / BYTES_PER_GIB
         cells = (f"{rate:,.0f}", f"{memory:,.1f}", number(days, ",.1f"), number(usd, ",.0f"))
         table.add_row(layout.words(), *cells, layout.loss())
-    Console(width=150, highlight=False, markup=False).print(table)
-    if not ranking.best:
-        why = "fits" if any("does not fit" in reason for reason in ranking.lost) else "can be run"
+    show_whole(table)
+    if not best:
+        why = "fits" if any("does not fit" in reason for reason in lost) else "can be run"
         print(f"nothing {why}; use more GPUs, or larger ones")
-    lost = sorted(ranking.lost.items(), key=lambda item: -item[1])
-    others = ", ".join(f"{n} {why}" for why, n in lost)
+    others = ", ".join(f"{n} {why}" for why, n in sorted(lost.items(), key=lambda item: -item[1]))
     print(f"the others: {others}" if others else "")

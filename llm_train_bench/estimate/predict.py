@@ -1,21 +1,19 @@
 """The estimate of one setting on one kind of GPU. Needs no torch."""
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-from rich.console import Console
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
-from llm_train_bench.base.tables import markdown_table, number
+from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.step_events import simulate_step, write_trace
 from llm_train_bench.formulas.flops import flops_per_token
-from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
+from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
@@ -28,41 +26,13 @@ BYTES_PER_GIB = 2**30
 BUSY = 0.9
 
 
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """All that is printed; times in seconds, memory in bytes, rates per GPU."""
+def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> SimpleNamespace:
+    """All that is printed; times in seconds, memory in bytes, rates per GPU.
 
-    gpu: str
-    gpus: int
-    script: str
-    parameters: int
-    flops_per_token: float
-    global_batch: int
-    memory: MemoryEstimate
-    memory_outside: float
-    """Context, buffers and gaps; negative only if a calibration says so."""
-    memory_limit: float
-    fits: bool
-    largest_bsz: int
-    step_s: float
-    parts_s: dict[str, float]
-    tokens_per_sec: float
-    tokens_per_sec_per_gpu: float
-    mfu: float
-    tokens_per_joule: float | None
-    usd_per_million_tokens: float | None
-    days: float | None
-    usd: float | None
-    kwh: float | None
-    traced_peak: float | None = None
-    simulated_s: float | None = None
-    """The step by its events (--timeline)."""
-    accuracy: dict[str, float] | None = None
-    """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
-
-
-def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
-    """Everything about one setting on one kind of GPU."""
+    `memory_outside`: context, buffers and gaps; negative only if a calibration says so. `simulated_s`:
+    the step by its events (--timeline). `accuracy` is that of tokens/s, against published rows that
+    chose no constant: rows, median, covers_80.
+    """
     work, batch, world = plan.work, plan.work.batch, plan.work.world
     if work.fp8 and gpu.fp8_tflops is None:
         raise UsageError(f"--use-fp8: {gpu.name} has no FP8")
@@ -86,7 +56,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
 
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
-    return Estimate(
+    return SimpleNamespace(
         gpu=gpu.name,
         gpus=world,
         script=plan.script,
@@ -109,6 +79,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         usd=seconds and price and price * world * seconds / 3600,
         kwh=seconds and watts and watts * seconds / 3.6e6,
         traced_peak=traced,
+        simulated_s=None,
         accuracy=accuracy_of(gpu.name, work.fsdp.divided),
     )
 
@@ -211,7 +182,7 @@ def nearest_changes(
     return texts or ["none of the changes tried; use more GPUs, or larger ones"]
 
 
-def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
+def show_estimate(e: SimpleNamespace, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
     table = markdown_table("estimate", "value")
@@ -256,7 +227,7 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
         row(f"for {wanted.tokens:.3g} tokens", f"{e.days:,.1f} days, {e.kwh:,.0f} kWh")
         if e.usd is not None:
             row(f"for {wanted.tokens:.3g} tokens", f"US$ {e.usd:,.0f}")
-    Console(width=140, highlight=False, markup=False).print(table)
+    show_whole(table)
 
 
 def _gib(size: float) -> str:

@@ -150,13 +150,9 @@ def rank_parameters(shapes: Shapes, work: Work, pp_rank: int = 0) -> Iterator[Pa
         yield Part(name, layer, part, mesh, -(-part[0] // mesh) * mesh * math.prod(part[1:]))
 
 
-def rank_matrices(work: Work, pp_rank: int = 0) -> tuple[Part, ...]:
-    """The same of the matrices; cached, since a search asks for them again and again."""
-    return _rank_matrices(work.config, work.fsdp, pp_rank)
-
-
 @functools.lru_cache(maxsize=4096)
-def _rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[Part, ...]:
+def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int = 0) -> tuple[Part, ...]:
+    """The same of the matrices; cached, since a search asks for them again and again."""
     work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
     return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
 
@@ -305,7 +301,7 @@ def unit_times(
     """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
     fsdp, in_fp8, times = work.fsdp, _gathered_in_fp8(work), {}
     units = {layer: {} for layer in (-1, *work.layers_of(pp_rank))}
-    for part in rank_matrices(work, pp_rank):
+    for part in rank_matrices(work.config, fsdp, pp_rank):
         sizes = units[part.layer].get(part.mesh, (0, 0, 0))
         added = zip(sizes, _fsdp_bytes_of(work, part, in_fp8), strict=True)
         units[part.layer][part.mesh] = tuple(map(sum, added))

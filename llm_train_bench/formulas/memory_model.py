@@ -189,7 +189,7 @@ class _Sizes:
         numbers = dict.fromkeys((-1, *work.layers_of(pp_rank)), 0.0)
         # Rows are what is sharded: fewer experts than shards leave whole ones on the first ranks,
         # and gathers come padded.
-        for part in rank_matrices(work, pp_rank):
+        for part in rank_matrices(config, fsdp, pp_rank):
             self.held += part.padded / part.mesh
             numbers[part.layer] += part.padded
         self.root = numbers.pop(-1)

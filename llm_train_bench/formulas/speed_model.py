@@ -153,7 +153,7 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, floa
     if work.config.num_hidden_layers - 1 in layers:
         head, loss = head_time(work, gpu)
         matmuls, memory = matmuls + head, memory + loss
-    parts = rank_matrices(work, pp_rank)
+    parts = rank_matrices(work.config, work.fsdp, pp_rank)
     n = sum(math.prod(part.shape) for part in parts)
     if not work.fsdp and work.amp != "off" and work.theirs.weight_bytes == 4:
         memory += 6 * n / rate  # autocast casts every weight in every forward pass

@@ -3,12 +3,10 @@
 import contextlib
 import datetime
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.result_files import read_result, read_steps
 from llm_train_bench.results.schema import Result
 
 
@@ -23,7 +21,8 @@ def time_parts(attempts: Sequence[Path], now: float, saved_at: float | None) -> 
     results = [read_result(path / "result.json") for path in attempts]
     later = [r.resumed_from.step if r.resumed_from else 0 for r in results[1:]]
     for i, (path, r) in enumerate(zip(attempts, results, strict=True)):
-        last, steps = i == len(results) - 1, _steps(path)
+        last = i == len(results) - 1
+        steps = [step for step in read_steps(path / "steps.jsonl") if step.get("at")]
         begin, first = r.lineage.started, min(later[i:], default=float("inf"))
         # One that was killed leaves no time of its end, nor what it did after its last line.
         ended = datetime.datetime.fromisoformat(r.ended_at).timestamp() if r.ended_at else begin
@@ -57,12 +56,3 @@ def lineage_before(candidates: Sequence[Path], result: Result) -> list[Path]:
             if line.id == result.lineage.id and line.attempt < result.lineage.attempt:
                 earlier[line.attempt] = path
     return [path for _, path in sorted(earlier.items())]
-
-
-def _steps(directory: Path) -> list[dict[str, Any]]:
-    steps = []
-    with contextlib.suppress(OSError):
-        for line in (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # cut off by a kill
-                steps.append(json.loads(line))
-    return [step for step in steps if step.get("at")]

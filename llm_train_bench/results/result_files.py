@@ -252,10 +252,15 @@ class StepsFile:
             self.file.close()
 
 
-def read_losses(path: Path) -> list[float]:
-    """The loss of every step of a steps.jsonl; NaN where it was not finite."""
-    losses = (parse_json(line)["loss"] for line in path.read_text(encoding="utf-8").splitlines())
-    return [float("nan") if loss is None else loss for loss in losses]
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The steps of a steps.jsonl, or of another file of JSON lines, up to where a kill cut it off."""
+    entries = []
+    for line in path.read_text("utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            entries.append(parse_json(line))
+        except ValueError:
+            break
+    return [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
 
 
 def step_figures(step: Step) -> dict[str, float | None]:

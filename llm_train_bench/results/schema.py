@@ -230,7 +230,9 @@ class Result(Strict):
     def impossible(self) -> dict[str, str]:
         """Figures beyond what is possible: a mark of each, and the line that says why."""
         m, d, marks = self.metrics, self.device, {}
-        if (part := self.part_of_peak or 0) > 1:
+        # The time that useful FLOPs need at the peaks, over the measured time.
+        without = m.ideal_time_fraction is None and not self.fp8  # as for fp32
+        if (part := (m.mfu_causal if without else m.ideal_time_fraction) or 0) > 1:
             marks["faster than its peak"] = (
                 f"the run reached {part:.0%} of the peak, which is impossible: the peak of "
                 f"{d.name!r} ({d.peak_source}) or a time is wrong"
@@ -303,13 +305,6 @@ class Result(Strict):
         return drift(self.step_times_s)[1]
 
     @property
-    def part_of_peak(self) -> float | None:
-        """Time that useful FLOPs need at the peaks / measured time; above 1, one is wrong."""
-        m = self.metrics
-        without = m.ideal_time_fraction is None and not self.fp8  # as for fp32
-        return m.mfu_causal if without else m.ideal_time_fraction
-
-    @property
     def spoilt_by(self) -> list[str]:
         """Reasons except power caps that held clocks down for more than a moment of the window."""
         return sorted({why for d in self.devices for why in d.held_down} - {POWER_CAP})
@@ -326,11 +321,6 @@ class Result(Strict):
         if args["pt_compile"] and args["compile_mode"] in GRAPH_MODES:
             return m.peak_reserved_gib, "reserved"
         return m.peak_allocated_gib, "allocated"
-
-    @property
-    def mean_memory_gib(self) -> float | None:
-        """Mean memory of the rank that has the most [GiB]."""
-        return max((d.memory_mean_gib for d in self.devices if d.memory_mean_gib), default=None)
 
     @property
     def power_limit_w(self) -> float | None:

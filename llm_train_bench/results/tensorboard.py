@@ -11,17 +11,11 @@ from typing import Any
 from tensorboard.compat.proto import event_pb2, summary_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from llm_train_bench.base.tables import markdown_text
 from llm_train_bench.results.metrics import FINAL_METRICS
 from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
 from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import OUTPUT, Args, declared, defaults
-
-
-def _cell(value) -> str:
-    """A value as a cell of a Markdown table."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text.replace("|", "\\|").replace("\n", " ")
-
 
 Event: Any = vars(event_pb2)["Event"]  # classes of protocol buffers are made at run time
 Summary: Any = vars(summary_pb2)["Summary"]
@@ -99,8 +93,10 @@ class TensorBoardFile:
             "environment": result.environment,
         }
         for name, content in parts.items():
-            rows = "\n".join(f"| {k} | {_cell(v)} |" for k, v in content.items())
-            table = f"| {name} | value |\n|---|---|\n{rows}"
+            cells = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in content.items()]
+            table = markdown_text(
+                [name, "value"], [(k, " ".join(v.splitlines())) for k, v in cells]
+            )
             self._add(summary=text(f"run/{name}", table))
         self.file.flush()
 

@@ -5,7 +5,6 @@ Everything is written after the run has ended, outside the measured window.
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
+from llm_train_bench.results.result_files import Step, finite_numbers, read_steps, step_figures
 from llm_train_bench.results.schema import Result
 
 PROJECT = "llm-train-bench"
@@ -33,8 +32,7 @@ def track(names: Iterable[str], r: Result, directory: Path) -> Iterator[str]:
     """Export a run; yields a line for each tracker: where the run is, or why it failed."""
     for name in names:
         try:
-            lines = (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-            steps = [Step(**json.loads(line)) for line in lines]
+            steps = [Step(**step) for step in read_steps(directory / "steps.jsonl")]
             yield f"{name}: {TRACKERS[name](r, steps, directory)}"
         except Exception as error:  # the run is measured and written: no tracker may take that away
             yield f"{name}: not tracked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"

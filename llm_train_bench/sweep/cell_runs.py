@@ -73,7 +73,8 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         row["wall_s"] = round(time.monotonic() - began, 3)
         result = _finished(run)
         if ended == "timeout" or result is None:
-            row |= {"status": ended, "error": why or _last_line(log)}
+            text = log.read_text("utf-8", errors="replace").strip() or "ended without a word"
+            row |= {"status": ended, "error": why or printable(text.splitlines()[-1][:500])}
             return row | {"command": command}
     place, batch, device = _attempts(run)[-1], result.batch, result.device
     if repeat != "probe":
@@ -177,11 +178,6 @@ def _attempts(run: Path) -> list[Path]:
 def _remove(run: Path) -> None:
     for attempt in _attempts(run):
         shutil.rmtree(attempt, ignore_errors=True)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return printable(lines[-1][:500]) if lines else "ended without a word"
 
 
 def _is_whole(row: Any) -> bool:

@@ -1,13 +1,12 @@
 """A sweep's rows as a CSV and as a ranked table. Needs no torch."""
 
-import csv
 import dataclasses
 import statistics
 from pathlib import Path
 
 from rich.console import Console
 
-from llm_train_bench.base.tables import csv_cell, markdown_table, memory_text, number
+from llm_train_bench.base.tables import grouped, markdown_table, memory_text, number, write_rows
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 from llm_train_bench.results.metrics import CSV_COLUMNS
 from llm_train_bench.sweep.cell_runs import CellRow
@@ -29,10 +28,7 @@ def write_csv(rows: list[CellRow], path: Path) -> None:
     last = (*CSV_COLUMNS, "kwh", "gco2", "error", "result", "command")
     names = [n for n in names if n not in (*last, "step_times_s", "axes")]
     names += [n for n in last if any(n in row for row in rows)]
-    with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows({name: csv_cell(value) for name, value in row.items()} for row in rows)
+    write_rows(path, rows, names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +54,8 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
 
     Intervals are over the repeats' rates if there are three or more, or over the runs' steps.
     """
-    groups: dict[str, list[CellRow]] = {}
-    for row in rows:
-        groups.setdefault(row["key"].rsplit("-", 1)[0], []).append(row)
     ranked = []
-    for members in groups.values():
+    for members in grouped(rows, lambda row: row["key"].rsplit("-", 1)[0]).values():
         ok = [row for row in members if row["status"] == "ok"]
         label, length = _label(members[0]), members[0].get("seq_len")
         group = members[0]["model"] + (f" T{length}" if length else "")

@@ -9,6 +9,7 @@ import itertools
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
 from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.base.tables import grouped
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.settings.command_line import parse_args
@@ -30,11 +31,8 @@ def tune(
 
     Each short run is a row (`probe`), so a sweep that was killed goes on.
     """
-    groups: dict[tuple[str, object], list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault((cell.config, dict(cell.flags).get("seq_len")), []).append(cell)
     runs: list[tuple[Cell, int]] = []
-    for members in groups.values():
+    for members in grouped(cells, lambda c: (c.config, dict(c.flags).get("seq_len"))).values():
         field = by_estimate(members, e, platform)
         print(f"{len(members)} settings; by the estimate these are the fastest that fit:")
         for rate, cell in field:
