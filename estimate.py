@@ -45,10 +45,7 @@ from llm_train_bench.settings.rules import check
 
 @tool("estimate.py")
 def main(argv: Sequence[str]) -> int:
-    """Estimate, print, and return the exit code: 0; 4 if it does not fit; 2 for bad input.
-
-    With --fit it may be train.py's own.
-    """
+    """Estimate and print; returns 0, 4 if it does not fit, 2 for bad input, or --fit's own code."""
     words, file = with_run_file(argv)
     args = parse_dataclass(EstimateArgs, words, "estimate.py")
     if args.config in set(Script):

@@ -234,10 +234,7 @@ def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
 
 
 def judge(results: list[Result], baselines: dict[str, Entry], tolerance: float) -> Verdict:
-    """The runs of one setting together against their baseline, by Welch's test on both sides.
-
-    The entry's own tolerance overrides the given one.
-    """
+    """A setting's runs against its baseline (Welch's test), whose own tolerance comes first."""
     fit = [r for r in results if not unfit(r)]
     name, key = setting_of(results[0]), baseline_key(results[0])
     if not fit:

@@ -20,10 +20,7 @@ UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
 @dataclasses.dataclass
 class LoggedStep:
-    """One logged step: rates per GPU or in total, memory in GiB.
-
-    `mean_time_s` and `elapsed_s` are since the first step.
-    """
+    """A logged step; memory in GiB, `mean_time_s` and `elapsed_s` since the first step."""
 
     step: int
     time_s: float | None = None

@@ -257,10 +257,7 @@ def _pooled(runs: list[Record]) -> Record:
 
 
 def name_settings(members: list[Record]) -> None:
-    """Give each setting of a group a name of what differs among them, in place.
-
-    A file that does not tell its flags is called as the file is.
-    """
+    """Name each setting by what differs in its group, in place; without flags, by its file."""
     facts = [_facts(r) for r in members]
     known = [f for f in facts if f is not None]
     keys = dict.fromkeys(key for f in known for key in f)

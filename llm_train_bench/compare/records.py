@@ -22,10 +22,7 @@ FACTS = {
 
 
 class LogFacts:
-    """Facts that logs do not tell: each by the log's name or path, or by "" for all logs.
-
-    `pattern` is --log-pattern's.
-    """
+    """Facts that logs lack, by a log's name or path, "" for all; `pattern` is --log-pattern's."""
 
     def __init__(self, pattern: re.Pattern | None = None, **facts: Mapping[str, Any]):
         self.pattern, self.facts = pattern, facts
@@ -126,10 +123,7 @@ tokens_per_joule usd_per_hour
 
 
 def check_figures(r: Record) -> None:
-    """ValueError for a figure that is not a number above 0, or a name that is not text.
-
-    Takes from all texts what a terminal obeys, in place.
-    """
+    """ValueError for a bad figure or name; takes from texts what a terminal obeys, in place."""
     figures = [(name, getattr(r, name)) for name in POSITIVE]
     figures += [("step_times", t) for t in r.step_times_s]
     for name, value in figures:

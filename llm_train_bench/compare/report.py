@@ -136,10 +136,7 @@ def run_facts(row: Compared, r: Record) -> dict[str, Any]:
 
 
 def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
-    """Where the runs come from: what differs, a line for those that are alike, and what all share.
-
-    The first line of what differs holds its names.
-    """
+    """Origins of runs: what differs, names first and a line for those alike; and what all share."""
     runs = [r for row in rows for r in row.record.runs][:MOST_RUNS]
     names = dict.fromkeys(name for r in runs for name in r.provenance)
     values = {name: [r.provenance.get(name, "unknown") for r in runs] for name in names}
@@ -155,10 +152,7 @@ def provenance(rows: list[Compared]) -> tuple[list[list[str]], list[list[str]]]:
 def write(
     rows: list[Compared], directory: Path, tokens: float | None, remarks: list[str], priced: bool
 ) -> str:
-    """All files of a comparison; returns a line that names them.
-
-    `remarks` open the report, `priced` says that prices were given.
-    """
+    """Write all files, and name them; `remarks` open the report, `priced`: prices were given."""
     directory.mkdir(parents=True, exist_ok=True)
     settings = [row_facts(row, tokens) for row in rows]
     runs = [run_facts(row, r) for row in rows for r in row.record.runs]

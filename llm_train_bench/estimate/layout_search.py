@@ -56,10 +56,7 @@ def powers(limit: int) -> list[int]:
 def layouts(
     config: ModelConfig, gpus: int, per_node: int, seq_len: int
 ) -> Iterator[tuple[Script, dict[str, Any]]]:
-    """Ways to share a model out among GPUs, by powers of two.
-
-    Heads within a node, tokens only of samples beyond LONG, experts from eight ranks on.
-    """
+    """Ways to share a model out among GPUs, by powers of two; experts from eight ranks on."""
     if gpus == 1:
         yield Script.ONE, {}
         return

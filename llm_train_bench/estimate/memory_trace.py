@@ -46,10 +46,7 @@ class _EvenLayout(RankLayout):
 
 
 def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0) -> int:
-    """Bytes on one rank at the peak of forward and backward, optimizer state included.
-
-    In a pipeline, of a rank in group `pp_rank`, which has one stage.
-    """
+    """Peak bytes of a rank, optimizer state included; in a pipeline of group `pp_rank`."""
     if work.fsdp.virtual > 1:
         raise UsageError("--trace follows one stage of a rank; leave out --pp-virtual")
     if work.compiled or work.fp8:
@@ -157,10 +154,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Allocates what a GPU's kernels do for heads of other sizes in values than in keys.
-
-    A CPU's fused kernel does not take them, and all scores would be kept.
-    """
+    """The same for heads of other sizes in values than in keys: a CPU would keep all scores."""
 
     @staticmethod
     def forward(ctx, q, k, v):

@@ -153,10 +153,7 @@ def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> f
 def nearest_changes(
     planned: Callable[[dict[str, Any], int], Plan], work: Work, gpu: Hardware, per_node: int
 ) -> list[str]:
-    """The three of some near changes that fit and are fastest, each with its memory and speed.
-
-    `planned(flags, gpus)` makes a plan with other flags.
-    """
+    """The three fastest near changes that fit; `planned(flags, gpus)` plans with other flags."""
     gpus, fitting, seen = work.world, [], {work}
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if n < work.batch.micro_batch]
     tries: list[tuple[dict[str, Any], int]] = [({"bsz": n}, gpus) for n in sizes]

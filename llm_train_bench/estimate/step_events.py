@@ -170,10 +170,7 @@ def _replicated(work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_nod
 
 
 def _order(work: Work, group: int) -> Iterator[tuple[str, int, int]]:
-    """What a group does in turn: (forward or backward, stage, micro batch).
-
-    1F1B, or interleaved (Narayanan et al. 2021, section 2.2), as PyTorch's schedules have them.
-    """
+    """A group's (pass, stage, micro batch) in turn: 1F1B or interleaved, as PyTorch has them."""
     pp, v, m = work.fsdp.pp, work.fsdp.virtual, work.batch.grad_acc_steps
     round_of = m // max(1, m // pp)  # micro batches a stage takes before the next stage's turn
 

@@ -38,10 +38,7 @@ class Part(NamedTuple):
 
 
 def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
-    """Bytes that one step of a rank hands to collectives, by kind; without several ranks none.
-
-    In a pipeline, of a rank in group `pp_rank`.
-    """
+    """Bytes that a rank hands to collectives in a step, by kind; `pp_rank`: its pipeline group."""
     shapes = parameter_shapes(work.config)
     if work.fsdp:
         return fsdp_bytes(shapes, work, pp_rank) if work.world > 1 else {}
@@ -178,10 +175,7 @@ def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:
 
 
 class TokenMoves(NamedTuple):
-    """Collectives of one kind that move a micro batch's tokens in a layer: each of `size` bytes.
-
-    Among `ranks` that lie `apart` in the order of ranks.
-    """
+    """Collectives of `size` bytes for a micro batch's tokens, among `ranks` that lie `apart`."""
 
     kind: str
     calls: int

@@ -24,10 +24,7 @@ def layer_names(config: ModelConfig) -> dict[str, str]:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every trainable parameter's shape by its name in the plain model, padding rows included.
-
-    A tied head has none: it is the embedding.
-    """
+    """Every parameter's shape by its name in the plain model, with padding rows; no tied head."""
     d, rows = config.hidden_size, config.padded_vocab_size
     norm = {"weight": (d,)} if config.rms_norm else {"weight": (d,), "bias": (d,)}
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (rows, d)}
@@ -112,10 +109,7 @@ def count_active_parameters(config: ModelConfig) -> int:
 
 
 def linear_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters that multiply a token, by kind of layer, over the whole model; padding rows apart.
-
-    Of experts those that a token is sent to.
-    """
+    """Parameters that multiply a token, by kind of layer: its own experts', and no padding rows."""
     parameters: Counter[str] = Counter()
     for i in range(config.num_hidden_layers):
         for name, (n, k) in config.block_shapes(i).items():

@@ -137,10 +137,7 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 
 
 def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, float, float]:
-    """Seconds of a micro batch on a rank, its numbers of parameters, and the forward's part of blocks.
-
-    In a pipeline they are of a rank in group `pp_rank`.
-    """
+    """A micro batch on a rank of a group: seconds, parameters, the forward's part of blocks."""
     rate, layers = gpu.memory_rate, work.layers_of(pp_rank)
     matmuls = attention = memory = 0.0
     passes = [0.0, 0.0]

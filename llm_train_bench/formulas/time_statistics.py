@@ -82,10 +82,7 @@ def bootstrap_mean(sample: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """The mean of some runs: how many, their standard deviation, and by how many degrees it is known.
-
-    Without degrees of freedom nobody knows how much runs differ.
-    """
+    """A mean of runs, their standard deviation, and its degrees of freedom; 0: it is not known."""
 
     value: float
     n: int

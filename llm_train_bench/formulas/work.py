@@ -47,10 +47,7 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Work:
-    """The FP8 part of a step: `layers` names the converted ones of a block's linear layers.
-
-    `high_precision` says why the others are not, by their names in the model.
-    """
+    """FP8 in a step: a block's converted `layers`; `high_precision` says why others are not."""
 
     backend: str
     recipe: str
@@ -100,10 +97,7 @@ class Ddp:
 
 @dataclasses.dataclass(frozen=True)
 class Fsdp:
-    """FSDP: `shards` ranks share one copy of the model; HSDP has `replicas` of it.
-
-    Among them tp x cp ranks share a batch, and ep the experts.
-    """
+    """FSDP: `replicas` of the model, each on `shards` ranks; tp x cp share a batch, ep experts."""
 
     shards: int
     replicas: int = 1

@@ -45,10 +45,7 @@ class ProgressDisplay:
     def __init__(
         self, n_steps: int, flops_per_token: float = 0.0, peak_tflops: float | None = None
     ):
-        """`flops_per_token` (palm) is per device: a step's tokens times it are one device's FLOPs.
-
-        With `peak_tflops`, its dense peak, steps show their MFU too.
-        """
+        """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU."""
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
         self.bar = None
         console = Console(stderr=True)

@@ -24,10 +24,7 @@ RESERVED_BYTES_PER_STEP = 48
 
 
 class ResultFile:
-    """`result.json` of a run: space is reserved at once, and every write replaces the whole file.
-
-    Without `n_steps` nothing is reserved.
-    """
+    """`result.json`: reserves space at once, given `n_steps`; a write replaces the whole file."""
 
     def __init__(self, directory: Path, n_steps: int | None):
         self.path = directory / "result.json"
@@ -71,10 +68,7 @@ def read_result(path: str | Path) -> Result:
 
 
 def parse_result(content: Any) -> Result:
-    """The content of a result.json; pydantic's ValidationError if it is none.
-
-    It may be another machine's: its texts are made printable.
-    """
+    """A result.json's content, made printable; pydantic's ValidationError if it is none."""
     content = printable_data(content)
     result = Result.model_validate(content)
     if result.status == "running" and (alive := is_alive(result.writer)) is not True:
@@ -96,10 +90,7 @@ def seconds_alive(pid: int | None = None) -> float | None:
 
 
 def command_began(started_again: bool) -> float:
-    """Start of the command that this process runs for, in seconds since 1970.
-
-    That is its launcher's start, unless this is a rank that it `started_again`.
-    """
+    """Start of this process's command [s since 1970]: its launcher's, unless `started_again`."""
     launched = "TORCHELASTIC_RUN_ID" in os.environ and not started_again
     return time.time() - (seconds_alive(os.getppid() if launched else None) or 0.0)
 

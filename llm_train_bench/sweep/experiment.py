@@ -117,10 +117,7 @@ def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]
 
 
 def substitute(text: str, environ: Mapping[str, str], path: str | Path = "text") -> str:
-    """`${VAR}` and `${VAR:-default}` replaced from the environment; UsageError for an unset one.
-
-    Comment lines are dropped.
-    """
+    """`${VAR}` and `${VAR:-default}` from the environment, no comments; UsageError if unset."""
     text = re.sub(r"(?m)^[ \t]*#.*$", "", text)
 
     def value(match: re.Match) -> str:

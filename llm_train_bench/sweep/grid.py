@@ -173,10 +173,7 @@ def _check_sizes(batch: Batch, e: Experiment, world: int | None, size: int | Non
 
 
 def differences(e: Experiment) -> list[str]:
-    """Hyperparameters in which the platforms of an experiment differ, each as a line for the report.
-
-    Under `identical_config` there should be none.
-    """
+    """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
         platform: [_resolved(cell, e, platform) for cell in make_cells(e, platform)]

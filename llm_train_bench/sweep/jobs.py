@@ -103,10 +103,7 @@ def run_as_jobs(
 def run_all(
     cells: list[Cell], experiment: Experiment, rows: Rows, args: SweepArgs, platform: Platform
 ) -> list[CellRow]:
-    """Run what has no row yet: all settings once, then all of them again, and so on.
-
-    Returns all rows, those from before first.
-    """
+    """Run what has no row yet, all settings before any repeat; returns all rows, old ones first."""
     directory, timeout_s = rows.path.parent, experiment.timeout_s
     if args.auto_bsz:
         machine = experiment.hardware.get(platform)
