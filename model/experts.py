@@ -13,9 +13,6 @@ from llm_train_bench.model.layers import ACTIVATIONS, MLP, autocast_dtype, no_au
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.shapes import Experts
 
-# For each token the experts' numbers (N, k), and what their outputs count (N, k).
-Choice = tuple[Tensor, Tensor]
-
 
 class Router(nn.Linear):
     """Scores experts by a linear layer, and chooses the best for each token."""
@@ -30,8 +27,8 @@ class Router(nn.Linear):
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, balanced: Tensor | None = None
-    ) -> tuple[Tensor, Choice]:
-        """(N, d) tokens to all experts' scores (N, E) in fp32, and the choice.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, d) tokens to all experts' scores (N, E) in fp32, numbers and weights (N, k) of the chosen.
 
         Logits have autocast's dtype but for sigmoid scores, which are fp32 throughout, as in the
         families' own code. `balanced` (N, k) is taken for the choice; scores weigh it as ever.
@@ -50,7 +47,7 @@ class Router(nn.Linear):
             weights = weights.softmax(dim=-1)
         if e.normalised:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        return scores, (index, weights * e.scale)
+        return scores, index, weights * e.scale
 
     def best(self, scores: Tensor) -> Tensor:
         """(N, E) scores to the numbers of the k experts chosen for each token (N, k)."""
@@ -154,7 +151,7 @@ class MixtureOfExperts(nn.Module):
         if self.balanced:
             whole = x.shape[1] * self.layout.tp * self.layout.cp
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
-        scores, (index, weights) = self.router(tokens, balanced)
+        scores, index, weights = self.router(tokens, balanced)
         y = self.mixed(tokens, index, weights.to(x.dtype))
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))

@@ -32,7 +32,6 @@ GPT2_NAMES = {
     "embed": "transformer.wte",
     "positions": "transformer.wpe",
     "norm": "transformer.ln_f",
-    "lm_head": "lm_head",
     "attn_norm": "ln_1",
     "attn.qkv": "attn.c_attn",
     "attn.out": "attn.c_proj",
@@ -43,13 +42,9 @@ GPT2_NAMES = {
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
-    "lm_head": "lm_head",
-    "attn": "self_attn",
     "attn_norm": "input_layernorm",
     "attn.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "attn.out": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
     "attn.q": "self_attn.q_proj",
     "attn.q_down": "self_attn.q_a_proj",
     "attn.q_down_norm": "self_attn.q_a_layernorm",
@@ -82,14 +77,15 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     family, gpt2 = config.model_type, config.model_type == "gpt2"
     theirs = GPT2_NAMES if gpt2 else LLAMA_NAMES | FAMILY_NAMES.get(family, {})
     module, kind = name.rsplit(".", 1)
-    if module in theirs:
-        return [f"{theirs[module]}.{kind}"]
+    if not module.startswith("blocks."):
+        return [f"{theirs.get(module, module)}.{kind}"]
     _, layer, part = module.split(".", 2)
     prefix = f"transformer.h.{layer}" if gpt2 else f"model.layers.{layer}"
     if part.startswith("mlp.experts."):
         return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
     kind = {"correction": "e_score_correction_bias"}.get(kind, kind)
-    return [f"{prefix}.{each}.{kind}" for each in theirs[part].split()]
+    names = theirs.get(part, f"self_{part}")  # self_attn, self_attn.q_norm and self_attn.k_norm
+    return [f"{prefix}.{each}.{kind}" for each in names.split()]
 
 
 def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:

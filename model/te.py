@@ -14,11 +14,8 @@ import torch
 from torch import nn
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.model.transformer import Transformer
-
-# Its names for a plain and a gated MLP, which activates the first half of its rows; its gelu is the tanh
-# approximation.
-ACTIVATIONS = dict(gelu_tanh=("gelu", "geglu"), relu=("relu", "reglu"), silu=("silu", "swiglu"))
 
 
 def layer_of(name: str) -> str:
@@ -70,7 +67,7 @@ def _convert_block(
         block.attn.out = te.Linear(out.in_features, d, bias=out.bias is not None, **common)
         yield block.attn.out
     if "mlp" not in kept:
-        name = ACTIVATIONS[config.activation][config.gated_mlp]
+        name = TE_ACTIVATIONS[config.activation][config.gated_mlp]
         block.mlp = te.LayerNormMLP(d, f, bias=config.mlp_bias, activation=name, **norm)
         block.mlp_norm = nn.Identity()
         yield block.mlp

@@ -22,7 +22,6 @@ from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Recompute
 from llm_train_bench.measure.steps import StepLog
-from llm_train_bench.model import te as te_blocks
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.te import native_name
@@ -30,7 +29,6 @@ from llm_train_bench.model.transformer import Block, Transformer
 from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
-from llm_train_bench.settings.plan import TE_ACTIVATIONS
 from tests import te_standin
 from tests.helpers import (
     FAMILIES,
@@ -357,10 +355,6 @@ def test_mxfp8_needs_multiples_by_who_multiplies(platform, multiple):
     assert plan.work.fp8.layers == ("qkv", "out", "up", "down")
     with pytest.raises(UsageError, match=f"tokens is not a multiple of {multiple};"):
         plan_of([*argv, "--seq-len", multiple + 16], platform=platform, config=shape)
-
-
-def test_te_has_the_activations_that_the_plan_counts_on():
-    assert set(TE_ACTIVATIONS) == te_blocks.ACTIVATIONS.keys()
 
 
 @pytest.mark.parametrize(("hip", "get"), [(None, "pip install"), ("7.0", "rocm/primus")])

@@ -41,10 +41,7 @@ def _chosen_kernel(work: Work, device: torch.device) -> str | None:
     return None
 
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-
-
-def _inputs(work: Work, T: int, device: torch.device) -> Inputs:
+def _inputs(work: Work, T: int, device: torch.device):
     """Queries, keys, values as in model/layers.py's `attend`: zeros (1, heads, T, elements); and a mask.
 
     There is one of windows, of sinks, and of one rank's rows among gathered keys.

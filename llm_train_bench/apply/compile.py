@@ -8,7 +8,6 @@ import logging
 import operator
 import os
 import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -153,9 +152,10 @@ def compile_error(error: BaseException, where: str) -> CompileError | torch.OutO
     return CompileError(f"torch.compile failed in {where}: {text}; {advice}")
 
 
-def _compiler_errors(module: types.ModuleType) -> tuple[type[Exception], ...]:
-    """Errors of torch._dynamo.exc; the last, for too many recompilations, has another base."""
-    return module.TorchDynamoException, module.FailOnRecompileLimitHit
+def _compiler_errors() -> tuple[type[Exception], ...]:
+    """Errors of torch._dynamo; the last, for too many recompilations, has another base."""
+    module = sys.modules.get("torch._dynamo.exc")
+    return (module.TorchDynamoException, module.FailOnRecompileLimitHit) if module else ()
 
 
 @contextlib.contextmanager
@@ -163,23 +163,17 @@ def compile_errors_named(where: str) -> Iterator[None]:
     """Turn a compiler's exception in here into a CompileError that names a part of the model."""
     try:
         yield
-    except Exception as error:
-        compiler = sys.modules.get("torch._dynamo.exc")
-        if compiler is None or not isinstance(error, _compiler_errors(compiler)):
-            raise
+    except _compiler_errors() as error:
         raise compile_error(error, where) from error
 
 
 def _named(compiled: Callable[..., Any], where: str) -> Callable[..., Any]:
     """The compiled function; its compile errors name the part of the model."""
-    import torch._dynamo.exc
-
-    errors = _compiler_errors(torch._dynamo.exc)
 
     def forward(*args):  # in every step: no context manager here
         try:
             return compiled(*args)
-        except errors as error:
+        except _compiler_errors() as error:
             raise compile_error(error, where) from error
 
     return forward

@@ -18,9 +18,11 @@ def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = 
     forward is replaced, not the block, so that parameter names stay as they are. Apply before
     compilation and before sharding. FP8 libraries have checkpoints that ignore the options.
     """
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": has_dropout(model)}
+    in_attention, beside = model.config.attention_dropout, model.config.residual_dropout
+    # A recomputation must draw the same random numbers again.
+    options: dict[str, Any] = {"preserve_rng_state": in_attention > 0 or beside > 0}
     if recompute.policy == "op":
-        ops = saved_ops(attention=not model.config.attention_dropout)
+        ops = saved_ops(attention=not in_attention)
 
         def keep(context, op, *args, **kwargs) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
@@ -33,11 +35,6 @@ def apply_recompute(model: Transformer, recompute: Recompute, fp8: Fp8 | None = 
 
 def _checkpointed(forward, checkpoint, options: dict):
     def recomputing_forward(*args) -> Tensor:
-        return checkpoint(forward, *args, **options)
+        return checkpoint(forward, *args, use_reentrant=False, **options)
 
     return recomputing_forward
-
-
-def has_dropout(model: Transformer) -> bool:
-    """Whether a block draws random numbers, which a recomputation must draw again."""
-    return bool(model.config.residual_dropout or model.config.attention_dropout)

@@ -3,7 +3,7 @@
 PyTorch's DTensor takes 2 s of CPU to import. Only what meets a sharded tensor imports it.
 """
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 from torch import Tensor, nn
 
@@ -25,13 +25,9 @@ def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(groups.values()) or [[]]
 
 
-def _is_unit(module: nn.Module) -> "TypeGuard[FSDPModule]":
-    return hasattr(module, "reshard")
-
-
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
     """The modules that FSDP gathers as units; none without FSDP."""
-    return [module for module in model.modules() if _is_unit(module)]
+    return [cast("FSDPModule", module) for module in model.modules() if hasattr(module, "reshard")]
 
 
 def reshard(modules: "list[FSDPModule]") -> None:

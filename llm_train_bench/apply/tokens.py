@@ -18,11 +18,6 @@ HEADER_BYTES = 4 * HEADER_INTS
 FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 
 
-def width_for(vocab_size: int) -> np.dtype:
-    """The narrowest of the two widths that holds every id of a vocabulary."""
-    return np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<u4")
-
-
 def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
     """Map a token file into memory: a read-only 1-d array; UsageError if it is none.
 
@@ -87,7 +82,7 @@ def _looks_like(start: bytes) -> str:
 
 def write_tokens(path: str | Path, parts: Iterable[np.ndarray], vocab_size: int) -> int:
     """Write arrays of ids one after the other, with a header; returns the number of tokens."""
-    dtype = width_for(vocab_size)
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     magic, version = next(key for key, value in FORMATS.items() if value == dtype)
     path = Path(path)
     unfinished = path.with_name(path.name + ".part")

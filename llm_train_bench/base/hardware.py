@@ -141,18 +141,14 @@ def limited(
     cube root. A locked clock matters where it is below the clock that full load leaves, which is the
     measured rate's part of the peak. UsageError where the file does not know what that needs.
     """
-    factor = 1.0
-    if power_w is not None:
-        if not gpu.tdp_w:
-            raise UsageError(
-                f"--limit power: the power limit of {gpu.name} is not known; leave it out"
-            )
-        factor = min(1.0, power_w / gpu.tdp_w) ** (1 / 3)
-    if clock_mhz is not None:
-        if gpu.peak_clock_mhz is None:
-            raise UsageError(
-                f"--limit clock: the clock of {gpu.name}'s peak is not known; leave it out"
-            )
+    for what, limit, basis in (
+        (f"power: the power limit of {gpu.name}", power_w, gpu.tdp_w),
+        (f"clock: the clock of {gpu.name}'s peak", clock_mhz, gpu.peak_clock_mhz),
+    ):
+        if limit is not None and not basis:
+            raise UsageError(f"--limit {what} is not known; leave it out")
+    factor = 1.0 if power_w is None else min(1.0, power_w / gpu.tdp_w) ** (1 / 3)
+    if clock_mhz is not None and gpu.peak_clock_mhz:
         full_load = (gpu.measured_bf16_tflops or gpu.bf16_tflops) / gpu.bf16_tflops
         factor = min(factor, clock_mhz / gpu.peak_clock_mhz / min(1.0, full_load))
     nic = nic_gb_per_s or gpu.nic_gb_per_s
@@ -212,9 +208,8 @@ def find_cpu(cpu: str, ranks: int) -> Hardware:
     variable = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(variable) if variable.isdecimal() and int(variable) else max(1, most // ranks)
     name = threads_of(cpu, threads)
-    for device in measured:
-        if device.name == name:
-            return device
+    if device := next((d for d in measured if d.name == name), None):
+        return device
     command = f"OMP_NUM_THREADS={threads} " * bool(most) + "python benchmarks/gemm.py"
     raise UsageError(
         f"cpu: {own_hardware_file()} does not have {name if most else cpu}; {command} measures it"

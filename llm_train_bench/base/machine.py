@@ -66,8 +66,8 @@ def installed_version(library: str) -> str | None:
 def version_text() -> str:
     """Version and commit of this project, as --version prints them."""
     root = Path(__file__).resolve().parents[2]
-    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "describe", "--always",
-               "--dirty=, modified", "--abbrev=10", "--exclude=*"]  # fmt: skip
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "describe", "--always"]
+    command += ["--dirty=, modified", "--abbrev=10", "--exclude=*"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -15,11 +15,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import AMP_DTYPES
-from llm_train_bench.apply.sharded import is_sharded, sharded_modules
+from llm_train_bench.apply.sharded import is_sharded, place, sharded_modules
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.hf import Pretrained
 from llm_train_bench.model.init import fill
@@ -118,21 +117,12 @@ def shard_values(
         full = torch.empty(shape, dtype=parameter.dtype, device=device)
         fill(full, name, model.config, seed, weights)
         part = own_part(model.config, name, full, model.layout)
-        yield parameter, own_rows(part, parameter), full
-
-
-def own_rows(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The rows of a tensor that this rank's shard of a parameter holds, in FSDP's even chunks."""
-    if not isinstance(parameter, DTensor):
-        return full
-    mesh = parameter.device_mesh
-    shards, index = mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1)
-    chunks = full.chunk(shards)
-    return chunks[index] if index < len(chunks) else full[:0]
+        _, (offset, *_), (length, *_), _, _ = place(parameter)
+        yield parameter, part[offset : offset + length], full
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
     """A parameter with all its rows; for a sharded one a collective that all ranks must join."""
-    value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    value = parameter.full_tensor() if is_sharded(parameter) else parameter
     # --fp8-all-gather returns torchao's wrapper around the plain tensor.
     return getattr(value, "_tensor", value)

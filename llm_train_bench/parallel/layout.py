@@ -153,15 +153,15 @@ class RankLayout(ReplicaLayout):
                     value = self.whole(config, name, mine[name]).contiguous()
                 else:
                     value = torch.empty(shape, dtype=dtype, device=device)
-                dist.broadcast(value, dist.get_global_rank(group, owner), group)
+                dist.broadcast(value, group=group, group_src=owner)
                 yield name, value
 
     def exchanged(self, numbers: Tensor, pp_rank: int) -> Tensor:
         """Swap numbers with the rank that has the same parts in another group of a pipeline."""
         group, theirs = self.groups["pp"], torch.empty_like(numbers)
-        other = dist.get_global_rank(group, pp_rank)
-        send = dist.P2POp(dist.isend, numbers.contiguous(), other, group)
-        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, theirs, other, group)]):
+        send = dist.P2POp(dist.isend, numbers.contiguous(), group=group, group_peer=pp_rank)
+        receive = dist.P2POp(dist.irecv, theirs, group=group, group_peer=pp_rank)
+        for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         return theirs
 
@@ -185,9 +185,7 @@ class RankLayout(ReplicaLayout):
         return self._order(T, device)[0][self.cp_rank].chunk(self.tp)[self.tp_rank]
 
     def gathered_positions(self, T: int, device: torch.device) -> Tensor | None:
-        if self.cp == 1:
-            return None
-        return self._order(T, device)[0][self.cp_rank]
+        return None if self.cp == 1 else self._order(T, device)[0][self.cp_rank]
 
     def gather(self, x: Tensor) -> Tensor:
         if self.tp == 1:
@@ -213,19 +211,15 @@ class RankLayout(ReplicaLayout):
         n, (B, t, H, _) = self.cp, q.shape
         heads = [x.shape[2] // n for x in (q, k, v)]
         widths = [h * x.shape[3] for h, x in zip(heads, (q, k, v), strict=True)]
+        ones, name = [1] * n, self.names["cp"]  # the i-th part goes to rank i, and comes from it
         sent = torch.cat([x.reshape(B, t, n, -1) for x in (q, k, v)], dim=-1).permute(2, 1, 0, 3)
-        here = self._exchange(sent.contiguous()).flatten(0, 1)  # (T, B, widths)
+        here = _all_to_all(sent, ones, ones, name).flatten(0, 1)  # (T, B, widths)
         parts = here.transpose(0, 1).split(widths, dim=-1)
         q, k, v = (p.unflatten(-1, (h, -1)) for p, h in zip(parts, heads, strict=True))
         y = attend(q, k, v, mask, self.cp_rank * heads[0])  # (B, T, H / n, D of values)
         back = y.flatten(2).transpose(0, 1).unflatten(0, (n, t))
         # (n, t, B, H / n x D): the part of the heads that each rank had.
-        return self._exchange(back.contiguous()).permute(2, 1, 0, 3).reshape(B, t, H, -1)
-
-    def _exchange(self, x: Tensor) -> Tensor:
-        """(n, ...): the i-th part goes to rank i, and comes from it."""
-        ones = [1] * self.cp
-        return _all_to_all(x, ones, ones, self.names["cp"])
+        return _all_to_all(back, ones, ones, name).permute(2, 1, 0, 3).reshape(B, t, H, -1)
 
     def _attend_by_tokens(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
         """Own queries over all keys and values, which are gathered: first the head's, then the tail's."""

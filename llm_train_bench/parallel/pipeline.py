@@ -58,20 +58,15 @@ class Pipeline(HasWeights):
 
         The mean loss times pp on the ranks of the last stage, zero elsewhere: its mean is the loss.
         """
-        n, x = self.work.fsdp.stages, tokens
-        group = self.ranks.groups["pp"]
-
-        def group_of(number: int) -> int:
-            return dist.get_global_rank(group, number % self.layout.pp)
-
+        x, pp, group = tokens, self.layout.pp, self.ranks.groups["pp"]
         for number, stage in zip(self.numbers, self.stages, strict=True):
             if number:
                 x = boundary(self.work, tokens.device)
-                dist.recv(x, group_of(number - 1), group)
+                dist.recv(x, group=group, group_src=(number - 1) % pp)
             x = stage(x, labels)
-            if number < n - 1:
-                dist.send(x.detach().contiguous(), group_of(number + 1), group)
-        return x * self.layout.pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
+            if number < self.work.fsdp.stages - 1:
+                dist.send(x.detach().contiguous(), group=group, group_dst=(number + 1) % pp)
+        return x * pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
 
     def build_schedule(self, device: torch.device, log: StepLog) -> Callable[..., Tensor]:
         """The function from all (m B, T) ids and labels of a step to its loss; it leaves the gradients.

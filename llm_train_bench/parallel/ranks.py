@@ -112,7 +112,7 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         torch.set_num_threads(max(1, n_cores() // here))
     at = private or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        store = _file_store(private, ranks, timeout) if private else _agent_store(ranks, timeout)
+        store = _open_store(private, ranks, timeout)
         _wait_for_all(store, ranks, timeout_s, at)
         dist.init_process_group(
             "gloo" if not cuda else "cpu:gloo,cuda:nccl" if offload else "nccl",
@@ -172,30 +172,24 @@ def collective_timeout(device: torch.device, timeout_s: float) -> datetime.timed
     return datetime.timedelta(seconds=1.25 * timeout_s if cuda else timeout_s)
 
 
-def _file_store(directory: str, ranks: Ranks, timeout: datetime.timedelta) -> Store:
-    """The store for the ranks' addresses in a private directory, a new one for each attempt."""
-    store = FileStore(str(Path(directory) / f"ranks{_attempt()}"), ranks.world)
-    store.set_timeout(timeout)
-    return store
-
-
-def _agent_store(ranks: Ranks, timeout: datetime.timedelta) -> Store:
-    """The store for the ranks' addresses.
+def _open_store(private: str | None, ranks: Ranks, timeout: datetime.timedelta) -> Store:
+    """The store for the ranks' addresses: files in a private directory, or a server.
 
     torchrun keeps one store over all restarts, with the addresses of the attempt before. So each
     attempt writes under its own name.
     """
+    attempt = os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if private:
+        store = FileStore(str(Path(private) / f"ranks{attempt}"), ranks.world)
+        store.set_timeout(timeout)
+        return store
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     main = ranks.main and not theirs
     store = TCPStore(address, port, ranks.world, main, timeout, wait_for_workers=False)
     if theirs:
         _LASTING.append(store)
-    return PrefixStore(_attempt(), store)
-
-
-def _attempt() -> str:
-    return os.environ.get(ROUND) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(attempt, store)
 
 
 # The store of torchrun's agent, which outlives its ranks; and the words that this process left.

@@ -58,10 +58,7 @@ class Flag:
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
     """A field of a dataclass of flags; `declared` are the fields of `Flag`."""
-    content = {"flag": Flag(kind, **declared)}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=content)
-    return dataclasses.field(default=default, metadata=content)
+    return dataclasses.field(default=default, metadata={"flag": Flag(kind, **declared)})
 
 
 def positional(metavar: str, default: Any = dataclasses.MISSING, kind: Kind | None = None) -> Any:
@@ -74,7 +71,6 @@ TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 DdpMode = Literal["bucketed", "bucketed-after", "parameter", "parameter-after", "flat"]
-Reshard = Literal["always", "never"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +317,9 @@ class FsdpFlags:
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
     """
 
-    reshard_after_forward: Reshard = flag("always", SPEED, scripts=(Script.FSDP,))
+    reshard_after_forward: Literal["always", "never"] = flag(
+        "always", SPEED, scripts=(Script.FSDP,)
+    )
     reduce_dtype: Literal["fp32", "bf16"] = flag("fp32", SPEED, scripts=SEVERAL)
     prefetch: int = flag(1, SPEED, scripts=(Script.FSDP,), at_least=0)
     dp_replicate: int = flag(1, SPEED, scripts=SHARDED, at_least=1)

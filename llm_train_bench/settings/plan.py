@@ -19,6 +19,7 @@ from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
 from llm_train_bench.model.config import ModelConfig, load_config
+from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.settings.flags import (
     GRAPH_MODES,
     SHARDED,
@@ -46,8 +47,8 @@ PROFILER_WARMUP = 2
 RESUME_WARMUP = 5
 # Seconds after which a GPU's clocks are those of a long run.
 GPU_WARMUP_S = 10.0
-# Activations that Transformer Engine's MLP has (model/te.py), by our names.
-TE_ACTIVATIONS = ("gelu_tanh", "relu", "silu")
+# Transformer Engine's modules by the linear layers of a block that they stand for.
+TE_MODULES = {"attn.qkv": ["qkv"], "attn.out": ["out"], "mlp": ["up", "down"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,7 +329,11 @@ def resolve_layout(
             f"--tp {tp}: {config.path} has norms of queries and keys that span all heads; use --cp"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = [heads, kv_heads, *_mlp_sizes(config)]
+    sizes = [heads, kv_heads]
+    if not all(config.has_experts(i) for i in range(config.num_hidden_layers)):
+        sizes.append(config.intermediate_size)
+    if config.experts and config.experts.shared_size:
+        sizes.append(config.experts.shared_size)
     parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
     _must_divide("--tp", tp, f"{parts} of {config.path} ({', '.join(map(str, sizes))})", *sizes)
     _must_divide("--tp", tp, f"the {shards} ranks of a replica", shards)
@@ -341,15 +346,12 @@ def resolve_layout(
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
     if not ulysses:
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
+    # The stages of a pipeline stay gathered over all micro batches of a step.
+    reshard = flags.reshard_after_forward == "always" and pp == 1
+    names = ("reduce_dtype", "prefetch", "cpu_offload", "tp", "cp", "ep")
+    same: dict[str, Any] = {name: getattr(flags, name) for name in names}
     return Fsdp(
-        shards,
-        flags.dp_replicate,
-        # The stages of a pipeline stay gathered over all micro batches of a step.
-        reshard=flags.reshard_after_forward == "always" and pp == 1,
-        reduce_dtype=flags.reduce_dtype,
-        prefetch=flags.prefetch,
-        cpu_offload=flags.cpu_offload,
-        **{"tp": tp, "cp": cp, "ep": ep, "ulysses": ulysses, "pp": pp, "virtual": virtual},
+        shards, flags.dp_replicate, reshard, ulysses=ulysses, pp=pp, virtual=virtual, **same
     )
 
 
@@ -370,13 +372,6 @@ def check_pipeline(fsdp: Fsdp, config: ModelConfig, batch: Batch, global_bsz: in
         raise UsageError(
             f"--pp {pp}: {micro} micro batches a step, and the schedule needs {need}; use {use}"
         )
-
-
-def _mlp_sizes(config: ModelConfig) -> list[int]:
-    """The sizes of MLPs, and of shared experts, that tensor parallelism divides."""
-    dense = not all(config.has_experts(i) for i in range(config.num_hidden_layers))
-    shared = config.experts.shared_size if config.experts else 0
-    return [size for size, there in ((config.intermediate_size, dense), (shared, shared)) if there]
 
 
 def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) -> None:
@@ -437,7 +432,7 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     modules = {names[layer]: [layer] for layer in shapes}
     sizes = {names[layer]: shape for layer, shape in shapes.items()}
     if te:  # its MLP is one module
-        modules = {"attn.qkv": ["qkv"], "attn.out": ["out"], "mlp": ["up", "down"]}
+        modules = TE_MODULES
         sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
     kept = {
         name: f"{k} x {n} is not in multiples of {multiple}"
@@ -465,10 +460,8 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
                     f"--fp8-all-gather: {shapes[layer][0]} rows of blocks.0.{names[layer]} do not "
                     f"divide over {shards} ranks in multiples of {rows}; leave it out"
                 )
-    always = {
-        "head": "always",
-        f"embeddings,{'' if te else ' norms,'} attention": "no linear layers",
-    }
+    parts = "embeddings, attention" if te else "embeddings, norms, attention"
+    always = {"head": "always", parts: "no linear layers"}
     return Fp8Work(
         flags.fp8_backend,
         recipe,

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import re
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.settings.flags import (
@@ -191,34 +191,26 @@ def resolve_fp8(args: Fp8Flags, compiled: bool) -> tuple[str, str]:
     return backend, recipe
 
 
-AXES = {
-    "entrypoint": tuple(Script),
-    "amp": ("off", "bf16", "fp16"),
-    "fp8": ("off", "te", "torchao"),
-    "compile": ("off", "on", "graphs"),
-    "sac": ("off", "block", "op"),
-    "layout": ("data", "tokens", "experts"),
+_GRAPHS = dict(pt_compile=True, compile_mode=GRAPH_MODES[0])
+_OP = dict(sac_freq="1/1", sac_policy="op")
+# The toggles, and the flags of each of their values. `graphs` are the compile modes that record CUDA
+# graphs; the layout is of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "entrypoint": {script: {} for script in Script},
+    "amp": {name: dict(amp=name) for name in ("off", "bf16", "fp16")},
+    "fp8": {"off": {}} | {name: dict(use_fp8=True, fp8_backend=name) for name in FP8_RECIPES},
+    "compile": {"off": {}, "on": dict(pt_compile=True), "graphs": _GRAPHS},
+    "sac": {"off": {}, "block": dict(sac_freq="1/1"), "op": _OP},
+    "layout": {"data": {}, "tokens": dict(tp=2), "experts": dict(ep=2)},
 }
-# One cell of the table of toggles. `graphs` are the compile modes that record CUDA graphs; the layout is
-# of `tokens` under --tp or --cp, of `experts` under --ep (with or without them).
+# One cell of the table of toggles.
 Combination = collections.namedtuple("Combination", AXES, defaults=["data"])
 
 
 def refusal(cell: Combination) -> str | None:
     """The message of the rule that refuses a combination; None if it is supported."""
-    args = Args(
-        config="",
-        amp=cell.amp,
-        use_fp8=cell.fp8 != "off",
-        fp8_backend=cell.fp8,
-        pt_compile=cell.compile != "off",
-        compile_mode=GRAPH_MODES[0] if cell.compile == "graphs" else "default",
-        sac_freq=None if cell.sac == "off" else "1/1",
-        sac_policy=cell.sac if cell.sac == "op" else "block",
-        tp=2 if cell.layout == "tokens" else 1,
-        ep=2 if cell.layout == "experts" else 1,
-    )
-    return broken_rule(args, cell.entrypoint)
+    flags = collections.ChainMap(*(AXES[axis][value] for axis, value in cell._asdict().items()))
+    return broken_rule(Args(config="", **flags), cell.entrypoint)
 
 
 def combinations_table() -> str:

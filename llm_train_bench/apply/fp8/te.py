@@ -15,6 +15,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.model import te as te_blocks
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.results.schema import Fp8Info
+from llm_train_bench.settings.plan import TE_MODULES
 
 RECIPES = {
     "delayed": "DelayedScaling",
@@ -23,8 +24,6 @@ RECIPES = {
     "mxfp8": "MXFP8BlockScaling",
 }
 SUPPORT = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
-# Transformer Engine's modules by the linear layers of a block that they stand for.
-MODULES = {"attn.qkv": {"qkv"}, "attn.out": {"out"}, "mlp": {"up", "down"}}
 
 
 @dataclasses.dataclass(eq=False)
@@ -109,13 +108,17 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Transforme
     library, fp8 = import_te(device), work.fp8
     _quantization_state().reset()  # delayed scaling goes on updating the modules of earlier models
     recipe = make_recipe(fp8.recipe)
-    if fp8.primary_weights:
-        check_primary_weights(library)
-    excluded = {name for name, layers in MODULES.items() if not layers <= set(fp8.layers)}
+    shardable = hasattr(library, "quantized_model_init") and hasattr(library, "QuantizedTensor")
+    if fp8.primary_weights and not shardable:
+        raise UsageError(
+            f"--fp8-all-gather: Transformer Engine {version()} has none that FSDP2 shards; update it"
+        )
+    excluded = {name for name, layers in TE_MODULES.items() if not {*layers} <= {*fp8.layers}}
     linear = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and te_blocks.layer_of(name) in MODULES.keys() - excluded
+        if isinstance(module, nn.Linear)
+        and te_blocks.layer_of(name) in TE_MODULES.keys() - excluded
     ]
     info = describe_fp8(fp8, version(), linear)
     # A cast for one micro batch serves the next ones of its step, where no weight is sharded.
@@ -177,11 +180,3 @@ def fp8_context(te: types.ModuleType, recipe) -> contextlib.AbstractContextManag
     if hasattr(te, "autocast"):  # 2.9 and newer
         return te.autocast(enabled=True, recipe=recipe)
     return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
-
-
-def check_primary_weights(te: types.ModuleType) -> None:
-    """UsageError where the installed version has no FP8 weights that FSDP2 can shard."""
-    if not (hasattr(te, "quantized_model_init") and hasattr(te, "QuantizedTensor")):
-        raise UsageError(
-            f"--fp8-all-gather: Transformer Engine {version()} has none that FSDP2 shards; update it"
-        )
