@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.model.families import FAMILIES, from_first_dialect, refuse_by_name
+from llm_train_bench.model.families import FAMILIES, NOT_IMPLEMENTED, from_first_dialect
 from llm_train_bench.model.json_keys import (
     ConfigError,
     Keys,
@@ -205,7 +205,9 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     if "arch_name" in raw and "model_type" not in raw:
         raw = from_first_dialect(keys)
         keys = Keys(raw, str(path))
-    refuse_by_name(keys)
+    if (reason := NOT_IMPLEMENTED.get(str(raw.get("model_type")))) is not None:
+        why = f"{reason} are not implemented; there are {', '.join(FAMILIES)}"
+        raise keys.error("model_type", why)
     model_type = keys.choice("model_type", tuple(FAMILIES))
     fields = FAMILIES[model_type](keys)
     keys.refuse_unsupported()

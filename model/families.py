@@ -431,14 +431,6 @@ NOT_IMPLEMENTED = {
 }
 
 
-def refuse_by_name(keys: Keys) -> None:
-    """ConfigError for a family that is known and not implemented."""
-    kind = keys.raw.get("model_type")
-    if isinstance(kind, str) and kind in NOT_IMPLEMENTED:
-        why = f"{NOT_IMPLEMENTED[kind]} are not implemented; there are {', '.join(FAMILIES)}"
-        raise keys.error("model_type", why)
-
-
 MISTRAL: Fields = dict(
     positions=131072, kv_heads=8, windows=functools.partial(_windows, default=4096)
 )

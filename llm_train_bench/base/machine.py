@@ -1,5 +1,6 @@
 """What this machine has: GPU drivers, CPU, installed libraries. Needs nothing but Python."""
 
+import contextlib
 import importlib.metadata
 import os
 import subprocess
@@ -33,11 +34,9 @@ def cpu_name() -> str:
 
     A name alone may stand for several generations: bf16 matmuls of an "AMD EPYC" differ ninefold.
     """
-    try:
-        with Path("/proc/cpuinfo").open(encoding="utf-8") as f:
-            pairs = [line.partition(":")[::2] for line in f]
-    except OSError:
-        pairs = []
+    pairs = []
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as f:
+        pairs = [line.partition(":")[::2] for line in f]
     processor = {key.strip(): value.strip() for key, value in reversed(pairs)}  # the first one's
     flags = (processor.get("flags") or processor.get("Features") or "").split()
     sets = " ".join(name for name in INSTRUCTION_SETS if name in flags)
@@ -56,10 +55,8 @@ ALSO_CALLED = {
 def installed_version(library: str) -> str | None:
     """The version of an installed distribution, or None."""
     for name in (library, *ALSO_CALLED.get(library, ())):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 

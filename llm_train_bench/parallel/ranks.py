@@ -230,12 +230,10 @@ def _launchers_directory() -> Path | None:
 def _first_host(environ: Mapping[str, str]) -> str:
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if nodes:
-        try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
             command = ["scontrol", "show", "hostnames", nodes]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             return done.stdout.split()[0]
-        except (OSError, subprocess.SubprocessError, IndexError):
-            pass
     elif int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", -1)) == int(environ["WORLD_SIZE"]):
         return "127.0.0.1"
     raise UsageError("MASTER_ADDR is not set; give the address of rank 0's host to every rank")

@@ -225,12 +225,9 @@ def help_text(kind: type, prog: str, script: Script | None) -> str:
     flags, hints = declared(kind), get_type_hints(kind)
     default, texts = defaults(kind), help_texts(kind)
     width = min(110, shutil.get_terminal_size((110, 24)).columns)
-    places = [f"{flags[n].metavar}" for n in flags if flags[n].positional]
-    lines = [
-        f"usage: {' '.join([prog, *places])} [flags]",
-        "",
-        (inspect.getdoc(kind) or "").split("\n\n")[0],
-    ]
+    places = [str(flags[n].metavar) for n in flags if flags[n].positional]
+    summary = (inspect.getdoc(kind) or "").split("\n\n")[0]
+    lines = [f"usage: {' '.join([prog, *places])} [flags]", "", summary]
     for base in reversed(kind.__mro__):
         names = [n for n in inspect.get_annotations(base) if n in flags]
         names = [n for n in names if script is None or script in flags[n].scripts]

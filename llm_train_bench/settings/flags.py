@@ -487,9 +487,8 @@ def check_bounds(args: Any) -> None:
         if flag.needs and not getattr(args, flag.needs) and changed(args, [name]):
             raise UsageError(f"{flag_of(name)} needs {flag_of(flag.needs)}")
         value = getattr(args, name)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if why := _outside(flag, value):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and (why := _outside(flag, value)):
             raise UsageError(f"{flag_of(name)} {value}: must be {why}")
 
 

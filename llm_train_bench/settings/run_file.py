@@ -92,9 +92,8 @@ def split_from(argv: Sequence[str], script: Script | None) -> tuple[list[str], R
     flags = {k: v for k, v in file.flags.items() if flag_of(k) not in later}
     if script is None:  # the caller decides how many ranks there are
         flags.pop("nproc", None)
-    return words, dataclasses.replace(
-        file, flags=flags, ranks=file.flags.get("nproc") or file.ranks
-    )
+    ranks = file.flags.get("nproc") or file.ranks
+    return words, dataclasses.replace(file, flags=flags, ranks=ranks)
 
 
 def _run_file(path: Path) -> RunFile:
