@@ -24,7 +24,7 @@ from llm_train_bench.compare.gate import gate
 from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import flag, positional
+from llm_train_bench.settings.flags import flag
 from llm_train_bench.sweep.experiment import machines_of
 
 
@@ -43,7 +43,7 @@ class RunsFlags:
         (?P<time_ms>[0-9.]+).
     """
 
-    results: tuple[str, ...] = positional("PATH ...", ())
+    results: tuple[str, ...] = flag((), metavar="PATH ...", positional=True)
     reference: str | None = flag(None, metavar="RUN")
     methodology: Literal["maximum_performance", "identical_config"] = flag("maximum_performance")
     one_model: bool = flag(False)

@@ -26,7 +26,7 @@ from llm_train_bench.base.files import walk
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import flag, positional
+from llm_train_bench.settings.flags import flag
 
 SUFFIXES = (".txt", ".md", ".rst", ".py")
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
@@ -43,7 +43,7 @@ class PrepareArgs:
     val_fraction: Fraction of the documents that goes into val.bin.
     """
 
-    inputs: tuple[str, ...] = positional("[TEXT ...]", ())
+    inputs: tuple[str, ...] = flag((), metavar="[TEXT ...]", positional=True)
     output_dir: str = flag("data", metavar="DIR")
     stdlib: bool = flag(False)
     tokenizer: str | None = flag(None, metavar="FILE")

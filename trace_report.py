@@ -25,7 +25,7 @@ from llm_train_bench.base.tables import markdown_table, milliseconds, short
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
-from llm_train_bench.settings.flags import flag, positional
+from llm_train_bench.settings.flags import flag
 from llm_train_bench.trace.breakdown import Breakdown, break_down
 from llm_train_bench.trace.breakdown_table import show_breakdown
 from llm_train_bench.trace.rank_tables import ranks_as_json, show_ranks, timeline_page
@@ -42,7 +42,7 @@ class ReportArgs:
     html: Write the timelines of all ranks, for a directory.
     """
 
-    traces: tuple[str, ...] = positional("TRACE [TRACE]", ())
+    traces: tuple[str, ...] = flag((), metavar="TRACE [TRACE]", positional=True)
     json: bool = flag(False)
     html: str | None = flag(None, metavar="FILE")
 

@@ -53,17 +53,12 @@ class Flag:
     needs: str | None = None
     headline: bool = False  # shown beside a run even at its default
     metavar: str | None = None
-    positional: bool = False
+    positional: bool = False  # stands on the command line without a flag
 
 
 def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
     """A field of a dataclass of flags; `declared` are the fields of `Flag`."""
     return dataclasses.field(default=default, metadata={"flag": Flag(kind, **declared)})
-
-
-def positional(metavar: str, default: Any = dataclasses.MISSING, kind: Kind | None = None) -> Any:
-    """A field that stands on the command line without a flag."""
-    return flag(default, kind, metavar=metavar, positional=True)
 
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex"]
@@ -82,7 +77,7 @@ class ModelFlags:
     route: How experts are chosen for a token: by the learned router, or round-robin (balanced).
     """
 
-    config: str = positional("CONFIG", kind=LENGTH)
+    config: str = flag(dataclasses.MISSING, LENGTH, metavar="CONFIG", positional=True)
     route: Literal["learned", "balanced"] = flag("learned", LEARNT, headline=True)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.settings.flags import changed, flag, flag_of, positional
+from llm_train_bench.settings.flags import changed, flag, flag_of
 from llm_train_bench.sweep.experiment import Experiment, from_command_line, read_experiment
 
 
@@ -20,7 +20,7 @@ class SettingsFlags:
     platform: Platform, which selects its part of the experiment file. auto detects the driver.
     """
 
-    experiment: str = positional("[FILE.yaml]", "")
+    experiment: str = flag("", metavar="[FILE.yaml]", positional=True)
     models: tuple[str, ...] = flag((), metavar="CONFIG ...")
     script: Literal["train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py"] = flag("train.py")
     set: tuple[str, ...] = flag((), metavar="FLAG=VALUE ...")
