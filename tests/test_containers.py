@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import socket
 import stat
 import subprocess
@@ -118,10 +117,12 @@ class Machine:
         for i in range(n):
             self.file(f"/dev/dri/renderD{128 + i}")
 
-    def launch(self, *argv, script: str = NVIDIA, **environment: str):
+    def launch(self, *argv, script: str = NVIDIA, before: str = "true", **environment: str):
+        """Exit code, stdout and stderr of a launch script, in a shell that runs `before` first."""
+        command = ["bash", "-c", f'{before}; exec bash "$0" "$@"', str(ROOT / "docker" / script)]
         done = subprocess.run(
-            ["bash", str(ROOT / "docker" / script), *words(*argv)], env=self.environment | environment,
-            capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd="/",
+            command + words(*argv), env=self.environment | environment, capture_output=True,
+            text=True, stdin=subprocess.DEVNULL, cwd="/",
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
 
@@ -160,14 +161,9 @@ def values(call: list[str], flag: str) -> list[str]:
 # --- linters ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_hadolint(path):
-    done = subprocess.run([BIN / "hadolint", str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
-def test_shellcheck():
-    command = [BIN / "shellcheck", "-x", *map(str, SCRIPTS)]
+@pytest.mark.parametrize("linter", [["hadolint", *DOCKERFILES], ["shellcheck", "-x", *SCRIPTS]])
+def test_linters_find_nothing(linter):
+    command = [BIN / linter[0], *linter[1:]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout
 
@@ -221,21 +217,23 @@ def image(tmp_path):
     return site
 
 
-def install(image, *extras, **environment):
+def install(image, *extras, fails=False, **environment) -> str:
+    """What install.sh writes to stderr."""
     top = image.parents[3]
     settings = {"PIP_NO_COMPILE": 1, "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": top}
     settings = {"PYTHON": top / "venv/bin/python"} | settings | environment
     variables = os.environ | {name: str(value) for name, value in settings.items()}
     command = words("bash docker/install.sh pyproject.toml", top / "bench", *extras)
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (done.returncode != 0) is fails, done.stderr
+    return done.stderr
 
 
 def test_dependency_layer_leaves_the_images_own_alone(image):
     bench, python = image.parents[3] / "bench", image.parents[2] / "bin/python"
     extras = {x for path in DOCKERFILES for x in re.search(INSTALL, path.read_text())[1].split()}
     assert {"energy", "fp8"} <= extras  # of any image: the union installs, so each image's do
-    done = install(image, *sorted(extras))
-    assert done.returncode == 0, done.stderr
+    install(image, *sorted(extras))
     lines = (bench / "after.txt").read_text().splitlines()
     after = dict(line.lower().split("==") for line in lines)
     assert after.items() >= VENDORS.items()
@@ -258,16 +256,14 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
 def test_build_fails_where_the_images_torch_is_too_old(image):
     metadata = image / f"torch-{VENDORS['torch']}.dist-info/METADATA"
     metadata.write_text(metadata.read_text().replace(VENDORS["torch"], "2.10.0+rocm7"))
-    done = install(image)
-    assert done.returncode != 0
-    assert "install.sh: the image has torch 2.10.0+rocm7, and 2.11 is needed" in done.stderr
+    error = install(image, fails=True)
+    assert "install.sh: the image has torch 2.10.0+rocm7, and 2.11 is needed" in error
 
 
 def test_build_fails_where_something_would_replace_torch(image):
     """A requirement that the vendor's version does not meet ends the build; nothing is changed."""
-    done = install(image, REQUIRE="torch<2.14")  # others would serve
-    assert done.returncode != 0
-    assert "torch" in done.stderr and "pip replaced" not in done.stderr
+    error = install(image, fails=True, REQUIRE="torch<2.14")  # others would serve
+    assert "torch" in error and "pip replaced" not in error
     assert [x.name for x in image.glob("torch-*")] == [f"torch-{VENDORS['torch']}.dist-info"]
 
 
@@ -280,9 +276,9 @@ def test_build_fails_where_something_was_replaced(image):
         f'exec "{image.parents[2]}/bin/python" "$@"\n'
     )
     wrapper.chmod(0o755)
-    done = install(image, PYTHON=wrapper)
-    assert done.returncode == 1 and "pip replaced what belongs to the image" in done.stderr
-    assert "transformer_engine==2.19.0+abc" in done.stderr
+    error = install(image, fails=True, PYTHON=wrapper)
+    assert "pip replaced what belongs to the image" in error
+    assert "transformer_engine==2.19.0+abc" in error
 
 
 # --- launch.sh -------------------------------------------------------------------------------------
@@ -418,12 +414,7 @@ def test_rootless_docker_asks_for_no_more_memory_to_lock_than_there_is(ready):
     (ready.state / "security").write_text("[name=rootless]")
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     small = limit if limit != resource.RLIM_INFINITY else 8 << 20
-    done = subprocess.run(
-        ["bash", "-c", f'ulimit -l {small // 1024}; exec bash "$0" true', str(ROOT / "docker/launch.sh")],
-        env=ready.environment, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (call,) = ready.calls("run")
+    call = ready.starts("true", before=f"ulimit -l {small // 1024}")
     assert values(call, "--ulimit") == ["stack=67108864"]
 
 
@@ -504,16 +495,13 @@ def test_what_is_missing_is_one_line_with_what_helps(machine, script, prepare, a
     assert machine.calls("run", "exec") == []
 
 
-def test_an_option_without_its_value(machine):
-    code, _, error = machine.launch("--image")
-    assert code == 2 and error == "launch.sh: --image needs a value; see launch.sh --help\n"
-
-
 @pytest.mark.parametrize("script", [NVIDIA, AMD])
-def test_help(machine, script):
+def test_help_and_an_option_without_its_value(machine, script):
     code, out, _ = machine.launch("-h", script=script)
     assert code == 0
     assert all(text in out for text in ("--dry-run", f"docker/{script}", "Build the image"))
+    error = f"{script}: --image needs a value; see {script} --help\n"
+    assert machine.launch("--image", script=script) == (2, "", error)
 
 
 # --- launch_amd.sh ---------------------------------------------------------------------------------
@@ -552,8 +540,7 @@ def test_an_amd_gpu_is_not_each_render_node(machine):
     call = machine.starts("true", script=AMD)
     assert "NCCL_MIN_NCHANNELS=112" in values(call, "-e")
     call = machine.starts("--gpus 0,7 true", script=AMD)
-    devices = ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD184"]
-    assert values(call, "--device") == devices
+    assert values(call, "--device") == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD184"]
 
 
 def test_amd_settings_are_each_explained_and_recorded():
@@ -569,10 +556,6 @@ def test_amd_settings_are_each_explained_and_recorded():
 # --- many machines ---------------------------------------------------------------------------------
 
 
-def schema(name: str) -> dict:
-    return json.loads(gzip.decompress((ROOT / f"tests/schemas/{name}.json.gz").read_bytes()))
-
-
 def manifests(name: str) -> list[dict]:
     return list(yaml.safe_load_all((ROOT / "docker" / name).read_text()))
 
@@ -583,7 +566,8 @@ SCHEMAS = dict(Service="service-v1", Job="job-batch-v1", PyTorchJob="pytorchjob-
 @pytest.mark.parametrize("name", ["kubernetes-job.yaml", "kubernetes-pytorchjob.yaml"])
 def test_manifests_are_valid(name):
     for manifest in manifests(name):
-        validator = jsonschema.Draft7Validator(schema(SCHEMAS[manifest["kind"]]))
+        schema = (ROOT / f"tests/schemas/{SCHEMAS[manifest['kind']]}.json.gz").read_bytes()
+        validator = jsonschema.Draft7Validator(json.loads(gzip.decompress(schema)))
         assert not [e.message for e in validator.iter_errors(manifest)]
         # The schema refuses what is wrong.
         manifest["spec"]["nodes"] = 2
@@ -624,14 +608,13 @@ def test_slurm_variants(kind, machine):
         image = {"IMAGE": "/shared/bench.sqsh"}
     code, _, error = machine.launch(command, script="slurm.sbatch", **image)
     assert code == 0, error
-    lines = (machine.state / "environment").read_text().splitlines()
-    argv, exported = machine.calls()[0], set(lines)
-    assert {"MASTER_ADDR=node7", "MASTER_PORT=29734"} <= exported
+    exported, argv = (machine.state / "environment").read_text().splitlines(), machine.calls()[0]
+    assert {"MASTER_ADDR=node7", "MASTER_PORT=29734"} <= set(exported)
     assert argv[-2:] == command
     if kind == "pyxis":
         assert "--container-image=/shared/bench.sqsh" in argv
     if kind == "docker":
-        assert {"NNODES=2", "HEAD=node7", "PORT=29734"} <= exported
+        assert {"NNODES=2", "HEAD=node7", "PORT=29734"} <= set(exported)
         assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(argv)
         assert "docker/launch.sh" in argv and "docker/torchrun_node.sh" in argv
         # No container is left.
@@ -663,7 +646,5 @@ def test_an_image_without_history_knows_its_revision(tmp_path, monkeypatch):
 
 
 def test_scripts_are_executable():
-    for script in SCRIPTS:
-        if script.name not in ("common.sh", "slurm.sbatch"):
-            assert os.access(script, os.X_OK), script
-    assert shutil.which("bash")
+    unfit = {script.name for script in SCRIPTS if not os.access(script, os.X_OK)}
+    assert unfit <= {"common.sh", "slurm.sbatch"}
