@@ -208,10 +208,7 @@ FORWARD = ["forward-ddp", "forward-fsdp", "forward-never"]
 @pytest.mark.parametrize("name", [*CASES, *FORWARD])
 def test_traffic_is_what_the_collectives_were_handed(name, runs):
     steps = 4 if name in FORWARD else STEPS
-    moved, metrics = (
-        facts_of(runs / name)["traffic"][0],
-        result_of(runs / name)["metrics"],
-    )
+    moved, metrics = (facts_of(runs / name)["traffic"][0], result_of(runs / name)["metrics"])
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         assert metrics[f"{kind}_bytes"] == moved.get(kind, 0) / steps, kind
     assert any(moved.values()) == (name != "forward-ddp")

@@ -261,12 +261,7 @@ MATMUL = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
         # Without any kernel's launch no kernel is known to be older.
         ([("gemm bf16", 10, 50, 7)], [(77, 1)], 60, {"matmul bf16": 40, "idle": 20}),
         # An asynchronous program's matmul from before the trace runs as the first step begins.
-        (
-            [(MATMUL, 20, 120, 7), (MATMUL, -400, 20, 7)],
-            [(0, 10)],
-            100,
-            {"matmul bf16": 100},
-        ),
+        ([(MATMUL, 20, 120, 7), (MATMUL, -400, 20, 7)], [(0, 10)], 100, {"matmul bf16": 100}),
     ],
 )
 def test_work_from_before_the_first_step_is_left_out(kernels, launches, end, classes, tmp_path):
