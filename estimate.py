@@ -21,12 +21,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.machine import detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
-from llm_train_bench.estimate.estimate_flags import (
-    EstimateArgs,
-    EstimateFlags,
-    as_trained_by,
-    device_of,
-)
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
 from llm_train_bench.estimate.memory_check import fit_memory
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
@@ -78,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
     gpu = device_of(wanted.gpu, wanted)
     plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=gpu.memory_gib)
-    plan = dataclasses.replace(plan, work=as_trained_by(plan.work, wanted))
+    plan = dataclasses.replace(plan, work=adapted(plan.work, wanted))
     if wanted.calibrate:
         gpu, note = calibrated(gpu, Path(wanted.calibrate), wanted)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -103,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
         changed = check(dataclasses.replace(args, **flags), script)
         other = make_plan(changed, script, gpus, gpu.platform)
-        return dataclasses.replace(other, work=as_trained_by(other.work, wanted))
+        return dataclasses.replace(other, work=adapted(other.work, wanted))
 
     for change in nearest_changes(planned, plan.work, gpu, wanted.per_node):
         print(f"would fit: {change}")

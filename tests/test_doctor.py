@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -22,13 +21,6 @@ ROCM_SMI = """#!/bin/sh
 echo '{"card0": {"Card Series": "AMD Instinct MI300X", "VRAM Total Memory (B)": "206141652992",
 "VRAM Total Used Memory (B)": "9000000000"}, "system": {"Driver version": "6.12"}}'
 """
-
-
-def put(tmp_path, monkeypatch, name, text):
-    tool = tmp_path / name
-    tool.write_text(text)
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
 
 def test_this_machine(output_of):
@@ -80,19 +72,23 @@ def test_amds_build_of_transformer_engine_has_another_name(installed):
     assert "ROCm/TransformerEngine" in missing.advice
 
 
-def test_who_holds_a_gpus_memory(tmp_path, monkeypatch):
-    put(tmp_path, monkeypatch, "nvidia-smi", NVIDIA_SMI)
-    found = doctor.drivers("nvidia")
-    assert [f.what for f in found] == ["GPU 0", "GPU 0 is in use", "GPU 1"]
-    assert "90800 MiB by process 4711 (python3)" in found[1].found
-    assert "kill 4711" in found[1].advice
-
-
-def test_amd(tmp_path, monkeypatch):
-    put(tmp_path, monkeypatch, "rocm-smi", ROCM_SMI)
-    found = doctor.drivers("amd")
-    assert "AMD Instinct MI300X, driver 6.12, 196592 MiB" in found[0].found
-    assert found[1].what == "card0 is in use"
+@pytest.mark.parametrize(
+    ("tool", "text", "states", "says"),
+    [("nvidia-smi", NVIDIA_SMI, {"GPU 0": "ok", "GPU 0 is in use": "missing", "GPU 1": "ok"},
+      ["90800 MiB by process 4711 (python3)", "kill 4711"]),
+     ("rocm-smi", ROCM_SMI, {"card0": "ok", "card0 is in use": "missing"},
+      ["AMD Instinct MI300X, driver 6.12, 196592 MiB"]),
+     ("amd-smi", "#!/bin/sh\n", {"GPU driver": "ok"}, ["amd-smi monitor"]),
+     ("nvidia-smi", "#!/bin/sh\nexit 9\n", {"GPU driver": "bad"}, ["dmesg"])],
+)  # fmt: skip
+def test_gpus_and_who_holds_their_memory(tool, text, states, says, tmp_path, monkeypatch):
+    """By each tool alone; also where only AMD's newer one is, and where the driver fails."""
+    (tmp_path / tool).write_text(text)
+    (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = doctor.drivers("nvidia" if tool == "nvidia-smi" else "amd")
+    assert {f.what: f.state for f in found} == states
+    assert all(any(words in f.found + f.advice for f in found) for words in says)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +99,6 @@ def test_amd(tmp_path, monkeypatch):
 def test_whose_gpus_by_what_their_driver_leaves(there, kind, monkeypatch):
     monkeypatch.setattr(Path, "exists", lambda path: str(path) == there)
     assert detect_platform() == kind
-
-
-def test_amd_where_only_the_newer_tool_is(tmp_path, monkeypatch):
-    put(tmp_path, monkeypatch, "amd-smi", "#!/bin/sh\n")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    (finding,) = doctor.drivers("amd")
-    assert finding.state == "ok" and "amd-smi monitor" in finding.found
-
-
-def test_a_failing_driver_is_bad(tmp_path, monkeypatch):
-    put(tmp_path, monkeypatch, "nvidia-smi", "#!/bin/sh\nexit 9\n")
-    (finding,) = doctor.drivers("nvidia")
-    assert finding.state == "bad" and finding.advice
 
 
 def test_settings_that_slow_a_run_down(monkeypatch):

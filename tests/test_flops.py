@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.formulas.flops import (
     attended_keys,
-    attention_flops,
+    attention_width,
     flops_per_token,
     recomputed_flops_per_token,
 )
@@ -34,7 +34,7 @@ def what_torch_counts(monkeypatch):
     is an overhead of how we compute them."""
 
     def attend(q, k, v, mask, dropout, scale, sinks):
-        return layers.attend(q, k, v, mask[:, 1:], dropout)
+        return layers.attend(q, k, v, mask[:, 1:], dropout, scale)
 
     def first_expert(self, rows, counts):
         return F.linear(rows, self.weight[0])
@@ -160,7 +160,7 @@ def test_conventions_by_hand():
 def test_head_dim_counts_not_the_hidden_size():
     """qwen3-like: heads x head_dim is wider than the hidden size."""
     wide = config("qwen3")
-    assert attention_flops(wide, 32, causal=False) == 3 * 4 * (6 * 16) * 32
+    assert attention_width(wide) == 4 * (6 * 16)
 
 
 def test_padding_is_no_useful_work():

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
@@ -93,7 +93,8 @@ def compare(
     `reference` names another: a setting, or one of its runs. With `identical`, hyperparameters that only
     concern speed must agree too.
     """
-    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in pool(records)]
+    settings = map(_pooled, grouped(records, _key).values())
+    rows = [Compared(r, group_of(r), marks=list(r.marks)) for r in settings]
     groups = grouped(rows, lambda row: row.group)
     for members in groups.values():
         name_settings([row.record for row in members])
@@ -213,17 +214,8 @@ def prices_of(
     return Prices(usd, watts)
 
 
-def pool(records: Iterable[Record]) -> list[Record]:
-    """One record a setting, in order: means over its runs, the most memory of any, all step times.
-
-    Runs are repeats if hardware, model, software and all flags are the same. A run that cannot be
-    compared is left out where others of its setting can, and named in the notes. A file that does not
-    tell its flags is a setting by itself.
-    """
-    return [_pooled(runs) for runs in grouped(records, _key).values()]
-
-
 def _key(r: Record) -> str:
+    """Alike for repeats: the same hardware, model, software and flags; a file without flags is alone."""
     if r.arguments is None:
         return f"{r.path} {r.label}"
     facts = {k: v for k, v in r.arguments.items() if k not in NOT_THE_SETTING}
@@ -234,6 +226,10 @@ def _key(r: Record) -> str:
 
 
 def _pooled(runs: list[Record]) -> Record:
+    """One record of a setting: means over its runs, the most memory of any, all step times.
+
+    A run that cannot be compared is left out where others can, and named in the notes.
+    """
     usable = [r for r in runs if not r.marks and r.tokens_per_sec_per_gpu]
     left_out = [f"left out {r.label}: {'; '.join(r.marks)}" for r in runs if usable and r.marks]
     chosen = usable or runs[:1]

@@ -182,7 +182,7 @@ def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> 
     return record_of(log, path, facts)
 
 
-def read_automodel_benchmark(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
+def read_automodel(content: dict[str, Any], path: Path, facts: LogFacts) -> Record:
     """The JSON of NeMo Automodel's benchmark recipe; its `tflops_per_gpu` is of a step, not a second."""
     batch, length = content["global_batch_size"], content["seq_len"]
     mfu = (content.get("avg_mfu_percent") or 0.0) / 100

@@ -15,11 +15,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.strict import first_problem
-from llm_train_bench.compare.read_logs import (
-    read_automodel_benchmark,
-    read_metrics_csv,
-    read_trainer_state,
-)
+from llm_train_bench.compare.read_logs import read_automodel, read_metrics_csv, read_trainer_state
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
@@ -52,7 +48,7 @@ def read_json(path: Path, facts: LogFacts) -> list[Record]:
     if "log_history" in keys and isinstance(content["log_history"], list):
         return [read_trainer_state(content, path, facts)]
     if {"avg_iter_time_seconds", "world_size"} <= keys:
-        return [read_automodel_benchmark(content, path, facts)]
+        return [read_automodel(content, path, facts)]
     raise UsageError(
         f"{path}: is no result.json of ours, and has no gpu_info and performance_metrics"
     )

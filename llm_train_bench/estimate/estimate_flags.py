@@ -79,8 +79,8 @@ def device_of(name: str, wanted: EstimateFlags) -> Hardware:
     return dataclasses.replace(gpu, memory_gib=limits["memory"] or gpu.memory_gib)
 
 
-def as_trained_by(work: Work, wanted: EstimateFlags) -> Work:
-    """The step as another trainer does it; UsageError for a difference that is not known."""
+def adapted(work: Work, wanted: EstimateFlags) -> Work:
+    """The step adapted to another trainer; UsageError for a difference that is not known."""
     fields, recompute = {}, work.recompute
     for key, value in key_values("--trainer", wanted.trainer, dict.fromkeys(TRAINERS, str)).items():
         if value not in TRAINERS[key]:

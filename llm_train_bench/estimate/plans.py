@@ -9,12 +9,7 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.tables import markdown_table, number, show_whole
-from llm_train_bench.estimate.estimate_flags import (
-    EstimateArgs,
-    EstimateFlags,
-    as_trained_by,
-    device_of,
-)
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
 from llm_train_bench.estimate.layout_search import TOKENS_PER_STEP, Layout, search
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.work import Work
@@ -63,7 +58,7 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
             args = check(changed(pt_compile=True, **flags), script)
-            return as_trained_by(make_plan(args, script, n, gpu.platform, config).work, wanted)
+            return adapted(make_plan(args, script, n, gpu.platform, config).work, wanted)
 
         gpus = wanted.per_node if wanted.days else wanted.gpus
         while True:

@@ -139,14 +139,11 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
 
 def speed_factor(work: Work, gpu: Hardware, per_node: int, measured: float) -> float:
     """The factor on all rates of a device by which a step takes the `measured` seconds."""
-
-    def estimated(factor: float) -> float:
-        return estimate_speed(work, scaled(gpu, factor, factor), per_node).step_s
-
     low, high = 1e-4, 1e4
     for _ in range(60):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if estimated(middle) > measured else (low, middle)
+        slow = estimate_speed(work, scaled(gpu, middle, middle), per_node).step_s > measured
+        low, high = (middle, high) if slow else (low, middle)
     return low
 
 

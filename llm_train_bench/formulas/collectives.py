@@ -12,13 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
-from llm_train_bench.formulas.parameters import (
-    Shapes,
-    layer_names,
-    matrices,
-    n_numbers,
-    parameter_shapes,
-)
+from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
 from llm_train_bench.formulas.work import Batch, Fsdp, Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
@@ -49,7 +43,7 @@ def ddp_bytes(shapes: Shapes, work: Work) -> dict[str, int]:
     """DDP reduces each gradient once per step; without gradients nothing."""
     if work.world == 1 or not work.trains:
         return {}
-    moved = {"all_reduce": n_numbers(shapes) * work.ddp.reduce_bytes}
+    moved = {"all_reduce": sum(map(math.prod, shapes.values())) * work.ddp.reduce_bytes}
     if work.ddp.zero1 and work.pass_type == "step":  # the updated shares, rows padded
         padded = (
             -(-rows // work.world) * work.world * math.prod(rest) for rows, *rest in shapes.values()

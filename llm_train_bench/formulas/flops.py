@@ -23,11 +23,6 @@ def attended_keys(seq_len: int, window: int | None, causal: bool) -> float:
     return w - w * w / (2 * seq_len) if causal else w
 
 
-def attention_flops(config: ModelConfig, seq_len: int, causal: bool) -> float:
-    """Forward FLOPs per token of the two attention matmuls over all layers."""
-    return sum(attention_width(config) * attended_keys(seq_len, w, causal) for w in config.windows)
-
-
 def attention_width(config: ModelConfig) -> int:
     """Forward FLOPs of a layer's two attention matmuls per token and key: scores, then values."""
     return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
@@ -38,7 +33,8 @@ def flops_per_token(
 ) -> float:
     """FLOPs per token of a pass, in the `causal` or (False) the `palm` convention."""
     forward = 2 * sum(linear_parameters(config).values())
-    forward += attention_flops(config, seq_len, causal)
+    width = attention_width(config)
+    forward += sum(width * attended_keys(seq_len, window, causal) for window in config.windows)
     return PASS_FORWARDS[pass_type] * forward
 
 

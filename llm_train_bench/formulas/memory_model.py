@@ -37,7 +37,7 @@ class MemoryEstimate:
     logits: float
     gathered: float
     peak: float
-    apart: float
+    apart: float = 0.0
     host: float = 0.0
     """What --cpu-offload keeps in the host's memory."""
 
@@ -139,7 +139,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     if not work.trains:
         passing = max(_passing_activations(work, layer) for layer in layers)
         peak = lasting + max(passing, logits + stream)
-        return MemoryEstimate(parameters, 0.0, 0.0, stream, logits, lasting - parameters, peak, 0.0)
+        return MemoryEstimate(parameters, 0.0, 0.0, stream, logits, lasting - parameters, peak)
     # The last group has the loss of the first micro batch before it has gradients, the others' after.
     again = whole if batch.grad_acc_steps > 1 else 0.0
     in_loss = lasting + again + kept + stream + logits + head_gradient
@@ -149,9 +149,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
     gradients, activations, logits = gradients + whole, kept + boundaries, logits + head_gradient
     peak = max(in_loss, in_backward, at_end)
-    return MemoryEstimate(
-        parameters, gradients, optimizer, activations, logits, gathered, peak, 0.0
-    )
+    return MemoryEstimate(parameters, gradients, optimizer, activations, logits, gathered, peak)
 
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:

@@ -82,16 +82,11 @@ def matrices(shapes: Shapes) -> dict[str, Sequence[int]]:
     return {name: shape for name, shape in shapes.items() if len(shape) >= 2}
 
 
-def n_numbers(shapes: Shapes) -> int:
-    """Numbers in all of these."""
-    return sum(math.prod(shape) for shape in shapes.values())
-
-
 def count_parameters(config: ModelConfig) -> int:
     """All trainable parameters of the unpadded model, a tied head counted once."""
     tables = 1 if config.tie_word_embeddings else 2
     padding = (config.padded_vocab_size - config.vocab_size) * config.hidden_size
-    return n_numbers(parameter_shapes(config)) - tables * padding
+    return sum(map(math.prod, parameter_shapes(config).values())) - tables * padding
 
 
 def count_active_parameters(config: ModelConfig) -> int:

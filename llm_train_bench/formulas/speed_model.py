@@ -139,14 +139,12 @@ def head_time(work: Work, gpu: Hardware) -> tuple[float, float]:
 def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, float, float]:
     """A micro batch on a rank of a group: seconds, parameters, the forward's part of blocks."""
     rate, layers = gpu.memory_rate, work.layers_of(pp_rank)
-    matmuls = attention = memory = 0.0
-    passes = [0.0, 0.0]
+    parts, passes = (0.0, 0.0, 0.0), [0.0, 0.0]
     for layer, times in alike(work, layers):
         for i, part in enumerate(block_time(work, layer, gpu)):
-            matmuls += times * part.matmuls
-            attention += times * part.attention
-            memory += times * part.memory
+            parts = [seconds + times * x for seconds, x in zip(parts, part, strict=True)]
             passes[i] += times * sum(part)
+    matmuls, attention, memory = parts
     if work.config.num_hidden_layers - 1 in layers:
         head, loss = head_time(work, gpu)
         matmuls, memory = matmuls + head, memory + loss

@@ -102,13 +102,10 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def difference(a: Mean, b: Mean) -> tuple[float, float, float] | None:
-    """a - b, its standard error and degrees of freedom (Welch 1947); None where no noise is known.
-
-    A side of one run takes the other's noise, in proportion to its value.
-    """
+    """a - b, its standard error and degrees of freedom (Welch 1947); None where no noise is known."""
     if not (a.degrees or b.degrees):
         return None
-    if not (a.degrees and b.degrees):
+    if not (a.degrees and b.degrees):  # one run takes the other side's noise, by its value
         known, single = (a, b) if a.degrees else (b, a)
         std = known.std * abs(single.value / known.value)
         error = math.sqrt(known.error + max(std, single.std) ** 2 / single.n)

@@ -21,7 +21,7 @@ from llm_train_bench.base.errors import NotJoined, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.machine import n_cores
 from llm_train_bench.measure.device import is_out_of_memory
-from llm_train_bench.results.result_files import RUN_POINTER, RUN_POINTER_BEFORE
+from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER
 
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
 # (it may have started Open MPI's daemons), MPICH.
@@ -215,7 +215,7 @@ def word_before() -> str | None:
     if _LASTING and _LASTING[-1].check([key]):
         return _LASTING[-1].get(key).decode()
     if private := _launchers_directory():
-        for name in (RUN_POINTER, RUN_POINTER_BEFORE):
+        for name in (RUN_POINTER, RUN_BEFORE):
             with contextlib.suppress(OSError):
                 return (private / name).read_text(encoding="utf-8")
     return None

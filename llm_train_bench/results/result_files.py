@@ -131,7 +131,7 @@ def _started(pid: int | None) -> int | None:
 
 # The first rank of a machine writes its run into a file of this name, as JSON, for the process that
 # started it; the file of the attempt before has the other name.
-RUN_POINTER, RUN_POINTER_BEFORE = "run", "run-before"
+RUN_POINTER, RUN_BEFORE = "run", "run-before"
 
 
 def run_told(pointer: Path) -> Path | None:

@@ -34,12 +34,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from llm_train_bench.base.errors import Interrupted, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.parallel.ranks import MEETING, ROUND
-from llm_train_bench.results.result_files import (
-    RUN_POINTER,
-    RUN_POINTER_BEFORE,
-    complete_result,
-    run_told,
-)
+from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER, complete_result, run_told
 from llm_train_bench.run.failures import (
     LOST,
     NO_CAUSE,
@@ -95,7 +90,7 @@ def run_agent(
                 worker_group.store.set(ROUND, uuid.uuid4().hex)
             os.environ[ROUND] = worker_group.store.get(ROUND).decode()
             with contextlib.suppress(OSError):  # from now on the file is the new attempt's
-                (private / RUN_POINTER).replace(private / RUN_POINTER_BEFORE)
+                (private / RUN_POINTER).replace(private / RUN_BEFORE)
             return super()._start_workers(worker_group)
 
         def _exit_barrier(self):

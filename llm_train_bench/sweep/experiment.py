@@ -29,9 +29,9 @@ class Machine(BaseModel, extra="forbid"):
     """The hardware of one platform, for the arithmetic of batches and for cost."""
 
     gpu: str | None = None
-    gpus: int = Field(1, ge=1)
-    usd_per_hour: float | None = Field(None, gt=0)
-    tdp_w: float | None = Field(None, gt=0)
+    gpus: int = Field(default=1, ge=1)
+    usd_per_hour: float | None = Field(default=None, gt=0)
+    tdp_w: float | None = Field(default=None, gt=0)
 
 
 class Parallel(BaseModel, extra="forbid"):
@@ -74,8 +74,12 @@ class Experiment(BaseModel, extra="forbid"):
         return {n.replace("-", "_") if isinstance(n, str) else n: v for n, v in inner.items()}
 
 
-def check_size(e: Experiment, where: str | Path) -> Experiment:
-    """The experiment, unless it has more cells than anybody can run (UsageError)."""
+def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
+    """The experiment; UsageError for a bad key, or for more cells than anybody can run."""
+    try:
+        e = Experiment.model_validate(content)
+    except ValidationError as error:
+        raise UsageError(f"{before}{first_problem(error)}") from None
     n = math.prod([len(e.models), len(e.cells) or 1, *map(len, e.grid.values())])
     if n > MOST_CELLS:
         raise UsageError(f"{where}: {n:,} settings; at most {MOST_CELLS:,} are run in one sweep")
@@ -97,10 +101,7 @@ def read_experiment(path: str | Path) -> Experiment:
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
     if isinstance(content.get("experiment"), dict):
         raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
-    try:
-        return check_size(Experiment.model_validate(content), path)
-    except ValidationError as error:
-        raise UsageError(f"{path}: {first_problem(error)}") from None
+    return _checked(content, str(path), f"{path}: ")
 
 
 def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]]:
@@ -170,7 +171,4 @@ def from_command_line(
             grid[flag] = parsed
     content = {"experiment": "command-line", "script": script, "models": list(models)}
     content |= {"training": training, "grid": grid, "repeats": repeats}
-    try:
-        return check_size(Experiment.model_validate(content), "--set")
-    except ValidationError as error:
-        raise UsageError(f"--{first_problem(error)}") from None
+    return _checked(content, "--set", "--")

@@ -16,7 +16,7 @@ from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep import cell_runs
 from llm_train_bench.sweep.auto_batch import with_largest_batch
 from llm_train_bench.sweep.cell_runs import CellRow, Rows, cell_key, outcome, run_cell
-from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.experiment import Experiment, Machine
 from llm_train_bench.sweep.grid import Cell
 from llm_train_bench.sweep.sweep_flags import SweepArgs
 from llm_train_bench.sweep.tune import tune
@@ -106,8 +106,7 @@ def run_all(
     """Run what has no row yet, all settings before any repeat; returns all rows, old ones first."""
     directory, timeout_s = rows.path.parent, experiment.timeout_s
     if args.auto_bsz:
-        machine = experiment.hardware.get(platform)
-        gpu = machine.gpu if machine else None
+        gpu = experiment.hardware.get(platform, Machine()).gpu
         cells = [with_largest_batch(cell, rows, timeout_s, gpu) for cell in cells]
     # Each key is made once: a file that is edited meanwhile would give another key.
     measured, todo, labels = [], [], {}

@@ -57,8 +57,9 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
     ranked = []
     for members in grouped(rows, lambda row: row["key"].rsplit("-", 1)[0]).values():
         ok = [row for row in members if row["status"] == "ok"]
-        label, length = _label(members[0]), members[0].get("seq_len")
-        group = members[0]["model"] + (f" T{length}" if length else "")
+        model, length = members[0]["model"], members[0].get("seq_len")
+        label = " ".join([model, *(f"{k}={v}" for k, v in members[0]["axes"].items())])
+        group = model + (f" T{length}" if length else "")
         if not ok:
             ranked.append(Ranked(group, label, members[0]["status"], *[None] * 7))
             continue
@@ -89,10 +90,6 @@ def rank(rows: list[CellRow]) -> list[Ranked]:
         return order.index(r.group), r.status.startswith("unfit"), -(r.tokens_per_sec or 0.0)
 
     return sorted(ranked, key=place)
-
-
-def _label(row: CellRow) -> str:
-    return " ".join([row["model"], *(f"{name}={value}" for name, value in row["axes"].items())])
 
 
 def show_ranking(ranked: list[Ranked], directory: Path) -> None:

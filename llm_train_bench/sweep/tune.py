@@ -16,7 +16,7 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, defaults
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep.cell_runs import Rows, probe
-from llm_train_bench.sweep.experiment import Experiment
+from llm_train_bench.sweep.experiment import Experiment, Machine
 from llm_train_bench.sweep.grid import Cell, plan_of
 
 # Part of the settings that is run at all; measured steps of the first short runs, and before them.
@@ -48,9 +48,9 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
     for cell in cells:
         args = parse_args(cell.argv(), cell.script)
         on = "cpu" if args.device == "cpu" else platform
-        machine = e.hardware.get(on)
-        world = args.nproc or (machine.gpus if machine else 1)
-        gpu = _device(machine.gpu if machine else None, on, world)
+        machine = e.hardware.get(on, Machine())
+        world = args.nproc or machine.gpus
+        gpu = _device(machine.gpu, on, world)
         work = plan_of(args, cell.script, world, on).work
         if on != "cpu" and estimate_memory(work).on_device(world) > gpu.memory_gib * 2**30:
             continue
