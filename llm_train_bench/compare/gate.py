@@ -170,6 +170,9 @@ def entry_of(results: list[Result]) -> Entry:
         tokens = r.batch.tokens_per_step / r.device.count
         times = r.metrics.step_time_ci95_high_s, r.metrics.step_time_ci95_low_s
         low, high = (tokens / seconds if seconds else mean.value for seconds in times)
+    origin: dict[str, Any] = {name: r.environment.get(name) for name in ("git_sha", "git_dirty")}
+    origin |= {"run": r.run_name, "command": shown_command(r.command), "started_at": r.started_at}
+    origin |= {"device": r.device.name, "software": software(r)}
     # Not validated: a spoilt result may hold any figure.
     return Entry.model_construct(
         setting=setting_of(r),
@@ -184,15 +187,7 @@ def entry_of(results: list[Result]) -> Entry:
         memory_mean_gib=max((d.memory_mean_gib or 0.0 for d in devices), default=0.0) or None,
         n_steps=r.metrics.n_measured_steps,
         power_limit_w=r.power_limit_w,
-        provenance=Provenance.model_construct(
-            run=r.run_name,
-            command=shown_command(r.command),
-            started_at=r.started_at,
-            git_sha=r.environment.get("git_sha"),
-            git_dirty=r.environment.get("git_dirty"),
-            device=r.device.name,
-            software=software(r),
-        ),
+        provenance=Provenance.model_construct(**origin),
     )
 
 

@@ -167,10 +167,9 @@ def _short(value) -> str:
 def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
     r, device = row.record, device_called(row.record.hardware)
     # As the run names its hardware, or as hardware.json does.
-    usd, watts = (
-        table.get(r.hardware or "") or table.get(device.name if device else "")
-        for table in (prices.usd_per_hour, prices.tdp_w)
-    )
+    names = r.hardware or "", device.name if device else ""
+    tables = prices.usd_per_hour, prices.tdp_w
+    usd, watts = (table.get(names[0]) or table.get(names[1]) for table in tables)
     price = usd or r.usd_per_hour or (device and device.usd_per_hour)
     rate = r.tokens_per_sec_per_gpu
     if rate and price:

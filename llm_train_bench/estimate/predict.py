@@ -56,32 +56,21 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> SimpleNam
 
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
-    return SimpleNamespace(
-        gpu=gpu.name,
-        gpus=world,
-        script=plan.script,
-        parameters=count_parameters(work.config),
-        flops_per_token=flops,
-        global_batch=batch.global_batch,
-        memory=memory,
-        memory_outside=needed - memory.peak,
-        memory_limit=limit,
-        fits=needed <= limit,
-        largest_bsz=largest_batch(whole, limit),
-        step_s=speed.step_s,
-        parts_s=speed.parts,
-        tokens_per_sec=per_second,
-        tokens_per_sec_per_gpu=per_second / world,
-        mfu=per_second / world * flops / peak,
-        tokens_per_joule=per_second / watts if watts else None,
-        usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
-        days=seconds and seconds / 86400,
-        usd=seconds and price and price * world * seconds / 3600,
-        kwh=seconds and watts and watts * seconds / 3.6e6,
-        traced_peak=traced,
-        simulated_s=None,
-        accuracy=accuracy_of(gpu.name, work.fsdp.divided),
-    )
+    e: dict[str, Any] = {"gpu": gpu.name, "gpus": world, "script": plan.script}
+    e |= {"parameters": count_parameters(work.config), "flops_per_token": flops}
+    e |= {"global_batch": batch.global_batch, "memory": memory}
+    e |= {"memory_outside": needed - memory.peak, "memory_limit": limit, "fits": needed <= limit}
+    e |= {"largest_bsz": largest_batch(whole, limit)}
+    e |= {"step_s": speed.step_s, "parts_s": speed.parts}
+    e |= {"tokens_per_sec": per_second, "tokens_per_sec_per_gpu": per_second / world}
+    e |= {"mfu": per_second / world * flops / peak}
+    e |= {"tokens_per_joule": per_second / watts if watts else None}
+    e |= {"usd_per_million_tokens": price and price / 3600 * world / per_second * 1e6}
+    e |= {"days": seconds and seconds / 86400}
+    e |= {"usd": seconds and price and price * world * seconds / 3600}
+    e |= {"kwh": seconds and watts and watts * seconds / 3.6e6}
+    e |= {"traced_peak": traced, "simulated_s": None}
+    return SimpleNamespace(**e, accuracy=accuracy_of(gpu.name, work.fsdp.divided))
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:

@@ -252,15 +252,13 @@ class Work:
     @functools.cached_property
     def block_parameters(self) -> list[int]:
         """Numbers in the matrices of each block."""
-        config, found = self.config, []
+        config, numbers = self.config, []
         for i in self.layers:
             experts = config.expert_shapes(i).values()
             number = config.experts.number if experts else 0
-            found.append(
-                sum(n * k for n, k in config.block_shapes(i).values())
-                + number * sum(n * k for n, k in experts)
-            )
-        return found
+            shared = sum(n * k for n, k in config.block_shapes(i).values())
+            numbers.append(shared + number * sum(n * k for n, k in experts))
+        return numbers
 
     def with_micro_batch(self, bsz: int) -> "Work":
         """The same step with another micro batch; only memory formulas may ask, totals stay."""

@@ -256,13 +256,9 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 def step_figures(step: Step) -> dict[str, float | None]:
     """The figures of a step, by their tags in TensorBoard and the trackers."""
-    return {
-        "train/loss": step.loss,
-        "train/lr": step.lr,
-        "train/grad_norm": step.grad_norm,
-        "speed/step_time_s": step.step_time_s,
-        "speed/tokens_per_sec": step.tokens / step.step_time_s,
-    }
+    rate = step.tokens / step.step_time_s
+    figures = {"train/loss": step.loss, "train/lr": step.lr, "train/grad_norm": step.grad_norm}
+    return figures | {"speed/step_time_s": step.step_time_s, "speed/tokens_per_sec": rate}
 
 
 def finite(value: Any) -> Any:

@@ -86,12 +86,8 @@ class TensorBoardFile:
         # Takes a second; --help need not wait for it.
         from torch.utils.tensorboard.summary import text
 
-        parts = {
-            "arguments": result.args,
-            "model": result.model.shape,
-            "device": result.device.model_dump(),
-            "environment": result.environment,
-        }
+        parts = {"arguments": result.args, "model": result.model.shape}
+        parts |= {"device": result.device.model_dump(), "environment": result.environment}
         for name, content in parts.items():
             cells = [(k, v if isinstance(v, str) else json.dumps(v)) for k, v in content.items()]
             table = markdown_text(
