@@ -211,15 +211,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
     model_type = keys.choice("model_type", tuple(FAMILIES))
     fields = FAMILIES[model_type](keys)
     keys.refuse_unsupported()
-    config = ModelConfig(
-        name=model_name(path),
-        path=str(path),
-        model_type=model_type,
-        vocab_multiple=vocab_multiple,
-        raw=raw,
-        unknown_keys=keys.unknown(),
-        **fields,
-    )
+    fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
+    config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())
     if config.num_attention_heads % config.num_key_value_heads:
         raise ConfigError(
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "

@@ -163,11 +163,10 @@ def _windows(
         window = None
     if sliding is None:
         return (window,) * layers
-    kinds = _per_layer(keys, "layer_types", layers, "names")
-    for kind in kinds or ():
-        if kind not in ("full_attention", "attention", "sliding_attention"):
-            raise keys.error("layer_types", f"{kind!r} is not implemented")
-    if kinds is not None:
+    if kinds := _per_layer(keys, "layer_types", layers, "names"):
+        for kind in kinds:
+            if kind not in ("full_attention", "attention", "sliding_attention"):
+                raise keys.error("layer_types", f"{kind!r} is not implemented")
         sliding = [kind == "sliding_attention" for kind in kinds]
         if switched and window is None and any(sliding):
             why = "names sliding_attention, but use_sliding_window or sliding_window is off"

@@ -18,11 +18,9 @@ from llm_train_bench.model.stored import Part, read_block
 from llm_train_bench.model.transformer import Transformer
 
 # Qwen3MoeForCausalLM of qwen3_moe; three are called differently.
-ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES} | {
-    "gpt2": "GPT2LMHeadModel",
-    "smollm3": "SmolLM3ForCausalLM",
-    "kimi_k2": "DeepseekV3ForCausalLM",
-}
+ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
+ARCHITECTURES |= dict(gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM")
+ARCHITECTURES["kimi_k2"] = "DeepseekV3ForCausalLM"
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
     initializer_range pad_token_id""".split()
@@ -160,7 +158,7 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
             file, theirs = place = _find(index, hf_name, directory)
             shape, kind = _shape_and_dtype(*place)
             if shape != list(part.shape):
-                raise ConfigError(_misfit(f"{file}: {theirs}", shape, config, part.shape))
+                raise _misfit(f"{file}: {theirs}", shape, config, part.shape)
             if kind not in ("F64", "F32", "F16", "BF16"):
                 raise ConfigError(f"{file}: {theirs} holds {kind}; quantised weights are not read")
             places[name].append(place)
@@ -177,9 +175,9 @@ def check_pretrained(config: ModelConfig, directory: str | Path | None) -> Pretr
     return places
 
 
-def _misfit(name: str, shape: list[int], config: ModelConfig, expected: Sequence[int]) -> str:
-    fit = f"which does not fit {config.path}: it should have {list(expected)}"
-    return f"{name} has shape {shape}, {fit}"
+def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[int]) -> ConfigError:
+    fit = f"which does not fit {config.path}: it should have {list(right)}"
+    return ConfigError(f"{name} has shape {shape}, {fit}")
 
 
 def _further(config: ModelConfig, name: str) -> bool:
@@ -197,9 +195,7 @@ def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:
         for name, parameter in model.weights():
             tensor = stored[f"p/{name}"]
             if (shape := list(tensor["shape"])) != list(parameter.shape):
-                raise ConfigError(
-                    _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
-                )
+                raise _misfit(f"{directory}: {name}", shape, model.config, parameter.shape)
             parts = [Part(**part) for part in tensor["parts"]]
             places[name] = functools.partial(read_block, directory, f"p/{name}", parts)
     except ConfigError:

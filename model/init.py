@@ -47,9 +47,8 @@ def fill(
         if module in ("out", "down"):
             std /= (2 * config.num_hidden_layers) ** 0.5
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(
-            int.from_bytes(digest[:7], "little")
-        )
+        number = int.from_bytes(digest[:7], "little")
+        generator = torch.Generator(parameter.device).manual_seed(number)
         # Padding rows come last and take no random numbers: the others are what they are without.
         rows = config.vocab_size if module in ("embed", "lm_head") else len(parameter)
         parameter[:rows].normal_(0.0, std, generator=generator)

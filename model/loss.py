@@ -161,9 +161,8 @@ class LinearCrossEntropy(nn.Module):
         dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
         want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         (n, d), V = hidden.shape, weight.shape[0]
-        rows = chunk_rows(n, V, d if want_grad else 0)
-        if self.chunk_elements:
-            rows = chunk_rows(n, V, elements=self.chunk_elements)
+        elements, d = self.chunk_elements, d if want_grad else 0
+        rows = chunk_rows(n, V, elements=elements) if elements else chunk_rows(n, V, d)
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows, self.chunk_fn, want_grad

@@ -31,11 +31,8 @@ def encoded(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header, position = {}, 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + size],
-        }
+        shape, offsets = list(tensor.shape), [position, position + size]
+        header[name] = dict(dtype=NAMES[tensor.dtype], shape=shape, data_offsets=offsets)
         position += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

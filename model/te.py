@@ -29,11 +29,11 @@ def convert(
     te: types.ModuleType,
     cache_weights: bool,
     primary_recipe=None,
-    kept: Collection[str] = (),
+    excluded: Collection[str] = (),
 ) -> types.SimpleNamespace:
     """Replace the linear layers and norms of all blocks, on the meta device, in place.
 
-    Those in `kept` stay: `attn.qkv`, `attn.out` or `mlp`. Returns a namespace: its `first` says
+    Those in `excluded` stay: `attn.qkv`, `attn.out` or `mlp`. Returns a namespace: its `first` says
     whether the micro batch about to run is its step's first. With `cache_weights` the others reuse
     the first one's FP8 weights. (Sharded modules ignore that.) With a `primary_recipe` the matmuls'
     weights will be in that FP8 once they have storage.
@@ -43,7 +43,7 @@ def convert(
     options = {"enabled": True, "recipe": primary_recipe}
     with te.quantized_model_init(**options) if primary else contextlib.nullcontext():
         for block in model.blocks.values():
-            for module in _convert_block(block, model.config, te, kept):
+            for module in _convert_block(block, model.config, te, excluded):
                 if cache_weights:
                     module.forward = _cached(module.forward, micro_batch)
     config = model.config  # not the model, which would then hold itself
@@ -52,21 +52,21 @@ def convert(
 
 
 def _convert_block(
-    block: Any, config: ModelConfig, te: types.ModuleType, kept: Collection[str]
+    block: Any, config: ModelConfig, te: types.ModuleType, excluded: Collection[str]
 ) -> Iterator[nn.Module]:
     # A string: TE compares it with "meta", which a torch.device does not equal.
     common = {"params_dtype": torch.float32, "device": "meta"}
     norm = {"normalization": "RMSNorm" if config.rms_norm else "LayerNorm", "eps": config.norm_eps}
     norm |= common
     d, f, qkv, out = config.hidden_size, config.intermediate_size, block.attn.qkv, block.attn.out
-    if "attn.qkv" not in kept:
+    if "attn.qkv" not in excluded:
         block.attn.qkv = te.LayerNormLinear(d, qkv.out_features, bias=qkv.bias is not None, **norm)
         block.attn_norm = nn.Identity()
         yield block.attn.qkv
-    if "attn.out" not in kept:
+    if "attn.out" not in excluded:
         block.attn.out = te.Linear(out.in_features, d, bias=out.bias is not None, **common)
         yield block.attn.out
-    if "mlp" not in kept:
+    if "mlp" not in excluded:
         name = TE_ACTIVATIONS[config.activation][config.gated_mlp]
         block.mlp = te.LayerNormMLP(d, f, bias=config.mlp_bias, activation=name, **norm)
         block.mlp_norm = nn.Identity()

@@ -140,9 +140,9 @@ class Transformer(HasWeights):
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
-        own = layout.own_positions(T, x.device)
+        positions = layout.own_positions(T, x.device)
         if self.first:
-            x = self.embed_tokens(x if own is None else x[:, own], own)
+            x = self.embed_tokens(x if positions is None else x[:, positions], positions)
         rope, gathered = self.rope_for(T, x.device), layout.gathered_positions(T, x.device)
         if rope is not None and gathered is not None:
             rope = rope[0][gathered], rope[1][gathered]
@@ -155,7 +155,7 @@ class Transformer(HasWeights):
             x = x * self.config.logit_scale
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
-        labels = labels if own is None else labels[:, own]
+        labels = labels if positions is None else labels[:, positions]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

@@ -43,13 +43,9 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         # Activations have the gathered embedding's dtype already, and rotary tables stay in fp32.
         cast_forward_inputs=False,
     )
-    shard = functools.partial(
-        fully_shard,
-        ignored_params=fixed,
-        mp_policy=policy,
-        offload_policy=CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
-        reshard_after_forward=options.reshard,
-    )
+    offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
+    common: dict[str, Any] = dict(ignored_params=fixed, mp_policy=policy, offload_policy=offload)
+    shard = functools.partial(fully_shard, reshard_after_forward=options.reshard, **common)
     exact = dataclasses.replace(policy, param_dtype=None)
     ahead, units = options.prefetch, []
     for layer, block in cast(dict[str, Any], model.blocks).items():

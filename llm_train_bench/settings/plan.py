@@ -434,19 +434,19 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     if te:  # its MLP is one module
         modules = TE_MODULES
         sizes = {"attn.qkv": shapes["qkv"], "attn.out": shapes["out"], "mlp": shapes["down"][::-1]}
-    kept = {
+    unfit = {
         name: f"{k} x {n} is not in multiples of {multiple}"
         for name, (n, k) in sizes.items()
         if n % multiple or k % multiple
     }
     if te and config.activation not in TE_ACTIVATIONS:
-        kept["mlp"] = f"Transformer Engine has no {config.activation}"
-    if kept.keys() == modules.keys():
-        why = "; ".join(f"{name}: {reason}" for name, reason in kept.items())
+        unfit["mlp"] = f"Transformer Engine has no {config.activation}"
+    if unfit.keys() == modules.keys():
+        why = "; ".join(f"{name}: {reason}" for name, reason in unfit.items())
         raise UsageError(
             f"--use-fp8: no layer of {config.path} can run in FP8: {why}; leave it out"
         )
-    converted = {layer for name in modules.keys() - kept for layer in modules[name]}
+    converted = {layer for name in modules.keys() - unfit for layer in modules[name]}
     layers = tuple(layer for layer in shapes if layer in converted)
     if flags.fp8_all_gather:
         shards, rows = work.fsdp.shards, 32 if recipe == "mxfp8" else 1
@@ -469,5 +469,5 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
         all_gather=flags.fp8_all_gather and not te,
         primary_weights=flags.fp8_all_gather and te,
         layers=layers,
-        high_precision=always | {f"blocks.*.{name}": why for name, why in kept.items()},
+        high_precision=always | {f"blocks.*.{name}": why for name, why in unfit.items()},
     )
