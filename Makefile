@@ -47,7 +47,7 @@ docs: $(READY)
 pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
-# Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills calls" COUNT=100.
+# Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills chains" COUNT=100.
 faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
 

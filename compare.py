@@ -34,7 +34,7 @@ class RunsFlags:
 
     results: result.json, results.csv, another suite's JSON, a log, or directories with any of
         these.
-    reference: Run to compare the others with. By default the plainest comparable one of each group.
+    reference: Run to compare the others with. By default, per group, that with the fewest flags set.
     methodology: identical_config: runs are not compared if any setting differs.
     one_model: Treat all runs of one sequence length as runs of the same model.
     log: Facts that logs of other suites lack: seq-len, gpus, hardware, global-batch, model or
@@ -47,7 +47,7 @@ class RunsFlags:
     reference: str | None = flag(None, metavar="RUN")
     methodology: Literal["maximum_performance", "identical_config"] = flag("maximum_performance")
     one_model: bool = flag(False)
-    log: tuple[str, ...] = flag((), metavar="[LOG:]KEY=VALUE")
+    log: tuple[str, ...] = flag((), metavar="[LOG:]KEY=VALUE ...")
     log_pattern: str | None = flag(None, metavar="REGEX")
 
 
@@ -58,7 +58,7 @@ class ReportFlags:
     output_dir: Write compare.csv, compare.json, runs.csv, compare.md and report.html here. With
         --baseline: gate.md, a comment for a pull request, and benchmark.json for
         github-action-benchmark.
-    tokens: Tokens of a whole training; adds its days.
+    tokens: Tokens of a training run; also prints its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
     """
@@ -66,7 +66,7 @@ class ReportFlags:
     output_dir: str | None = flag(None, metavar="DIR")
     tokens: float | None = flag(None, above=0)
     experiment: str | None = flag(None, metavar="FILE.yaml")
-    usd_per_hour: tuple[str, ...] = flag((), metavar="HARDWARE=US$")
+    usd_per_hour: tuple[str, ...] = flag((), metavar="HARDWARE=US$ ...")
 
 
 @dataclasses.dataclass(frozen=True)

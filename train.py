@@ -1,4 +1,4 @@
-"""Train a GPT-2 or Llama-family model on one device and measure it."""
+"""Train a language model on one device and measure it."""
 
 import sys
 

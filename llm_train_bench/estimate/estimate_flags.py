@@ -19,7 +19,7 @@ class EstimateFlags:
     gpus: Number of GPUs.
     per_node: GPUs of one machine, or of one NVLink domain (GB200: 72).
     parallel: Script for several GPUs: train_fsdp.py, train_ddp.py, or train_pp.py (also set by --pp).
-    tokens: Tokens of the whole training; adds its days, energy and cost.
+    tokens: Tokens of the training run; also prints its days, energy and cost.
     limit: Limits of one GPU: power=W, clock=MHZ, memory=GIB, or nic=GB/s of its network, one way.
     trainer: How another trainer differs: weights=bf16 (no fp32 copies), moments=bf16 or 8bit,
         logits=whole (no chunked loss), zero=2 (with --parallel ddp), sac=every-other-matmul
@@ -39,8 +39,8 @@ class EstimateFlags:
     per_node: int = flag(8, at_least=1, at_most=2**20)
     parallel: Literal["fsdp", "ddp", "pp"] = flag("fsdp")
     tokens: float | None = flag(None, above=0, at_most=1e16)
-    limit: tuple[str, ...] = flag((), metavar="KEY=VALUE")
-    trainer: tuple[str, ...] = flag((), metavar="KEY=VALUE")
+    limit: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
+    trainer: tuple[str, ...] = flag((), metavar="KEY=VALUE ...")
     trace: bool = flag(False)
     fit: bool = flag(False)
     calibrate: str | None = flag(None, metavar="RESULT")
@@ -52,7 +52,7 @@ class EstimateFlags:
 
 @dataclasses.dataclass(frozen=True)
 class EstimateArgs(EstimateFlags, Args):
-    """Estimate memory, speed, energy and cost of a training run. Takes the flags of its script."""
+    """Estimate memory, speed, energy and cost of a training run. Takes the training scripts' flags."""
 
 
 LIMITS = ("power", "clock", "memory", "nic")

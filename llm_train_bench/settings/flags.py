@@ -133,8 +133,8 @@ class Fp8Flags:
     """FP8.
 
     use_fp8: Run the linear layers of the blocks in FP8.
-    fp8_backend: FP8 library. auto picks the one that has the recipe; without a recipe te, or
-        torchao with --pt-compile or --fp8-emulate.
+    fp8_backend: FP8 library. auto: the one that has --fp8-recipe. Without a recipe: te, or torchao
+        with --pt-compile, --fp8-emulate or --fp8-all-gather.
     fp8_recipe: Scaling of tensors to FP8. te: current (default), delayed, blockwise, mxfp8.
         torchao: tensorwise (default), rowwise, rowwise_with_gw_hp (weight gradients in bf16).
     fp8_emulate: Compute the FP8 results in higher precision, on any device (torchao). Not a
@@ -166,10 +166,10 @@ class CompileFlags:
 class RecomputeFlags:
     """Activation checkpointing.
 
-    sac_freq: Recompute the activations of q out of every p blocks in backward: 1/1 for all blocks,
+    sac_freq: Recompute the activations of Q out of every P blocks in backward: 1/1 for all blocks,
         1/4 for every fourth.
-    sac_policy: What is recomputed in a chosen block: block recomputes everything, op everything
-        except matmuls, attention and collectives.
+    sac_policy: What a chosen block recomputes. block: everything. op: everything except matmuls,
+        attention and collectives.
     """
 
     sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True)
@@ -273,7 +273,7 @@ class RankFlags:
 
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
-    max_restarts: How often to restart all ranks from the newest checkpoint after one failed.
+    max_restarts: Number of times to restart all ranks from the newest checkpoint after one failed.
     """
 
     nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
@@ -286,9 +286,9 @@ class DdpFlags:
     """DDP.
 
     bucket_cap_mb: Size of the buckets in which gradients are reduced [MiB].
-    ddp_mode: Gradients in one all-reduce: a bucket (DistributedDataParallel), one parameter, or
-        all of them, after backward (flat). bucketed-after and parameter-after do not
-        overlap with backward.
+    ddp_mode: What one all-reduce sends. bucketed: a bucket of DistributedDataParallel. parameter:
+        one gradient. flat: all gradients, after backward. With -after, nothing overlaps
+        with backward.
     zero1: Shard the optimizer state over the ranks (ZeRO stage 1).
     """
 
@@ -306,9 +306,9 @@ class FsdpFlags:
     reduce_dtype: Format in which gradients are reduced; bf16 halves the traffic (DDP too).
     prefetch: Blocks gathered ahead of the running one; 0 leaves it to PyTorch.
     dp_replicate: Replicas of the sharded model (HSDP); must divide the number of ranks.
-    tp: Ranks that share heads and MLP of every block (tensor and sequence parallelism).
-    cp: Ranks that share the tokens of every sample (context parallelism).
-    ep: Ranks that share the experts of every layer (expert parallelism).
+    tp: Split heads and MLP of every block over N ranks (tensor and sequence parallelism).
+    cp: Split the tokens of every sample over N ranks (context parallelism).
+    ep: Split the experts of every layer over N ranks (expert parallelism).
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
     """
 
@@ -328,8 +328,7 @@ class FsdpFlags:
 class PipelineFlags:
     """Pipeline.
 
-    pp: Groups of neighbouring ranks, each with a part of the layers. train_pp.py uses 2 by
-        default.
+    pp: Split the layers over N groups of neighbouring ranks. train_pp.py uses 2 by default.
     pp_virtual: Stages per rank. 1 uses the schedule 1F1B, more use Interleaved1F1B.
     """
 
@@ -343,13 +342,13 @@ class ProfileFlags:
 
     profile: Capture some steps with torch.profiler: traces per rank, and a breakdown in
         result.json.
-    profile_start: First captured step, from 0. By default two extra steps after the measured ones.
+    profile_start: First captured step, from 0. By default after the window and two warm-up steps.
     profile_steps: Captured steps.
     profile_stacks: Also record the inputs of operators, Python stacks and module names, and write
         the stacks for flame graphs.
-    nsys_start: First step, from 0, between cudaProfilerStart and cudaProfilerStop (nsys profile -c
+    nsys_start: First captured step, from 0: cudaProfilerStart runs before it (nsys profile -c
         cudaProfilerApi).
-    nsys_end: End step (exclusive).
+    nsys_end: First step after the captured ones.
     nsys_ranks: Ranks to profile. By default all.
     profile_attention: In captured steps, compute attention in parts: scores, softmax, values.
     no_observe: Do not trace an extra step at the end to observe which kernels ran.
@@ -387,7 +386,7 @@ class Args(  # dataclasses take fields from the last base first
     OptimizerFlags, DataFlags, RecomputeFlags, CompileFlags, Fp8Flags, PrecisionFlags, BatchFlags,
     ModelFlags,
 ):  # fmt: skip
-    """Train a GPT-2 or Llama-family model for some steps and report its exact speed."""
+    """Train a language model for some steps and report its exact speed."""
 
     def part(self, group: type[Group]) -> Group:
         """One group of the flags."""

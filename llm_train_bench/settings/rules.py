@@ -59,7 +59,7 @@ TOGGLES = (
     ("--tp, --cp or --ep with --amp fp16: each rank would scale its part of the loss by itself; use "
      "--amp bf16",
      lambda a, s: _divided(a) and a.amp == "fp16"),
-    ("train_pp.py with --amp fp16: the first stages do not know the loss scale of the last; use bf16",
+    ("train_pp.py with --amp fp16: the first stages do not know the loss scale; use --amp bf16",
      lambda a, s: s is Script.PP and a.amp == "fp16"),
     ("train_pp.py with --use-fp8: FP8 in pipeline stages is not tested yet; use train_fsdp.py",
      lambda a, s: s is Script.PP and a.use_fp8),
@@ -86,12 +86,12 @@ CONTRADICTIONS = (
     ("--run-name must be a plain directory name",
      lambda a, s: a.run_name is not None
      and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name))),
-    ("--cpu-offload with --tp, --cp or --ep: gradients are completed on the device; leave one out",
+    ("--cpu-offload with --tp, --cp or --ep: gradients are completed on the device; leave it out",
      lambda a, s: a.cpu_offload and _divided(a)),
     ("--save-every and --resume need --pass-type step: nothing else changes the weights",
      lambda a, s: (a.save_every or a.resume) and a.pass_type != "step"),
-    ("--save-every and --resume do not work with --fp8-recipe delayed, nor with --fp8-all-gather of "
-     "--fp8-backend te: that state is Transformer Engine's; leave one out",
+    ("--save-every and --resume: no checkpoint holds Transformer Engine's state; leave out --fp8-recipe "
+     "delayed, and --fp8-all-gather with --fp8-backend te",
      lambda a, s: (a.save_every or a.resume) and a.use_fp8
      and (a.fp8_recipe == "delayed" or _te_gathers(a))),
     ("--resume auto needs --run-name, by which it finds earlier attempts",
@@ -113,15 +113,15 @@ CONTRADICTIONS = (
     ("--ddp-mode other than bucketed does not work with CUDA graphs; use --compile-mode default",
      lambda a, s: a.ddp_mode != "bucketed" and a.compile_mode in GRAPH_MODES),
     ("--ddp-mode other than bucketed does not work with --reduce-dtype bf16, a hook of "
-     "DistributedDataParallel; leave one out",
+     "DistributedDataParallel; leave out one of the two",
      lambda a, s: s is Script.DDP and a.ddp_mode != "bucketed" and a.reduce_dtype != "fp32"),
     ("--reduce-dtype bf16 needs --pass-type step",
      lambda a, s: s is Script.DDP and a.reduce_dtype != "fp32" and a.pass_type != "step"),
-    ("--bucket-cap-mb: --ddp-mode flat and parameter have no buckets; leave one out",
+    ("--bucket-cap-mb: --ddp-mode flat and parameter have no buckets; leave it out",
      lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
     ("--zero1 needs --pass-type step: nothing else has an optimizer",
      lambda a, s: a.zero1 and a.pass_type != "step"),
-    ("--zero1 needs --amp bf16 or off, without --use-fp8; or use train_fsdp.py",
+    ("--zero1 does not work with --amp fp16 or --use-fp8; use train_fsdp.py",
      lambda a, s: a.zero1 and (a.amp == "fp16" or a.use_fp8)),
     ("--profile-attention needs --profile or --nsys-start: it is for captured steps",
      lambda a, s: a.profile_attention and not a.profile and a.nsys_start is None),
@@ -133,17 +133,17 @@ CONTRADICTIONS = (
      lambda a, s: a.amp == "fp16" and a.cpu_offload),
     ("--fp8-emulate: Transformer Engine cannot emulate; use --fp8-backend torchao",
      lambda a, s: a.fp8_emulate and a.fp8_backend == "te"),
-    ("--fp8-all-gather of torchao needs --fp8-recipe tensorwise",
+    ("--fp8-all-gather with --fp8-backend torchao needs --fp8-recipe tensorwise",
      lambda a, s: a.fp8_all_gather and a.fp8_backend == "torchao" and a.fp8_recipe != "tensorwise"),
-    ("--fp8-all-gather does not work with --cpu-offload; leave one out",
+    ("--fp8-all-gather does not work with --cpu-offload; leave out one of the two",
      lambda a, s: a.fp8_all_gather and a.cpu_offload),
-    ("--fp8-all-gather of Transformer Engine does not work with --fp8-recipe blockwise, --sac-freq, "
-     "--optimizer sgd, --dp-replicate or --export; leave one out",
+    ("--fp8-all-gather with --fp8-backend te does not work with --fp8-recipe blockwise, --sac-freq, "
+     "--optimizer sgd, --dp-replicate or --export; leave out --fp8-all-gather, or those",
      lambda a, s: _te_gathers(a) and (a.fp8_recipe == "blockwise" or a.sac_freq or a.optimizer == "sgd"
                                       or a.dp_replicate > 1 or a.export)),
     # Without FP8 its LayerNormMLP dequantizes only weights of the other recipes.
-    ("--fp8-all-gather of Transformer Engine with --fp8-recipe mxfp8 does not work with --val-data; "
-     "leave one out",
+    ("--fp8-all-gather with --fp8-backend te and --fp8-recipe mxfp8 does not work with --val-data; "
+     "leave out one of them",
      lambda a, s: _te_gathers(a) and a.fp8_recipe == "mxfp8" and a.val_data),
 )
 # fmt: on
@@ -226,7 +226,7 @@ def combinations_table() -> str:
 
 
 def _cell(amp: str, fp8: str, compiled: str) -> str:
-    names = {3: "✓", 2: "✓ without SAC op", 1: "✓ without SAC", 0: "✗"}
+    names = {3: "✓", 2: "✓ except with `--sac-policy op`", 1: "✓ except with `--sac-freq`", 0: "✗"}
     parts: dict[str, list[str]] = {}
     for script in Script:
         cells = [Combination(script, amp, fp8, compiled, sac) for sac in AXES["sac"]]

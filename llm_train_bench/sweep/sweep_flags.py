@@ -40,7 +40,7 @@ class ProcessFlags:
         gpus_per_node=8 exclusive=true.
     cooldown: Seconds of rest before each run, so that all start equally cool.
     retry: Repeat runs that failed or timed out earlier in the same --output-dir.
-    dry_run: Print the settings and stop.
+    dry_run: Print the commands and stop.
     """
 
     repeats: int = flag(1, at_least=1)
