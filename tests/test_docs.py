@@ -168,7 +168,8 @@ def tiny_world(tmp_path, a_run, ran):
             argv = [str(tmp_path / a) if a in ("comparison", "verdict") else a for a in argv]
             if script == "compare.py":
                 places = {"baselines.json": str(a_run / "baselines.json")}
-                argv = [str(a_run) if a.startswith("runs/") else places.get(a, a) for a in argv]
+                argv = [places.get(a, a) for a in argv]
+                argv = [str(a_run) if a.startswith(("runs/", "sweeps/")) else a for a in argv]
             assert __import__(script.removesuffix(".py")).main([*argv, *small]) == 0
             return
         assert script in ("train.py", "train_ddp.py", "train_fsdp.py"), script
