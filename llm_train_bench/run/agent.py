@@ -35,14 +35,7 @@ from llm_train_bench.base.errors import Interrupted, UsageError
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.parallel.ranks import MEETING, ROUND
 from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER, complete_result, run_told
-from llm_train_bench.run.failures import (
-    LOST,
-    NO_CAUSE,
-    PREEMPTED,
-    SECOND_FILE,
-    STOPPED_FILE,
-    first_error,
-)
+from llm_train_bench.run import failures
 from llm_train_bench.run.launch import check_started_by_launcher
 from llm_train_bench.run.signals import ENDING, Heard, handled_by, ignore
 from llm_train_bench.settings.command_line import parse_args
@@ -94,7 +87,9 @@ def run_agent(
             return super()._start_workers(worker_group)
 
         def _exit_barrier(self):
-            if not (private / STOPPED_FILE).exists():  # other nodes' agents may be gone already
+            if not (
+                private / failures.STOPPED_FILE
+            ).exists():  # other nodes' agents may be gone already
                 super()._exit_barrier()
 
     codes: list[int] = []
@@ -105,7 +100,7 @@ def run_agent(
             heard.again(number)
             raise SignalException(f"got signal {number}", signal.Signals(number))
         if heard.again(number) and agents and agents[-1]._pcontext:
-            (private / SECOND_FILE).touch()
+            (private / failures.SECOND_FILE).touch()
             for pid in agents[-1]._pcontext.pids().values():
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGQUIT)
@@ -129,13 +124,13 @@ def run_agent(
         except ChildFailedError:
             return codes[-1]
         except SignalException as end:
-            if not (private / STOPPED_FILE).exists():
+            if not (private / failures.STOPPED_FILE).exists():
                 name, pointer = end.sigval.name, private / RUN_POINTER
-                complete_result(pointer, "interrupted", f"interrupted by {name}", (LOST,))
+                complete_result(pointer, "interrupted", f"interrupted by {name}", (failures.LOST,))
                 raise Interrupted(name) from None
         finally:  # this process ends; SLURM tells it to when another node's has ended
             ignore(numbers)
-        return PREEMPTED if (private / STOPPED_FILE).exists() else 0
+        return failures.PREEMPTED if (private / failures.STOPPED_FILE).exists() else 0
 
 
 @contextlib.contextmanager
@@ -162,7 +157,7 @@ def reported(failure) -> dict[str, Any]:
     return message if isinstance(message, dict) else {}
 
 
-def first_failure(failures: dict[int, Any]) -> int:
+def first_failure(failed: dict[int, Any]) -> int:
     """The rank that failed first, of those that torchrun's agent names.
 
     A killed rank leaves no report, and the agent sees it only after others have noticed: it comes
@@ -171,28 +166,28 @@ def first_failure(failures: dict[int, Any]) -> int:
     """
 
     def when(rank: int, before_s: int = 0) -> float:
-        if report := reported(failures[rank]):
+        if report := reported(failed[rank]):
             return report["extraInfo"].get("time_ns", 0)
-        return (failures[rank].timestamp - before_s) * 1e9
+        return (failed[rank].timestamp - before_s) * 1e9
 
     def told_to_end(rank: int) -> bool:
-        if report := reported(failures[rank]):
+        if report := reported(failed[rank]):
             return report["message"].startswith("interrupted by")
-        return failures[rank].exitcode == -signal.SIGTERM
+        return failed[rank].exitcode == -signal.SIGTERM
 
-    ended = [rank for rank in failures if told_to_end(rank)]
-    ended.sort(key=lambda rank: (not reported(failures[rank]), when(rank)))
-    first = [rank for rank in failures if rank not in ended]
+    ended = [rank for rank in failed if told_to_end(rank)]
+    ended.sort(key=lambda rank: (not reported(failed[rank]), when(rank)))
+    first = [rank for rank in failed if rank not in ended]
     first.sort(key=lambda rank: when(rank, 10))
-    if not first or (ended and reported(failures[ended[0]]) and when(ended[0]) < when(first[0])):
+    if not first or (ended and reported(failed[ended[0]]) and when(ended[0]) < when(first[0])):
         return ended[0]
     return first[0]
 
 
-def _report(failures: dict[int, Any], prog: str, private: Path, main: bool) -> int:
+def _report(failed: dict[int, Any], prog: str, private: Path, main: bool) -> int:
     """Print the error of the rank that failed first, and put it into the result; its exit code."""
-    rank = first_failure(failures)
-    first, data = failures[rank], reported(failures[rank])
+    rank = first_failure(failed)
+    first, data = failed[rank], reported(failed[rank])
     code = first.exitcode if first.exitcode in (2, 3, 4) else 1
     text = data.get("message") or (
         f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
@@ -205,8 +200,8 @@ def _report(failures: dict[int, Any], prog: str, private: Path, main: bool) -> i
             (run / "errors").mkdir(exist_ok=True)
             write_whole(run / f"errors/rank{rank}.txt", f"{status}: {text}\n")
     end = time.monotonic() + 5.0
-    while run and text.startswith(NO_CAUSE) and time.monotonic() < end:
-        if cause := first_error(run, time.time()):
+    while run and text.startswith(failures.NO_CAUSE) and time.monotonic() < end:
+        if cause := failures.first_error(run, time.time()):
             status, who = cause
             break
         time.sleep(0.1)
@@ -214,7 +209,7 @@ def _report(failures: dict[int, Any], prog: str, private: Path, main: bool) -> i
         print(data["extraInfo"]["py_callstack"], file=sys.stderr, end="")
     print(f"{prog}: {text if code in (2, 4) else who}", file=sys.stderr, flush=True)
     if main:
-        complete_result(private / RUN_POINTER, status, who, (LOST,))
+        complete_result(private / RUN_POINTER, status, who, (failures.LOST,))
     return code
 
 

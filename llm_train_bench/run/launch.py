@@ -20,14 +20,7 @@ from llm_train_bench.formulas.memory_model import MEMORY_ERROR, estimate_memory,
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import GIB, memory_gib, pick_device, platform_of
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
-from llm_train_bench.run.failures import (
-    PREEMPTED,
-    SAVES,
-    STOPPED_FILE,
-    exit_code,
-    has_parent,
-    report,
-)
+from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
 from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
@@ -50,8 +43,8 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
     try:
         ranks = find_ranks(os.environ)
     except UsageError as error:
-        report(error, prog, ALONE)
-        return exit_code(error)
+        failures.report(error, prog, ALONE)
+        return failures.exit_code(error)
     if ranks is None:
         return _guarded(lambda: _start_ranks(argv, script, prog), prog, ALONE)
 
@@ -69,7 +62,7 @@ def train_planned(
 ) -> None:
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
     args = parse_args(argv, script)
-    if not has_parent():
+    if not failures.has_parent():
         check_started_by_launcher(args.part(RankFlags))
     if not args.save_every:
         start.refuse_wishes()
@@ -126,8 +119,8 @@ def check_started_by_launcher(flags: RankFlags) -> None:
 
 def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
     def end(error: BaseException, when: float) -> None:
-        report(error, prog, ranks)
-        os._exit(exit_code(error))
+        failures.report(error, prog, ranks)
+        os._exit(failures.exit_code(error))
 
     start.imported()
     with handled_by(end_at_first), contextlib.ExitStack() as stack:
@@ -135,22 +128,22 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
             stack.callback(HangWatch(end, None).close)
         try:
             code = body() or 0
-            if any(t.name == SAVES for t in threading.enumerate()) and start.is_script():
+            if any(t.name == failures.SAVES for t in threading.enumerate()) and start.is_script():
                 sys.stdout.flush()
                 os._exit(code)  # a save that was given up; it must not outlive the interpreter
             return code
         except (Exception, KeyboardInterrupt, Interrupted) as error:
-            report(error, prog, ranks)
+            failures.report(error, prog, ranks)
             if start.orphaned():
                 shutil.rmtree(os.environ.get(MEETING, ""), ignore_errors=True)
-            elif exit_code(error) == PREEMPTED and has_parent():
-                (Path(os.environ[MEETING]) / STOPPED_FILE).touch()
+            elif failures.exit_code(error) == failures.PREEMPTED and failures.has_parent():
+                (Path(os.environ[MEETING]) / failures.STOPPED_FILE).touch()
                 os._exit(0)  # or the agent would start all again; it is the agent who says 75
             if ranks.world > 1:
                 # Taking the process group apart could wait for ranks that are gone.
                 sys.stdout.flush()
-                os._exit(exit_code(error))
-            return exit_code(error)
+                os._exit(failures.exit_code(error))
+            return failures.exit_code(error)
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:

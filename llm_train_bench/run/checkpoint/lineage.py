@@ -26,17 +26,8 @@ from llm_train_bench.parallel.ranks import Ranks, on_main, tell_next, word_befor
 from llm_train_bench.results.console import say
 from llm_train_bench.results.result_files import command_began, this_process
 from llm_train_bench.results.schema import Lineage, Writer
+from llm_train_bench.run.checkpoint import manifest as manifests
 from llm_train_bench.run.checkpoint.durable import failure_of
-from llm_train_bench.run.checkpoint.manifest import (
-    Manifest,
-    check_same_training,
-    committed,
-    find_checkpoint,
-    newest,
-    read_manifest,
-    step_of,
-    verify,
-)
 from llm_train_bench.run.provenance import default_name
 from llm_train_bench.settings.flags import SaveFlags
 from llm_train_bench.settings.plan import Plan
@@ -156,9 +147,9 @@ def lineage_of(place: Path) -> Lineage | None:
     """The lineage that saved in a directory, by its record, or by the newest manifest."""
     if record := place_record(place):
         return record.lineage
-    for path in reversed(committed(place)):
+    for path in reversed(manifests.committed(place)):
         with contextlib.suppress(OSError, ValueError):
-            return read_manifest(path).lineage
+            return manifests.read_manifest(path).lineage
     return None
 
 
@@ -184,7 +175,9 @@ def places(output_dir: Path, name: str, save_dir: str | None = None) -> list[Pat
     for place in dict.fromkeys(link.resolve() for link in links):
         if lineage_of(place):
             used.append(place)
-        elif (saved := committed(place)) and (why := failure_of(verify, saved[-1])):
+        elif (saved := manifests.committed(place)) and (
+            why := failure_of(manifests.verify, saved[-1])
+        ):
             raise UsageError(
                 f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
             )
@@ -199,7 +192,7 @@ class Attempt:
     directory: Path
     place: Path | None = None
     checkpoint: Path | None = None
-    manifest: Manifest | None = None
+    manifest: manifests.Manifest | None = None
     places: tuple[Path, ...] = ()
     """All directories in which its lineage saved."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -214,9 +207,11 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
     name = plan.output.run_name or default_name(plan.work.config.name, vars(plan.args))
     top, leases = Path(plan.output.output_dir), []  # the leases stay with rank 0
 
-    def check(manifest: Manifest, where: Path) -> None:
+    def check(manifest: manifests.Manifest, where: Path) -> None:
         flags = {} if plan.saving.resume_anyway else vars(plan.args)
-        check_same_training(manifest, where, plan.work, plan.schedule.total, flags, plan.data)
+        manifests.check_same_training(
+            manifest, where, plan.work, plan.schedule.total, flags, plan.data
+        )
 
     attempt = on_main(ranks, lambda: _begin_attempt(plan.saving, top, name, check, leases))
     attempt.leases = leases
@@ -236,7 +231,7 @@ def _begin_attempt(
     saving: SaveFlags,
     top: Path,
     name: str,
-    check: Callable[[Manifest, Path], None],
+    check: Callable[[manifests.Manifest, Path], None],
     leases: list[Lease],
 ) -> Attempt:
     """The attempt that this run is; what it holds is added to `leases`.
@@ -273,7 +268,7 @@ def _begin_attempt(
 
         for place in saved_in:
             lease(place)
-        known = [lineage_of(place) for place in saved_in if committed(place)]
+        known = [lineage_of(place) for place in saved_in if manifests.committed(place)]
         known = known or [lineage_of(place) for place in saved_in[-1:]]
         lineages = [lineage] if lineage else [line for line in known if line]
         if len({line.id for line in lineages}) > 1:
@@ -285,19 +280,19 @@ def _begin_attempt(
         attempt = _next(lineages, name, top, resumes or restarts > 0, began)
         attempt.notes = notes
         attempt.places = tuple(place for place in saved_in if place not in unwritable)
-        attempt.checkpoint = newest(saved_in, notes)
+        attempt.checkpoint = manifests.newest(saved_in, notes)
         if attempt.checkpoint is None and saving.resume not in (None, "auto"):
-            attempt.checkpoint = find_checkpoint(Path(saving.resume), notes)
+            attempt.checkpoint = manifests.find_checkpoint(Path(saving.resume), notes)
         elif attempt.checkpoint is None and resumes:
             notes.append(f"no checkpoint of {name}; starts from 0")
         if checkpoint := attempt.checkpoint:
-            attempt.manifest = read_manifest(checkpoint)
+            attempt.manifest = manifests.read_manifest(checkpoint)
             check(attempt.manifest, checkpoint)
         if saving.save_every and saving.save_dir:
             attempt.place = (Path(saving.save_dir) / attempt.lineage.name).resolve()
             if attempt.place not in saved_in:
                 lease(attempt.place)
-                if committed(attempt.place):
+                if manifests.committed(attempt.place):
                     raise UsageError(
                         f"{attempt.place}: holds checkpoints of another run; choose another --save-dir "
                         "or --run-name, or go on from them with --resume auto"
@@ -363,6 +358,6 @@ def open_place(attempt: Attempt) -> None:
         for path in lease.place.glob(".step-*"):
             if path.is_dir():
                 shutil.rmtree(path)
-        for path in committed(lease.place):
-            if step_of(path) > start:
+        for path in manifests.committed(lease.place):
+            if manifests.step_of(path) > start:
                 path.rename(path.with_name(f"damaged-{path.name}-{time.time_ns()}"))

@@ -23,25 +23,9 @@ from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.stored import NAMES, encoded
 from llm_train_bench.parallel.ranks import gather
 from llm_train_bench.results.console import say
+from llm_train_bench.run.checkpoint import manifest as manifests
+from llm_train_bench.run.checkpoint import training_state
 from llm_train_bench.run.checkpoint.durable import Files, commit, failure_of
-from llm_train_bench.run.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    StoredFile,
-    StoredTensor,
-    describe_data,
-    retain,
-)
-from llm_train_bench.run.checkpoint.training_state import (
-    Staging,
-    file_of,
-    load,
-    own_shares,
-    random_state,
-    set_random_state,
-    state_tensors,
-    whole_size,
-)
 from llm_train_bench.run.failures import SAVES
 from llm_train_bench.run.life import Run
 from llm_train_bench.run.signals import ENDING, SAVING, Heard, handled_by, ignore, signal_said
@@ -60,7 +44,7 @@ def build_saver(
     if optimizer is None:  # nothing is trained, resumed or saved
         return None
     if directory and manifest:
-        load(directory, manifest, model, optimizer, run.ranks)
+        training_state.load(directory, manifest, model, optimizer, run.ranks)
         run.fp8.after_step(model)
         if run.scaler is not None and manifest.scaler:
             for name, value in manifest.scaler.items():
@@ -69,9 +53,9 @@ def build_saver(
     return Saver(run, model, optimizer, run.attempt.place) if run.attempt.place else None
 
 
-def _resume_dropout(run: Run, directory: Path, manifest: Manifest) -> None:
+def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> None:
     if manifest.layout == layout(run):
-        set_random_state(directory, run.ranks.rank, run.device)
+        training_state.set_random_state(directory, run.ranks.rank, run.device)
         return
     seed = hash((run.plan.data.seed, run.ranks.rank, manifest.step)) % 2**63
     torch.manual_seed(seed)
@@ -100,7 +84,7 @@ class _Share:
     name: str
     size: int = 0
     crc: int = 0
-    tensors: dict[str, StoredTensor] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, manifests.StoredTensor] = dataclasses.field(default_factory=dict)
     finite: bool = True
     error: str | None = None
 
@@ -135,7 +119,7 @@ class Saver:
         self.run, self.model, self.optimizer = run, model, optimizer
         self.flags, self.files = run.plan.saving, files or Files()
         self.directory = directory
-        self.staging = Staging(run.device)
+        self.staging = training_state.Staging(run.device)
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
         self.asked = STOP if early_wish() else 0.0
@@ -219,13 +203,16 @@ class Saver:
         self.finish()
         if self.given_up:
             return
-        share, tensors = _Share(file_of(self.run.ranks.rank)), random_state(self.run.device)
-        for name, tensor in state_tensors(self.model, self.optimizer):
-            shares = own_shares(self.model, name, tensor, self.run.ranks)
+        share = _Share(training_state.file_of(self.run.ranks.rank))
+        tensors = training_state.random_state(self.run.device)
+        for name, tensor in training_state.state_tensors(self.model, self.optimizer):
+            shares = training_state.own_shares(self.model, name, tensor, self.run.ranks)
             tensors |= {key: part for key, (part, _) in shares.items()}
-            shape = whole_size(self.model, name, tensor)
+            shape = training_state.whole_size(self.model, name, tensor)
             parts = [part for _, part in shares.values()]
-            share.tensors[name] = StoredTensor(dtype=NAMES[tensor.dtype], shape=shape, parts=parts)
+            share.tensors[name] = manifests.StoredTensor(
+                dtype=NAMES[tensor.dtype], shape=shape, parts=parts
+            )
         copies, event = self.staging.copy(tensors)
         # A committed step's losses are on disk before it is.
         self.run.end_steps()
@@ -320,7 +307,7 @@ class Saver:
         if final.exists():
             raise ValueError(f"{final} exists already")
         manifest = self._manifest(save.step, shares, content)
-        self.files.write(part / MANIFEST, [manifest.text().encode()])
+        self.files.write(part / manifests.MANIFEST, [manifest.text().encode()])
         self.files.synchronize(self.run.steps.fileno())
         if not all(lease.held() for lease in self.run.attempt.leases):
             raise ValueError(f"another run saves in {self.directory}")
@@ -328,17 +315,17 @@ class Saver:
             raise ValueError("given up")
         commit(part, final, self.files)
         places = sorted({*self.run.attempt.places, self.directory})
-        if why := failure_of(retain, places, self.flags.save_keep, self.files):
+        if why := failure_of(manifests.retain, places, self.flags.save_keep, self.files):
             self._tell(f"older checkpoints stay: {why}")
 
-    def _manifest(self, step: int, shares: list[_Share], content: dict) -> Manifest:
+    def _manifest(self, step: int, shares: list[_Share], content: dict) -> manifests.Manifest:
         run, work, schedule = self.run, self.run.plan.work, self.run.plan.schedule
         with contextlib.suppress(OSError):  # moved away since
-            self.data = describe_data(run.plan.data, self.data)
+            self.data = manifests.describe_data(run.plan.data, self.data)
         tensors = dict(shares[0].tensors)
         for name, stored in (item for share in shares[1:] for item in share.tensors.items()):
             tensors.setdefault(name, stored.model_copy(update={"parts": []})).parts += stored.parts
-        return Manifest(
+        return manifests.Manifest(
             run=run.result.run_name,
             lineage=run.attempt.lineage,
             step=step,
@@ -354,7 +341,7 @@ class Saver:
             **content,
             versions={"llm-train-bench": __version__, "torch": torch.__version__},
             tensors=tensors,
-            files={s.name: StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
+            files={s.name: manifests.StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
         )
 
     def _tell(self, text: str) -> None:
