@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import rounds_parser, save, show, time_steps
+from benchmarks.common import parser_of, save, show, time_steps
 from llm_train_bench.measure.device import pick_device
 
 MIB = 2**20
@@ -69,8 +69,7 @@ def measure(function: Callable[..., Tensor], inputs: list[Tensor]) -> dict[str, 
 
 
 def main() -> None:
-    """Measure, print and save."""
-    parser = rounds_parser(__doc__, 5)
+    parser = parser_of(__doc__, 5)
     parser.add_argument("--head-sizes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--bsz", type=int, default=8)
@@ -94,9 +93,7 @@ def main() -> None:
         save("attention", {"bsz": args.bsz, "rounds": args.rounds, "rows": rows}, device)
 
 
-def of_one_size(
-    ways: dict[str, Callable[..., Tensor]], inputs: list[Tensor], rounds: int
-) -> list[dict]:
+def of_one_size(ways: dict[str, Callable], inputs: list[Tensor], rounds: int) -> list[dict]:
     """A row for each way, timed in turn after one round that does not count; one that fails says so."""
     _, length, size = inputs[0].shape
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}

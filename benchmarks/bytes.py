@@ -16,7 +16,6 @@ matmuls and SDPA patterns are off, since they would measure on a GPU. Attention 
 
 # ruff: noqa: E402
 
-import argparse
 import ast
 import contextlib
 import ctypes
@@ -30,8 +29,9 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections import namedtuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -87,8 +87,9 @@ from torch import Tensor, nn
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from benchmarks.common import ROOT, show
+from benchmarks.common import ROOT, parser_of, show
 from benchmarks.peer_models import Peer
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
@@ -100,16 +101,12 @@ from llm_train_bench.settings.flags import OptimizerFlags
 RESULTS = ROOT / "benchmarks/results/bytes.json"
 BANDWIDTH, MATMUL_RATE = 4.1e12, 720e12  # reached on an H200: bytes and bf16 operations per second
 
-# ---------------------------------------------------------------- a device that is not there
-
-
+# A device that is not there.
 H200 = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, warp_size=32, gcnArchName="")
 H200.multi_processor_count, H200.max_threads_per_multi_processor = 132, 2048
 H200.max_threads_per_block, H200.regs_per_multiprocessor = 1024, 65536
 H200.total_memory, H200.L2_cache_size = 141 * 2**30, 60 * 2**20
 H200.shared_memory_per_block, H200.shared_memory_per_block_optin = 49152, 232448
-
-
 SDPA = "scaled_dot_product_attention"
 
 
@@ -180,9 +177,6 @@ def attention(
     return kernel(q, k, v, None, True, 0.0, True, scale=scale)[0]
 
 
-# ---------------------------------------------------------------- the compiled graphs
-
-
 def count_kernel(name: str, source: str, **_) -> types.SimpleNamespace:
     """A generated Triton kernel, counted in place of launched.
 
@@ -195,11 +189,9 @@ def count_kernel(name: str, source: str, **_) -> types.SimpleNamespace:
 
     def run(*args, **_) -> None:
         tensors = [a for a in args if isinstance(a, Tensor)]
-        held = (
-            storage_bytes(tensor) * (1 + pointer.startswith("in_out"))
-            for pointer, tensor in zip(pointers, tensors, strict=True)
-        )
-        Counter.current.add("triton", name, min(estimated, float(sum(held))))
+        pairs = zip(pointers, tensors, strict=True)
+        held = sum(storage_bytes(t) * (1 + p.startswith("in_out")) for p, t in pairs)
+        Counter.current.add("triton", name, min(estimated, float(held)))
 
     return types.SimpleNamespace(run=run)
 
@@ -220,16 +212,11 @@ def execute(graph: GraphLowering) -> types.SimpleNamespace:
     names |= {"async_compile": compiler, "empty_strided_cuda": empty, "reinterpret_tensor": view}
     names |= {"assert_size_stride": lambda *_: None, "assert_alignment": lambda *_: None}
     rest = code[code.index("async_compile = AsyncCompile()") :].split("\n", 1)[1]
-    rest = re.sub(
-        r"^(reinterpret_tensor|empty_strided_cuda|assert_\w+) = .*$", "", rest, flags=re.M
-    )
+    rest = re.sub(r"(?m)^(reinterpret_tensor|empty_strided_cuda|assert_\w+) = .*$", "", rest)
     exec(rest, names)
-    runner = names.get("runner")
-    call = runner.call if runner is not None else names["call"]
+    call = names["runner"].call if "runner" in names else names["call"]
     return types.SimpleNamespace(call=call, runner=None, __file__="generated")
 
-
-# ---------------------------------------------------------------- every other operator
 
 aten = torch.ops.aten
 FREE = "empty detach alias _unsafe_view sym_ is_same_size _local_scalar_dense lift_fresh device"
@@ -241,25 +228,10 @@ def storage_bytes(t: Tensor) -> int:
 
 
 def tensors_of(x) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, list | tuple):
-        return [t for part in x for t in tensors_of(part)]
-    return []
+    return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
-@dataclasses.dataclass
-class Launch:
-    phase: str
-    kind: str
-    name: str
-    bytes: float
-    flops: float = 0.0
-    kernels: int = 1
-
-    @property
-    def seconds(self) -> float:
-        return max(self.bytes / BANDWIDTH, self.flops / MATMUL_RATE)
+Launch = namedtuple("Launch", "phase kind name bytes flops kernels seconds")
 
 
 class Counter(TorchDispatchMode):
@@ -278,7 +250,8 @@ class Counter(TorchDispatchMode):
         return True
 
     def add(self, kind, name, n_bytes, flops=0.0, kernels=1):
-        self.launches.append(Launch(self.phase, kind, name, n_bytes, flops, kernels))
+        seconds = max(n_bytes / BANDWIDTH, flops / MATMUL_RATE)
+        self.launches.append(Launch(self.phase, kind, name, n_bytes, flops, kernels, seconds))
 
     def __torch_dispatch__(self, func, types_, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -345,9 +318,6 @@ class Counter(TorchDispatchMode):
         self.add(kind, name, float(reads + writes), flops, kernels)
 
 
-# ---------------------------------------------------------------- the models
-
-
 def summed_loss(logits, labels):
     return F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100)
 
@@ -386,13 +356,7 @@ def peer_loss(model: Peer, kind: str):
     return chunked
 
 
-class Shape(NamedTuple):
-    config: Path
-    B: int
-    T: int
-    peers: tuple[str, ...]
-
-
+Shape = namedtuple("Shape", "config B T peers")
 LLAMA_PEERS = ("transformers", "litgpt", "torchtitan")
 SHAPES = {
     "gpt2-125m": Shape(ROOT / "configs/gpt2-125m.json", 128, 1024, ("transformers", "nanogpt")),
@@ -438,8 +402,8 @@ def step(name: str, shape: Shape, depth: int, half: bool) -> list[Launch]:
     # Tried on a device; fake tensors do not know it.
     loss_module.adds_wide, loss_module.detect_fake_mode = lambda *_: True, lambda: None
     torch._dynamo.reset()
-    counter, fake = Counter(), FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
+    counter = Counter()
+    with FakeTensorMode(allow_non_fake_inputs=True):
         module, loss_of = build(name, shape, depth, torch.bfloat16 if half else torch.float32)
         tokens = torch.empty(shape.B, shape.T, dtype=torch.int64, device="cuda")
         labels = torch.empty_like(tokens)
@@ -507,8 +471,7 @@ COLUMNS = {"elementwise_gb": 1, "gb": 0, "kernels": 0, "ms": 0}
 
 
 def main() -> None:
-    """Count what is asked for, print it side by side, keep it in benchmarks/results/bytes.json."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="SHAPE/FORMAT/NAME, or its beginning")
     parser.add_argument("--list", action="store_true", help="show every kernel of 20 MB or more")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import interleave, median_step, rounds_parser, save, show, work_of
+from benchmarks.common import interleave, median_step, parser_of, save, show, work_of
 from llm_train_bench.base.hardware import find_cpu, scaled
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.estimate.predict import speed_factor
@@ -44,8 +44,7 @@ def argv_of(name: str) -> list[str]:
 
 
 def main() -> int:
-    """Measure, calibrate, compare; returns the exit code."""
-    args = rounds_parser(__doc__, 3).parse_args()
+    args = parser_of(__doc__, 3).parse_args()
     steps = ["--n-steps", "8", "--warmup-steps", "2"]
     contestants = {name: functools.partial(median_step, *argv_of(name), *steps) for name in CASES}
     times = {n: statistics.median(t) for n, t in interleave(contestants, args.rounds).items()}

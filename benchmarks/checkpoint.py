@@ -19,10 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from llm_train_bench.model.config import load_config
-from llm_train_bench.model.init import materialize
+from benchmarks.common import fresh_model
 from llm_train_bench.model.stored import encoded
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.checkpoint.durable import Files, commit
 from llm_train_bench.run.checkpoint.training_state import Staging, state_tensors
 
@@ -54,10 +52,7 @@ def theirs(state: dict[str, torch.Tensor], top: Path) -> tuple[float, float]:
 
 def main(argv: list[str]) -> None:
     """Print both, interleaved: minimum and median, and the ratio of medians."""
-    config = load_config(argv[0] if argv else "configs/gpt2-125m.json")
-    with torch.device("meta"):
-        model = Transformer(config, 64)
-    materialize(model, torch.device("cpu"), 0)
+    model = fresh_model(argv[0] if argv else "configs/gpt2-125m.json", 64, torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
@@ -71,7 +66,7 @@ def main(argv: list[str]) -> None:
         for name, save in ways.items():
             with tempfile.TemporaryDirectory(dir=".") as top:
                 times[name].append(save(Path(top)))
-    print(f"{config.name}: {gb:.2f} GB, {ROUNDS} rounds, torch {torch.__version__}")
+    print(f"{model.config.name}: {gb:.2f} GB, {ROUNDS} rounds, torch {torch.__version__}")
     medians = {}
     for name, (_, *measured) in times.items():
         parts = list(zip(*measured, strict=True))

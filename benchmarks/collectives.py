@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import keep_devices, rounds_parser, save, show, time_steps
+from benchmarks.common import keep_devices, parser_of, save, show, time_steps
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.measure.device import pick_device
@@ -112,7 +112,7 @@ def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:
 
 def main() -> int:
     """Join a launcher's ranks, or start one a device; returns the exit code."""
-    parser = rounds_parser(__doc__, 5)
+    parser = parser_of(__doc__, 5)
     parser.add_argument("--nproc", type=int, help="Ranks to start; default: GPUs, or 2 on a CPU.")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--mib", type=float, nargs="+", help="Sizes of the whole tensor [MiB].")

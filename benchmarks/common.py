@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import devices, own_hardware_file
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_name, synchronize
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.init import materialize
+from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Result
@@ -30,6 +35,7 @@ from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 
 RESULTS = Path(__file__).parent / "results"
+LR, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
 LONGEST_RUN_S = 420  # twice 40 steps of three seconds and their compilation
 
 
@@ -111,15 +117,13 @@ def number_apart(*command: object) -> float:
     return float(done.stdout.split()[-1])
 
 
-def run_train_apart(
-    *argv: object, script: str = "train.py", output_dir: Path | None = None
-) -> Result:
+def run_train_apart(*argv: object, script: str = "train.py", out: Path | None = None) -> Result:
     """The result of `SCRIPT ARGV...` in a separate process, which nothing of earlier runs can reach.
 
     ContestantEnded has its last line if it fails (out of memory too) or does not end.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        out = output_dir or Path(temporary)
+        out = out or Path(temporary)
         command = [sys.executable, ROOT / script, *map(str, argv), "--output-dir", out]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_RUN_S)
@@ -181,11 +185,38 @@ def show(columns: Iterable[str], rows: Iterable[Iterable[str]], left: Iterable[s
     show_whole(table)
 
 
-def rounds_parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A benchmark's parser with --rounds."""
+def parser_of(doc: str | None, rounds: int = 0) -> argparse.ArgumentParser:
+    """A benchmark's parser, with --rounds if it has any."""
     parser = argparse.ArgumentParser(description=(doc or "").split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=rounds)
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds)
     return parser
+
+
+def fresh_model(config: str | Path, T: int, device: torch.device) -> Transformer:
+    """Our model with the weights of seed 0."""
+    with torch.device("meta"):
+        model = Transformer(load_config(config), T)
+    materialize(model, device, seed=0)
+    return model
+
+
+def bare_step(
+    model: nn.Module, loss_of: Callable[[Tensor], Tensor], draw: Callable[[], Tensor], amp: str
+) -> Callable[[], None]:
+    """A training step in as few lines as PyTorch allows: ids are drawn, `loss_of` gives their loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, fused=True)
+
+    def step() -> None:
+        ids = draw()
+        with autocast(amp, ids.device):
+            loss = loss_of(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def keep_devices(entries: list[dict[str, Any]]) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import ACCURACY_FILE, Hardware, family_of, find_hardware
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.formulas.memory_model import estimate_memory
@@ -32,7 +32,6 @@ from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
 
-ROOT = Path(__file__).parent.parent
 PUBLISHED = Path(__file__).parent / "published"
 OUTLIER = 0.15
 GIB = 2**30
@@ -91,10 +90,8 @@ def memory_errors(rows) -> dict[str, list[float]]:
         if any(published.values()):
             work, _ = step_of(row)
             estimate = estimate_memory(work)
-            ours = {
-                "allocated": estimate.peak,
-                "reserved": estimate.on_device(work.world) - 1.8 * GIB,
-            }
+            reserved = estimate.on_device(work.world) - 1.8 * GIB
+            ours = {"allocated": estimate.peak, "reserved": reserved}
             for kind, gib in published.items():
                 errors[kind] += [ours[kind] / GIB / gib - 1] if gib else []
     return errors
@@ -126,17 +123,10 @@ def covering(values: list[float], share: float = 0.8) -> float:
     return ordered[math.ceil(share * len(ordered)) - 1]
 
 
-def median_size(values: list[float]) -> float:
-    """The median of the errors without their signs."""
-    return statistics.median(map(abs, values))
-
-
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", action="store_true", help="Print each row too.")
-    write_help = "Write configs/accuracy.json and the plot."
-    parser.add_argument("--write", action="store_true", help=write_help)
+    parser.add_argument("--write", action="store_true", help="Write accuracy.json and the plot.")
     args = parser.parse_args()
     figures = ("n", "median error", "80 % within", "lowest", "highest", "beyond 15 %")
     table = markdown_table("rows", "kind", "family", *figures, left=("kind", "family"))
@@ -144,12 +134,11 @@ def main() -> None:
     for split, name in (("fit", "fitted"), ("hold", "held")):
         rows = published_rows(split)
         for (kind, family), sample in by_family(rows).items():
-            n, median, covers = len(sample), median_size(sample), covering(sample)
+            n, median, covers = len(sample), statistics.median(map(abs, sample)), covering(sample)
             beyond = sum(abs(error) > OUTLIER for error in sample)
-            ends = (f"{min(sample):+.0%}", f"{max(sample):+.0%}")
-            table.add_row(
-                name, kind, family, str(n), f"{median:.1%}", f"{covers:.0%}", *ends, str(beyond)
-            )
+            ends = f"{min(sample):+.0%}", f"{max(sample):+.0%}"
+            shown = f"{median:.1%}", f"{covers:.0%}", *ends, str(beyond)
+            table.add_row(name, kind, family, str(n), *shown)
             if split == "hold" and kind != REFUSED:
                 figures = {"median": round(median, 3), "covers_80": round(covers, 3)}
                 accuracy.setdefault(family, {})[kind] = {"rows": n} | figures
@@ -158,7 +147,7 @@ def main() -> None:
     show_whole(table)
     for kind, sample in memory_errors(published_rows()).items():
         between = f"from {min(sample):+.0%} to {max(sample):+.0%}"
-        median = f"median error {median_size(sample):.0%}"
+        median = f"median error {statistics.median(map(abs, sample)):.0%}"
         print(f"memory, {kind}: {len(sample)} figures, {median}, {between}")
     if args.write:
         about = (
@@ -171,16 +160,13 @@ def main() -> None:
 
 
 def show(rows) -> None:
-    """A table of these rows."""
     columns = ("source", "setting", "published", "estimate", "error", "note")
     table = markdown_table(*columns, left=("setting", "note"))
     for row, error in zip(rows, errors(rows), strict=True):
         published = row["tokens_per_sec_per_gpu"]
         model = Path(row["config"]).stem if isinstance(row["config"], str) else row.get("model", "")
-        model = (
-            f"{row['gpus']} x {row['gpu']}, {model} T{row['seq_len']} b{row['bsz']} {row['flags']}"
-        )
-        setting = f"{model} fp8 {row['fp8']}" if "fp8" in row else model
+        setting = f"{row['gpus']} x {row['gpu']}, {model} T{row['seq_len']} b{row['bsz']} "
+        setting += row["flags"] + (f" fp8 {row['fp8']}" if "fp8" in row else "")
         figures = f"{published:,.0f}", f"{published * (1 + error):,.0f}"
         mark = f"{error:+.1%}{' *' if abs(error) > OUTLIER else ''}"
         table.add_row(row["file"], setting, *figures, mark, row.get("note", ""))

@@ -37,7 +37,6 @@ class Group:
 
 
 def steps(low: float, high: float, by: float) -> list[float]:
-    """Values from low to high."""
     return [round(low + i * by, 4) for i in range(round((high - low) / by) + 1)]
 
 
@@ -103,7 +102,6 @@ def fit(group: Group) -> dict[str, float]:
 
 
 def main() -> None:
-    """Fit each group in turn."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--write", action="store_true", help="Write configs/hardware.json.")
     args = parser.parse_args()

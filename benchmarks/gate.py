@@ -7,7 +7,6 @@ drawn, without a loss and with one of 2 % beyond the tolerance, and judged as co
 The exit code is 1 where an answer is wrong more often than docs/COMPARE.md says.
 """
 
-import argparse
 import collections
 import itertools
 import random
@@ -18,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import save, show
+from benchmarks.common import parser_of, save, show
 from llm_train_bench.compare.gate import answer
 from llm_train_bench.formulas.time_statistics import mean_of
 
@@ -60,8 +59,7 @@ def faults(row: dict) -> list[str]:
 
 
 def main() -> int:
-    """Simulate, print, store; returns the exit code."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--trials", type=int, default=2000)
     trials = parser.parse_args().trials
     rows, cells = [], []

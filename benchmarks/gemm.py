@@ -10,7 +10,7 @@ of attention and of memory, for 1, 2, 4, ... threads: runs there then have an MF
 --gpu cpu an answer.
 """
 
-import argparse
+import contextlib
 import datetime
 import functools
 import itertools
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import keep_devices, save, time_steps
+from benchmarks.common import keep_devices, parser_of, save, time_steps
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import ROOFS_FILE, name_of_part, threads_of
 from llm_train_bench.measure.device import device_memory_gib, device_name, memory_gib, pick_device
@@ -108,8 +108,7 @@ def rate(run: Call, flops: float, seconds: float, device: torch.device):
 
 
 def main() -> None:
-    """Measure all shapes, print them, keep them, and write the roof of a GPU."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("configs", nargs="*")
     parser.add_argument("--tokens", type=int, help="rows of the activations")
     parser.add_argument("--seconds", type=float, default=0.5, help="per shape and format")
@@ -126,9 +125,11 @@ def main() -> None:
     kinds = {"bf16": matmul}
     if not cuda:
         kinds |= {"fp32": functools.partial(matmul, dtype=torch.float32)}
-    if _has_fp8(device):
-        kinds |= {"fp8": fp8_matmul, "fp8 exact sums": functools.partial(fp8_matmul, fast=False)}
-    if cuda:
+    else:
+        with contextlib.suppress(RuntimeError):  # a device without FP8
+            fp8_matmul(64, 64, 64, "TN", device)(0)
+            exact = functools.partial(fp8_matmul, fast=False)
+            kinds |= {"fp8": fp8_matmul, "fp8 exact sums": exact}
         heat(device, args.heat)
     power = PowerMeter(device)
     power.begin()
@@ -236,16 +237,6 @@ def cpu_entry(name: str, device: torch.device, seconds: float) -> dict[str, Any]
     links = {"ring_gb_per_s": 2.0, "nic_gb_per_s": 1.0, "fitted": fitted}
     source = f"benchmarks/gemm.py, {datetime.date.today()}, torch {torch.__version__}"
     return {"name": name, **rates, **memory, **links, "source": source}
-
-
-def _has_fp8(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
-    try:
-        fp8_matmul(64, 64, 64, "TN", device)(0)
-    except RuntimeError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

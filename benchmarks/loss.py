@@ -16,22 +16,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import interleave, number_apart, report, rounds_parser, save, time_steps
+from benchmarks.common import interleave, number_apart, parser_of, report, save, time_steps
 from llm_train_bench.measure.device import GIB, peak_resident_bytes, pick_device
 from llm_train_bench.model.loss import LinearCrossEntropy
 
-KINDS = ("plain", "chunked", "torch")
+KINDS = ["plain", "chunked"] + ["torch"] * hasattr(F, "linear_cross_entropy")
 
 
-def contestant(
-    kind: str, device: torch.device, N: int, d: int, V: int, chunk_elements: int | None = None
-) -> Callable[[], None]:
+def contestant(kind: str, device: torch.device, N: int, d: int, V: int) -> Callable[[], None]:
     """Loss and backward of one kind on random data; parameters fp32, bf16 on a GPU as under AMP."""
     low = torch.bfloat16 if device.type == "cuda" else torch.float32
     hidden = torch.randn(N, d, device=device, dtype=low, requires_grad=True)
     weight = torch.randn(V, d, device=device, requires_grad=True)
     labels = torch.randint(V, (N,), device=device)
-    ours = LinearCrossEntropy(V, chunk_elements)
+    ours = LinearCrossEntropy(V)
 
     def step():
         hidden.grad = weight.grad = None
@@ -46,11 +44,6 @@ def contestant(
         loss.backward()
 
     return step
-
-
-def available() -> list[str]:
-    """The kinds this torch can run."""
-    return [k for k in KINDS if k != "torch" or hasattr(F, "linear_cross_entropy")]
 
 
 def peak(kind: str, device: torch.device, *sizes: int) -> float:
@@ -68,8 +61,7 @@ def peak(kind: str, device: torch.device, *sizes: int) -> float:
 
 
 def main() -> None:
-    """Report times and peaks."""
-    parser = rounds_parser(__doc__, 7)
+    parser = parser_of(__doc__, 7)
     parser.add_argument("--peak", nargs="+", help="only print the peak of KIND, N, d, V")
     args = parser.parse_args()
     device = pick_device("auto")
@@ -79,13 +71,13 @@ def main() -> None:
         print(peak(kind, device, *map(int, sizes)))
         return
     N, V = (8192, 128256) if device.type == "cuda" else (2048, 32000)
-    steps = {k: contestant(k, device, N, d, V) for k in available()}
+    steps = {k: contestant(k, device, N, d, V) for k in KINDS}
     timers = {k: functools.partial(time_steps, s, 3, device) for k, s in steps.items()}
     times = interleave(timers, args.rounds)
     ratios = {f"chunked / {k}": ("chunked", k) for k in steps if k != "chunked"}
     report("loss", times, ratios, f"head and loss, forward and backward, N {N}, d {d}, V {V}")
     peaks = {}
-    for kind in available():
+    for kind in KINDS:
         peaks[kind] = number_apart(__file__, "--peak", kind, 8192, d, 128256)
         print(f"peak memory at N 8192, d {d}, V 128256, {kind}: {peaks[kind]:.2f} GiB")
     save("loss_memory", {"about": f"GiB beyond inputs, N 8192, d {d}, V 128256", "gib": peaks})

@@ -9,7 +9,6 @@ over the last quarter, bf16 and fp16 within 1 %, FP8 within 2 % of the loss. The
 beyond a limit, or if a setting of --settings could not run. FP8 is emulated on a CPU.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import numpy as np
 
 import prepare_data
-from benchmarks.common import RESULTS, device_of_runs, run_train_apart, save, show
+from benchmarks.common import RESULTS, device_of_runs, parser_of, run_train_apart, save, show
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 from llm_train_bench.results.result_files import read_steps
 
@@ -73,7 +72,7 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
 
 def main(argv: list[str] | None = None) -> int:
     """Train every setting in a separate process, and report; see `exit_code`."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")
     parser.add_argument("--config", default="configs/gpt2-tiny.json")
@@ -98,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in dict.fromkeys([REFERENCE, *needs_noise, *names]):
             out = Path(directory) / name.replace(" ", "-")
             try:
-                run_train_apart(*common, text / "train.bin", *known[name], output_dir=out)
+                run_train_apart(*common, text / "train.bin", *known[name], out=out)
             except RuntimeError as error:  # an absent library, or a failure of this setting alone
                 failed[name] = str(error)
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
@@ -119,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def show_verdicts(verdicts: dict[str, dict], curves: dict[str, np.ndarray]) -> None:
-    """The verdicts as a table."""
     rows = []
     for name, v in verdicts.items():
         interval = ", ".join(f"{end:+.2%}" for end in v["interval"] or ())

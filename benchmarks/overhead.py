@@ -16,59 +16,43 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import interleave, report, rounds_parser, run_train, time_steps
+from benchmarks import common
 from llm_train_bench.measure.device import pick_device
-from llm_train_bench.model.config import load_config
-from llm_train_bench.model.init import materialize
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.loop import build_step, uncollected
 
 LIMIT = 0.98
-Case = tuple[str, int, int, bool]  # config, micro batch, length, whether in bf16
+Case = tuple[str, int, int, str]  # config, micro batch, length, --amp
 # By case the steps of a round.
 CPU_CASES: dict[Case, int] = {
-    ("configs/gpt2-tiny.json", 8, 256, False): 300,
-    ("configs/llama-tiny.json", 8, 256, False): 100,
+    ("configs/gpt2-tiny.json", 8, 256, "off"): 300,
+    ("configs/llama-tiny.json", 8, 256, "off"): 100,
 }
 GPU_CASES: dict[Case, int] = {
-    ("configs/gpt2-125m.json", 32, 1024, True): 30,
-    ("configs/gpt2-125m.json", 2, 1024, True): 60,
+    ("configs/gpt2-125m.json", 32, 1024, "bf16"): 30,
+    ("configs/gpt2-125m.json", 2, 1024, "bf16"): 60,
 }
 WARMUP = 5
 
 
 def time_train(*argv: object) -> float:
     """Mean seconds per measured step of `train.py ARGV...`; contestants take turns on a warm device."""
-    return run_train(*argv, "--warmup-seconds", 0).metrics.step_time_mean_s or math.nan
+    return common.run_train(*argv, "--warmup-seconds", 0).metrics.step_time_mean_s or math.nan
 
 
-def bare_step(case: Case, device: torch.device) -> Callable[[], None]:
-    """The same step in as few lines as PyTorch allows, over a separate model."""
-    path, bsz, T, bf16 = case
-    config = load_config(path)
-    with torch.device("meta"):
-        model = Transformer(config, T)
-    materialize(model, device, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-
-    def step():
-        ids = torch.randint(config.vocab_size, (bsz, T + 1), device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            loss = model(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+def step_of(case: Case, device: torch.device) -> Callable[[], None]:
+    """The same step without train.py, over a separate model."""
+    path, bsz, T, amp = case
+    model = common.fresh_model(path, T, device)
+    draw = functools.partial(torch.randint, model.config.vocab_size, (bsz, T + 1), device=device)
+    return common.bare_step(model, lambda ids: model(ids[:, :-1], ids[:, 1:]), draw, amp)
 
 
 def bare_loop(n: int, device: torch.device, case: Case) -> float:
     """Seconds per step of n bare steps, the model built anew."""
-    step = bare_step(case, device)
+    step = step_of(case, device)
     with uncollected():  # as in train.py: its other costs are measured here
-        time_steps(step, WARMUP, device)
-        return time_steps(step, n, device)
+        common.time_steps(step, WARMUP, device)
+        return common.time_steps(step, n, device)
 
 
 def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[list[float]]:
@@ -77,7 +61,7 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
     These are closer together than whole runs: between runs a shared machine changes its speed by
     more than this cost. Not for a GPU: waiting between steps would keep its queue empty.
     """
-    bare = bare_step(case, device)
+    bare = step_of(case, device)
     bare_times: list[float] = []
 
     def with_bare_steps(*args):
@@ -85,12 +69,12 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
 
         def both(step: int, phase: str) -> None:
             step_fn(step, phase)
-            bare_times.append(time_steps(bare, 1, device))
+            bare_times.append(common.time_steps(bare, 1, device))
 
         return both
 
     with mock.patch("train.loop.build_step", with_bare_steps):
-        result = run_train(*argv)
+        result = common.run_train(*argv)
     # train.py's time of a step includes the bare step before it, except for the window's first.
     bare_times = bare_times[WARMUP : WARMUP + n]  # one more step observes the kernels
     between = [0.0, *bare_times[:-1]]
@@ -99,24 +83,27 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
 
 
 def main() -> int:
-    """Time all cases and report the ratios; 1 where one is below what is wanted."""
-    rounds = rounds_parser(__doc__, 11).parse_args().rounds  # of whole runs, on a GPU
+    rounds = common.parser_of(__doc__, 11).parse_args().rounds  # of whole runs, on a GPU
     device = pick_device("auto")
     times, ratios = {}, {}
     cases = GPU_CASES if device.type == "cuda" else CPU_CASES
     for case, n in cases.items():
-        path, bsz, T, bf16 = case
+        path, bsz, T, amp = case
         name = f"{Path(path).stem} B{bsz}"
-        argv = [path, "--bsz", bsz, "--seq-len", T, "--amp", "bf16" if bf16 else "off"]
+        argv = [path, "--bsz", bsz, "--seq-len", T, "--amp", amp]
         argv += ["--n-steps", n, "--warmup-steps", WARMUP]
         ours, bare = f"train.py {name}", f"bare loop {name}"
         if device.type == "cuda":
             loop = functools.partial(bare_loop, n, device, case)
-            times |= interleave({ours: functools.partial(time_train, *argv), bare: loop}, rounds)
+            times |= common.interleave(
+                {ours: functools.partial(time_train, *argv), bare: loop}, rounds
+            )
         else:
             times[ours], times[bare] = step_by_step(argv, n, device, case)
         ratios[f"train.py / bare, {name}"] = (ours, bare)
-    medians = report("overhead", times, ratios, "train.py against a bare loop over the same model")
+    medians = common.report(
+        "overhead", times, ratios, "train.py against a bare loop over the same model"
+    )
     return int(min(medians.values()) < LIMIT)
 
 

@@ -30,14 +30,10 @@ import torch.distributed as dist
 import transformers
 
 from benchmarks import common
-from benchmarks.common import ROOT, interleave, number_apart, run_train_apart, time_steps
 from benchmarks.peer_models import Peer
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.measure.device import keep_freed_memory, synchronize
-from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
-from llm_train_bench.model.init import materialize
-from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.loop import uncollected
 
 # Not by pick_device, which tunes the process for our own runs.
@@ -66,15 +62,13 @@ WARMUP = 10 if GPU else 3
 PEERS = {"gpt2": ("nanogpt",), "llama": ("litgpt", "torchtitan")}
 MODES = ["eager", "compiled"]
 HUGGING_FACE = ("transformers", "trainer")
-LR, BETAS, CLIP = 6e-4, (0.9, 0.95), 1.0
 TOLERANCE = 2e-2 if GPU else 1e-4  # of loss and norm, relative
 
 
 def shape_of(name: str) -> tuple[dict[str, Any], int, int, int]:
-    """A shape's config, micro batch, tokens a sample and measured steps."""
     raw, changes, B, T, steps = SHAPES[name]
     if isinstance(raw, str):
-        raw = json.loads((ROOT / raw).read_text())
+        raw = json.loads((common.ROOT / raw).read_text())
     # The same padding of the vocabulary for all: rows beyond it take part in the matmul.
     return raw | changes, B, T, steps
 
@@ -84,20 +78,11 @@ def write_checkpoint(shape: str, directory: Path) -> None:
     raw, B, T, _ = shape_of(shape)
     for name in ("config.json", "plain.json"):  # the first becomes the checkpoint's
         (directory / name).write_text(json.dumps(raw))
-    model, ids = our_model(directory, T), first_batch(raw, B, T)
+    model, ids = common.fresh_model(directory / "config.json", T, DEVICE), first_batch(raw, B, T)
     save_pretrained(model, directory)
     with autocast(AMP, DEVICE):
         loss = model(ids[:, :-1], ids[:, 1:])
     (directory / "ours.json").write_text(json.dumps(agreement(loss, model)))
-
-
-def our_model(directory: Path, T: int) -> Transformer:
-    """Ours with the weights of seed 0."""
-    config = load_config(directory / "config.json")
-    with torch.device("meta"):
-        model = Transformer(config, T)
-    materialize(model, DEVICE, seed=0)
-    return model
 
 
 def peer_model(peer: str, directory: Path, T: int) -> torch.nn.Module:
@@ -105,8 +90,9 @@ def peer_model(peer: str, directory: Path, T: int) -> torch.nn.Module:
     if peer in HUGGING_FACE:
         options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
         return transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
-    model = Peer(load_config(directory / "config.json"), peer, T)
-    model.load(our_model(directory, T).state_dict())
+    ours = common.fresh_model(directory / "config.json", T, DEVICE)
+    model = Peer(ours.config, peer, T)
+    model.load(ours.state_dict())
     return model
 
 
@@ -153,21 +139,12 @@ def time_peer(peer: str, compiled: bool, shape: str, directory: Path) -> float:
         called = torch.compile(module)
     if dist.is_initialized():
         called = torch.nn.parallel.DistributedDataParallel(called)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, betas=BETAS, fused=True)
-
-    def step() -> None:
-        ids = torch.randint(raw["vocab_size"], (B, T + 1), device=DEVICE)
-        with autocast(AMP, DEVICE):
-            loss = loss_of(peer, called, ids)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    time_steps(step, WARMUP, DEVICE)
+    draw = functools.partial(torch.randint, raw["vocab_size"], (B, T + 1), device=DEVICE)
+    step = common.bare_step(module, functools.partial(loss_of, peer, called), draw, AMP)
+    common.time_steps(step, WARMUP, DEVICE)
     if dist.is_initialized():
         dist.barrier()
-    return time_steps(step, steps, DEVICE)
+    return common.time_steps(step, steps, DEVICE)
 
 
 def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> float:
@@ -181,8 +158,9 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
 
     n = WARMUP + steps
     data = [{"input_ids": x, "labels": x} for x in torch.randint(raw["vocab_size"], (n * B, T))]
-    options: dict[str, Any] = {"learning_rate": LR, "adam_beta2": BETAS[1], "max_grad_norm": CLIP}
-    options |= {"optim": "adamw_torch_fused", "bf16": GPU, "use_cpu": not GPU, "max_steps": n}
+    options: dict[str, Any] = {"learning_rate": common.LR, "adam_beta2": common.BETAS[1]}
+    options |= {"optim": "adamw_torch_fused", "max_grad_norm": common.CLIP, "max_steps": n}
+    options |= {"bf16": GPU, "use_cpu": not GPU}
     options |= {"report_to": [], "save_strategy": "no", "logging_strategy": "no"}
     options |= {"per_device_train_batch_size": B, "torch_compile": compiled, "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as out:
@@ -194,11 +172,11 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
 def time_ours(compiled: bool, shape: str, directory: Path, ranks: int) -> float:
     """The same of our own scripts."""
     _, B, T, steps = shape_of(shape)
-    argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", AMP, "--lr", LR]
+    argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", AMP, "--lr", common.LR]
     argv += ["--n-steps", steps, "--warmup-steps", WARMUP, "--warmup-seconds", 0]
     argv += ["--pt-compile"] * compiled + ["--nproc", ranks] * (ranks > 1)
     script = "train.py" if ranks == 1 else "train_ddp.py"
-    return run_train_apart(*argv, script=script).metrics.step_time_mean_s or math.nan
+    return common.run_train_apart(*argv, script=script).metrics.step_time_mean_s or math.nan
 
 
 def contestant(name: str) -> None:
@@ -219,9 +197,7 @@ def contestant(name: str) -> None:
         dist.destroy_process_group()
 
 
-def contestants(
-    args: argparse.Namespace, shape: str, peers: Sequence[str], directory: Path
-) -> dict:
+def contestants(args: argparse.Namespace, shape: str, peers: Sequence[str], top: Path) -> dict:
     """By name, functions that run ours and the peers, each in a process or ranks of its own."""
     launcher = []
     if args.ranks > 1:
@@ -231,16 +207,15 @@ def contestants(
     functions, partial = {}, functools.partial
     for mode in args.modes:
         compiled = mode == "compiled"
-        functions[f"ours {mode}"] = partial(time_ours, compiled, shape, directory, args.ranks)
+        functions[f"ours {mode}"] = partial(time_ours, compiled, shape, top, args.ranks)
         for peer in peers:
-            command = (*launcher, __file__, "--contestant", f"{shape}/{peer}/{mode}/{directory}")
-            functions[f"{peer} {mode}"] = partial(number_apart, *command)
+            command = (*launcher, __file__, "--contestant", f"{shape}/{peer}/{mode}/{top}")
+            functions[f"{peer} {mode}"] = partial(common.number_apart, *command)
     return functions
 
 
 def main() -> None:
-    """Time all contestants of each shape, and report the ratios."""
-    parser = common.rounds_parser(__doc__, 5)
+    parser = common.parser_of(__doc__, 5)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
@@ -260,7 +235,7 @@ def main() -> None:
             if GPU:
                 torch.cuda.empty_cache()  # the contestants need it
             functions = contestants(args, shape, peers, Path(top))
-            times = interleave(functions, args.rounds, first=1)
+            times = common.interleave(functions, args.rounds, first=1)
         pairs = {}
         for mode, peer in itertools.product(args.modes, peers):
             if {ours := f"ours {mode}", theirs := f"{peer} {mode}"} <= times.keys():

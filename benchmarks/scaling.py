@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.common import interleave, median_step, rounds_parser, save, show, work_of
+from benchmarks.common import interleave, median_step, parser_of, save, show, work_of
 from llm_train_bench.base.hardware import find_hardware, threads_of
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.formulas.speed_model import estimate_speed
@@ -28,15 +28,13 @@ for ranks in (2, 4):
 
 
 def measured(name: str) -> float:
-    """Median seconds of a step."""
     script, ranks, flags = CASES[name]
     words = [*CONFIG, *flags, "--n-steps", 15, "--warmup-steps", 3]
     return median_step(*words, *["--nproc", ranks] * (ranks > 1), script=script)
 
 
 def main() -> int:
-    """Measure in turn, estimate, print and keep; returns the exit code."""
-    args = rounds_parser(__doc__, 3).parse_args()
+    args = parser_of(__doc__, 3).parse_args()
     times = interleave({name: functools.partial(measured, name) for name in CASES}, args.rounds)
     if "one rank" not in times:
         return 1  # its error is on the screen

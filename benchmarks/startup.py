@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.common import ROOT, interleave, report, rounds_parser
+from benchmarks.common import ROOT, interleave, parser_of, report
 
 SCRIPTS = ("train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
 TOOLS = ("estimate.py", "sweep.py", "compare.py", "doctor.py", "trace_report.py", "prepare_data.py")
@@ -43,8 +43,7 @@ def first_step() -> float:
 
 
 def main() -> int:
-    """Measure, print, keep; returns the exit code."""
-    args = rounds_parser(__doc__, 5).parse_args()
+    args = parser_of(__doc__, 5).parse_args()
     helps = {f"{name} --help": functools.partial(whole, name, "--help") for name in SCRIPTS + TOOLS}
     limits = {name: 0.5 if name.split()[0] in SCRIPTS else 0.4 for name in helps}
     torch_alone = functools.partial(whole, "-c", "import torch")

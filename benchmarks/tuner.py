@@ -16,13 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import sweep
-from benchmarks.common import rounds_parser, save
+from benchmarks.common import parser_of, save
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 
 WANTED = 0.98
 GRID = ["bsz=1,2,4,8", "sac-freq=none,1/2,1/1", "amp=off,bf16", "pt-compile=false,true"]
 FIXED = ["seq-len=128", "n-steps=10", "warmup-steps=3"]
-N_CELLS = 4 * 3 * 2 * 2
 
 
 def swept(directory: Path, *flags: str) -> list[dict]:
@@ -43,8 +42,7 @@ def best_of(rows: list[dict]) -> dict:
 
 
 def main() -> int:
-    """Tune, sweep, compare; returns the exit code."""
-    args = rounds_parser(__doc__, 7).parse_args()
+    args = parser_of(__doc__, 7).parse_args()
     with tempfile.TemporaryDirectory() as top:
         tuned = swept(Path(top) / "tuned", *GRID, *FIXED, "--tune")
         grid = swept(Path(top) / "grid", *GRID, *FIXED)
@@ -59,7 +57,7 @@ def main() -> int:
     low, high = bootstrap_mean(ratios) or (ratios[0], ratios[0])
     in_full = len({json.dumps(row["axes"]) for row in tuned if row["repeat"] != "probe"})
     tried = len({json.dumps(row["axes"]) for row in tuned})
-    cells = {"cells": N_CELLS, "cells_tuner_ran": tried, "cells_in_full": in_full}
+    cells = {"cells": 4 * 3 * 2 * 2, "cells_tuner_ran": tried, "cells_in_full": in_full}
     content = {
         "about": "sweep.py --tune and the whole grid: llama-tiny, T 128, 10 steps a run",
         **cells,

@@ -184,7 +184,8 @@ class OneRun:
         )  # fmt: skip
         self.run, self.notes = run, result.notes
         with mock.patch.object(saver, "say", lambda text: None):
-            self.saver = saver.Saver(run, model, optimizer, place, files)
+            self.saver = saver.Saver(run, model, optimizer)
+        self.saver.files = files
 
     def begin_save(self, step: int) -> None:
         with torch.no_grad():

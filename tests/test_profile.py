@@ -197,7 +197,7 @@ def test_the_nsys_range_holds_the_steps_asked_for(rank, monkeypatch):
     model = Transformer(plan.work.config, 8)
     ids = torch.ones(1, 8, dtype=torch.int64)
     passes = loop.build_passes(run, model, itertools.repeat((ids, ids)))
-    step_fn = loop.build_step(run, model, build_optimizer(model, plan.optimizer), passes)
+    step_fn = loop.build_step(run, model, build_optimizer(model, plan.optimizer), passes, None)
     (capture,) = profiling.build_capture(run, model)
     run.log.start()
     for step in range(6):

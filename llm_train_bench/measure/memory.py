@@ -51,7 +51,6 @@ class MemoryReport:
             result.notes.append("no memory by kind: a profiler looked at the last warm-up step")
 
     def before(self, step: int) -> None:
-        """Start looking, if this is the step."""
         if step != self.step:
             return
         self.gradients = 0
@@ -67,7 +66,6 @@ class MemoryReport:
             yield
 
     def after(self, step: int) -> None:
-        """Fill the result, if this was the step."""
         if step != self.step:
             return
         self.log.watchers.remove(self._part)
@@ -143,7 +141,6 @@ class CpuMeter:
         return torch.profiler.record_function(f"part:{name}")
 
     def read(self) -> tuple[int, int]:
-        """As CudaMeter.read."""
         self.profiler.stop()
         profiler: Any = self.profiler.profiler
         tree = profiler.kineto_results.experimental_event_tree()

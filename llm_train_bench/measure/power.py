@@ -50,7 +50,6 @@ class PowerMeter:
         self.thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Start; the device is idle."""
         self.memory = [memory_now(self.device)]
         if not self.sensor:
             return
@@ -135,7 +134,6 @@ class PowerMeter:
         return {reason: part for reason, part in sorted(parts.items()) if part > 0}
 
     def close(self) -> None:
-        """Stop sampling."""
         if self.thread is not None:
             self.stop.set()
             self.thread.join()

@@ -105,20 +105,14 @@ class StepLog:
         self.marks.append((part, _stamp(self.device)))
 
     def finish(
-        self,
-        step: int,
-        phase: str,
-        lr: float,
-        tokens: int,
-        values: Tensor,
-        grad_norm: Tensor | None,
+        self, step: int, phase: str, lr: float, tokens: int, values: Tensor, norm: Tensor | None
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed.
 
-        `values` are the loss and, if the run saves, the stop request.
+        `values` are the loss and, if the run saves, the stop request; `norm` is the gradient's.
         """
         # If gradients are offloaded to the CPU, their norm is there too.
-        norm = values.new_full((), -1.0) if grad_norm is None else grad_norm.to(values.device)
+        norm = values.new_full((), -1.0) if norm is None else norm.to(values.device)
         on_host = self.values[step, : 1 + len(values)]
         on_host.copy_(torch.cat((norm[None], values)), non_blocking=True)
         self.mark("optimizer")

@@ -11,17 +11,7 @@ from pathlib import Path
 
 from llm_train_bench.base.start import PARENT
 
-from llm_train_bench.base.errors import (
-    CompileError,
-    DoesNotFit,
-    Interrupted,
-    NoStep,
-    NotFinite,
-    NotJoined,
-    OwnError,
-    Preempted,
-    UsageError,
-)
+from llm_train_bench.base import errors
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.model.config import ConfigError
@@ -40,7 +30,8 @@ SAVES = "saves"
 # The errors of this process that are in a file, with their tracebacks.
 _WRITTEN: list[BaseException] = []
 # Their messages say all there is to say.
-EXPECTED = (UsageError, ConfigError, CompileError, NotJoined, NoStep, NotFinite)
+EXPECTED = (ConfigError, errors.CompileError, errors.NoStep, errors.NotFinite, errors.NotJoined)
+EXPECTED += (errors.UsageError,)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (
@@ -53,9 +44,9 @@ OOM_ADVICE = (
 def classify(error: BaseException) -> tuple[Status, str]:
     """Status of a run that ended with this exception, and its message on one line."""
     text = " ".join(str(error).split())[:500] or type(error).__name__
-    if isinstance(error, Preempted) and error.step is not None:
+    if isinstance(error, errors.Preempted) and error.step is not None:
         return "preempted", f"saved at step {error.step} and stopped by {error}"
-    if isinstance(error, KeyboardInterrupt | Interrupted):
+    if isinstance(error, KeyboardInterrupt | errors.Interrupted):
         return "interrupted", f"interrupted by {str(error) or 'SIGINT'}"
     if isinstance(error, EXPECTED):
         return "failed", text
@@ -85,11 +76,11 @@ def lost_a_rank(error: BaseException) -> bool:
 
 def exit_code(error: BaseException) -> int:
     """2 bad input, 3 out of memory, 4 cannot fit, 75 stopped on request after saving, 1 the rest."""
-    if isinstance(error, Preempted) and error.step is not None:
+    if isinstance(error, errors.Preempted) and error.step is not None:
         return PREEMPTED
-    if isinstance(error, DoesNotFit):
+    if isinstance(error, errors.DoesNotFit):
         return 4
-    if isinstance(error, UsageError | ConfigError):
+    if isinstance(error, errors.UsageError | ConfigError):
         return 2
     return 3 if is_out_of_memory(error) else 1
 
@@ -129,9 +120,8 @@ def first_error(
             status, text = path.read_text(encoding="utf-8").splitlines()[0].split(": ", 1)
             when, lost = path.stat().st_mtime, text.startswith(NO_CAUSE)
             if status in ("oom", "failed") and when <= before_s and (consequences or not lost):
-                failed.append(
-                    (lost, when, status, f"rank {path.stem.removeprefix('rank')}: {text}")
-                )
+                rank = path.stem.removeprefix("rank")
+                failed.append((lost, when, status, f"rank {rank}: {text}"))
     return min(failed)[2:] if failed else None
 
 
@@ -158,7 +148,7 @@ def report(error: BaseException, prog: str, ranks: Ranks) -> None:
             Path(path).write_text(json.dumps({"message": message}))
     if has_parent():
         return
-    if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, OwnError):
+    if exit_code(error) == 2 and ranks.local_rank and not isinstance(error, errors.OwnError):
         return
     if shown:
         say(trace.rstrip("\n"))

@@ -52,7 +52,8 @@ class HangWatch:
         self.last_step: float | None = None
         self.armed = -1.0  # when the last resort was last put off
         self.reacted = threading.Event()
-        self.spared: float | None = None  # seconds that the first signal leaves the main thread
+        # Seconds that the first signal leaves the main thread: it saves before it ends.
+        self.spared: float | None = None
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
         self.before = signal.set_wakeup_fd(self.sender.fileno(), warn_on_full_buffer=False)
@@ -114,10 +115,6 @@ class HangWatch:
         if self.last_step is not None:
             self.last_step, self.armed = None, -1.0
             faulthandler.cancel_dump_traceback_later()
-
-    def spare_first(self, seconds: float) -> None:
-        """The next signal leaves the main thread so much time: it saves before it ends."""
-        self.spared = seconds
 
     def close(self) -> None:
         """The main thread has reacted, or there is nothing more to watch."""

@@ -57,18 +57,16 @@ def launch_ranks(train: Callable[..., None], argv: Sequence[str], script: str) -
     return _guarded(body, prog, ranks)
 
 
-def train_planned(
-    train: Callable[..., None], argv: Sequence[str], script: str, ranks: Ranks
-) -> None:
+def train_planned(train: Callable[..., None], argv: Sequence[str], prog: str, ranks: Ranks) -> None:
     """Resolve the arguments into a plan, and call `train(plan, device, ranks)`."""
-    args = parse_args(argv, script)
+    args = parse_args(argv, prog)
     if not failures.has_parent():
         check_started_by_launcher(args.part(RankFlags))
     if not args.save_every:
         start.refuse_wishes()
     device = pick_device(args.device, ranks.local_rank)
     platform, free = platform_of(device), free_gib(device, ranks)
-    plan = make_plan(args, Script(script), ranks.world, platform, memory_gib=free)
+    plan = make_plan(args, Script(prog), ranks.world, platform, memory_gib=free)
     refuse_impossible(plan.work, device)
     if platform != "cpu" and not args.no_fit_check and free:
         plan = dataclasses.replace(plan, notes=(*plan.notes, *check_fit(plan.work, free)))

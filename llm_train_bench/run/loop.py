@@ -5,10 +5,11 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from llm_train_bench.apply.compile import compile_errors_named
 from llm_train_bench.apply.data import Validation, batches, repeating_last
@@ -38,20 +39,10 @@ OBSERVE = "observe"
 Passes = Callable[[int], Tensor]
 
 
-class Watcher(Protocol):
-    """Is called around every step: the memory report, a profiler, the saver."""
-
-    def before(self, step: int) -> None:
-        """A step begins."""
-
-    def after(self, step: int) -> None:
-        """The step's work has been given to the device."""
-
-
 def measure(
     run: Run,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: Optimizer | None,
     step_fn: Callable[[int, str], None],
     evaluate: Callable[[], float | None] = lambda: None,
     saver: Saver | None = None,
@@ -66,7 +57,8 @@ def measure(
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
     memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
-    watchers: list[Watcher] = [memory, *captures, *([saver] if saver else [])]
+    # Called around every step: `before` it, and `after` its work has been given to the device.
+    watchers = [memory, *captures, *([saver] if saver else [])]
     eval_every, m = run.plan.data.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
@@ -221,18 +213,14 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
 
 
 def build_step(
-    run: Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    passes: Passes,
-    saver: Saver | None = None,
+    run: Run, model: nn.Module, optimizer: Optimizer | None, passes: Passes, saver: Saver | None
 ) -> Callable[[int, str], None]:
     """The function of one optimizer step, `step_fn(step, phase)`: passes, clipping, optimizer, log."""
     work, log, scaler, fp8 = run.plan.work, run.log, run.scaler, run.fp8
     flags, n_steps = run.plan.optimizer, run.plan.schedule.window_end
     tokens = work.batch.tokens_per_step
     parameters = list(model.parameters())  # a walk through gpt2-125m takes 0.4 ms
-    gradients = model.layout.gradients(model) if isinstance(model, HasWeights) else None
+    grads = model.layout.gradients(model) if isinstance(model, HasWeights) else None
     balances = bool(work.config.experts and work.config.experts.correction_rate)
     keeps_gradients = work.cuda_graphs and work.trains
     if keeps_gradients:
@@ -247,9 +235,7 @@ def build_step(
         with log.watched("optimizer"):
             if optimizer is not None and flags is not None:
                 rate = learning_rate(step, flags, n_steps)
-                norm = optimizer_step(
-                    parameters, optimizer, rate, flags.grad_clip, scaler, gradients
-                )
+                norm = optimizer_step(parameters, optimizer, rate, flags.grad_clip, scaler, grads)
                 fp8.after_step(model)
                 if balances:
                     update_corrections(model)

@@ -51,7 +51,6 @@ class TorchCapture:
         self.first = run.plan.schedule.profiled.start
 
     def before(self, step: int) -> None:
-        """Start tracing in time."""
         if step == self.first:
             self._start()
         if step == self.steps.start:
@@ -111,7 +110,7 @@ class TorchCapture:
         _go_on(self.run)
 
     def _breakdown(self, path: Path) -> Profile:
-        work = self.run.plan.work
+        work, schedule = self.run.plan.work, self.run.plan.schedule
         flops, ideal_s = matmul_work(self.run.result, work)
         trace = read_trace(path)
         self.run.result.observed = observed_in(trace, self.run)
@@ -124,11 +123,8 @@ class TorchCapture:
         fields: dict[str, Any] = {n: getattr(b, n) for n in Profile.model_fields if hasattr(b, n)}
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
-        return Profile(
-            **fields,
-            first_step=self.steps.start,
-            in_window=self.run.plan.schedule.captures_in_window,
-        )
+        in_window = schedule.captures_in_window
+        return Profile(**fields, first_step=self.steps.start, in_window=in_window)
 
 
 def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
@@ -148,10 +144,10 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     if work.compiled or compiled.graphs:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated
     on_gpu, asked = run.device.type == "cuda", "flex" if run.plan.flex else work.attention
-    if run.plan.profile.profile_attention and run.plan.schedule.profiler == "torch":
-        o.attention = {side: [] for side in o.attention}  # its parts ran instead
-    elif (on_gpu and not trace.gpu) or (run.plan.flex and not on_gpu):
-        o.attention = {side: [] for side in o.attention}  # no kernel has a name there
+    in_parts = run.plan.profile.profile_attention and run.plan.schedule.profiler == "torch"
+    unnamed = run.plan.flex if not on_gpu else not trace.gpu  # no kernel has a name there
+    if in_parts or unnamed:
+        o.attention = {side: [] for side in o.attention}
     ran = o.kernels
     if len(ran) == 1:
         (result.attention_kernel,) = ran
@@ -185,7 +181,6 @@ class NsysCapture:
         self.mine = not ranks or run.ranks.rank in ranks
 
     def before(self, step: int) -> None:
-        """Start before the first step, with an idle device."""
         if step == self.steps.start:
             synchronize(self.run.device)
             if self.mine:
@@ -195,7 +190,6 @@ class NsysCapture:
             torch.cuda.nvtx.range_push(f"step {step}")
 
     def after(self, step: int) -> None:
-        """Stop after the last."""
         if step in self.steps:
             torch.cuda.nvtx.range_pop()
         if step == self.steps[-1]:

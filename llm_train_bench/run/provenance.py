@@ -15,14 +15,8 @@ import torch
 from torch.cuda import nccl
 
 from llm_train_bench import __version__
+from llm_train_bench.base import hardware
 from llm_train_bench.base.files import ROOT
-from llm_train_bench.base.hardware import (
-    device_called,
-    find_peaks,
-    find_roof,
-    name_of_part,
-    threads_of,
-)
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
@@ -93,10 +87,11 @@ def open_result(
 
 def _device(device: torch.device, ranks: int, flags: PeakFlags) -> Device:
     memory = device_memory_gib(device)
-    part = name_of_part(device_name(device), memory)
-    threads = threads_of(part, torch.get_num_threads())
-    known = device.type == "cpu" and device_called(threads)
-    peaks = find_peaks(threads if known else part, flags.peak_tflops)
+    part = hardware.name_of_part(device_name(device), memory)
+    threads = hardware.threads_of(part, torch.get_num_threads())
+    known = device.type == "cpu" and hardware.device_called(threads)
+    peaks = hardware.find_peaks(threads if known else part, flags.peak_tflops)
+    roof = hardware.find_roof(part)
     return Device(
         type="cuda" if device.type == "cuda" else "cpu",
         name=device_name(device),
@@ -104,13 +99,11 @@ def _device(device: torch.device, ranks: int, flags: PeakFlags) -> Device:
         count=ranks,
         hardware=part if device.type == "cpu" else peaks.name,
         **{f"peak_{key}": value for key, value in vars(peaks).items() if key != "name"},
-        **{f"roof_{key}": value for key, value in vars(find_roof(part)).items() if key != "name"},
+        **{f"roof_{key}": value for key, value in vars(roof).items() if key != "name"},
     )
 
 
-def _notes(
-    work: Work, schedule: Schedule, memory_snapshot: bool, device: torch.device
-) -> Iterator[str]:
+def _notes(work: Work, schedule: Schedule, snapshot: bool, device: torch.device) -> Iterator[str]:
     """Notes that a reader of the figures should know from the start, one line each."""
     if work.cuda_graphs:
         yield "peak_allocated_gib leaves out what lives in CUDA graphs; peak_reserved_gib has it"
@@ -120,7 +113,7 @@ def _notes(
         yield "FP8 was emulated: the figures say nothing of FP8's speed"
     if work.trains and work.config.experts and work.config.experts.aux_loss:
         yield "the balance loss is of each layer, summed; transformers pools them (docs/LAYOUTS.md)"
-    if memory_snapshot and device.type == "cpu":
+    if snapshot and device.type == "cpu":
         yield "--memory-snapshot: a CPU keeps no allocator history; here it gives memory by kind"
     if schedule.captured:
         where = "inside" if schedule.captures_in_window else "after"

@@ -6,9 +6,8 @@ A moment belongs to the kernel that computes. If none computes, it belongs to co
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.work import STEP_PARTS
@@ -64,7 +63,6 @@ class Breakdown(Strict):
 
     @property
     def costliest(self) -> list[CostlyKernel]:
-        """The kernels that take longest."""
         return self.kernels[:N_COSTLIEST]
 
     @property
@@ -75,17 +73,9 @@ class Breakdown(Strict):
         return self.matmul_flops / self.matmul_s / 1e12
 
 
-class _Parts(NamedTuple):
-    """What a trace's steps are made of, all steps together [us]."""
-
-    window: Interval
-    classes: dict[str, float]
-    overlapped: float
-    calls: Counter[tuple[str, str]]
-    """Of kernels or operators, by name and class; `times` are their times."""
-    times: dict[tuple[str, str], float]
-    matmul_flops: float | None
-    gaps: list[Interval]
+# What a trace's steps are made of, all steps together [us]; `calls` and `times` of kernels or
+# operators are by name and class.
+_Parts = namedtuple("_Parts", "window classes overlapped calls times matmul_flops gaps")
 
 
 def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
@@ -106,10 +96,8 @@ def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:
         communication_overlapped_s=parts.overlapped / n / 1e6,
         host_gaps=_host_gaps(trace, parts.gaps, n),
         kernels=[
-            CostlyKernel(
-                name=name, kind=kind, calls=parts.calls[name, kind] / n, time_s=t / n / 1e6
-            )
-            for (name, kind), t in sorted(parts.times.items(), key=lambda item: -item[1])
+            CostlyKernel(name=name, kind=k, calls=parts.calls[name, k] / n, time_s=t / n / 1e6)
+            for (name, k), t in sorted(parts.times.items(), key=lambda item: -item[1])
         ],
         matmul_s=sum(matmul_times) / n / 1e6,
         matmul_flops=matmul_flops,

@@ -27,21 +27,19 @@ _OPERATOR = re.compile(
 # Kernels, for steps whose operators are not recorded, as those inside CUDA graphs.
 _KERNELS = {
     "flex": re.compile(r"^triton_tem_.*flex_(attention|decoding)"),
-    "cudnn": re.compile(r"cudnn_generated_fort|cudnn.*sdpa", re.IGNORECASE),
-    "efficient": re.compile(r"fmha_cutlass|mem_eff", re.IGNORECASE),
-    "flash": re.compile(r"flash|^attn_(fwd|bwd)|^bwd_kernel_(dk_dv|dq|fuse)", re.IGNORECASE),
+    "cudnn": re.compile(r"cudnn_generated_fort|cudnn.*sdpa", re.I),
+    "efficient": re.compile(r"fmha_cutlass|mem_eff", re.I),
+    "flash": re.compile(r"flash|^attn_(fwd|bwd)|^bwd_kernel_(dk_dv|dq|fuse)", re.I),
 }
-_BACKWARD = re.compile(r"backward|bwd|fmha_cutlassB", re.IGNORECASE)
+_BACKWARD = re.compile(r"backward|bwd|fmha_cutlassB", re.I)
 _LIBRARIES = {
-    "triton": re.compile(r"triton|^_?matmul_(kernel|ogs)|fused_moe_kernel", re.IGNORECASE),
-    "tensile": re.compile(r"cijk_", re.IGNORECASE),  # rocBLAS and hipBLASLt
-    "ck": re.compile(r"\bck(_tile)?::|kernel_gemm_xdl", re.IGNORECASE),
-    "aiter": re.compile(r"aiter", re.IGNORECASE),
-    "cutlass": re.compile(r"cutlass::device_kernel|cutlass::gemm", re.IGNORECASE),
-    "cublas": re.compile(
-        r"nvjet|xmma|cublas|cutlass_\d|gemv|splitk|^(void )?\w*gemm", re.IGNORECASE
-    ),
-    "onednn": re.compile(r"mkldnn|onednn", re.IGNORECASE),
+    "triton": re.compile(r"triton|^_?matmul_(kernel|ogs)|fused_moe_kernel", re.I),
+    "tensile": re.compile(r"cijk_", re.I),  # rocBLAS and hipBLASLt
+    "ck": re.compile(r"\bck(_tile)?::|kernel_gemm_xdl", re.I),
+    "aiter": re.compile(r"aiter", re.I),
+    "cutlass": re.compile(r"cutlass::device_kernel|cutlass::gemm", re.I),
+    "cublas": re.compile(r"nvjet|xmma|cublas|cutlass_\d|gemv|splitk|^(void )?\w*gemm", re.I),
+    "onednn": re.compile(r"mkldnn|onednn", re.I),
     "mkl": re.compile(r"^mkl::"),
     "aten": re.compile(r"^aten::"),
 }

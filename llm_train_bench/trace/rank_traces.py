@@ -61,11 +61,9 @@ class Waiting:
     unmatched: int
 
     def of(self, rank: int) -> float:
-        """How long a rank waited."""
         return sum(t for (who, _), t in self.by_pair.items() if who == rank)
 
     def caused_by(self, rank: int) -> float:
-        """How long others waited for a rank."""
         return sum(t for (_, late), t in self.by_pair.items() if late == rank)
 
 

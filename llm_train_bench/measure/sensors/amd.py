@@ -38,7 +38,6 @@ class AmdSensor(Sensor):
         self.handle = smi.amdsmi_get_processor_handle_from_bdf(bdf)
 
     def joules(self) -> float | None:
-        """Energy since the driver was loaded [J]."""
         count = self.ask("amdsmi_get_energy_count") or {}
         # Called `power` up to 6.2, though it is energy; in units of `counter_resolution` [uJ].
         ticks = count.get("energy_accumulator", count.get("power"))
@@ -46,7 +45,6 @@ class AmdSensor(Sensor):
         return None if ticks in UNSET or resolution in UNSET else ticks * resolution / 1e6
 
     def sample(self) -> Sample:
-        """The GPU's readings now."""
         power = self.ask("amdsmi_get_power_info") or {}
         names = ("current_socket_power", "average_socket_power", "socket_power")
         # An MI250X's second die reads 0 W: its power counts with the first's.
@@ -67,7 +65,6 @@ class AmdSensor(Sensor):
         return None if value in UNSET else value
 
     def limits(self) -> tuple[float | None, float | None]:
-        """The power limit in force [W] and the highest engine clock [MHz]."""
         cap = (self.ask("amdsmi_get_power_cap_info") or {}).get("power_cap")
         watts = None if cap in (*UNSET, 0) else cap / 1e6
         return watts, self._clock(self.smi.AmdSmiClkType.GFX, highest=True)

@@ -32,12 +32,14 @@ class Sensor:
         return bool(self.source)
 
     def joules(self) -> float | None:
+        """Energy since some moment before, as of a driver's loading [J]."""
         return None
 
     def sample(self) -> Sample | None:
         return None
 
     def limits(self) -> tuple[float | None, float | None]:
+        """The power limit in force [W] and the highest engine (SM) clock [MHz]."""
         return None, None
 
     def throttle_counters(self) -> tuple[float, dict[str, float]]:

@@ -46,11 +46,9 @@ class Files:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a directory another name, at once."""
         old.rename(new)
 
     def remove(self, directory: Path) -> None:
-        """Remove a directory with all in it."""
         shutil.rmtree(directory)
 
 

@@ -228,16 +228,12 @@ def resolve_attempt(plan: Plan, ranks: Ranks) -> tuple[Plan, Attempt]:
 
 
 def _begin_attempt(
-    saving: SaveFlags,
-    top: Path,
-    name: str,
-    check: Callable[[manifests.Manifest, Path], None],
-    leases: list[Lease],
+    saving: SaveFlags, top: Path, name: str, check: Callable[..., None], leases: list[Lease]
 ) -> Attempt:
     """The attempt that this run is; what it holds is added to `leases`.
 
     Nothing else decides where a run starts. Runs of that `name` lie in `top`. `check` refuses a
-    checkpoint of another training. UsageError for one that is missing or a living run's.
+    manifest, and its path, of another training. UsageError for one that is missing or a living run's.
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     restarts = int(count) if count.isdecimal() else 0
@@ -299,9 +295,8 @@ def _begin_attempt(
                     )
         elif saving.save_every:
             last = saved_in[-1] if saved_in else (attempt.directory / "checkpoints").absolute()
-            attempt.place = (
-                checkpoint.parent if checkpoint and checkpoint.parent in saved_in else last
-            )
+            parent = checkpoint and checkpoint.parent
+            attempt.place = parent if parent in saved_in else last
         if attempt.place in unwritable:
             raise unwritable[attempt.place]
         held.pop_all()

@@ -166,22 +166,17 @@ def find_checkpoint(path: Path, notes: list[str]) -> Path:
 
 
 def check_same_training(
-    manifest: Manifest,
-    where: Path,
-    work: Work,
-    n_steps: int,
-    flags: dict[str, Any],
-    files: DataFlags,
+    manifest: Manifest, path: Path, work: Work, n_steps: int, flags: dict[str, Any], data: DataFlags
 ) -> None:
     """UsageError, by name, for whatever would make the resumed run another training.
 
     `flags` are all of the run, or none if they may differ (--resume-anyway).
     """
     if manifest.model_hash != work.config.hash:
-        raise UsageError(f"--resume {where}: is of another model than {work.config.path}")
+        raise UsageError(f"--resume {path}: is of another model than {work.config.path}")
     if manifest.step > n_steps:
         raise UsageError(
-            f"--resume {where}: is at step {manifest.step}, and this run ends at {n_steps}"
+            f"--resume {path}: is at step {manifest.step}, and this run ends at {n_steps}"
         )
     if not flags:
         return
@@ -193,14 +188,14 @@ def check_same_training(
     for name, value in values.items():
         if name in saved and saved[name] != value:
             raise UsageError(
-                f"{flag_of(name)} {value}: the checkpoint {where} was trained with {saved[name]}; give "
+                f"{flag_of(name)} {value}: the checkpoint {path} was trained with {saved[name]}; give "
                 "the same, or --resume-anyway"
             )
-    for name, file in describe_data(files, manifest.data).items():
+    for name, file in describe_data(data, manifest.data).items():
         stored = manifest.data.get(name, file)
         if (stored.bytes, stored.crc32) != (file.bytes, file.crc32):
             raise UsageError(
-                f"{flag_of(name)}: the file is not the one that {where} was trained on; give the same, "
+                f"{flag_of(name)}: the file is not the one that {path} was trained on; give the same, "
                 "or --resume-anyway"
             )
 

@@ -15,6 +15,7 @@ from llm_train_bench.base.start import early_wish
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted
@@ -36,9 +37,7 @@ STOP, NOT_FINITE, STOPPED = 1.0, 2.0**20, -1.0
 STOPPING_S = 60.0
 
 
-def build_saver(
-    run: Run, model: HasWeights, optimizer: torch.optim.Optimizer | None
-) -> "Saver | None":
+def build_saver(run: Run, model: HasWeights, optimizer: Optimizer | None) -> "Saver | None":
     """Load the checkpoint that the run resumes from, if any; the saver, if the run saves."""
     directory, manifest = run.attempt.checkpoint, run.attempt.manifest
     if optimizer is None:  # nothing is trained, resumed or saved
@@ -50,7 +49,7 @@ def build_saver(
             for name, value in manifest.scaler.items():
                 getattr(run.scaler, name).fill_(value)
         _resume_dropout(run, directory, manifest)
-    return Saver(run, model, optimizer, run.attempt.place) if run.attempt.place else None
+    return Saver(run, model, optimizer) if run.attempt.place else None
 
 
 def _resume_dropout(run: Run, directory: Path, manifest: manifests.Manifest) -> None:
@@ -108,17 +107,10 @@ class _Save:
 class Saver:
     """Saves every N steps and at the end, in a thread beside the training; one save at a time."""
 
-    def __init__(
-        self,
-        run: Run,
-        model: HasWeights,
-        optimizer: torch.optim.Optimizer,
-        directory: Path,
-        files: Files | None = None,
-    ):
+    def __init__(self, run: Run, model: HasWeights, optimizer: Optimizer):
         self.run, self.model, self.optimizer = run, model, optimizer
-        self.flags, self.files = run.plan.saving, files or Files()
-        self.directory = directory
+        self.flags, self.files = run.plan.saving, Files()
+        self.directory = cast(Path, run.attempt.place)
         self.staging = training_state.Staging(run.device)
         self.saving: _Save | None = None
         self.given_up = False  # a save did not end: the ranks may no longer agree on which is next
@@ -149,7 +141,7 @@ class Saver:
                 self.asked, self.number = STOP, number
 
         if self.run.hang:
-            self.run.hang.spare_first(self.flags.save_timeout + STOPPING_S)
+            self.run.hang.spared = self.flags.save_timeout + STOPPING_S
         try:
             with handled_by(wish, SAVING) as before:
                 yield
@@ -193,7 +185,6 @@ class Saver:
         raise Preempted(why or "a signal", step)
 
     def after(self, step: int) -> None:
-        """Save if it is time."""
         if (step + 1) % self.flags.save_every == 0 or step + 1 == self.run.plan.schedule.total:
             self._save(step + 1)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.optim import Optimizer
 
 from llm_train_bench.apply.sharded import is_sharded, place
 from llm_train_bench.base.errors import UsageError
@@ -26,9 +27,7 @@ def file_of(rank: int) -> str:
     return f"rank{rank:05}.safetensors"
 
 
-def state_tensors(
-    model: HasWeights, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(model: HasWeights, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that training changes, by its name in a checkpoint: VALUE/NAME, or KEY/NAME."""
     for name, parameter in model.weights():
         yield f"{VALUE}/{name}", parameter.detach()
@@ -148,11 +147,7 @@ def set_random_state(directory: Path, rank: int, device: torch.device) -> None:
 
 @torch.no_grad()
 def load(
-    directory: Path,
-    manifest: Manifest,
-    model: HasWeights,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks = ALONE,
+    path: Path, manifest: Manifest, model: HasWeights, optimizer: Optimizer, ranks: Ranks = ALONE
 ) -> None:
     """Set parameters and the optimizer's tensors, in place, from any layout's checkpoint.
 
@@ -164,12 +159,12 @@ def load(
         stored, shape = manifest.tensors.get(name), whole_size(model, name, tensor)
         if stored is None or stored.shape != shape:
             has = f"shape {list(stored.shape)}" if stored else "nothing"
-            raise UsageError(f"{directory}: {name} should have shape {list(shape)}, has {has}")
+            raise UsageError(f"{path}: {name} should have shape {list(shape)}, has {has}")
         left.discard(name)
         for block in blocks(model, name, tensor, ranks):
             place_of = block.offsets, block.lengths
             dtype = DTYPES[stored.dtype]
-            block.local.copy_(read_block(directory, name, stored.parts, *place_of, dtype))
+            block.local.copy_(read_block(path, name, stored.parts, *place_of, dtype))
 
     keys = {name.split("/", 1)[0] for name in left} - {VALUE}
     try:
@@ -184,11 +179,11 @@ def load(
                         state[key] = torch.zeros_like(parameter, dtype=dtype) if shape else single
                     fill(f"{key}/{name}", state[key])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise UsageError(f"{directory}: cannot be read: {error}") from None
+        raise UsageError(f"{path}: cannot be read: {error}") from None
     if model.layout.pp > 1:  # what no stage has a place for
         left = set.intersection(*gather(ranks, left))
     if left:
-        raise UsageError(f"{directory}: holds {min(left)}, which this run has no place for")
+        raise UsageError(f"{path}: holds {min(left)}, which this run has no place for")
 
 
 def whole_size(model: HasWeights, name: str, tensor: Tensor) -> tuple[int, ...]:
