@@ -544,8 +544,8 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 def test_numerics_gate_in_small(tmp_path, monkeypatch):
     """In this process, on our documentation; so small because many CPUs have no fast bf16."""
 
-    def run(*argv, output_dir):
-        return run_train(*argv, "--output-dir", output_dir)
+    def run(*argv, out):
+        return run_train(*argv, "--output-dir", out)
 
     prepare, docs = numerics.prepare_data.main, str(ROOT / "docs")
     monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare([docs, *argv[1:]]))
