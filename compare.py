@@ -34,7 +34,7 @@ class RunsFlags:
 
     results: result.json, results.csv, another suite's JSON, a log, or directories with any of
         these.
-    reference: Run to compare the others with. By default, per group, that with the fewest flags set.
+    reference: Run to compare with. By default, per group, the one with the fewest non-default flags.
     methodology: identical_config: runs are not compared if any setting differs.
     one_model: Treat all runs of one sequence length as runs of the same model.
     log: Facts that logs of other suites lack: seq-len, gpus, hardware, global-batch, model or
