@@ -226,7 +226,7 @@ def combinations_table() -> str:
 
 
 def _cell(amp: str, fp8: str, compiled: str) -> str:
-    names = {3: "✓", 2: "✓ except with `--sac-policy op`", 1: "✓ except with `--sac-freq`", 0: "✗"}
+    names = {3: "✓", 2: "✓ (not with `--sac-policy op`)", 1: "✓ (not with `--sac-freq`)", 0: "✗"}
     parts: dict[str, list[str]] = {}
     for script in Script:
         cells = [Combination(script, amp, fp8, compiled, sac) for sac in AXES["sac"]]
