@@ -158,9 +158,6 @@ def values(call: list[str], flag: str) -> list[str]:
     return [b for a, b in itertools.pairwise(call) if a == flag]
 
 
-# --- linters ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("linter", [["hadolint", *DOCKERFILES], ["shellcheck", "-x", *SCRIPTS]])
 def test_linters_find_nothing(linter):
     command = [BIN / linter[0], *linter[1:]]
@@ -504,9 +501,6 @@ def test_help_and_an_option_without_its_value(machine, script):
     assert machine.launch("--image", script=script) == (2, "", error)
 
 
-# --- launch_amd.sh ---------------------------------------------------------------------------------
-
-
 def test_amd_start(machine):
     machine.engine()
     machine.amd(8)
@@ -627,9 +621,6 @@ def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, machine):
     machine.slurm(kind, code)
     assert machine.launch("train_ddp.py x.json", script="slurm.sbatch")[0] == code
     assert ("requeue 1234" in (machine.state / "scontrol").read_text()) == (code == 75)
-
-
-# --- what a run records ----------------------------------------------------------------------------
 
 
 def test_the_image_is_in_the_result(monkeypatch):

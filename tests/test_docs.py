@@ -44,10 +44,6 @@ def test_metrics_page_defines_each_field_once():
     assert rows == kinds | {"Batch": [f.name for f in dataclasses.fields(schema.Batch)]}
 
 
-def test_readme_is_what_a_stranger_reads():
-    assert len(README.split()) <= 1000
-
-
 def test_the_index_lists_every_page_on_three_shelves():
     index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     assert re.findall("^## (.*)", index, re.MULTILINE) == ["How-to", "Reference", "Lab log"]
@@ -56,7 +52,7 @@ def test_the_index_lists_every_page_on_three_shelves():
 
 
 def test_no_table_is_cut_in_two():
-    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for path in [ROOT / "README.md", *PAGES]:
         lines = ["", *path.read_text(encoding="utf-8").splitlines(), ""]
         for before, line, after in zip(lines, lines[1:], lines[2:], strict=False):
             if line.startswith("|") and before[:1] != "|":
@@ -78,7 +74,8 @@ def commands(pages: str = README) -> list[str]:
     return list(dict.fromkeys(line.split("#")[0].strip() for line in lines if line.strip()))
 
 
-def test_readme_has_commands():
+def test_readme_is_short_and_has_commands():
+    assert len(README.split()) <= 1000
     assert sum(c.startswith("python ") for c in commands()) >= 4
     assert "make demo" in commands() and "make test" in commands()
 
@@ -93,28 +90,21 @@ def test_command_runs(command, tmp_path, monkeypatch, tiny_world):
         script = words.index("docker/slurm.sbatch") + 1
         assert (ROOT / words[script]).exists() and (ROOT / words[script + 1]).exists()
         parse_args(words[script + 1 :], words[script])
-        return
-    if words[0] == "make":
+    elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M)
-        return
-    if words[0] == "docker":  # tests/test_containers.py looks at images and launch scripts
+    elif words[0] == "docker":  # tests/test_containers.py looks at images and launch scripts
         assert (ROOT / words[words.index("-f") + 1]).exists()
-        return
-    if words[0] == "pip":
+    elif words[0] == "pip":
         extras = words[-1].removeprefix(".[").removesuffix("]").split(",")
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         assert set(extras) <= set(project["optional-dependencies"])
-        return
-    if words[0] == ".":
+    elif words[0] == ".":
         assert words[1] == ".venv/bin/activate"  # what `make` makes
-        return
-    if words[0].startswith("docker/"):  # the same commands stand in the README without a container
+    elif words[0].startswith("docker/"):  # the README has the same commands without a container
         assert (ROOT / words[0]).exists() and shlex.join(words[1:]) in commands()
-        return
-    assert words[0] == "python", command
-    script, *argv = words[1:]
-    assert (ROOT / script).exists()
-    tiny_world(script, argv)
+    else:
+        assert words[0] == "python" and (ROOT / words[1]).exists(), command
+        tiny_world(words[1], words[2:])
 
 
 TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py")
@@ -124,10 +114,8 @@ TOOLS = ("trace_report.py", "estimate.py", "sweep.py", "compare.py", "doctor.py"
 def a_run(tmp_path_factory):
     """A directory with three runs, for the commands that look at runs."""
     out = tmp_path_factory.mktemp("runs")
-    flags = (
-        "--seq-len 16 --bsz 1 --n-steps 40 --warmup-steps 1 --device cpu --run-name a --output-dir"
-    )
-    assert run_train(*words("configs/gpt2-tiny.json", flags, out)) == 0
+    flags = "--seq-len 16 --bsz 1 --n-steps 40 --warmup-steps 1 --device cpu --run-name a"
+    assert run_train(*words("configs/gpt2-tiny.json", flags, "--output-dir", out)) == 0
     # Three runs of a machine that is quieter than this one may be.
     content = json.loads((out / "a/result.json").read_text())
     for name, seconds in (("a", 0.01), ("b", 0.01002), ("c", 0.00998)):
@@ -145,14 +133,11 @@ def a_run(tmp_path_factory):
     return out
 
 
-@pytest.fixture(scope="module")
-def ran():
-    """Command lines that ran already, without their sizes."""
-    return set()
+RAN = set()  # command lines that ran already, without their sizes
 
 
 @pytest.fixture
-def tiny_world(tmp_path, a_run, ran):
+def tiny_world(tmp_path, a_run):
     """Runs a README command for real; `configs/...` is checked to exist, then made small."""
 
     def run(script: str, argv: list[str]) -> None:
@@ -181,9 +166,9 @@ def tiny_world(tmp_path, a_run, ran):
         small += ["--output-dir", str(tmp_path / "runs")]
         parse_args(argv, script)
         sizes = r" --(bsz|seq-len|n-steps|warmup-steps) \S+"
-        if (line := re.sub(sizes, "", shlex.join([script, *flags]))) in ran:
+        if (line := re.sub(sizes, "", shlex.join([script, *flags]))) in RAN:
             return  # the same once it is small
-        ran.add(line)
+        RAN.add(line)
         if "--use-fp8" in flags:
             small.append("--fp8-emulate")  # what there is without a GPU
         if script == "train.py":
@@ -232,12 +217,11 @@ def test_replacement_runs(command, tmp_path, monkeypatch, tiny_world):
     # A CPU has no such range; several ranks start for what no command above has.
     if "--nsys-start" in words or (words[1] == "train_fsdp.py" and "--ep" not in words):
         parse_args(words[2:], words[1])
-        return
-    if words[1] == "sweep.py" and words[2] == "--help":
-        with pytest.raises(SystemExit):
-            __import__("sweep").main(["--help"])
-        return
-    tiny_world(words[1], words[2:])
+    elif words[1:] != [
+        "sweep.py",
+        "--help",
+    ]:  # tests/test_command_line.py asks all scripts for help
+        tiny_world(words[1], words[2:])
 
 
 @pytest.mark.parametrize("typed", re.findall(r"^\| `(python train[^`]+)`", MIGRATING, flags=re.M))
@@ -276,8 +260,8 @@ START = r"(train\w*\.py) ((?:configs/[\w.-]+\.json|--model-size)[^`#|\n]*)"
 COUNTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 
 
-def commands_on_gpus() -> list[tuple[str, str, int, str, str]]:
-    """Page, GPU, how many, script and flags of every command with a model, in the README and docs/.
+def commands_on_gpus() -> list[tuple[str, str, int, str, str, str]]:
+    """Page, GPU, how many, script, flags and the text after each command with a model, in all pages.
 
     The GPU is an H100 with 80 GB, in a node of eight for several ranks, unless the line says otherwise.
     """
@@ -293,14 +277,13 @@ def commands_on_gpus() -> list[tuple[str, str, int, str, str]]:
                 if of := re.search(r"on each of (\w+)", after):
                     count = COUNTS[of[1]]
                 gpu = "h200" if "fits an H200" in line and "--bsz 32" in flags else "h100"
-                commands.append((path.name, gpu, count, script, flags.strip() + "#" + after))
+                commands.append((path.name, gpu, count, script, flags.strip(), after))
     return commands
 
 
 @pytest.mark.parametrize("command", commands_on_gpus(), ids=lambda c: f"{c[0]}: {c[3]} {c[4][:60]}")
 def test_documented_command_fits_the_machine_it_is_for(command):
-    _, gpu, count, script, text = command
-    flags, _, after = text.partition("#")
+    _, gpu, count, script, flags, after = command
     args = parse_args(shlex.split(flags), script)
     work = make_plan(args, Script(script), count, "nvidia").work
     need = estimate_memory(work).on_device(count) / 2**30

@@ -24,9 +24,9 @@ echo '{"card0": {"Card Series": "AMD Instinct MI300X", "VRAM Total Memory (B)": 
 
 
 def test_this_machine(output_of):
-    found = {f["what"]: f for f in json.loads(output_of(doctor.main, "--json"))}
-    assert found["Python"]["found"].startswith(f"{sys.version_info.major}.")
-    assert found["torch"]["state"] == "ok" and found["PyTorch"]["found"].startswith("2.")
+    findings = {f["what"]: f for f in json.loads(output_of(doctor.main, "--json"))}
+    assert findings["Python"]["found"].startswith(f"{sys.version_info.major}.")
+    assert findings["torch"]["state"] == "ok" and findings["PyTorch"]["found"].startswith("2.")
     assert "PyTorch" in output_of(doctor.main)
 
 
@@ -104,6 +104,6 @@ def test_whose_gpus_by_what_their_driver_leaves(there, kind, monkeypatch):
 def test_settings_that_slow_a_run_down(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = {f.what: f for f in doctor.settings()}
-    assert found["CUDA_LAUNCH_BLOCKING"].advice.startswith("unset CUDA_LAUNCH_BLOCKING")
-    assert found["CUDA_VISIBLE_DEVICES"].found == "is empty"
+    findings = {f.what: f for f in doctor.settings()}
+    assert findings["CUDA_LAUNCH_BLOCKING"].advice.startswith("unset CUDA_LAUNCH_BLOCKING")
+    assert findings["CUDA_VISIBLE_DEVICES"].found == "is empty"

@@ -35,7 +35,7 @@ from llm_train_bench.run import launch
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, Script, defaults
 from llm_train_bench.settings.plan import make_plan
-from tests.helpers import ROOT, only_result, plan_of, python, run_train, train_main, words
+from tests.helpers import ROOT, plan_of, python, run_train, trained, words
 
 H100 = find_hardware("h100")
 RECORD = ROOT / "tests/results/estimates.jsonl"
@@ -74,13 +74,18 @@ SETTINGS = [
     ("train_fsdp.py", 64, 8192, "gpt-oss-120b-proxy --bsz 1 --ep 16 --tp 2 --cp 2"),
     ("train_pp.py", 64, 8192, "llama-3.1-405b-proxy --bsz 1 --pp 2 --tp 8 --sac-freq 1/2"),
     ("train_pp.py", 128, 4096, "deepseek-v3-proxy --bsz 1 --pp 2 --ep 32"),
+    # Eight experts on 64 shards lie whole on the first ranks. The formula was three times too low.
+    # The last value is how far it may be off; the whole model, 32 layers, is within 12, 12 and 17 %.
+    ("train_fsdp.py", 64, 4096, "mixtral-8x7b-proxy --bsz 1", 0.21),
+    ("train_fsdp.py", 64, 4096, "mixtral-8x7b-proxy --bsz 1 --ep 8", 0.26),
+    ("train_fsdp.py", 16, 4096, "mixtral-8x7b-proxy --bsz 1 --sac-freq 1/1", 0.05),
 ]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s[0]} {s[1]} {s[3]}")
 def test_formula_and_trace_agree(setting, record_property):
-    """Two independent counts of the peak, within 10 %."""
-    script, world, seq_len, text = setting
+    """Two independent counts of the peak, within 10 % where a setting has no other limit."""
+    script, world, seq_len, text, *limit = setting
     model, *flags = text.split()
     plan = plan_of([f"configs/{model}.json", *flags, "--seq-len", seq_len], script, world)
     for group in range(plan.work.fsdp.pp if plan.work.fsdp else 1):
@@ -88,7 +93,7 @@ def test_formula_and_trace_agree(setting, record_property):
         traced = traced_memory(plan.work, plan.optimizer, group)
         sizes = f"formula {formula / 2**20:.0f} MiB, traced {traced / 2**20:.0f} MiB"
         record_property("figure", f"memory  {script} on {world}, {text}: {sizes}")
-        assert formula == pytest.approx(traced, rel=0.10)
+        assert formula == pytest.approx(traced, rel=limit[0] if limit else 0.10)
 
 
 def estimate_of(command: str) -> dict[str, float]:
@@ -145,7 +150,7 @@ def test_what_streams_keep_apart_is_needed_too():
 )  # fmt: skip
 def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
-    T, cpu, kept = 24, torch.device("cpu"), {}
+    T, cpu, sizes = 24, torch.device("cpu"), {}
     shape = load_config(f"configs/{model}.json")
     config = dataclasses.replace(shape, num_hidden_layers=1, windows=(None,), **changed)
     work = work_of(f"{model}.json --bsz 2 --seq-len {T} {flags}", config=config)
@@ -160,14 +165,14 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     def saved(tensor):
         if {T, 2 * T} & set(tensor.shape):  # no size of a weight
             storage = tensor.untyped_storage()
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     x = torch.zeros(2, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast("bf16", cpu):
         output = block(x, whole.rope_for(T, cpu), None)
     formula = block_activations(work, fused_norm=False)
-    assert sum(kept.values()) == pytest.approx(formula, rel=0.02)
+    assert sum(sizes.values()) == pytest.approx(formula, rel=0.02)
     output.sum().backward()
 
 
@@ -676,21 +681,6 @@ def test_what_other_trainers_keep(estimated):
     assert 0.5 < theirs / ours < 0.8
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "flags", "within"),
-    [("mixtral-8x7b-proxy", 64, "", 0.21), ("mixtral-8x7b-proxy", 64, "--ep 8", 0.26),
-     ("mixtral-8x7b-proxy", 16, "--sac-freq 1/1", 0.05)],
-)  # fmt: skip
-def test_experts_that_do_not_fill_shards_lie_whole_on_the_first_ranks(model, gpus, flags, within):
-    """Eight experts on 64 shards: the formula was three times too low, and said that it fits.
-
-    The whole model, 32 layers, is within 12, 12 and 17 %.
-    """
-    plan = plan_of(words(f"configs/{model}.json --bsz 1 {flags}"), "train_fsdp.py", gpus)
-    traced = traced_memory(plan.work, plan.optimizer)
-    assert estimate_memory(plan.work).peak / traced == pytest.approx(1, abs=within)
-
-
 def test_a_plan_for_any_number_of_gpus_at_any_price(output_of, estimated):
     """Six GPUs, a price, a name with a comma, JSON; days that nothing reaches end with 4."""
     base = "configs/gpt2-1.5b.json --plan --tokens 1e10"
@@ -795,8 +785,7 @@ def test_bsz_auto_is_the_largest_that_leaves_a_tenth():
 
 def test_bsz_auto_runs_on_a_cpu_and_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "free_gib", lambda device, ranks: 0.05)
-    assert train_main(words(RUN, "--bsz auto --output-dir", tmp_path)) == 0
-    result = only_result(tmp_path)
+    result = trained(tmp_path, RUN, "--bsz auto")
     assert result["args"]["bsz"] == result["batch"]["micro_batch"] > 4
     assert any("--bsz auto" in note for note in result["notes"])
 

@@ -89,20 +89,16 @@ def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [
-        (["--sac-freq", "5/4"], "--sac-freq 5/4: q must be from 1 to p = 4"),
-        (["--bucket-cap-mb", "5"], "--bucket-cap-mb has no meaning for train_fsdp.py"),
-        (["--amp", "fp16", "--optimizer", "sgd"], "no fused SGD for sharded parameters"),
-        (
-            "--pt-compile --compile-mode reduce-overhead --warmup-steps 3".split(),
-            "--compile-mode reduce-overhead or max-autotune with sharded parameters: CUDA graphs",
-        ),
-    ],
-)
+    [("--sac-freq 5/4", "--sac-freq 5/4: q must be from 1 to p = 4"),
+     ("--bucket-cap-mb 5", "--bucket-cap-mb has no meaning for train_fsdp.py"),
+     ("--amp fp16 --optimizer sgd", "no fused SGD for sharded parameters"),
+     ("--pt-compile --compile-mode reduce-overhead --warmup-steps 3",
+      "--compile-mode reduce-overhead or max-autotune with sharded parameters: CUDA graphs")],
+)  # fmt: skip
 def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(subprocess, "Popen", None)
-    argv = [*TINY, *SHORT, "--output-dir", str(tmp_path / "runs"), *argv]
+    argv = [*TINY, *SHORT, "--output-dir", str(tmp_path / "runs"), *argv.split()]
     assert launch_ranks(train_fsdp.train, argv, "train_fsdp.py") == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
@@ -291,17 +287,13 @@ def listening(process) -> set[str]:
         for path in Path(f"/proc/{pid}/fd").glob("*"):
             with contextlib.suppress(OSError):
                 sockets.add(str(path.readlink()))
-    lines = []
-    for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
-        lines += path.read_text().splitlines()[1:] if path.exists() else []
-    table = [line.split() for line in lines]
+    tables = [p.read_text().splitlines()[1:] for p in Path("/proc/net").glob("tcp*")]
+    table = [line.split() for lines in tables for line in lines]
     return {f[1].split(":")[0] for f in table if f[3] == "0A" and f"socket:[{f[9]}]" in sockets}
 
 
 @pytest.mark.parametrize("killed", [0, 1, None])
-def test_nothing_listens_beyond_this_machine_and_whoever_is_killed_is_named(
-    killed, start_training, tmp_path
-):
+def test_nothing_listens_outside_and_the_killed_is_named(killed, start_training, tmp_path):
     """Nobody else may reach the ranks; the launcher, or the readers, say what the ranks could not."""
     process = start_training("train_fsdp.py", tmp_path / "runs", TMPDIR=str(tmp_path))
     addresses = listening(process)
@@ -374,13 +366,10 @@ def test_the_rank_that_failed_first_is_named():
     """A rank killed for not ending in time comes after the error that was the cause; a rank killed
     in the first place comes before what the others then say."""
 
-    def failure(at_s, exitcode, text="<NONE>"):
+    def failure(at_s, exitcode, text=None):
         data = {"message": {"message": text, "extraInfo": {"time_ns": at_s * 1e9}}}
-        return types.SimpleNamespace(
-            error_file_data=data if text != "<NONE>" else {"message": text},
-            exitcode=exitcode,
-            timestamp=int(at_s),
-        )
+        facts = dict(error_file_data=data if text else {"message": "<NONE>"}, exitcode=exitcode)
+        return types.SimpleNamespace(timestamp=int(at_s), **facts)
 
     def first(*failures):
         return failures[first_failure(dict(enumerate(failures)))]
@@ -423,24 +412,18 @@ def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch)
 def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_path):
     """Not all 64 say the same: one per machine reports a missing file, but all tell their agent."""
 
-    class Left(BaseException):
-        pass
-
     def run(rank, local, *argv) -> str:
-        def leave(code):
-            raise Left(code)
-
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         for name, value in zip(names, (rank, 64, local), strict=True):
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(os, "_exit", leave)
+        monkeypatch.setattr(os, "_exit", sys.exit)
         error_file = tmp_path / "error.json"
         error_file.unlink(missing_ok=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
         try:
             code = launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py")
-        except Left as left:
-            (code,) = left.args
+        except SystemExit as end:
+            code = end.code
         assert code == 2 and json.loads(error_file.read_text())["message"]["message"]
         return capsys.readouterr().err
 
@@ -513,9 +496,8 @@ def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_host
         launcher += ["--rdzv-conf", f"is_host={1 - node}"]
         prefix = ["ip", "netns", "exec", name, *launcher]
         flags = [*FOREVER, "--dist-timeout", "10"]
-        agents.append(
-            start("train_fsdp.py", tmp_path, *flags, prefix=prefix, GLOO_SOCKET_IFNAME=name)
-        )
+        agent = start("train_fsdp.py", tmp_path, *flags, prefix=prefix, GLOO_SOCKET_IFNAME=name)
+        agents.append(agent)
     cut = ["ip", "-n", two_hosts[0], "link", "set", two_hosts[0], "down"]
     check_lost_node(agents, tmp_path, lambda lost: subprocess.run(cut, check=True))
 
@@ -554,8 +536,8 @@ def check_lost_node(agents, out, lose, rank=1):
 
 def test_launchers_are_recognised():
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    names = ("RANK", "SIZE", "LOCAL_RANK")
-    mpi = {f"OMPI_COMM_WORLD_{n}": v for n, v in zip(names, ("17", "32", "1"), strict=True)}
+    mpi = {"RANK": "17", "SIZE": "32", "LOCAL_RANK": "1"}
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in mpi.items()}
     # A batch script itself is one process, however many tasks it asked for.
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
     srun = batch | {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "5"}
@@ -583,9 +565,8 @@ def test_ranks_by_slurm_environment(start, tmp_path):
     node list, at a port that the job's number gives."""
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
-    scontrol.write_text(
-        "#!/bin/sh\n[ \"$*\" = 'show hostnames node[7-8]' ] && echo 127.0.0.1 && echo node8\n"
-    )
+    answer = "[ \"$*\" = 'show hostnames node[7-8]' ] && echo 127.0.0.1 && echo node8\n"
+    scontrol.write_text(f"#!/bin/sh\n{answer}")
     scontrol.chmod(0o755)
     job = next(n for n in range(os.getpid(), os.getpid() + 999) if is_free(29500 + n % 1000))
     env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[7-8]"}

@@ -20,7 +20,7 @@ EXCERPT_DIR = ROOT / "tests/logs"
 EXPECTED = tomllib.loads((EXCERPT_DIR / "expected.toml").read_text())
 
 
-def given(**facts) -> LogFacts:
+def facts_of_all(**facts) -> LogFacts:
     return LogFacts(**{name: {"": value} for name, value in facts.items()})
 
 
@@ -28,14 +28,14 @@ def record_of(path, text=None, **facts) -> Record:
     """The run of a log, which is first written if a text is given."""
     if text is not None:
         path.write_text(text)
-    (record,) = read_log(path, given(**facts))
+    (record,) = read_log(path, facts_of_all(**facts))
     return record
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_files_of_other_suites(name):
     expected = dict(EXPECTED[name])
-    (r,) = records_of(EXCERPT_DIR / name, facts=given(**expected.pop("facts", {})))
+    (r,) = records_of(EXCERPT_DIR / name, facts=facts_of_all(**expected.pop("facts", {})))
     assert expected.pop("note", "") in " ".join(r.notes)
     assert not any(getattr(r, field) for field in expected.pop("unknown", []))
     losses, rates = ([list(point) for point in curve] for curve in (r.losses, r.learning_rates))
@@ -105,10 +105,10 @@ def test_colours_are_no_part_of_the_figures(escape):
         f"10,0{i}0  {escape}[36mtflops: 314.71  {escape}[35mmfu: 13.99%{escape}[39m"
         for i in range(1, 5)
     ]
-    found = parse_log("\n".join(lines))
-    assert found.suite == "torchtitan" and [s.step for s in found.steps] == [1, 2, 3, 4]
-    assert [s.tokens_per_sec_per_gpu for s in found.steps] == [10010, 10020, 10030, 10040]
-    assert [s.loss for s in found.steps] == [7, 6, 5, 4] and found.steps[0].memory_gib == 66.91
+    log = parse_log("\n".join(lines))
+    assert log.suite == "torchtitan" and [s.step for s in log.steps] == [1, 2, 3, 4]
+    assert [s.tokens_per_sec_per_gpu for s in log.steps] == [10010, 10020, 10030, 10040]
+    assert [s.loss for s in log.steps] == [7, 6, 5, 4] and log.steps[0].memory_gib == 66.91
 
 
 def megatron_lines(steps, milliseconds):
@@ -189,10 +189,8 @@ def test_logs_that_do_not_tell_their_model_say_why_they_are_not_compared(tmp_pat
         shutil.copy(EXCERPT_DIR / "nemo.log", tmp_path / f"{name}.log")
     argv = words(tmp_path / "a.log", tmp_path / "b.log", "--log seq-len=4096")
     assert compare.main(argv) == 0
-    assert (
-        "their logs lack the model: a.log, b.log; use --log LOG:model=NAME"
-        in capsys.readouterr().err
-    )
+    why = "their logs lack the model: a.log, b.log; use --log LOG:model=NAME"
+    assert why in capsys.readouterr().err
     assert compare.main([*argv, "model=m"]) == 0
     assert "lack the model" not in capsys.readouterr().err
 

@@ -25,6 +25,7 @@ from tests.helpers import (
     python,
     run_train,
     train_main,
+    trained,
     words,
     write_config,
 )
@@ -64,20 +65,15 @@ def compiled(function, *inputs):
     return out, dynamo.counters["inductor"]["fxgraph_cache_miss"] > before
 
 
-def flash_version(monkeypatch):
-    registry = pytest.importorskip("torch.nn.attention._registry")
-    monkeypatch.setattr(registry, "current_flash_attention_impl", lambda: "FA4")
-
-
-def onednn_precision(monkeypatch):
-    mkldnn.matmul.fp32_precision = "bf16"
-
-
 FLIPS = {name: lambda m, name=name: SDP[name][1](False) for name in SDP} | {
     "order": lambda m: torch._C._set_sdp_priority_order([2, 1, 0, 3, 4]),
     "math_reduction": lambda m: cuda.allow_fp16_bf16_reduction_math_sdp(True),
-    "flash_version": flash_version,
-    "onednn_precision": onednn_precision,
+    "flash_version": lambda m: m.setattr(
+        pytest.importorskip("torch.nn.attention._registry"),
+        "current_flash_attention_impl",
+        lambda: "FA4",
+    ),
+    "onednn_precision": lambda m: setattr(mkldnn.matmul, "fp32_precision", "bf16"),
     "fp8_emulated": None,
 }
 
@@ -130,8 +126,7 @@ def test_compiled_code_of_one_kernel_is_not_another_s(switches):
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path):
-    assert run_train(*words(TINY, flags, "--output-dir", tmp_path)) == 0
-    r = only_result(tmp_path)
+    r = trained(tmp_path, TINY, flags)
     assert r["observed"]["attention"] == attention
     assert set(r["observed"]["matmuls"]) == matmuls and not r["observed"]["mismatches"]
     # Two blocks of four linear layers and the head, forward and twice in backward.
@@ -163,8 +158,7 @@ def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS")
 
     monkeypatch.setattr(loop, "build_profiler", broken)
-    assert run_train(*TINY, "--output-dir", tmp_path) == 0
-    r = only_result(tmp_path)
+    r = trained(tmp_path, TINY)
     assert r["status"] == "ok" and r["observed"] is None
     assert [n for n in r["notes"] if "not observed: RuntimeError: CUPTI_ERROR_MULT" in n]
     assert sorted(p.name for p in tmp_path.glob("*/*")) == ["result.json", "steps.jsonl"]
@@ -194,9 +188,9 @@ def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tm
             r = json.loads((out / run / "result.json").read_text())
             assert (r["observed"] is None) == bool(flags)
             steps = [json.loads(x) for x in (out / run / "steps.jsonl").read_text().splitlines()]
-            kept = ("val_loss", "val_loss_before", "first_loss", "final_loss", "n_measured_steps",
+            names = ("val_loss", "val_loss_before", "first_loss", "final_loss", "n_measured_steps",
                     "n_checkpoints", "window_saves", "expert_rows_max_over_mean")  # fmt: skip
-            facts = [r["metrics"][k] for k in kept], r["status"], len(r["step_times_s"])
+            facts = [r["metrics"][k] for k in names], r["status"], len(r["step_times_s"])
             facts += ([(s["step"], s["phase"], s["loss"], s["grad_norm"]) for s in steps],)
             left.setdefault(run, []).append(facts)
     assert len(left) >= 6

@@ -18,6 +18,7 @@ from llm_train_bench.measure.sensors.nvidia import NvidiaSensor
 from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample
 from llm_train_bench.results.figures import fill_device_metrics
 from llm_train_bench.results.schema import DeviceUse, Metrics, Result
+from tests.processes import wait_until
 
 GPU = torch.device("cuda", 0)
 Some = types.SimpleNamespace
@@ -67,15 +68,11 @@ def measured(during) -> tuple[DeviceUse, float]:
     begin = time.monotonic()
     meter.begin()
     time.sleep(0.2)
-
-    def wait_for(n_samples: int) -> int:
-        while len(meter.samples) < n_samples and time.monotonic() < begin + 20:
-            time.sleep(0.002)
-        return len(meter.samples)
-
-    before = wait_for(4)  # a busy machine samples late; the middle is that of the samples
+    # A busy machine samples late; the middle is that of the samples.
+    assert wait_until(lambda: len(meter.samples) > 3, 20)
+    before = len(meter.samples)
     during()
-    wait_for(2 * before)
+    assert wait_until(lambda: len(meter.samples) >= 2 * before, 20)
     use = meter.end(rank=3)
     return use, time.monotonic() - begin
 
@@ -108,9 +105,7 @@ def test_a_visitor_within_the_window_is_seen_and_other_ranks_are_none(nvml):
     meter = PowerMeter(GPU, {5})
     meter.begin()
     nvml.processes.append(99999)
-    deadline = time.monotonic() + 10
-    while len(meter.others) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until(lambda: len(meter.others) > 1, 10)
     nvml.processes.pop()
     assert meter.end(rank=0).other_processes == 1
 

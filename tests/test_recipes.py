@@ -16,9 +16,8 @@ def tree(tmp_path_factory):
     """A copy of the code."""
     top = tmp_path_factory.mktemp("copy of the tree")
     for name in ("llm_train_bench", "model", "configs", "docs"):
-        shutil.copytree(
-            ROOT / name, top / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        unneeded = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, top / name, symlinks=True, ignore=unneeded)
     for path in ROOT.glob("*.py"):
         shutil.copy(path, top)
     return top
@@ -42,10 +41,11 @@ INSERTIONS = [
 
 
 def run(tree, *argv, code=0) -> subprocess.CompletedProcess:
-    command = [sys.executable, *map(str, argv)]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join((str(tree), os.environ["PYTHONPATH"]))
-    }
+    command, path = (
+        [sys.executable, *map(str, argv)],
+        f"{tree}{os.pathsep}{os.environ['PYTHONPATH']}",
+    )
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, env=environment)
     assert done.returncode == code, done.stderr
     return done

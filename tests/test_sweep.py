@@ -231,8 +231,8 @@ def test_search_finds_the_edge(largest, first):
         tried.append(size)
         return size <= largest
 
-    found = search_batch(runs, first)
-    assert found <= largest and largest - found <= max(1, 0.03 * largest)
+    edge = search_batch(runs, first)
+    assert edge <= largest and largest - edge <= max(1, 0.03 * largest)
     assert len(tried) <= 30
 
 
@@ -390,9 +390,9 @@ def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs.time, "sleep", slept.append)
     monkeypatch.setattr(jobs, "run_cell", lambda *_: row | next(rows))
     cells = make_cells(experiment(training=FAST), "cpu") * 2
-    found = list(jobs.run_here([(cell, 0) for cell in cells], tmp_path, 1.0, 30.0))
+    finished = list(jobs.run_here([(cell, 0) for cell in cells], tmp_path, 1.0, 30.0))
     assert slept == [30.0]
-    write_csv(found, tmp_path / "x.csv")
+    write_csv(finished, tmp_path / "x.csv")
     with (tmp_path / "x.csv").open() as f:
         first, second = csv.DictReader(f)
     assert (float(first["kwh"]), float(first["gco2"])) == (2.0, 890.0) and second["kwh"] == ""
@@ -606,12 +606,12 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     rows = Rows(tmp_path / "rows.jsonl")
-    found = tune.tune(cells, e, rows, "cpu")
+    chosen = tune.tune(cells, e, rows, "cpu")
     assert [n for n, _ in ran] == [3] * 9 + [6] * 4
-    assert {cell for cell, _ in found} == {field[8][1], field[6][1]} and len(found) == 2 * 5
-    assert [cell for cell, _ in found[:2]] == [field[8][1], field[6][1]]  # in turn
+    assert {cell for cell, _ in chosen} == {field[8][1], field[6][1]} and len(chosen) == 2 * 5
+    assert [cell for cell, _ in chosen[:2]] == [field[8][1], field[6][1]]  # in turn
     n = len(ran)
-    assert tune.tune(cells, e, rows, "cpu") == found and len(ran) == n  # rows are kept
+    assert tune.tune(cells, e, rows, "cpu") == chosen and len(ran) == n  # rows are kept
 
 
 def test_tune_leaves_out_what_does_not_fit_on_the_gpu():

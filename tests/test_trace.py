@@ -126,21 +126,16 @@ def test_kernels_are_known_by_their_names(row):
     assert not number_format or (matmul_format(name) or "-") == number_format
 
 
-def test_recorded_types_go_before_names():
+def test_recorded_types_go_before_names_and_operators_of_a_cpu():
     assert matmul_format("nvjet_tst_x", ["c10::Float8_e4m3fn", "c10::Float8_e4m3fn"]) == "fp8"
     assert matmul_format("triton_tem_fused_mm_3", ["c10::Half", "c10::Half"]) == "fp16"
     # A type that is no text names no format.
     assert matmul_format("nvjet_tst_x", [["c10::Half"], 7, None]) == "bf16"
-
-
-def test_operators_of_a_cpu():
-    assert operator_class("aten::addmm") == "matmul"
-    assert operator_class("aten::_scaled_dot_product_flash_attention_for_cpu") == "attention"
-    assert operator_class("gloo:all_reduce") == "communication"
-    assert operator_class("_c10d_functional::wait_tensor") == "communication"
-    assert operator_class("aten::_grouped_mm") == "matmul"
-    assert operator_class("aten::view") is None and operator_class("aten::linear") is None
-    assert operator_class("aten::silu") == "elementwise"
+    classes = {"aten::addmm": "matmul", "aten::_grouped_mm": "matmul", "aten::silu": "elementwise",
+               "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+               "gloo:all_reduce": "communication", "_c10d_functional::wait_tensor": "communication",
+               "aten::view": None, "aten::linear": None}  # fmt: skip
+    assert {name: operator_class(name) for name in classes} == classes
 
 
 def test_sweep_by_hand():
@@ -230,9 +225,7 @@ def test_what_the_recorded_steps_were():
 
 def breakdown_of(path, kernels, launches=(), host=(), **options):
     """The breakdown of kernels (name, start, end, stream), launches (kernel, time) and ranges."""
-    events = [
-        event(*kernel, tid=stream, correlation=i) for i, (*kernel, stream) in enumerate(kernels)
-    ]
+    events = [event(*k, tid=stream, correlation=i) for i, (*k, stream) in enumerate(kernels)]
     for i, ts in launches:
         events.append(event("cudaLaunchKernel", ts, ts + 1, "cuda_runtime", 1, correlation=i))
     events += [event(*each, cat="user_annotation", tid=1) for each in host]
@@ -252,18 +245,14 @@ MATMUL = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
         # A kernel of an earlier step still runs; the trace does not have its launch.
         ([("old", -5, 20, 7), ("new", 20, 120, 7)], [(1, 1)], 100, {"elementwise": 100}),
         # A collective from before the trace runs on beside the step: the step's own kernel counts.
-        (
-            [("nccl old", -5, 60, 9), ("gemm bf16", 10, 50, 7)],
-            [(1, 1)],
-            60,
-            {"matmul bf16": 40, "communication": 10},
-        ),
+        ([("nccl old", -5, 60, 9), ("gemm bf16", 10, 50, 7)], [(1, 1)], 60,
+         {"matmul bf16": 40, "communication": 10}),
         # Without any kernel's launch no kernel is known to be older.
         ([("gemm bf16", 10, 50, 7)], [(77, 1)], 60, {"matmul bf16": 40, "idle": 20}),
         # An asynchronous program's matmul from before the trace runs as the first step begins.
         ([(MATMUL, 20, 120, 7), (MATMUL, -400, 20, 7)], [(0, 10)], 100, {"matmul bf16": 100}),
     ],
-)
+)  # fmt: skip
 def test_work_from_before_the_first_step_is_left_out(kernels, launches, end, classes, tmp_path):
     steps = [("ProfilerStep#5", 0, end)]
     b = breakdown_of(tmp_path / "t.json", kernels, launches, steps)
@@ -371,15 +360,9 @@ def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, refused):
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"cat": "kernel", "args": {"device": {}}},
-        {"cat": "cuda_runtime", "args": {"correlation": [1]}},
-        {"tid": [1]},
-        {"args": {"Input type": 3}},
-        {"args": {"Input Dims": 7}},
-        {"args": "text"},
-    ],
-)
+    [{"cat": "kernel", "args": {"device": {}}}, {"cat": "cuda_runtime", "args": {"correlation": [1]}},
+     {"tid": [1]}, {"args": {"Input type": 3}}, {"args": {"Input Dims": 7}}, {"args": "text"}],
+)  # fmt: skip
 def test_an_event_of_no_known_form_is_one_line(change, tmp_path, refused):
     path = write_trace(tmp_path / "t.json", [MM | change])
     refused(trace_report.main, f"trace_report.py: {path}: has an event", path)
