@@ -5,7 +5,7 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,16 @@ OBSERVE = "observe"
 Passes = Callable[[int], Tensor]
 
 
+class Watcher(Protocol):
+    """Is called around every step: the memory report, a profiler, the saver."""
+
+    def before(self, step: int) -> None:
+        """A step begins."""
+
+    def after(self, step: int) -> None:
+        """The step's work has been given to the device."""
+
+
 def measure(
     run: Run,
     model: nn.Module,
@@ -57,8 +67,7 @@ def measure(
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
     memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
-    # Called around every step: `before` it, and `after` its work has been given to the device.
-    watchers = [memory, *captures, *([saver] if saver else [])]
+    watchers: list[Watcher] = [memory, *captures, *([saver] if saver else [])]
     eval_every, m = run.plan.data.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
