@@ -41,9 +41,7 @@ def arguments(out: Path, name: str, *more: str) -> list[str]:
 KINDS = ("script", "torchrun", "nodes", "srun", "itself")
 
 
-def commands(
-    kind: str, script: str, argv: list[str], restarts: int
-) -> list[tuple[list[str], dict[str, str]]]:
+def commands(kind, script, argv, restarts) -> list[tuple[list[str], dict[str, str]]]:
     """What a user types to start a run, with its environment: once, or on each node, or for each task.
 
     The script by itself, torchrun, docker/torchrun_node.sh on two nodes (as in Kubernetes and in SLURM's
@@ -60,11 +58,10 @@ def commands(
     port = str(free_port())
     if kind == "agents":
         options = f"--nnodes 2 --nproc-per-node 1 --max-restarts {restarts} --rdzv-backend c10d"
-        options += (
-            f" --rdzv-id {random.random()} --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf is_host="
-        )
+        options += f" --rdzv-id {random.random()} --rdzv-endpoint 127.0.0.1:{port}"
         agent = [sys.executable, "-m", "llm_train_bench.run.agent"]
-        return [([*agent, *f"{options}{int(i == 0)}".split(), script, *argv], {}) for i in (0, 1)]
+        options = (f"{options} --rdzv-conf is_host={host}" for host in (1, 0))
+        return [([*agent, *words.split(), script, *argv], {}) for words in options]
     if kind == "nodes":
         shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1"}
         shared |= {"JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts)}
@@ -79,20 +76,11 @@ def commands(
 class Job:
     """The processes of one command, or of one per node or task; what they print goes to a file."""
 
-    def __init__(
-        self,
-        kind: str,
-        argv: list[str],
-        log: Path,
-        restarts: int = 0,
-        script: str = "train_ddp.py",
-        env: dict[str, str] | None = None,
-    ):
+    def __init__(self, kind, argv, log: Path, restarts=0, script="train_ddp.py", **env: str):
         self.kind, self.launchers = kind, []
         for command, more in commands(kind, script, argv, restarts):
             with log.open("a") as out:
-                launcher = Started(command, more | (env or {}), stdout=out, stderr=out)
-                self.launchers.append(launcher)
+                self.launchers.append(Started(command, more | env, stdout=out, stderr=out))
 
     def members(self) -> list[int]:
         """Living processes of this job."""
@@ -141,9 +129,8 @@ class Watch(threading.Thread):
                 if run.name in self.starts or not (run / "result.json").exists():
                     continue
                 saved = candidates(places(*self.where))  # it takes longer to save its own first
-                newest_step = (
-                    step_of(saved[0]) if saved else step_of(self.given) if self.given else 0
-                )
+                begin = saved[0] if saved else self.given
+                newest_step = step_of(begin) if begin else 0
                 with contextlib.suppress(ValueError, OSError):
                     r = read_result(run / "result.json")
                     self.starts[run.name] = first = r.resumed_from.step if r.resumed_from else 0
@@ -155,7 +142,7 @@ MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
     "at a time": lambda run, place, draw: draw.random() < 0.004,
     "in set-up": lambda run, place, draw: (run / "result.json").exists(),
     "before the first save": lambda run, place, draw: (run / "steps.jsonl").exists(),
-    "while training": lambda run, place, draw: (
+    "while training": lambda _, place, draw: (
         len(list(place.glob("step-*"))) >= 2 and draw.random() < 0.02
     ),
     "during a save": lambda run, place, draw: any(place.glob(".step-*")),
@@ -163,16 +150,7 @@ MOMENTS: dict[str, Callable[[Path, Path, random.Random], bool]] = {
 WHO = ("one rank", "all ranks", "launcher", "everything")
 
 
-def kill_once(
-    job: Job,
-    out: Path,
-    name: str,
-    save_dir: str | None,
-    draw: random.Random,
-    running: int,
-    who: str,
-    moment: str,
-) -> bool:
+def kill_once(job: Job, out: Path, name, save_dir, draw, running: int, who, moment) -> bool:
     """Kill some of a job's processes at some moment of its next attempt; whether it came to that."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and all(p.poll() is None for p in job.launchers):
@@ -232,9 +210,7 @@ def draw_script(kind: str, draw: random.Random) -> Script:
     return Script(inner, auto, given, draw.random() < 0.4, kills)
 
 
-def chain(
-    number: int, reference: Path, kind: str, draw: random.Random, top: Path, script: Script
-) -> int:
+def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, script) -> int:
     """One chain under one kind of start; how often it was killed."""
     name, out = f"c{number}", top / f"out{number}"
     save_dir = str(top / f"saves{number}") if script.save_dir else None
@@ -267,9 +243,8 @@ def chain(
         assert len(used) == 1 and used[0].exists(), (used, *case)
         (place,) = used
         assert step_of(faults.last_of([place])) == STEPS + 2, case
-        faults.assert_equal(
-            faults.last_state([place]), faults.last_state([reference / "checkpoints"])
-        )
+        states = (faults.last_state([at]) for at in (place, reference / "checkpoints"))
+        faults.assert_equal(*states)
         names = [path.name for path in place.iterdir()]
         assert sum(name.startswith("step-") for name in names) <= 2, names
         assert not any(name.startswith((".", "damaged")) for name in names), names
@@ -323,10 +298,8 @@ def slow_disk(seconds: float) -> Iterator[None]:
         time.sleep(0.004 * (os.environ.get("RANK") == "1"))
         return real(*args)
 
-    with (
-        mock.patch.object(durable.Files, "write", write),
-        mock.patch.object(loop, "learning_rate", rate),
-    ):
+    disk = mock.patch.object(durable.Files, "write", write)
+    with disk, mock.patch.object(loop, "learning_rate", rate):
         yield
 
 
@@ -343,7 +316,7 @@ def running(kind: str, top: Path, *flags: str, slow: float | None = None, **env:
     argv, log = arguments(out, "r", *flags), out.with_suffix(".log")
     script = "train.py" if kind == "itself" else "train_ddp.py"
     with contextlib.nullcontext() if slow is None else slow_disk(slow):
-        job = Job(kind, argv, log, script=script, env=env)
+        job = Job(kind, argv, log, script=script, **env)
     try:
         wait_for((out / "r/steps.jsonl").exists, job, log)
         yield job, out, log, argv
@@ -354,9 +327,7 @@ def running(kind: str, top: Path, *flags: str, slow: float | None = None, **env:
 ENDLESS = ["--save-every", "100000", "--n-steps", "100000"]
 
 
-def check_saved_on_request(
-    kind: str, top: Path, who: str, number: int, early: bool = False
-) -> None:
+def check_saved_on_request(kind, top: Path, who: str, number: int, early=False) -> None:
     """A signal saves all ranks at one step, on a disk slower than the agent would wait; 75 says so.
 
     `early` is before the first step.

@@ -58,7 +58,7 @@ from llm_train_bench.run.launch import train_planned
 from llm_train_bench.run.loop import validation_loss
 from tests import te_standin
 from tests.faults import whole_state
-from tests.helpers import attention_calls, free_port, is_attention, plan_of, without_inductor
+from tests.helpers import free_port, plan_of, without_inductor
 
 ENTRYPOINTS = {f"{m.__name__}.py": m for m in (train, train_ddp, train_fsdp, train_pp)}
 # Where optimizers are built.
@@ -124,7 +124,8 @@ class Traffic(TorchDispatchMode):
         self.looking = False
         optimizer = build_optimizer(model, *args)
         if self.keeps:
-            optimizer.register_step_pre_hook(lambda *_: self.at_step(model, optimizer))
+            keep = self.unseen(self.at_step)
+            optimizer.register_step_pre_hook(lambda *_: keep(model, optimizer))
         self.model = model
         return optimizer
 
@@ -143,7 +144,6 @@ class Traffic(TorchDispatchMode):
         """Keep the first step's gradients; of a resumed run what was loaded."""
         if self.gradients:
             return
-        before = self.bytes.copy()
         named = dict(model.weights())
         if not optimizer.state:
             # What the optimizer takes: it may clip them itself.
@@ -156,7 +156,6 @@ class Traffic(TorchDispatchMode):
         for key in sorted(keys):  # in the same order on all ranks
             state = {n: optimizer.state[p][key] for n, p in named.items() if optimizer.state.get(p)}
             self.gradients |= {f"{key}/{n}": t for n, t in wholes(model, state).items()}
-        self.bytes = before  # without these gathers
 
     def _look_at(self, tensor) -> None:
         tensor = getattr(tensor, "_local_tensor", tensor)  # for a DTensor, this rank's part
@@ -183,7 +182,7 @@ class Traffic(TorchDispatchMode):
             if name == "all_to_all_single" and not sum(args[1]):
                 self.calls["exchanges that brought nothing"] += 1
             self.bytes[TOKENS[name]] += size * whole
-        elif is_attention(func):
+        elif "_scaled_dot_product" in name and "backward" not in name:
             self.kernels += 1
             self.calls.setdefault("gathers before attention", self.calls["all_gather"])
         made = func(*args, **(kwargs or {}))
@@ -193,17 +192,19 @@ class Traffic(TorchDispatchMode):
         return made
 
 
-@contextlib.contextmanager
-def dropout_states():
-    """Lists the state of the random numbers, as a digest, before each eager call of dropout."""
-    drop, states = F.dropout, []
+def watched(name: str, fact: Callable[[torch.Tensor], str], facts: list[str]):
+    """Lists a fact at each eager call of a function of torch.nn.functional, from its first argument."""
+    function = getattr(F, name)
 
-    def listed(*args, **kwargs):
-        states.append(hashlib.sha256(torch.get_rng_state().numpy()).hexdigest())
-        return drop(*args, **kwargs)
+    def called(first, *args, **kwargs):
+        facts.append(fact(first))
+        return function(first, *args, **kwargs)
 
-    with mock.patch.object(F, "dropout", listed):
-        yield states
+    return mock.patch.object(F, name, called)
+
+
+def generator_digest(_) -> str:
+    return hashlib.sha256(torch.get_rng_state().numpy()).hexdigest()
 
 
 def wholes(model, named) -> dict[str, torch.Tensor]:
@@ -380,15 +381,16 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
     """All jobs, one after the other, on this rank or alone."""
     for name, script, flags, _, traced, mutant in jobs:
         argv = [*map(str, flags), "--output-dir", str(out), "--run-name", name]
-        traffic, calls, states = Traffic(gradients), None, []
+        traffic, formats, states = Traffic(gradients), [], []
+        attention = "scaled_dot_product_attention", lambda query: str(query.dtype), formats
         traffic.looking = script == "train_fsdp.py"
         with contextlib.ExitStack() as stack:
             if "--pt-compile" in argv:  # Dynamo compiles nothing while a dispatch mode looks on
                 torch._dynamo.reset()
                 stack.enter_context(without_inductor() if traced else contextlib.nullcontext())
             else:
-                calls = stack.enter_context(attention_calls())
-                states = stack.enter_context(dropout_states())
+                stack.enter_context(watched(*attention))
+                stack.enter_context(watched("dropout", generator_digest, states))
                 stack.enter_context(traffic)
             for patch in (
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
@@ -411,7 +413,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
         moved = [g[0] | {"all_to_all": sum(r["all_to_all"] for r in g) / each} for g in groups]
         facts = {
             "traffic": moved,
-            "attention": calls and calls | {"kernels": traffic.kernels},
+            "attention": Counter(formats) | {"kernels": traffic.kernels},
             "draws": gather(ranks, torch.rand(1).item()),
             "dropout": gather(ranks, states),
             "idle": gather(ranks, traffic.calls["exchanges that brought nothing"]),
@@ -422,10 +424,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
             (out / name / "facts.json").write_text(json.dumps(facts))
 
 
-Check = Callable[[Ranks, Path], None]
-
-
-def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check: Check | None = None) -> None:
+def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check=None) -> None:
     """Run all jobs in their order: in this process, or by one fork of ranks for all in a row.
 
     This process has imported everything. `check` is called on each fork's ranks in the end.

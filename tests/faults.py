@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import importlib
 import io
 import itertools
 import json
@@ -24,12 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import torch
 
-import train as train_alone
-import train_ddp
-import train_fsdp
+import train_ddp  # noqa: F401 (before the ranks are forked)
+import train_fsdp  # noqa: F401
 from llm_train_bench.apply import precision
+from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.model.layout import ALONE as ALONE_HERE
 from llm_train_bench.model.stored import DTYPES, read_block
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks
@@ -71,10 +73,8 @@ def last_state(directories: Sequence[Path]) -> dict[str, torch.Tensor]:
     return whole_state(last_of(directories))
 
 
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), f"{name} differs"
+# Of states: all tensors, bit for bit.
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 class Crash(BaseException):
@@ -98,12 +98,7 @@ class CrashingFiles(Files):
         self.calls.append(name)
         if len(self.calls) - 1 == self.at:
             halfway()
-            self._fail()
-
-    def _fail(self) -> None:
-        if self.error:
-            raise OSError(self.error, os.strerror(self.error))
-        raise Crash
+            raise OSError(self.error, os.strerror(self.error)) if self.error else Crash
 
     def make(self, directory: Path) -> None:
         self._call("make")
@@ -120,9 +115,8 @@ class CrashingFiles(Files):
         stat = os.fstat(descriptor)
         self._call("synchronize", lambda: os.ftruncate(descriptor, int(self.torn * stat.st_size)))
         super().synchronize(descriptor)
-        self.written = [
-            p for p in self.written if not (p.exists() and os.path.samestat(p.stat(), stat))
-        ]
+        same = lambda path: path.exists() and os.path.samestat(path.stat(), stat)  # noqa: E731
+        self.written = [path for path in self.written if not same(path)]
 
     def synchronize_names(self, directory: Path) -> None:
         self._call("synchronize names")
@@ -151,7 +145,7 @@ class CrashingFiles(Files):
 
 @functools.cache
 def one_rank_plan() -> Plan:
-    return plan_of([CONFIG, *FLAGS, "--save-every", EVERY], "train.py", 1, "cpu")
+    return plan_of([CONFIG, *FLAGS, "--save-every", EVERY], platform="cpu")
 
 
 class OneRun:
@@ -160,14 +154,12 @@ class OneRun:
     def __init__(self, directory: Path, files: Files):
         plan = one_rank_plan()
         self.parameter = torch.nn.Parameter(torch.zeros(6, 4))
-        model = types.SimpleNamespace(
-            weights=lambda: [("w", self.parameter)], config=None, layout=ALONE_HERE
-        )
+        weights = lambda: [("w", self.parameter)]  # noqa: E731
+        model = types.SimpleNamespace(weights=weights, config=None, layout=ALONE_HERE)
         optimizer = torch.optim.SGD([self.parameter], momentum=0.9)
         optimizer.state[self.parameter]["momentum_buffer"] = torch.zeros(6, 4)
-        result = types.SimpleNamespace(
-            run_name="r", args=dataclasses.asdict(plan.args), notes=[], metrics=Metrics()
-        )
+        facts = {"args": dataclasses.asdict(plan.args), "notes": [], "metrics": Metrics()}
+        result = types.SimpleNamespace(run_name="r", **facts)
         log = types.SimpleNamespace(steps=[], pause=lambda: None, start=lambda: None)
         (directory / "steps.jsonl").touch()
         place = (directory / "checkpoints").resolve()
@@ -193,10 +185,8 @@ class OneRun:
         self.saver._save(step)
 
     def save(self, step: int) -> None:
-        with (
-            mock.patch.object(saver, "say", lambda text: None),
-            mock.patch.object(saver.threading, "Thread", Inline),  # a crash must end the caller
-        ):
+        inline = mock.patch.object(saver.threading, "Thread", Inline)  # a crash must end the caller
+        with inline, mock.patch.object(saver, "say", lambda text: None):
             self.begin_save(step)
             self.saver.finish()
 
@@ -217,8 +207,7 @@ class Inline:
         self.work()
 
     def join(self, timeout) -> None: ...
-    def is_alive(self) -> bool:
-        return False
+    def is_alive(self): ...
 
 
 @contextlib.contextmanager
@@ -270,8 +259,7 @@ def states(count: int = 0) -> str:
         left = sorted(p.name for p in (here / "checkpoints").iterdir())
         left = [name for name in left if not name.startswith("damaged-step-00000020-")]
         assert left[:2] == ["lineage.json", "lineage.lock"] and len(left) <= 4, left
-        left = left[2:]
-        assert all(name.startswith("step-") for name in left) and left[-1] == "step-00000025", left
+        assert all(x.startswith("step-") for x in left[2:]) and left[-1] == "step-00000025", left
         n += 1
     return f"{n} crash states"
 
@@ -306,12 +294,9 @@ def damage(count: int = 10_000) -> str:
             content, at = contents[path], draw.randrange(len(contents[path]))
             flipped = bytes([content[at] ^ 1 << draw.randrange(8)])
             # A manifest that was swapped for the one before names other checksums.
-            path.write_bytes(
-                {
-                    "flip": content[:at] + flipped + content[at + 1 :],
-                    "swap": (before / path.name).read_bytes(),
-                }.get(kind, content[:at])
-            )
+            damaged = {"flip": content[:at] + flipped + content[at + 1 :]}
+            damaged["swap"] = (before / path.name).read_bytes()
+            path.write_bytes(damaged.get(kind, content[:at]))
             if kind == "gone":
                 path.unlink()
             assert newest([place]) == before, (kind, path.name)
@@ -329,20 +314,12 @@ def arguments(out: Path, name: str, *more: str, config: Path = CONFIG) -> list[s
 
 def run_here(argv: list[str], script: str = "train.py", ranks: Ranks = ALONE) -> None:
     """One rank in this process, quietly."""
-    train = {"train.py": train_alone, "train_ddp.py": train_ddp, "train_fsdp.py": train_fsdp}[
-        script
-    ]
+    train = importlib.import_module(script.removesuffix(".py")).train
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        train_planned(train.train, argv, script, ranks)
+        train_planned(train, argv, script, ranks)
 
 
-def fork(
-    argv: list[str],
-    script: str = "train.py",
-    world: int = 1,
-    kill_after: float | None = None,
-    draw: random.Random | None = None,
-) -> bool:
+def fork(argv: list[str], script="train.py", world=1, kill_after=None, draw=random) -> bool:
     """Forked ranks of a run, one or all killed after some seconds; whether all ended well."""
     children = []
     with tempfile.TemporaryDirectory() as meeting:
@@ -360,8 +337,7 @@ def fork(
             os._exit(1)
         if kill_after is not None:
             time.sleep(kill_after)
-            one = [(draw or random).choice(children)]
-            for child in (draw or random).choice([children, one]):
+            for child in draw.choice([children, [draw.choice(children)]]):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
         codes, deadline = [], time.monotonic() + (20 if kill_after else 240)
@@ -457,14 +433,8 @@ def ranks(count: int = 300) -> str:
 
 def pieces(count: int = 0) -> str:
     """Runs in two pieces: dropout, fp16 whose scale moves, SGD, a token file read by a process."""
-    import numpy as np
-
-    from llm_train_bench.apply.tokens import write_tokens
-
-    with (
-        tempfile.TemporaryDirectory() as top,
-        mock.patch.object(precision.LossScaler, "GROWTH_STEPS", 3),
-    ):
+    growth = mock.patch.object(precision.LossScaler, "GROWTH_STEPS", 3)
+    with tempfile.TemporaryDirectory() as top, growth:
         out = Path(top)
         write_tokens(out / "x.bin", [np.arange(5000) % 32], 32)
         cases = {

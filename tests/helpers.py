@@ -7,12 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 
 from llm_train_bench.model.config import ModelConfig, parse_config
 from llm_train_bench.settings.command_line import parse_args
@@ -136,25 +134,6 @@ def without_inductor():
 
     with mock.patch("torch.compile", traced):
         yield
-
-
-def is_attention(func) -> bool:
-    """Whether an operator that a dispatch mode sees is a forward kernel of attention."""
-    name = func._schema.name
-    return "_scaled_dot_product" in name and "backward" not in name
-
-
-@contextlib.contextmanager
-def attention_calls():
-    """Counts eager calls of attention by the format of their queries: {"torch.bfloat16": 10}."""
-    attend, calls = F.scaled_dot_product_attention, Counter()
-
-    def counted(query, *args, **kwargs):
-        calls[str(query.dtype)] += 1
-        return attend(query, *args, **kwargs)
-
-    with mock.patch.object(F, "scaled_dot_product_attention", counted):
-        yield calls
 
 
 def only_result(output_dir: Path) -> dict:

@@ -32,6 +32,8 @@ COMMON = (
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=8, num_key_value_heads=4)
 MOE = FAMILIES["qwen3_moe"] | SIZES | dict(moe_intermediate_size=32, mlp_only_layers=[])
+BALANCED = dict(output_router_logits=True, router_aux_loss_coef=0.01, router_bias_update_rate=0.01)
+ONE_EXPERT = dict(num_experts_per_tok=1, norm_topk_prob=False)
 # What differs from tests.helpers.FAMILIES: sizes that divide, and several layers.
 MODELS = {
     "gpt2": FAMILIES["gpt2"] | dict(n_embd=64, n_head=8, n_layer=2),
@@ -44,13 +46,9 @@ MODELS = {
     "moe": MOE,
     # No clamp is reached: rounding at its edge turns a gradient on or off, and Adam magnifies that.
     "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, swiglu_limit=7.0),
-    "deepseek": FAMILIES["deepseek_v3"]
-    | SIZES
-    | dict(num_key_value_heads=8, router_bias_update_rate=0.01)
-    | dict(output_router_logits=True, router_aux_loss_coef=0.01),
+    "deepseek": FAMILIES["deepseek_v3"] | SIZES | dict(num_key_value_heads=8) | BALANCED,
     # Five words and one expert for each: some ranks get no row.
-    "lopsided": MOE
-    | dict(vocab_size=5, pad_token_id=None, num_experts_per_tok=1, norm_topk_prob=False),
+    "lopsided": MOE | dict(vocab_size=5, pad_token_id=None) | ONE_EXPERT,
 }
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
 CLIPS = {"gpt2": 0.8, "deep": 1.1, "gpt_oss": 0.85, "lopsided": 0.7}
@@ -218,12 +216,10 @@ def turn(name: str) -> tuple[int, int]:
 
 def run_cases(names: list[str], out: Path) -> None:
     """All cases, by few forks of ranks; their directories lie in `out`."""
-    jobs = [
-        Job(name, case.script, flags_of(case, out), case.ranks, case.traced, case.mutant)
-        for name, case in CASES.items()
-        if name in names
-    ]
-    jobs.sort(key=lambda job: turn(job.name))
+    jobs = []
+    for name in sorted((name for name in CASES if name in names), key=turn):
+        case, flags = CASES[name], flags_of(CASES[name], out)
+        jobs.append(Job(name, case.script, flags, case.ranks, case.traced, case.mutant))
     for i in range(0, len(jobs), 12):  # the process groups of each layout stay, with their threads
         run_jobs(jobs[i : i + 12], out, gradients=True)
 
@@ -269,9 +265,9 @@ def compare(name: str, out: Path) -> Difference:
     assert len(steps[0]) == len(steps[1]) == case.steps - first
     loss = max(abs(a["loss"] - b["loss"]) for a, b in zip(*steps, strict=True))
     norms = [abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)]
+    kinds = ("gradients", "parameters")
     gradients, parameters = (
-        [load_file(where / f"{kind}.safetensors") for where in (alone, here)]
-        for kind in ("gradients", "parameters")
+        [load_file(where / f"{kind}.safetensors") for where in (alone, here)] for kind in kinds
     )
     for tensors in (gradients, parameters)[case.first > 0 :]:
         assert tensors[0].keys() == tensors[1].keys()
@@ -286,9 +282,8 @@ def compare(name: str, out: Path) -> Difference:
     }
     most = max(worst, key=worst.get)
     last = max((parameters[1][k] - v).abs().max().item() for k, v in parameters[0].items())
-    expected, metrics = (
-        json.loads((where / "result.json").read_text())["metrics"] for where in (alone, here)
-    )
+    results = (json.loads((where / "result.json").read_text()) for where in (alone, here))
+    expected, metrics = (result["metrics"] for result in results)
     both = ["val_loss_before", "val_loss"] if "--val-data" in flags_of(case, out) else []
     validation = max((abs(metrics[key] - expected[key]) for key in both), default=0.0)
     facts = json.loads((here / "facts.json").read_text())
@@ -317,12 +312,11 @@ def compare(name: str, out: Path) -> Difference:
 
 
 def main() -> int:
-    names = sys.argv[1:] or list(CASES)
+    names, failed = sys.argv[1:] or list(CASES), []
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(ROOT)
         run_cases(names, out := Path(directory))
         print(f"{'layout':20} " + " ".join(f"{name:>8}" for name in LIMITS))
-        failed = []
         for name in names:
             difference = compare(name, out)
             wrong = difference.ok == (name in MUTANTS)

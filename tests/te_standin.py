@@ -35,7 +35,7 @@ class Module(nn.Module):
     def __init__(self, size, device, params_dtype, normalization=None, eps=None):
         super().__init__()
         assert device == "meta" and params_dtype == torch.float32
-        self.quantized, self.kept, self.n_reused = quantizing, {}, 0
+        self.quantized, self.casts, self.n_reused = quantizing, {}, 0
         self.size, self.normalization, self.eps = size, normalization, eps
         if normalization:
             self.add("layer_norm_weight", size)
@@ -54,9 +54,9 @@ class Module(nn.Module):
         if first is None:
             return weight
         if first:
-            self.kept[name] = weight.detach().clone()
+            self.casts[name] = weight.detach().clone()
         self.n_reused += not first
-        return weight + (self.kept[name] - weight).detach()
+        return weight + (self.casts[name] - weight).detach()
 
     def add(self, name, *shape):
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device="meta")))

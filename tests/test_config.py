@@ -8,11 +8,8 @@ import pytest
 import torch
 import transformers
 
-from llm_train_bench.formulas.parameters import (
-    count_active_parameters,
-    count_parameters,
-    parameter_shapes,
-)
+from llm_train_bench.formulas import parameters
+from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
 from llm_train_bench.model.config import ConfigError, load_config, parse_config
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.settings.command_line import parse_args
@@ -70,7 +67,7 @@ def test_shipped_config_builds_counts_and_opens_in_transformers(path, tmp_path):
 @pytest.mark.parametrize("name", ACTIVE)
 def test_active_parameters_are_those_published(name):
     config = load_config(ROOT / f"configs/{name}.json")
-    assert count_active_parameters(config) / 1e9 == pytest.approx(ACTIVE[name], abs=0.06)
+    assert parameters.count_active_parameters(config) / 1e9 == pytest.approx(ACTIVE[name], abs=0.06)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

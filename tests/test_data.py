@@ -9,14 +9,7 @@ import torch
 
 import prepare_data
 from llm_train_bench.apply import data
-from llm_train_bench.apply.data import (
-    FileTokens,
-    SyntheticTokens,
-    batches,
-    hash_ids,
-    open_data,
-    sample_plan,
-)
+from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
 from llm_train_bench.apply.tokens import open_tokens, write_tokens
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.settings.flags import BatchFlags, DataFlags
@@ -28,7 +21,7 @@ CPU = torch.device("cpu")
 
 def plan_of(n_steps, accumulation, bsz, rank=0, world=1):
     flags = BatchFlags(bsz=bsz, grad_acc_steps=accumulation)
-    return sample_plan(Schedule(0, n_steps), resolve_batch(flags, 1, world), rank)
+    return data.sample_plan(Schedule(0, n_steps), resolve_batch(flags, 1, world), rank)
 
 
 @pytest.fixture
@@ -125,9 +118,8 @@ def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, sourc
     def step_samples(bsz, accumulation, world):
         rows = []
         for rank in range(world):
-            if source_kind == "file":
-                source = FileTokens(str(counting_file), 1000, bsz, 31, 5)
-            else:
+            source = FileTokens(str(counting_file), 1000, bsz, 31, 5)
+            if source_kind == "synthetic":
                 source = SyntheticTokens(1000, bsz, 31, 5, CPU)
             plan = plan_of(6, accumulation, bsz, rank, world)
             per_step = [i for i, _ in batches(source, plan, CPU)]
@@ -260,7 +252,7 @@ def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
 def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
     flags = DataFlags(val_data=str(tmp_path / "val.bin"))
-    _, (_, firsts) = open_data(flags, 50, resolve_batch(BatchFlags(bsz=8), 4), 10, CPU)
+    _, (_, firsts) = data.open_data(flags, 50, resolve_batch(BatchFlags(bsz=8), 4), 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
 
 

@@ -47,7 +47,7 @@ def test_what_the_fuzzer_found(kind, content, tmp_path):
         content = whole | content
     lines = content if isinstance(content, list) else [content]
     (tmp_path / f"x{ending}").write_text("\n".join(map(json.dumps, lines)))
-    assert list(fuzz.told(read, tmp_path / f"x{ending}")) == []
+    assert list(fuzz.complaints(read, tmp_path / f"x{ending}")) == []
 
 
 READERS = {  # a tool, and the words before and after the file

@@ -206,7 +206,7 @@ def test_flex_attention_sees_the_window_and_no_more():
         mask = window_mask(256, 96, torch.device("cuda"), flex)
         inputs = [t.clone().bfloat16().requires_grad_() for t in qkv]
         with sdpa_kernel(SDPBackend.MATH):
-            out = attend(*inputs, mask, 0.0)
+            out = attend(*inputs, mask, 0.0, None)
         out.backward(above.bfloat16())
         results.append([out.detach(), *(t.grad for t in inputs)])
     for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True):
@@ -217,7 +217,7 @@ def test_groups_in_fp32_run_in_a_fused_kernel():
     """They give the same as the plain kernel."""
     q, k, v = (torch.randn(2, n, 256, 64, device="cuda") for n in (8, 2, 2))
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        fused = attend(q, k, v, None, 0.0)
+        fused = attend(q, k, v, None, 0.0, None)
     q, k, v = (t.cpu() for t in (q, k, v))
     plain = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(fused.cpu(), plain, atol=1e-3, rtol=1e-3)

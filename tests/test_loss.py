@@ -108,14 +108,11 @@ def test_padded_rows_get_no_probability_and_no_gradient():
 
 
 def test_no_gradient_is_computed_when_none_is_wanted():
-    hidden, weight, labels = tensors()
     with torch.no_grad():
-        loss = LinearCrossEntropy(V)(hidden, weight, labels)
-    assert not loss.requires_grad
+        assert not LinearCrossEntropy(V)(*tensors()).requires_grad
 
 
 def test_no_two_chunks_gradients_are_there_at_once():
-    hidden, weight, labels = tensors()
     loss = LinearCrossEntropy(V, 16 * V)
     chunk_fn, before, there = loss.chunk_fn, [], []
 
@@ -126,13 +123,12 @@ def test_no_two_chunks_gradients_are_there_at_once():
         return value, grad
 
     loss.chunk_fn = watched
-    loss(hidden, weight, labels).backward()
+    loss(*tensors()).backward()
     assert len(there) == 5 and not any(map(any, there))
 
 
 def test_a_second_backward_is_an_error_not_a_wrong_gradient():
-    hidden, weight, labels = tensors()
-    loss = LinearCrossEntropy(V)(hidden, weight, labels)
+    loss = LinearCrossEntropy(V)(*tensors())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only once"):
         loss.backward()

@@ -1,5 +1,6 @@
 """The same weights give the same logits, loss and gradients as in transformers, both ways."""
 
+import contextlib
 import copy
 import json
 
@@ -261,10 +262,7 @@ def test_weights_that_the_config_or_the_format_cannot_mean(name, spoil, message,
     save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {name: spoil(tensors)}, tmp_path / "model.safetensors")
-    if message is None:
-        assert check_pretrained(model.config, tmp_path)
-        return
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         materialize(model, CPU, 0, check_pretrained(model.config, tmp_path))
 
 

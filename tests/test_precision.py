@@ -38,6 +38,8 @@ from tests.helpers import (
     plan_of,
     read_steps,
     run_train,
+    train_main,
+    trained,
     without_inductor,
     write_config,
 )
@@ -181,12 +183,10 @@ def test_the_scale_doubles_after_2000_good_steps():
 def test_skipped_steps_are_counted(tmp_path, monkeypatch):
     """The run lowers a scale that is far too large to one that works."""
     monkeypatch.setattr(LossScaler, "START", 2.0**26)
-    argv = [*TINY, "--n-steps", 20, "--amp", "fp16", "--output-dir", tmp_path]
-    assert run_train(*argv) == 0
+    metrics = trained(tmp_path, TINY, "--n-steps 20 --amp fp16")["metrics"]
     steps = read_steps(tmp_path)
     skipped = sum(step["grad_norm"] is None for step in steps)
-    assert 0 < skipped < 20
-    assert only_result(tmp_path)["metrics"]["skipped_steps"] == skipped
+    assert 0 < skipped == metrics["skipped_steps"] < 20
     assert steps[-1]["grad_norm"] is not None and steps[-1]["loss"] < steps[0]["loss"] + 0.1
 
 
@@ -271,15 +271,11 @@ def te_in_place(monkeypatch):
     return modules
 
 
-@pytest.mark.parametrize(
-    ("kind", "theirs"),
-    [
-        ("delayed", "DelayedScaling"),
-        ("current", "Float8CurrentScaling"),
-        ("blockwise", "Float8BlockScaling"),
-        ("mxfp8", "MXFP8BlockScaling"),
-    ],
-)
+TE_NAMES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling"}
+TE_NAMES |= {"blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+
+
+@pytest.mark.parametrize(("kind", "theirs"), TE_NAMES.items())
 def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
     """TE is also asked if the hardware has it; modules with TE's names stand in for TE's own."""
     for part in ("", ".common", ".common.recipe", ".pytorch", ".pytorch.quantization"):
@@ -306,7 +302,7 @@ TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-wa
 def losses_with_te(argv, tmp_path) -> list[float]:
     """The losses with Transformer Engine, which are those without."""
     for name, these in (("plain", TE[3:]), ("te", TE)):
-        assert run_train(*argv, *these, "--output-dir", tmp_path / name) == 0
+        trained(tmp_path / name, argv, these)
     plain, with_te = ([s["loss"] for s in read_steps(tmp_path / n)] for n in ("plain", "te"))
     assert with_te == pytest.approx(plain, rel=2e-3)
     return plain
@@ -338,13 +334,12 @@ def test_layers_that_do_not_fit_te_stay_and_are_named(changes, excluded, te_in_p
     assert len(te_in_place) == 3 * (3 - len(excluded)) and fp8["n_linear_layers"] == 6
 
 
-def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, capsys):
+def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, refused):
     path = write_config(tmp_path, FAMILIES["qwen3"] | dict(head_dim=12, intermediate_size=88))
-    assert run_train(path, *TINY[1:], *TE, "--output-dir", tmp_path / "runs") == 2
-    err = capsys.readouterr().err
-    assert "no layer of" in err and "attn.out: 72 x 48" in err and err.count("\n") == 1
-    assert run_train(*TINY, *TE, "--seq-len", "20", "--output-dir", tmp_path / "runs") == 2
-    assert "--bsz x --seq-len = 40 tokens is not a multiple of 16" in capsys.readouterr().err
+    error = refused(train_main, "no layer of", path, TINY[1:], TE, "--output-dir", tmp_path)
+    assert "attn.out: 72 x 48" in error
+    message = "--bsz x --seq-len = 40 tokens is not a multiple of 16"
+    refused(train_main, message, TINY, TE, "--seq-len 20 --output-dir", tmp_path)
 
 
 @pytest.mark.parametrize(("platform", "multiple"), [("nvidia", 32), ("amd", 128)])
@@ -366,17 +361,14 @@ def test_where_te_is_missing_it_says_where_to_get_it(hip, get, monkeypatch):
 
 
 def test_an_fp8_run_says_what_it_did_and_exports(tmp_path):
-    argv = [*TINY, *EMULATED, "--fp8-recipe", "rowwise", "--export", "--output-dir", tmp_path]
-    argv += ["--lr", "1e-2", "--lr-warmup-steps", "0"]
-    assert run_train(*argv) == 0
-    r = only_result(tmp_path)
+    flags = "--fp8-recipe rowwise --export --lr 1e-2 --lr-warmup-steps 0"
+    r = trained(tmp_path, TINY, EMULATED, flags)
     assert r["fp8"]["recipe"] == "rowwise" and r["fp8"]["version"]
     assert r["metrics"]["ideal_time_fraction"] is None
     assert any("emulated" in note for note in r["notes"])
     (export,) = tmp_path.glob("*/export")
     first = read_steps(tmp_path)[0]["loss"]
-    argv = [*TINY, "--init-from", export, "--output-dir", tmp_path / "again"]
-    assert run_train(*argv) == 0
+    trained(tmp_path / "again", TINY, "--init-from", export)
     # On the batch that it was trained on first.
     assert read_steps(tmp_path / "again")[0]["loss"] < first - 0.05
 
@@ -397,8 +389,7 @@ def test_the_te_block_has_the_names_of_the_plain_one():
 
 
 def test_ideal_time_divides_each_matmul_by_its_own_peak(tmp_path):
-    assert run_train(*TINY, *EMULATED, "--peak-tflops", "100", "--output-dir", tmp_path) == 0
-    result = Result.model_validate(only_result(tmp_path))
+    result = Result.model_validate(trained(tmp_path, TINY, EMULATED, "--peak-tflops 100"))
     m, device, work = result.metrics, result.device, plan_of(TINY).work
     device.peak_fp8_tflops, result.fp8.emulated = 400.0, False
     device.roof_bf16_tflops, device.roof_fp8_tflops = 50.0, 100.0
@@ -418,12 +409,11 @@ def test_ideal_time_divides_each_matmul_by_its_own_peak(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "peak", "beyond"),
-    [([], 1e-7, True), ([], 100, False), (["--amp", "off"], 1e-7, True), (EMULATED, 1e-7, False)],
+    [("", 1e-7, True), ("", 100, False), ("--amp off", 1e-7, True), (EMULATED, 1e-7, False)],
 )
 def test_a_run_that_is_faster_than_can_be_is_marked(flags, peak, beyond, tmp_path):
     """The cause is a wrong peak, or kernels that did nothing; emulated FP8 has no known rate."""
-    assert run_train(*TINY, *flags, "--peak-tflops", peak, "--output-dir", tmp_path) == 0
-    result = Result.model_validate(only_result(tmp_path))
+    result = Result.model_validate(trained(tmp_path, TINY, flags, "--peak-tflops", peak))
     assert ("faster than its peak" in result.unfit) == beyond
     assert any("of the peak, which is impossible" in note for note in result.notes) == beyond
 
@@ -435,8 +425,7 @@ def test_counts_of_compilation_are_those_of_the_run(tmp_path):
         torch._dynamo.reset()  # which run_train does too
         before = compile_counts().seconds
         with without_inductor():
-            assert run_train(*TINY, "--pt-compile", "--output-dir", tmp_path / name) == 0
-        m = only_result(tmp_path / name)["metrics"]
+            m = trained(tmp_path / name, TINY, "--pt-compile")["metrics"]
         counts.append([m[k] for k in ("n_compiled_graphs", "n_graph_breaks", "n_recompilations")])
         assert m["compile_s"] == pytest.approx(compile_counts().seconds - before)
     assert counts[0] == counts[1] and counts[0][0] > 0
@@ -491,10 +480,11 @@ def test_too_many_recompilations_are_one_line(tmp_path, capsys):
 def test_errors_of_the_compiler_are_told_apart(monkeypatch):
     """A lack of memory, a compiler that cannot reach torch, any other."""
     error = RuntimeError("CppCompileError: C++ compile error")
-    for directory, message in (
-        ("someone", "leave out --pt-compile, or try"),
-        ("some one", "a path with a space; move it"),
-    ):
+    messages = {
+        "someone": "leave out --pt-compile, or try",
+        "some one": "a path with a space; move it",
+    }
+    for directory, message in messages.items():
         monkeypatch.setattr(torch, "__file__", f"/home/{directory}/torch/__init__.py")
         assert message in str(compile_error(error, "blocks.0"))
     error.__cause__ = torch.OutOfMemoryError("no memory")
@@ -514,13 +504,11 @@ def test_compiling_inside_the_window_is_flagged(tmp_path, monkeypatch):
     """Compiled graphs are guarded by the number of threads."""
     threads = torch.get_num_threads()
     after_step(monkeypatch, 4, lambda: torch.set_num_threads(threads + 1))
-    argv = [*TINY, "--amp", "off", "--pt-compile", "--output-dir", tmp_path]
     try:
         with without_inductor():
-            assert run_train(*argv) == 0
+            r = trained(tmp_path, TINY, "--amp off --pt-compile")
     finally:
         torch.set_num_threads(threads)
-    r = only_result(tmp_path)
     assert r["metrics"]["window_compile_s"] > 0 and r["metrics"]["n_recompilations"] > 0
     assert any("recompilations) inside the window" in note for note in r["notes"])
     assert Result.model_validate(r).unfit == ["compiled in the window"]
@@ -534,10 +522,9 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
     after_step(monkeypatch, 1, lambda: counters["inductor"].update(cudagraph_skips=refused))
     # As if blocks ran as CUDA graphs, whose refusals are counted.
     monkeypatch.setattr("llm_train_bench.run.launch.platform_of", lambda device: "nvidia")
-    argv = [*TINY, "--amp", "off", "--pt-compile", "--compile-mode", "reduce-overhead"]
     with without_inductor():
-        assert run_train(*argv, "--output-dir", tmp_path) == 0
-    notes = [n for n in only_result(tmp_path)["notes"] if "without CUDA graphs" in n]
+        r = trained(tmp_path, TINY, "--amp off --pt-compile --compile-mode reduce-overhead")
+    notes = [n for n in r["notes"] if "without CUDA graphs" in n]
     assert [n.split()[0] for n in notes] == (["2"] if refused else [])
 
 
@@ -609,11 +596,8 @@ def test_gemm_shapes_are_the_models_matmuls():
 def test_gemm_operands_lie_as_a_linear_layers_do(layout):
     """Against the matmuls that autograd runs for a linear layer."""
     tokens, inputs, outputs = 8, 4, 6
-    shapes = {
-        "TN": (tokens, outputs, inputs),
-        "NN": (tokens, inputs, outputs),
-        "NT": (outputs, inputs, tokens),
-    }
+    sizes = {"TN": (tokens, outputs, inputs), "NN": (tokens, inputs, outputs)}
+    sizes = (sizes | {"NT": (outputs, inputs, tokens)})[layout]
     seen = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
@@ -627,9 +611,9 @@ def test_gemm_operands_lie_as_a_linear_layers_do(layout):
     with Spy():
         torch.nn.functional.linear(x, weight).backward(torch.randn(tokens, outputs))
         theirs, seen = seen, []
-    run = gemm.matmul(*shapes[layout], layout, CPU)
+    run = gemm.matmul(*sizes, layout, CPU)
     with Spy():
-        assert run(0).shape == shapes[layout][:2]
+        assert run(0).shape == sizes[:2]
     (ours,) = seen
     # The weight's gradient comes out transposed where that saves a copy.
     swapped = [(shape[::-1], not flat) for shape, flat in reversed(ours)]

@@ -38,13 +38,13 @@ def imports(path) -> set[str]:
 
 def public_names(path) -> list[str]:
     """Classes and functions of a module, and its constants."""
-    found = []
+    names = []
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.append(node.name)
+            names.append(node.name)
         elif isinstance(node, ast.Assign):
-            found += [t.id for t in node.targets if isinstance(t, ast.Name)]
-    return [name for name in found if not name.startswith("_")]
+            names += [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("model/*.py")), ids=lambda p: p.stem)
@@ -118,7 +118,7 @@ def test_nothing_below_the_plan_asks_for_a_script_by_name():
 
 
 def test_no_two_things_share_a_name():
-    """Modules of  have names that differ; so have their classes, functions and constants."""
+    """Modules of the package have names that differ; so have their classes, functions and constants."""
     modules, things = defaultdict(list), defaultdict(list)
     for path in BENCH:
         if path.name != "__init__.py":

@@ -141,8 +141,8 @@ def test_steps_file_and_tensorboard_say_the_same(run):
     assert [e.step for e in events.Scalars("train/loss")] == list(range(64))
     rates = np.array([512 / s["step_time_s"] for s in steps])
     per_token = only_result(run)["metrics"]["flops_per_token_palm"]
-    for tag, values in (("train/loss", [s["loss"] for s in steps]), ("speed/tokens_per_sec", rates),
-                        ("speed/mfu", rates * per_token / 1e12)):  # fmt: skip
+    curves = {"train/loss": [s["loss"] for s in steps], "speed/tokens_per_sec": rates}
+    for tag, values in (curves | {"speed/mfu": rates * per_token / 1e12}).items():
         assert [e.value for e in events.Scalars(tag)] == pytest.approx(values)
     assert events.Scalars("memory/peak_rss_gib")[0].value > 0.1
 
@@ -279,10 +279,9 @@ def test_unknown_device_has_no_mfu_and_says_so(plain, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_was_measured(tmp_path, number):
-    argv = words(
-        "train.py", FP32, "--n-steps 100000 --warmup-steps 2 --output-dir", tmp_path / "runs"
-    )
-    process = subprocess.Popen([sys.executable, *argv], stderr=subprocess.PIPE, text=True)
+    flags = words(FP32, "--n-steps 100000 --warmup-steps 2 --output-dir", tmp_path / "runs")
+    argv = [sys.executable, "train.py", *flags]
+    process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 240
     while not any(p.read_text().count("\n") > 5 for p in tmp_path.glob("runs/*/steps.jsonl")):
         assert time.monotonic() < deadline and process.poll() is None
@@ -329,6 +328,7 @@ def test_full_disk(tmp_path, capsys):
 
 
 CUDNN = "configs/mistral-7b-v0.1.json --device cpu --attention cudnn --seq-len"
+FP8 = "configs/gpt2-tiny.json --seq-len 32 --device cpu --use-fp8"
 BAD = [
     ("--n-steps -1", "--n-steps -1: must be at least 1"),
     (f"--seed 1{'0' * 22}", "must be at most 9223372036854775807"),
@@ -337,7 +337,7 @@ BAD = [
     (f"--grad-acc-steps 1{'0' * 20}", "must be at most 2147483648"),
     ("--sac-freq 1/5", "1/5 recomputes no block: configs/gpt2-tiny.json has only 2"),
     ("--peak-tflops inf", "must be above 0 and finite"),
-    ("--tf32", "--tf32: is for NVIDIA GPUs"),
+    ("--tf32", "--tf32: is for NVIDIA GPUs from Ampere on"),
     ("--nproc 2", "--nproc has no meaning for train.py; it is for train_ddp.py or"),
     ("--dp-replicate 2", "it is for train_fsdp.py"),
     ("--global-bsz 3", "--global-bsz 3 is not a multiple of --bsz 2 x 1 ranks = 2; 2 or 4"),
@@ -376,6 +376,15 @@ BAD = [
     ("--nsys-start 2 --nsys-end 3 --nsys-ranks 0 4", "there are 1 ranks"),
     (f"{CUDNN} 4096", "--attention cudnn: that kernel cannot run 32 heads"),
     (f"{CUDNN} 8192", "--attention cudnn: under a sliding window's mask its gradients can be NaN"),
+    (FP8, "Transformer Engine needs a GPU"),
+    (f"{FP8} --pt-compile", "a CPU has no FP8 matmuls; --fp8-emulate"),
+    (f"{FP8} --fp8-recipe rowwise", "a CPU has no FP8 matmuls"),
+    (
+        f"{FP8} --fp8-recipe rowwise --fp8-backend te",
+        "te supports current, delayed, blockwise, mxfp8",
+    ),
+    (f"{FP8} --fp8-emulate --fp8-backend te", "use --fp8-backend torchao"),
+    (f"{FP8} --fp8-emulate --seq-len 30 --bsz 3", "= 90 tokens is not a multiple of 16"),
 ]
 
 
@@ -429,11 +438,9 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "c.json").write_text(json.dumps(bytes_256))
     common = words("--seq-len 16 --amp off --no-tensorboard --sample 24 --warmup-steps 0")
-    flags = (
-        "--data-dtype uint16 --bsz 16 --lr 1e-2 --n-steps 60 --lr-warmup-steps 0 --weight-decay 0"
-    )
-    data = ["--data", tmp_path / "t.bin"]
-    trained(tmp_path / "a", tmp_path / "c.json", common, data, flags, "--run-name x --export")
+    flags = "--bsz 16 --lr 1e-2 --n-steps 60 --lr-warmup-steps 0 --weight-decay 0 --run-name x"
+    data = ["--export", "--data-dtype", "uint16", "--data", tmp_path / "t.bin"]
+    trained(tmp_path / "a", tmp_path / "c.json", common, data, flags)
     written = re.search(r"generated text:\n(.*)\n", capsys.readouterr().out)[1]
     assert len(written) == 24 and written[1:] in "abcdefgh" * 5
     export = tmp_path / "a/x/export"
@@ -537,21 +544,18 @@ def test_a_run_is_one_file(tmp_path):
     assert again["model"]["hash"] == first["model"]["hash"] and again["args"]["lr"] == 0.01
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("bsz: 2\n", "its file names no config; give the model's config"),
-        ("config: c.json\nbzs: 2\n", "bzs: unknown flag; did you mean bsz?"),
-        (
-            "config: c.json\nscript: train_ddp.py\n",
-            "is for train_ddp.py; run that, or leave out its script",
-        ),
-        ("- 1\n", "must hold names with values"),
-        ("config: c.json\nbsz: 2\nbsz: 3\n", "bsz stands twice"),
-        ("a: [\n", "is neither YAML nor JSON"),
-        ("config: [1]\n", "config: must be a path"),
-    ],
-)
+WRONG_FILES = {
+    "bsz: 2\n": "its file names no config; give the model's config",
+    "config: c.json\nbzs: 2\n": "bzs: unknown flag; did you mean bsz?",
+    "config: c.json\nscript: train_ddp.py\n": "is for train_ddp.py; run that, or leave out its script",
+    "- 1\n": "must hold names with values",
+    "config: c.json\nbsz: 2\nbsz: 3\n": "bsz stands twice",
+    "a: [\n": "is neither YAML nor JSON",
+    "config: [1]\n": "config: must be a path",
+}
+
+
+@pytest.mark.parametrize(("content", "message"), WRONG_FILES.items())
 def test_a_wrong_file_of_a_run_is_one_line(content, message, tmp_path, refused):
     (tmp_path / "run.yaml").write_text(content)
     refused(train_main, message, "--from", tmp_path / "run.yaml")
@@ -574,9 +578,7 @@ def test_python_ends_without_complaint_after_a_full_output():
     assert python(["-c", text]).stderr == ""
 
 
-def test_a_directory_that_is_removed_during_a_run_costs_only_the_files(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeypatch, capsys):
     real = loop.optimizer_step
 
     def remove(*args):
@@ -598,16 +600,13 @@ def test_secrets_stay_out_of_results(monkeypatch):
     assert settings["NCCL_DEBUG"] == "INFO" and "x" not in settings.values()
 
 
-@pytest.mark.parametrize(
-    ("argv", "library"), [("train.py x", "torch"), ("compare.py x", "pydantic")]
-)
-def test_ctrl_c_during_imports_is_one_line(argv, library, tmp_path):
-    (tmp_path / f"{library}.py").write_text(
-        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
-    )
+@pytest.mark.parametrize(("script", "library"), [("train", "torch"), ("compare", "pydantic")])
+def test_ctrl_c_during_imports_is_one_line(script, library, tmp_path):
+    interrupts = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / f"{library}.py").write_text(interrupts)
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    done = python(argv, code=1, PYTHONPATH=path)
-    assert done.stderr == f"{argv.split()[0]}: interrupted by SIGINT\n"
+    error = python(f"{script}.py x", code=1, PYTHONPATH=path).stderr
+    assert error == f"{script}.py: interrupted by SIGINT\n"
 
 
 def test_a_python_without_the_libraries_is_told_what_to_type():
