@@ -60,8 +60,8 @@ def commands(kind, script, argv, restarts) -> list[tuple[list[str], dict[str, st
         options = f"--nnodes 2 --nproc-per-node 1 --max-restarts {restarts} --rdzv-backend c10d"
         options += f" --rdzv-id {random.random()} --rdzv-endpoint 127.0.0.1:{port}"
         agent = [sys.executable, "-m", "llm_train_bench.run.agent"]
-        options = (f"{options} --rdzv-conf is_host={host}" for host in (1, 0))
-        return [([*agent, *words.split(), script, *argv], {}) for words in options]
+        nodes = [f"{options} --rdzv-conf is_host={host}".split() for host in (1, 0)]
+        return [([*agent, *flags, script, *argv], {}) for flags in nodes]
     if kind == "nodes":
         shared = {"NNODES": "2", "HEAD": "127.0.0.1", "PORT": port, "GPUS": "1"}
         shared |= {"JOB_ID": f"j{random.random()}", "MAX_RESTARTS": str(restarts)}
