@@ -159,9 +159,9 @@ def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
     a = run_of("a")
     (a / "steps.jsonl").write_text("[1, 2]\n")  # a broken loss curve costs no run
     run_of("b", speed=1.1)  # a repeat of a
-    shutil.copytree(a, tmp_path / "copies/a")  # no second run
     far = tmp_path.with_name(f"{tmp_path.name}-far")
     run_of(far / "c", args__bucket_cap_mb=1.0)
+    shutil.copytree(a, far / "a")  # no second run
     (tmp_path / "link").symlink_to(far)
     (tmp_path / "loop").symlink_to(tmp_path)
     shutil.copy(LOGS / "torchtitan.log", tmp_path / "t.log")
@@ -169,7 +169,7 @@ def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "image.png").write_bytes(b"x")
     (tmp_path / "table.csv").write_text("id,text\n1," + "x" * 200_000 + "\n")
-    assert compare.main([str(tmp_path)]) == 0
+    assert compare.main([str(tmp_path), str(far)]) == 0
     printed = capsys.readouterr()
     rows = [line.split("|")[1:3] for line in printed.out.splitlines() if line.count("|") > 5]
     rows = {name.strip(): number.strip() for name, number in rows}
