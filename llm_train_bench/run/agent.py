@@ -87,9 +87,8 @@ def run_agent(
             return super()._start_workers(worker_group)
 
         def _exit_barrier(self):
-            if not (
-                private / failures.STOPPED_FILE
-            ).exists():  # other nodes' agents may be gone already
+            # Stopped on request, other nodes' agents may be gone already.
+            if not (private / failures.STOPPED_FILE).exists():
                 super()._exit_barrier()
 
     codes: list[int] = []
