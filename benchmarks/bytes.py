@@ -10,7 +10,7 @@ two give the rest. docs/SPEED.md has the outcome.
 
 Limits: nothing is timed; the ms are a roofline's. What one kernel touches twice is a cache hit, and
 between kernels nothing stays in the cache. A kernel that reads a part of its input may count as reading
-all of it: rotary embeddings have 25 to 150 % too many bytes, a Llama's step 1 %. Autotuning, padding of
+all of it: rotary embeddings have 25 to 150 % too many bytes, a Llama's step 2 %. Autotuning, padding of
 matmuls and SDPA patterns are off, since they would measure on a GPU. Attention is cuDNN's for everybody.
 """
 

@@ -169,7 +169,7 @@ class RecomputeFlags:
     sac_freq: Recompute the activations of Q out of every P blocks in backward: 1/1 for all blocks,
         1/4 for every fourth.
     sac_policy: What a chosen block recomputes. block: everything. op: everything except matmuls,
-        attention and collectives.
+        attention (without dropout) and collectives.
     """
 
     sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True)

@@ -115,7 +115,7 @@ CONTRADICTIONS = (
     ("--ddp-mode other than bucketed does not work with --reduce-dtype bf16, a hook of "
      "DistributedDataParallel; leave out one of the two",
      lambda a, s: s is Script.DDP and a.ddp_mode != "bucketed" and a.reduce_dtype != "fp32"),
-    ("--reduce-dtype bf16 needs --pass-type step",
+    ("train_ddp.py with --reduce-dtype bf16 needs --pass-type step",
      lambda a, s: s is Script.DDP and a.reduce_dtype != "fp32" and a.pass_type != "step"),
     ("--bucket-cap-mb: --ddp-mode flat and parameter have no buckets; leave it out",
      lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
@@ -127,7 +127,8 @@ CONTRADICTIONS = (
      lambda a, s: a.profile_attention and not a.profile and a.nsys_start is None),
     ("--profile-attention: a compiled block has no such parts; leave out --pt-compile",
      lambda a, s: a.profile_attention and a.pt_compile),
-    ("--amp fp16 with --optimizer sgd: PyTorch has no fused SGD for sharded parameters; use adamw",
+    ("train_fsdp.py with --amp fp16 and --optimizer sgd: PyTorch has no fused SGD for sharded "
+     "parameters; use adamw",
      lambda a, s: s is Script.FSDP and a.amp == "fp16" and a.optimizer == "sgd"),
     ("--amp fp16 with --cpu-offload: the loss scale is on the GPU, the gradients are not; use --amp bf16",
      lambda a, s: a.amp == "fp16" and a.cpu_offload),
