@@ -82,7 +82,7 @@ def pytest_terminal_summary(terminalreporter):
     seconds = defaultdict(float)
     for report in chain.from_iterable(terminalreporter.stats.values()):
         seconds[getattr(report, "nodeid", None)] += getattr(report, "duration", 0)
-    if "COVERAGE_PROCESS_START" in os.environ:
+    if "COVERAGE_PROCESS_START" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
         TIMES.write_text(json.dumps(seconds))
 
 
@@ -159,8 +159,8 @@ def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) 
     return sorted(names & set(seconds), key=seconds.__getitem__)
 
 
-def survives(path: Path, change: Change, tests: list[str], seconds: dict, limit: float) -> bool:
-    """Whether tests pass on the changed tree; first those that run the line, then others of their files.
+def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: float) -> str:
+    """What becomes of the changed tree: first in tests that run the line, then in others of their files.
 
     A module's fixture counts for the first test that asked for it, hence the files. Either takes `limit`
     seconds at most by what its tests took before; one that takes six times as long hangs.
@@ -180,9 +180,11 @@ def survives(path: Path, change: Change, tests: list[str], seconds: dict, limit:
             try:
                 if chosen:
                     subprocess.run(argv, cwd=top, capture_output=True, timeout=patience, check=True)
-            except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-                return False
-    return True
+            except subprocess.CalledProcessError:
+                return "caught"
+            except subprocess.TimeoutExpired:
+                return "hung"
+    return "SURVIVED"
 
 
 def main() -> int:
@@ -207,20 +209,20 @@ def main() -> int:
     sites = [site for site in sites if args.removals or site[1].new != "..."]
     drawn = random.Random(args.seed).sample(sites, args.count)
 
-    def judge(site: tuple[Path, Change]) -> bool:
+    def judge(site: tuple[Path, Change]) -> str:
         path, change = site
         before = path.read_bytes()[: change.begin].split(b"\n")
         line, column = len(before), len(before[-1]) + 1
         tests = tests_of(data, path, line, seconds)
-        alive = not tests or survives(path, change, tests, seconds, args.limit)
+        end = outcome(path, change, tests, seconds, args.limit) if tests else "SURVIVED"
         where = (
             f"{path.relative_to(ROOT)}:{line}:{column}: {change.old} -> {change.new or 'nothing'}"
         )
-        print(f"{'SURVIVED' if alive else 'caught'} {where} ({len(tests)} tests)", flush=True)
-        return alive
+        print(f"{end} {where} ({len(tests)} tests)", flush=True)
+        return end
 
     with ThreadPoolExecutor(2) as pool:
-        survivors = sum(pool.map(judge, drawn))
+        survivors = [*pool.map(judge, drawn)].count("SURVIVED")
     print(f"{survivors} of {len(drawn)} changes survived, of {len(sites)} possible ones")
     return 0
 
