@@ -23,13 +23,15 @@ from llm_train_bench.model.loss import LinearCrossEntropy
 KINDS = ["plain", "chunked"] + ["torch"] * hasattr(F, "linear_cross_entropy")
 
 
-def contestant(kind: str, device: torch.device, N: int, d: int, V: int) -> Callable[[], None]:
+def contestant(
+    kind: str, device: torch.device, N: int, d: int, V: int, *chunk: int
+) -> Callable[[], None]:
     """Loss and backward of one kind on random data; parameters fp32, bf16 on a GPU as under AMP."""
     low = torch.bfloat16 if device.type == "cuda" else torch.float32
     hidden = torch.randn(N, d, device=device, dtype=low, requires_grad=True)
     weight = torch.randn(V, d, device=device, requires_grad=True)
     labels = torch.randint(V, (N,), device=device)
-    ours = LinearCrossEntropy(V)
+    ours = LinearCrossEntropy(V, *chunk)
 
     def step():
         hidden.grad = weight.grad = None
@@ -62,7 +64,9 @@ def peak(kind: str, device: torch.device, *sizes: int) -> float:
 
 def main() -> None:
     parser = parser_of(__doc__, 7)
-    parser.add_argument("--peak", nargs="+", help="only print the peak of KIND, N, d, V")
+    parser.add_argument(
+        "--peak", nargs="+", help="only print the peak of KIND, N, d, V, and elements of a chunk"
+    )
     args = parser.parse_args()
     device = pick_device("auto")
     d = 4096 if device.type == "cuda" else 256
