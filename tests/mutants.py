@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -145,7 +146,7 @@ def changes(path: Path) -> list[Change]:
 
 
 def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) -> list[str]:
-    """Tests that run a line, the quickest first.
+    """Tests that run a line; first those of files whose longest test, with the shared set-up, is short.
 
     Those of its whole file if the line runs at import, or only in processes that are killed.
     """
@@ -156,7 +157,15 @@ def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) 
     inside = any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
     contexts = (inside and lines.get(line)) or chain.from_iterable(lines.values())
     names = {name.split("|")[-1].split(" (")[0] for name in contexts}
-    return sorted(names & set(seconds), key=seconds.__getitem__)
+    return by_cost(names & set(seconds), seconds)
+
+
+def by_cost(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
+    """Tests in the order of their files' longest ones, which have the shared set-up, and their own time."""
+    longest = defaultdict(float)
+    for test, time in seconds.items():
+        longest[test.split("::")[0]] = max(longest[test.split("::")[0]], time)
+    return sorted(tests, key=lambda test: (longest[test.split("::")[0]], seconds[test]))
 
 
 def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: float) -> str:
@@ -166,7 +175,7 @@ def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: 
     seconds at most by what its tests took before; one that takes six times as long hangs.
     """
     files = {test.split("::")[0] for test in tests}
-    others = sorted((t for t in seconds if t.split("::")[0] in files), key=seconds.__getitem__)
+    others = by_cost((t for t in seconds if t.split("::")[0] in files), seconds)
     with tempfile.TemporaryDirectory(prefix="mutant-") as top:
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), top], check=True)
         changed = Path(top) / path.relative_to(ROOT)
