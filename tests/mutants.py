@@ -161,7 +161,7 @@ def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) 
 
 
 def by_cost(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
-    """Tests in the order of their files' longest ones, which have the shared set-up, and their own time."""
+    """Tests by the longest of their file, which has the shared set-up, then by their own time."""
     longest = defaultdict(float)
     for test, time in seconds.items():
         longest[test.split("::")[0]] = max(longest[test.split("::")[0]], time)
