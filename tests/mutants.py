@@ -146,7 +146,7 @@ def changes(path: Path) -> list[Change]:
 
 
 def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) -> list[str]:
-    """Tests that run a line; first those of files whose longest test, with the shared set-up, is short.
+    """Tests that run a line, the quickest first.
 
     Those of its whole file if the line runs at import, or only in processes that are killed.
     """
@@ -161,11 +161,9 @@ def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) 
 
 
 def by_cost(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
-    """Tests by the longest of their file, which has the shared set-up, then by their own time."""
-    longest = defaultdict(float)
-    for test, time in seconds.items():
-        longest[test.split("::")[0]] = max(longest[test.split("::")[0]], time)
-    return sorted(tests, key=lambda test: (longest[test.split("::")[0]], seconds[test]))
+    """Tests by their time; those of a file with a test of over 20 s, a shared set-up, come last."""
+    slow = {test.split("::")[0] for test, time in seconds.items() if time > 20}
+    return sorted(tests, key=lambda test: (test.split("::")[0] in slow, seconds[test]))
 
 
 def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: float) -> str:
