@@ -315,7 +315,7 @@ def test_plain_torchrun_without_a_shared_store_goes_on_too(tmp_path, monkeypatch
     assert r["resumed_from"]["step"] == 5 and r["lineage"]["attempt"] == 1
 
 
-@pytest.mark.parametrize("what", ["away", "old", "torn"])
+@pytest.mark.parametrize("what", ["away", "old", "torn", "torn, with lineage.json"])
 def test_checkpoints_that_cannot_be_read_are_not_passed_over(what, tmp_path, capsys):
     """The disk is not mounted, or no manifest can be read: no new training under the same name."""
     flags = [*AUTO, *(["--save-dir", tmp_path / "disk"] if what == "away" else [])]
@@ -325,8 +325,8 @@ def test_checkpoints_that_cannot_be_read_are_not_passed_over(what, tmp_path, cap
         (tmp_path / "disk").rename(tmp_path / "elsewhere")
     for path in place.glob("step-*/manifest.json"):
         text = path.read_text()
-        path.write_text(text[:-5] if what == "torn" else text.replace('"lineage": {', '"x": {'))
-    if what != "away":
+        path.write_text(text[:-5] if "torn" in what else text.replace('"lineage": {', '"x": {'))
+    if what in ("old", "torn"):
         (place / "lineage.json").unlink()
     assert train(tmp_path / "a", *flags) == 2
     why = "is its disk mounted?" if what == "away" else "none of its checkpoints can be read"

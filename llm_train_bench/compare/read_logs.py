@@ -46,8 +46,9 @@ def read_log(path: Path, facts: LogFacts) -> list[Record]:
     log = log or parse_log(text)
     if log is None:
         *names, last = SUITES
-        text = f"{path}: no line of {', '.join(names)} or {last} in it; --log-pattern reads any"
-        raise UsageError(text)
+        pattern = "its pattern matched none" if facts.pattern else "reads any"
+        suites = f"{', '.join(names)} or {last}"
+        raise UsageError(f"{path}: no line of {suites} in it; --log-pattern: {pattern}")
     return [record_of(log, path, facts)]
 
 

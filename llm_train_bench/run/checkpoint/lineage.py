@@ -178,10 +178,14 @@ def places(output_dir: Path, name: str, save_dir: str | None = None) -> list[Pat
         elif (saved := manifests.committed(place)) and (
             why := failure_of(manifests.verify, saved[-1])
         ):
-            raise UsageError(
-                f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
-            )
+            raise _unreadable(place, why)
     return used
+
+
+def _unreadable(place: Path, why: str | None) -> UsageError:
+    return UsageError(
+        f"{place}: none of its checkpoints can be read ({why}); move it away to start anew"
+    )
 
 
 @dataclasses.dataclass
@@ -277,6 +281,9 @@ def _begin_attempt(
         attempt.notes = notes
         attempt.places = tuple(place for place in saved_in if place not in unwritable)
         attempt.checkpoint = manifests.newest(saved_in, notes)
+        damaged = manifests.candidates(saved_in) if attempt.checkpoint is None else []
+        if damaged:
+            raise _unreadable(damaged[0].parent, failure_of(manifests.verify, damaged[0]))
         if attempt.checkpoint is None and saving.resume not in (None, "auto"):
             attempt.checkpoint = manifests.find_checkpoint(Path(saving.resume), notes)
         elif attempt.checkpoint is None and resumes:
