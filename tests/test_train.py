@@ -592,12 +592,14 @@ def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeyp
     assert "Traceback" not in shown.err
 
 
-def test_secrets_stay_out_of_results(monkeypatch):
+def test_secrets_and_what_launchers_set_stay_out_of_results(monkeypatch):
     for name in ("OMP_API_KEY", "NCCL_AUTH", "TORCH_TOKEN", "CUDA_PASSWORD", "GLOO_SECRET"):
         monkeypatch.setenv(name, "x")
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    shown = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}
+    for name, value in shown.items() | {("GLOO_SOCKET_IFNAME", "lo")}:
+        monkeypatch.setenv(name, value)
     settings = describe_environment(torch.device("cpu"))["settings"]
-    assert settings["NCCL_DEBUG"] == "INFO" and "x" not in settings.values()
+    assert shown.items() <= settings.items() and not {"x", "lo"} & {*settings.values()}
 
 
 @pytest.mark.parametrize(("script", "library"), [("train", "torch"), ("compare", "pydantic")])

@@ -129,6 +129,9 @@ SETTINGS = tuple(
     "CUDA_ HIP_ ROCR_ NCCL_ RCCL_ GLOO_ TORCH_ TORCHINDUCTOR_ PYTORCH_ NVTE_ OMP_ MKL_ KMP_ CUBLAS "
     "ROCBLAS_ HIPBLASLT_ DISABLE_ADDMM_ HSA_ CK_ TRITON_ GPU_MAX_HW_QUEUES SLURM_JOB_ID".split()
 )
+# What launchers set for ranks on one machine; it says nothing of a run.
+LAUNCHED = dict(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+LAUNCHED |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
 
 
 def _is_setting(name: str) -> bool:
@@ -153,7 +156,9 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "driver": _driver() if device.type == "cuda" else None,
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if _is_setting(k)},
+        "settings": {
+            k: v for k, v in sorted(os.environ.items() - LAUNCHED.items()) if _is_setting(k)
+        },
         **source_revision(),
     }
 
