@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -22,7 +23,7 @@ from llm_train_bench.measure.device import GIB, memory_gib, pick_device, platfor
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks, find_ranks, leave
 from llm_train_bench.run import failures
 from llm_train_bench.run.hang import HangWatch
-from llm_train_bench.run.signals import ENDING, end_at_first, handled_by, ignore
+from llm_train_bench.run.signals import end_at_first, handled_by
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import RankFlags, SaveFlags, Script, flag_of
 from llm_train_bench.settings.plan import make_plan
@@ -131,9 +132,8 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
                 os._exit(code)  # a save that was given up; it must not outlive the interpreter
             return code
         except (Exception, KeyboardInterrupt, Interrupted) as error:
-            if ranks.world > 1:  # the agent ends this rank, too, when another one has failed
-                ignore(ENDING)
-            failures.report(error, prog, ranks)
+            with handled_by(signal.SIG_IGN):  # of the agent, when another rank has failed
+                failures.report(error, prog, ranks)
             if start.orphaned():
                 shutil.rmtree(os.environ.get(MEETING, ""), ignore_errors=True)
             elif failures.exit_code(error) == failures.PREEMPTED and failures.has_parent():
