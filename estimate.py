@@ -79,9 +79,9 @@ def main(argv: Sequence[str]) -> int:
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
     estimate = make_estimate(plan, wanted, gpu)
     if wanted.timeline:
-        estimate.simulated_s = draw_timeline(plan.work, gpu, wanted)
+        estimate = dataclasses.replace(estimate, simulated_s=draw_timeline(plan.work, gpu, wanted))
     if wanted.json:
-        print(json.dumps(vars(estimate), default=vars, indent=1))
+        print(json.dumps(dataclasses.asdict(estimate), indent=1))
         return 0 if estimate.fits else 4
     show_estimate(estimate, wanted, plan.work)
     for note in plan.notes:

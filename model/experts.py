@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layers import ACTIVATIONS, MLP, autocast_dtype, no_autocast
+from llm_train_bench.model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.shapes import Experts
 
@@ -137,7 +137,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(config)
         self.experts = StackedMLPs(config, layout)
         size = config.experts.shared_size
-        self.shared = MLP(config, layout, size) if size else None
+        self.shared = GatedMLP(config, layout, size) if size else None
         # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
         self.rows: Tensor | None = None
         # The factor of the balance loss in this backward, as that of the model's own loss.

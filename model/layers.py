@@ -319,32 +319,42 @@ class LatentAttention(nn.Module):
         return apply_rope(x.contiguous(), *rope)
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]]
-ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu, "relu": F.relu}
-ACTIVATIONS["gelu_tanh"] = lambda x: F.gelu(x, approximate="tanh")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
 
 
 class MLP(nn.Module):
-    """Two-layer perceptron: d to f, activation, f to d.
+    """Two-layer perceptron of GPT-2: d to f, activation, f to d."""
 
-    The gated one (SwiGLU when the activation is SiLU; Shazeer 2020) multiplies the activation by a
-    second projection; gate and up are fused. `size` is f, the config's if None.
-    """
-
-    up: nn.Linear
-
-    def __init__(self, config: ModelConfig, layout: Layout = ALONE, size: int | None = None):
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
-        self.layout, self.activation = layout, ACTIVATIONS[config.activation]
-        d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
-        self.gate_up = nn.Linear(d, 2 * f, bias=config.mlp_bias) if config.gated_mlp else None
-        up = None if config.gated_mlp else nn.Linear(d, f, bias=config.mlp_bias)
-        self.register_module("up", up)
+        self.layout = layout
+        d, f = config.hidden_size, config.intermediate_size // layout.tp
+        self.up = nn.Linear(d, f, bias=config.mlp_bias)
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layout.gather(x)
-        if self.gate_up is None:
-            return self.layout.reduce(self.down, self.activation(self.up(x)))
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.layout.reduce(self.down, self.activation(self.up(x)))
+
+
+class GatedMLP(nn.Module):
+    """Gated perceptron (SwiGLU when the activation is SiLU; Shazeer 2020); gate and up are fused."""
+
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE, size: int | None = None):
+        """`size` elements of the activation, the config's if None."""
+        super().__init__()
+        self.layout = layout
+        d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
+        self.gate_up = nn.Linear(d, 2 * f, bias=config.mlp_bias)
+        self.down = nn.Linear(f, d, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.layout.gather(x)).chunk(2, dim=-1)
         return self.layout.reduce(self.down, self.activation(gate) * up)

@@ -17,6 +17,7 @@ from llm_train_bench.model.layers import (
     MLP,
     Attention,
     Embedding,
+    GatedMLP,
     LatentAttention,
     LayerNorm,
     Mask,
@@ -63,7 +64,7 @@ class Block(nn.Module):
         if config.has_experts(layer):
             self.mlp = MixtureOfExperts(config, balanced, layout)
         else:
-            self.mlp = MLP(config, layout)
+            self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, layout)
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
 

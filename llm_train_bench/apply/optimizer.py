@@ -52,6 +52,12 @@ def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
     return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def _divides_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    """Whether its kernel divides gradients by `grad_scale`, as PyTorch's GradScaler uses it."""
+    fused = isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults.get("fused")
+    return bool(fused) and not is_sharded(parameters[0])
+
+
 def optimizer_step(
     parameters: list[nn.Parameter],
     optimizer: Any,  # an Optimizer, whose type declares no `grad_scale`
@@ -80,9 +86,8 @@ def optimizer_step(
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)
-    fused = issubclass(type(optimizer), torch.optim.AdamW) and optimizer.defaults.get("fused")
-    if max_norm and scaler is None and fused and not is_sharded(parameters[0]):
-        # The fused kernel reads the gradients anyway, and divides them: no separate pass.
+    if max_norm and scaler is None and _divides_gradients(optimizer, parameters):
+        # The fused kernel reads the gradients anyway: no separate pass.
         optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
         optimizer.step()
         del optimizer.grad_scale

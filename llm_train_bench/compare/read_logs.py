@@ -35,8 +35,11 @@ from llm_train_bench.results.result_files import read_steps
 GROUPS = {field.name: (field.name, 1.0) for field in dataclasses.fields(LoggedStep)}
 GROUPS |= {"time_ms": ("time_s", 1e-3), "mfu_percent": ("mfu", 0.01)}
 # The column by which a file of JSON lines is known.
-SIGN_KEYS = {"NeMo Automodel": "tps", "torchtune": "tokens_per_second_per_gpu"}
-SIGN_KEYS |= {"litgpt": "iter_time"}
+SIGN_KEYS = {
+    "NeMo Automodel": "tps",
+    "torchtune": "tokens_per_second_per_gpu",
+    "litgpt": "iter_time",
+}
 
 
 def read_log(path: Path, facts: LogFacts) -> list[Record]:

@@ -29,9 +29,12 @@ mi300x mi325x mi350x mi355x
 # Figures with the same name in a results.csv.
 FIGURES = ("tokens_per_sec", "tokens_per_sec_per_gpu", "mfu", "tokens_per_joule")
 # Hyperparameters of the other suite, and their names here.
-HYPERPARAMETERS = {"global_batch_size": "global_batch", "sequence_length": "seq_len"}
-HYPERPARAMETERS |= {"learning_rate": "lr", "warmup_steps": "lr_warmup_steps"}
-HYPERPARAMETERS |= {name: name for name in ("weight_decay", "optimizer", "seed")}
+HYPERPARAMETERS = {
+    "global_batch_size": "global_batch",
+    "sequence_length": "seq_len",
+    "learning_rate": "lr",
+    "warmup_steps": "lr_warmup_steps",
+} | {name: name for name in ("weight_decay", "optimizer", "seed")}
 
 
 def read_json(path: Path, facts: LogFacts) -> list[Record]:

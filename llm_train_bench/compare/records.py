@@ -11,9 +11,14 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError, printable_data
 
 # Facts that --log supplies: the key, and its type.
-FACTS: dict[str, tuple[str, Any]] = {"seq_len": ("seq-len", int), "n_gpus": ("gpus", int)}
-FACTS |= {"hardware": ("hardware", str), "global_batch": ("global-batch", int)}
-FACTS |= {"model": ("model", str), "parameters": ("parameters", float)}
+FACTS: dict[str, tuple[str, Any]] = {
+    "seq_len": ("seq-len", int),
+    "n_gpus": ("gpus", int),
+    "hardware": ("hardware", str),
+    "global_batch": ("global-batch", int),
+    "model": ("model", str),
+    "parameters": ("parameters", float),
+}
 
 
 class LogFacts:

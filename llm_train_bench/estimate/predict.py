@@ -1,10 +1,10 @@
 """The estimate of one setting on one kind of GPU. Needs no torch."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError
@@ -13,7 +13,7 @@ from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.step_events import simulate_step, write_trace
 from llm_train_bench.formulas.flops import flops_per_token
-from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
+from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
@@ -26,13 +26,41 @@ BYTES_PER_GIB = 2**30
 BUSY = 0.9
 
 
-def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> SimpleNamespace:
-    """All that is printed; times in seconds, memory in bytes, rates per GPU.
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """All that is printed; times in seconds, memory in bytes, rates per GPU."""
 
-    `memory_outside`: context, buffers and gaps; negative only if a calibration says so. `simulated_s`:
-    the step by its events (--timeline). `accuracy` is that of tokens/s, against published rows that
-    chose no constant: rows, median, covers_80.
-    """
+    gpu: str
+    gpus: int
+    script: str
+    parameters: int
+    flops_per_token: float
+    global_batch: int
+    memory: MemoryEstimate
+    memory_outside: float
+    """Context, buffers and gaps; negative only if a calibration says so."""
+    memory_limit: float
+    fits: bool
+    largest_bsz: int
+    step_s: float
+    parts_s: dict[str, float]
+    tokens_per_sec: float
+    tokens_per_sec_per_gpu: float
+    mfu: float
+    tokens_per_joule: float | None
+    usd_per_million_tokens: float | None
+    days: float | None
+    usd: float | None
+    kwh: float | None
+    traced_peak: float | None = None
+    simulated_s: float | None = None
+    """The step by its events (--timeline)."""
+    accuracy: dict[str, float] | None = None
+    """Of tokens/s, against published rows that chose no constant: rows, median, covers_80."""
+
+
+def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
+    """Everything about one setting on one kind of GPU."""
     work, batch, world = plan.work, plan.work.batch, plan.work.world
     if work.fp8 and gpu.fp8_tflops is None:
         raise UsageError(f"--use-fp8: {gpu.name} has no FP8")
@@ -56,21 +84,31 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> SimpleNam
 
         traced = traced_memory(work, plan.optimizer)
     peak = (plan.peaks.peak_tflops or gpu.bf16_tflops) * 1e12
-    e: dict[str, Any] = {"gpu": gpu.name, "gpus": world, "script": plan.script}
-    e |= {"parameters": count_parameters(work.config), "flops_per_token": flops}
-    e |= {"global_batch": batch.global_batch, "memory": memory}
-    e |= {"memory_outside": needed - memory.peak, "memory_limit": limit, "fits": needed <= limit}
-    e |= {"largest_bsz": largest_batch(whole, limit)}
-    e |= {"step_s": speed.step_s, "parts_s": speed.parts}
-    e |= {"tokens_per_sec": per_second, "tokens_per_sec_per_gpu": per_second / world}
-    e |= {"mfu": per_second / world * flops / peak}
-    e |= {"tokens_per_joule": per_second / watts if watts else None}
-    e |= {"usd_per_million_tokens": price and price / 3600 * world / per_second * 1e6}
-    e |= {"days": seconds and seconds / 86400}
-    e |= {"usd": seconds and price and price * world * seconds / 3600}
-    e |= {"kwh": seconds and watts and watts * seconds / 3.6e6}
-    e |= {"traced_peak": traced, "simulated_s": None}
-    return SimpleNamespace(**e, accuracy=accuracy_of(gpu.name, work.fsdp.divided))
+    return Estimate(
+        gpu=gpu.name,
+        gpus=world,
+        script=plan.script,
+        parameters=count_parameters(work.config),
+        flops_per_token=flops,
+        global_batch=batch.global_batch,
+        memory=memory,
+        memory_outside=needed - memory.peak,
+        memory_limit=limit,
+        fits=needed <= limit,
+        largest_bsz=largest_batch(whole, limit),
+        step_s=speed.step_s,
+        parts_s=speed.parts,
+        tokens_per_sec=per_second,
+        tokens_per_sec_per_gpu=per_second / world,
+        mfu=per_second / world * flops / peak,
+        tokens_per_joule=per_second / watts if watts else None,
+        usd_per_million_tokens=price and price / 3600 * world / per_second * 1e6,
+        days=seconds and seconds / 86400,
+        usd=seconds and price and price * world * seconds / 3600,
+        kwh=seconds and watts and watts * seconds / 3.6e6,
+        traced_peak=traced,
+        accuracy=accuracy_of(gpu.name, work.fsdp.divided),
+    )
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:
@@ -165,7 +203,7 @@ def nearest_changes(
     return texts or ["none of the changes tried; use more GPUs, or larger ones"]
 
 
-def show_estimate(e: SimpleNamespace, wanted: EstimateFlags, work: Work) -> None:
+def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
     """The estimate as a table."""
     m = e.memory
     table = markdown_table("estimate", "value")

@@ -12,11 +12,15 @@ Shapes = Mapping[str, Sequence[int]]
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """The model's names of a block's matrices, by those in `block_shapes` and `expert_shapes`."""
     attention = ("qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "out")
-    names = {kind: f"attn.{kind}" for kind in attention}
-    names |= {"up": "mlp.gate_up" if config.gated_mlp else "mlp.up", "down": "mlp.down"}
-    names |= {"router": "mlp.router", "shared_up": "mlp.shared.gate_up"}
-    names |= {"shared_down": "mlp.shared.down", "experts_up": "mlp.experts.gate_up"}
-    return names | {"experts_down": "mlp.experts.down"}
+    return {kind: f"attn.{kind}" for kind in attention} | {
+        "up": "mlp.gate_up" if config.gated_mlp else "mlp.up",
+        "down": "mlp.down",
+        "router": "mlp.router",
+        "shared_up": "mlp.shared.gate_up",
+        "shared_down": "mlp.shared.down",
+        "experts_up": "mlp.experts.gate_up",
+        "experts_down": "mlp.experts.down",
+    }
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -30,8 +30,14 @@ SAVES = "saves"
 # The errors of this process that are in a file, with their tracebacks.
 _WRITTEN: list[BaseException] = []
 # Their messages say all there is to say.
-EXPECTED = (ConfigError, errors.CompileError, errors.NoStep, errors.NotFinite, errors.NotJoined)
-EXPECTED += (errors.UsageError,)
+EXPECTED = (
+    ConfigError,
+    errors.CompileError,
+    errors.NoStep,
+    errors.NotFinite,
+    errors.NotJoined,
+    errors.UsageError,
+)
 # Beginnings of messages about a consequence: something went wrong elsewhere first.
 NO_CAUSE = (LOST, "no step in")
 OOM_ADVICE = (

@@ -130,8 +130,12 @@ SETTINGS = tuple(
     "ROCBLAS_ HIPBLASLT_ DISABLE_ADDMM_ HSA_ CK_ TRITON_ GPU_MAX_HW_QUEUES SLURM_JOB_ID".split()
 )
 # What launchers set for ranks on one machine; it says nothing of a run.
-LAUNCHED = dict(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
-LAUNCHED |= dict(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="1")
+LAUNCHED = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
 
 
 def _is_setting(name: str) -> bool:

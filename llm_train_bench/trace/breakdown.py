@@ -6,8 +6,9 @@ A moment belongs to the kernel that computes. If none computes, it belongs to co
 
 import itertools
 import math
-from collections import Counter, defaultdict, namedtuple
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.work import STEP_PARTS
@@ -73,9 +74,17 @@ class Breakdown(Strict):
         return self.matmul_flops / self.matmul_s / 1e12
 
 
-# What a trace's steps are made of, all steps together [us]; `calls` and `times` of kernels or
-# operators are by name and class.
-_Parts = namedtuple("_Parts", "window classes overlapped calls times matmul_flops gaps")
+class _Parts(NamedTuple):
+    """What a trace's steps are made of, all steps together [us]."""
+
+    window: Interval
+    classes: dict[str, float]
+    overlapped: float
+    calls: Counter[tuple[str, str]]
+    """Of kernels or operators, by name and class; `times` are their times."""
+    times: dict[tuple[str, str], float]
+    matmul_flops: float | None
+    gaps: list[Interval]
 
 
 def break_down(trace: Trace, matmul_flops: float | None = None) -> Breakdown:

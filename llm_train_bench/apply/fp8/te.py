@@ -17,8 +17,12 @@ from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.results.schema import Fp8Info
 from llm_train_bench.settings.plan import TE_MODULES
 
-RECIPES = dict(delayed="DelayedScaling", current="Float8CurrentScaling")
-RECIPES |= dict(blockwise="Float8BlockScaling", mxfp8="MXFP8BlockScaling")
+RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
 SUPPORT = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
 
 
