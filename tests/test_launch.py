@@ -19,11 +19,12 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, DistStoreError
 
+import train
 import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
-from llm_train_bench.run import life
+from llm_train_bench.run import launch, life, signals
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
@@ -120,6 +121,25 @@ def test_bad_input_of_ranks_is_one_line(argv, message, start, tmp_path):
     assert (code, out) == (2, "")
     assert err.count("\n") == 1 and err.startswith("train_fsdp.py: ") and message in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_signal_between_an_error_and_its_report_hides_neither(monkeypatch, capsys):
+    """The agent ends a rank when another one has failed, at any moment."""
+
+    def signalled(handler, *numbers, real=signals.handled_by):
+        if handler is signal.SIG_IGN:
+            signal.raise_signal(signal.SIGTERM)
+        return real(handler, *numbers)
+
+    monkeypatch.setattr(launch, "handled_by", signalled)
+    before = {number: signal.getsignal(number) for number in signals.ENDING}
+    try:
+        assert launch.launch(train.train, ["configs/none.json"], "train.py") == 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: ") and "none.json" in line
 
 
 def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):

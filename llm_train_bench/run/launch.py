@@ -126,24 +126,35 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
         if ranks.world > 1:  # connecting to the others runs in C, without Python's signal handlers
             stack.callback(HangWatch(end, None).close)
         try:
-            code = body() or 0
-            if any(t.name == failures.SAVES for t in threading.enumerate()) and start.is_script():
-                sys.stdout.flush()
-                os._exit(code)  # a save that was given up; it must not outlive the interpreter
-            return code
-        except (Exception, KeyboardInterrupt, Interrupted) as error:
-            with handled_by(signal.SIG_IGN):  # of the agent, when another rank has failed
-                failures.report(error, prog, ranks)
-            if start.orphaned():
-                shutil.rmtree(os.environ.get(MEETING, ""), ignore_errors=True)
-            elif failures.exit_code(error) == failures.PREEMPTED and failures.has_parent():
-                (Path(os.environ[MEETING]) / failures.STOPPED_FILE).touch()
-                os._exit(0)  # or the agent would start all again; it is the agent who says 75
-            if ranks.world > 1:
-                # Taking the process group apart could wait for ranks that are gone.
-                sys.stdout.flush()
-                os._exit(failures.exit_code(error))
-            return failures.exit_code(error)
+            try:
+                code = body() or 0
+                if start.is_script() and any(
+                    t.name == failures.SAVES for t in threading.enumerate()
+                ):
+                    sys.stdout.flush()
+                    os._exit(code)  # a save that was given up; it must not outlive the interpreter
+                return code
+            except (Exception, KeyboardInterrupt, Interrupted) as error:
+                return _report_failure(error, prog, ranks)
+        except (KeyboardInterrupt, Interrupted) as late:  # arrived before the report of an error
+            return _report_failure(late.__context__ or late, prog, ranks)
+
+
+def _report_failure(error: BaseException, prog: str, ranks: Ranks) -> int:
+    """The exit code after a failure, once it is reported; a rank among others exits here."""
+    code = failures.exit_code(error)
+    with handled_by(signal.SIG_IGN):  # the agent's too, when another rank has failed
+        failures.report(error, prog, ranks)
+        if start.orphaned():
+            shutil.rmtree(os.environ.get(MEETING, ""), ignore_errors=True)
+        elif code == failures.PREEMPTED and failures.has_parent():
+            (Path(os.environ[MEETING]) / failures.STOPPED_FILE).touch()
+            os._exit(0)  # or the agent would start all again; it is the agent who says 75
+        if ranks.world > 1:
+            # Taking the process group apart could wait for ranks that are gone.
+            sys.stdout.flush()
+            os._exit(code)
+    return code
 
 
 def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
