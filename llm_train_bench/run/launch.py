@@ -100,7 +100,7 @@ def check_fit(work: Work, has: float) -> Iterator[str]:
         lambda bsz: estimate_memory(work.with_micro_batch(bsz)).on_device(work.world), has * GIB
     )
     use = f"the largest --bsz that fits is {largest}" if largest else "no --bsz fits; use more GPUs"
-    text = f"by the estimate this needs {need:,.1f} GiB, and the GPU has {has:,.1f}; {use}"
+    text = f"this needs an estimated {need:,.1f} GiB, and the GPU has {has:,.1f}; {use}"
     if need * (1 - MEMORY_ERROR) > has:
         raise DoesNotFit(f"{text}; --no-fit-check tries it all the same")
     yield f"memory may not suffice: {text}"

@@ -86,7 +86,7 @@ class BatchFlags:
     """Batch and length of the run.
 
     bsz: Micro batch [samples per device]. auto: the largest that leaves a tenth of the device's
-        memory free, by the estimate.
+        memory free, according to the estimate.
     seq_len: Sequence length [tokens]. By default the model's maximum, at most 4096.
     grad_acc_steps: Micro batches accumulated into one optimizer step. train_pp.py uses 2 x --pp
         instead of 1.

@@ -126,7 +126,7 @@ class Plan:
     """What the record should say of how the plan was made."""
 
     def needs(self, work: Work) -> float:
-        """Bytes on each device by the estimate, of the plan's `work` or of one with another batch."""
+        """Estimated bytes on each device, of the plan's `work` or of one with another batch."""
         memory = estimate_memory(work, fused_norm=self.platform != "cpu")
         return memory.peak if self.platform == "cpu" else memory.on_device(work.world)
 
@@ -191,7 +191,7 @@ def make_plan(
         if fsdp.tp > 1 and config.experts and args.sac_freq and args.sac_policy == "op":
             raise UsageError(
                 f"--tp {fsdp.tp} --sac-policy op: {config.path} has experts, whose gathers the policy "
-                "cannot tell from what it keeps; use --sac-policy block"
+                "cannot tell from activations; use --sac-policy block"
             )
         if script is Script.PP and batch.grad_acc_steps == 1 and not batch.global_bsz:
             # One would leave ranks idle.
@@ -235,12 +235,12 @@ def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gi
                     bsz = n
     if not bsz:
         raise DoesNotFit(
-            f"--bsz auto: by the estimate not even 1 leaves a tenth of {memory_gib:,.1f} GiB; use more "
-            "GPUs, --sac-freq 1/1 or a smaller --seq-len"
+            f"--bsz auto: the estimate says that not even 1 leaves a tenth of {memory_gib:,.1f} GiB; "
+            "use more GPUs, --sac-freq 1/1 or a smaller --seq-len"
         )
     plan = sized(bsz)
     need = plan.needs(plan.work) / 2**30
-    note = f"--bsz auto: {bsz}, which needs {need:,.1f} of {memory_gib:,.1f} GiB by the estimate"
+    note = f"--bsz auto: {bsz}, which needs an estimated {need:,.1f} of {memory_gib:,.1f} GiB"
     return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 

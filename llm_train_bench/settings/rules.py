@@ -66,7 +66,7 @@ TOGGLES = (
     ("--tp, --cp or --ep with --use-fp8: only whole layers are converted to FP8; use --amp bf16, or data "
      "parallelism alone",
      lambda a, s: _divided(a) and a.use_fp8),
-    ("--ep with --sac-policy op: the policy cannot tell gathered experts from what it keeps; use "
+    ("--ep with --sac-policy op: the policy cannot tell gathered experts from activations; use "
      "--sac-policy block",
      lambda a, s: a.ep > 1 and a.sac_freq and a.sac_policy == "op"),
 )
@@ -86,7 +86,7 @@ CONTRADICTIONS = (
     ("--run-name must be a plain directory name",
      lambda a, s: a.run_name is not None
      and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name))),
-    ("--cpu-offload with --tp, --cp or --ep: gradients are completed on the device; leave it out",
+    ("--cpu-offload with --tp, --cp or --ep: gradients are reduced further on the GPU; leave it out",
      lambda a, s: a.cpu_offload and _divided(a)),
     ("--save-every and --resume need --pass-type step: nothing else changes the weights",
      lambda a, s: (a.save_every or a.resume) and a.pass_type != "step"),

@@ -34,7 +34,7 @@ def tune(
     runs: list[tuple[Cell, int]] = []
     for members in grouped(cells, lambda c: (c.config, dict(c.flags).get("seq_len"))).values():
         field = by_estimate(members, e, platform)
-        print(f"{len(members)} settings; by the estimate these are the fastest that fit:")
+        print(f"{len(members)} settings; these are the estimated fastest that fit:")
         for rate, cell in field:
             print(f"  {rate:,.0f} tokens/s  {cell.label()}", flush=True)
         best = halved([cell for _, cell in field], e, rows)
@@ -43,7 +43,7 @@ def tune(
 
 
 def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tuple[float, Cell]]:
-    """A fifth of the settings, at least two: the fastest that fit by the estimate, with tokens/s."""
+    """A fifth of the settings, at least two: those estimated to fit and be fastest, with tokens/s."""
     rated = []
     for cell in cells:
         args = parse_args(cell.argv(), cell.script)
@@ -57,7 +57,9 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
         rate = work.batch.tokens_per_step / estimate_speed(work, gpu).step_s
         rated.append((rate, cell))
     if not rated:
-        raise UsageError("--tune: by the estimate no setting fits; use more GPUs, or a smaller bsz")
+        raise UsageError(
+            "--tune: no setting fits, says the estimate; use more GPUs, or a smaller bsz"
+        )
     rated.sort(key=lambda pair: -pair[0])
     return rated[: max(2, len(cells) // FIELD)]
 
