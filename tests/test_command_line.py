@@ -29,6 +29,9 @@ MESSAGES = [
     ("train.py", f"{TINY} --bsz x", "--bsz x: must be a whole number or auto"),
     ("train.py", f"{TINY} --bsz 0", "--bsz 0: must be at least 1"),
     ("train.py", f"{TINY} --lr high", "--lr high: must be a number"),
+    ("train.py", f"{TINY} --lr inf", "--lr inf: must be at least 0 and finite"),
+    ("train.py", f"{TINY} --run-name {'é' * 101}",
+     "--run-name must be a plain directory name of at most 200 bytes"),
     ("train.py", f"{TINY} --nope 3", "--nope: unknown flag; see train.py --help"),
     ("train.py", f"{TINY} --lora 8", "--lora: unknown flag; see train.py --help"),
     ("train.py", f"{TINY} --seqlen 8", "--seqlen: unknown flag; did you mean --seq-len?"),
@@ -78,6 +81,7 @@ TOOLS = [
     (compare, ["x", "--log-pattern", "a"], "compare.py: --log-pattern a: names no group"),
     (compare, ["x", "--allow", "all"], "compare.py: --allow all: must be new or missing"),
     (doctor, ["--jsn"], "doctor.py: --jsn: unknown flag; did you mean --json?"),
+    (sweep, ["--models", "nope.json", "--set", "bsz=1"], "sweep.py: nope.json: no such file; "),
     (sweep, ["--models"], "sweep.py: --models: needs a value: text"),
 ]  # fmt: skip
 

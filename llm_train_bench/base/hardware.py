@@ -82,10 +82,11 @@ def devices() -> tuple[Hardware, ...]:
     if path.exists() or os.environ.get("LLM_TRAIN_BENCH_HARDWARE"):
         for entry in _entries_of(path):
             name, rate = entry.get("name"), entry.get("bf16_tflops")
-            filled = {"driver_names": [name], "source": str(path)}
-            if isinstance(rate, int | float):
-                filled["fp32_tflops"] = rate / 16  # without TF32: of CUDA cores
-            users.append(_hardware(filled | entry, path))
+            filled = {"driver_names": [name], "source": str(path)} | entry
+            if "bf16_tflops" in entry:  # without TF32: of CUDA cores
+                number = isinstance(rate, int | float)
+                filled.setdefault("fp32_tflops", rate / 16 if number else rate)
+            users.append(_hardware(filled, path))
     return (*users, *(_hardware(entry, HARDWARE_FILE) for entry in _entries_of(HARDWARE_FILE)))
 
 

@@ -493,7 +493,7 @@ def _outside(flag: Flag, value: float) -> str | None:
     if flag.above is not None and not flag.above < value < float("inf"):
         return f"above {flag.above:g} and finite"
     if flag.at_least is not None and not flag.at_least <= value < float("inf"):
-        return f"at least {flag.at_least:g}"
+        return f"at least {flag.at_least:g}" + " and finite" * (not math.isfinite(value))
     most = LARGEST if flag.at_most is None and isinstance(value, int) else flag.at_most
     return f"at most {most}" if most is not None and value > most else None
 

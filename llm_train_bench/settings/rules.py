@@ -5,6 +5,7 @@ What depends on the model's sizes or the number of ranks is refused in settings/
 
 import collections
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -83,9 +84,10 @@ CONTRADICTIONS = (
      lambda a, s: a.compile_mode in GRAPH_MODES and a.warmup_steps < 3),
     ("--compile-mode needs --pt-compile",
      lambda a, s: a.compile_mode != "default" and not a.pt_compile),
-    ("--run-name must be a plain directory name",
+    ("--run-name must be a plain directory name of at most 200 bytes",
      lambda a, s: a.run_name is not None
-     and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name))),
+     and (a.run_name in ("", ".", "..") or re.search(r"[/\\\0\ud800-\udfff]", a.run_name)
+          or len(os.fsencode(a.run_name)) > 200)),
     ("--cpu-offload with --tp, --cp or --ep: gradients are reduced further on the GPU; leave it out",
      lambda a, s: a.cpu_offload and _divided(a)),
     ("--save-every and --resume need --pass-type step: nothing else changes the weights",

@@ -217,13 +217,17 @@ class Rows:
         self.path = path
         self.rows: dict[str, CellRow] = {}
         self._lock()
-        for line in path.read_bytes().split(b"\n") if path.exists() else ():
-            # The last may be cut off: the sweep was killed.
-            with contextlib.suppress(ValueError):
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        for number, line in enumerate(lines, 1):
+            try:
                 row = printable_data(parse_json(line))
                 json.dumps(row, allow_nan=False)
-                if _is_whole(row):
-                    self.rows[row["key"]] = row
+            except ValueError:
+                row = None
+            if _is_whole(row):
+                self.rows[row["key"]] = row
+            elif number < len(lines):  # the last may be cut off: the sweep was killed
+                print(f"{path}:{number}: is damaged; its setting runs again")
         self._rewrite()
 
     def _lock(self) -> None:

@@ -87,7 +87,9 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             world = _world(flags, e, platform)
             plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
             _check_sizes(plan.work.batch, e, world, size)
-        except (UsageError, ConfigError) as error:
+        except ConfigError as error:
+            raise UsageError(error) from None  # it names the file of the model
+        except UsageError as error:
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
             cells.append(cell)
