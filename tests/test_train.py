@@ -611,6 +611,19 @@ def test_ctrl_c_during_imports_is_one_line(script, library, tmp_path):
     assert error == f"{script}.py: interrupted by SIGINT\n"
 
 
+def test_sigusr1_during_imports_is_remembered(tmp_path):
+    """Without --save-every it then ends the run, as it would end any process."""
+    lines = (
+        "import os, signal", "from llm_train_bench.base import start",
+        "os.kill(os.getpid(), signal.SIGUSR1)", "print(start.early_wish(), flush=True)",
+        "start.refuse_wishes()",
+    )  # fmt: skip
+    (tmp_path / "torch.py").write_text("\n".join(lines))
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    done = python("train.py x", code=-signal.SIGUSR1, PYTHONPATH=path)
+    assert done.stdout == f"{signal.SIGUSR1:d}\n"
+
+
 def test_a_python_without_the_libraries_is_told_what_to_type():
     error = python("-S train.py x", code=1, PYTHONPATH="").stderr
     assert error.count("\n") == 1 and "has no torch; activate the environment" in error

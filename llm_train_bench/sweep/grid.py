@@ -84,7 +84,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
         ordered = tuple(sorted(flags.items()))
         cell = Cell(e.script, model, ordered, names, tuple(e.environment.items()))
         try:
-            world = _world(flags, e, platform)
+            world = _world(cell)
             plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
             _check_sizes(plan.work.batch, e, world, size)
         except ConfigError as error:
@@ -113,14 +113,6 @@ def _meant(name: str, value: Value, where: str) -> Value:
         return int(value) if int in kinds else float(value)
     except (KeyError, ValueError):
         raise UsageError(f"{where}: {name}: {value!r} is no value of {flag_of(name)}") from None
-
-
-def _world(flags: Flags, e: Experiment, platform: Platform) -> int | None:
-    """Ranks of a run; None where that is left to the machine it runs on."""
-    if e.script is Script.ONE:
-        return 1
-    machine = e.hardware.get(platform)
-    return flags.get("nproc") or (machine.gpus if machine else None)
 
 
 def _with_machine(flags: Flags, e: Experiment, platform: Platform, where: str) -> Flags:
@@ -178,7 +170,7 @@ def differences(e: Experiment) -> list[str]:
     """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
-        platform: [_resolved(cell, e, platform) for cell in make_cells(e, platform)]
+        platform: [_resolved(cell, platform) for cell in make_cells(e, platform)]
         for platform in get_args(Platform)
         if platform in named
     }
@@ -194,11 +186,16 @@ def differences(e: Experiment) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _resolved(cell: Cell, e: Experiment, platform: Platform) -> dict[str, Any]:
+def _world(cell: Cell) -> int | None:
+    """Ranks of a run; None where that is left to the machine it runs on."""
+    return 1 if cell.script is Script.ONE else dict(cell.flags).get("nproc")
+
+
+def _resolved(cell: Cell, platform: Platform) -> dict[str, Any]:
     """All arguments of a cell, and its global batch where the number of ranks is known."""
     args = parse_args(cell.argv(), cell.script)
     content = dataclasses.asdict(args)
-    if world := _world(dict(cell.flags), e, platform):
+    if world := _world(cell):
         plan = plan_of(args, cell.script, world, platform)
         content["global_batch"] = plan.work.batch.global_batch
     return content
