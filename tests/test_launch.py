@@ -24,11 +24,12 @@ import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
-from llm_train_bench.run import launch, life, signals
+from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
+from llm_train_bench.settings import flags
 from tests.helpers import ROOT, free_port, only_result, read_steps
 from tests.processes import TORCHRUN, Started, signal_all, wait_until
 
@@ -123,7 +124,28 @@ def test_bad_input_of_ranks_is_one_line(argv, message, start, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_signal_between_an_error_and_its_report_hides_neither(monkeypatch, capsys):
+@pytest.fixture
+def handlers():
+    """The handlers of signals come back after the test."""
+    before = {n: signal.getsignal(n) for n in (*signals.ENDING, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_agent_gives_ranks_the_time_that_a_save_may_take(handlers, monkeypatch):
+    config = types.SimpleNamespace(shutdown_timeout=30)
+    for name in (agent.PARENT, agent.MEETING):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(agent.logging, "disable", lambda level: None)
+    monkeypatch.setattr(agent.api, "LocalElasticAgent", None)
+    monkeypatch.setattr(agent.api, "elastic_launch", lambda config, script: lambda *argv: None)
+    saving = flags.SaveFlags(save_every=5, save_timeout=100.0)
+    assert agent.run_agent(lambda private: (config, ["x.py"]), "x.py", saving) == 0
+    assert config.shutdown_timeout == 100 + agent.ENDING_S >= 130
+
+
+def test_a_signal_between_an_error_and_its_report_hides_neither(handlers, monkeypatch, capsys):
     """The agent ends a rank when another one has failed, at any moment."""
 
     def signalled(handler, *numbers, real=signals.handled_by):
@@ -132,12 +154,7 @@ def test_a_signal_between_an_error_and_its_report_hides_neither(monkeypatch, cap
         return real(handler, *numbers)
 
     monkeypatch.setattr(launch, "handled_by", signalled)
-    before = {number: signal.getsignal(number) for number in signals.ENDING}
-    try:
-        assert launch.launch(train.train, ["configs/none.json"], "train.py") == 2
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    assert launch.launch(train.train, ["configs/none.json"], "train.py") == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.py: ") and "none.json" in line
 
