@@ -145,7 +145,8 @@ def test_what_streams_keep_apart_is_needed_too():
 
 @pytest.mark.parametrize(
     ("model", "changed", "flags"),
-    [("gpt2-tiny", {}, ""), ("gpt2-tiny", {}, "--pt-compile"), ("llama-tiny", {}, "--pt-compile"),
+    [("gpt2-tiny", {}, ""), ("gpt2-tiny", {}, "--pt-compile"), ("llama-tiny", {}, ""),
+     ("llama-tiny", {}, "--amp off"), ("llama-tiny", {}, "--pt-compile"),
      ("llama-tiny", {"qk_norm": True}, "--pt-compile")],
 )  # fmt: skip
 def test_a_block_keeps_what_the_formula_says(model, changed, flags):
@@ -168,8 +169,9 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    x = torch.zeros(2, T, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast("bf16", cpu):
+    low = torch.bfloat16 if work.amp == "bf16" else torch.float32
+    x = torch.zeros(2, T, config.hidden_size, dtype=low, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):
         output = block(x, whole.rope_for(T, cpu), None)
     formula = block_activations(work, fused_norm=False)
     assert sum(sizes.values()) == pytest.approx(formula, rel=0.02)

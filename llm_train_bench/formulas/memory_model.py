@@ -252,7 +252,7 @@ def block_activations(work: Work, fused_norm: bool = True, layer: int = 0) -> fl
     numbers = 2 * d * work.own_tokens  # the inputs of norms
     extra = 4 * 2 * (1 if config.rms_norm else 2) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
-        extra += 2 * d * (12 - w if w == 2 else 4) * work.own_tokens
+        extra += 2 * d * (8 - w) * work.own_tokens  # input and product in fp32
     for part in (_attention_kept(work), _mlp_kept(work, layer)):
         numbers, extra = numbers + part[0], extra + part[1]
     return w * numbers + extra
