@@ -109,7 +109,7 @@ def estimate_of(command: str) -> dict[str, float]:
 def test_an_estimate_is_the_one_on_record(line):
     """Shows a change of any formula; `python -m tests.test_estimate` records the new figures."""
     row = json.loads(line)
-    assert estimate_of(row.pop("command")) == pytest.approx(row, rel=1e-5)
+    assert estimate_of(row.pop("command")) == pytest.approx(row, rel=1e-6)
 
 
 def test_peaks_are_those_of_pytorchs_own_allocator(record_property, monkeypatch):
@@ -284,6 +284,17 @@ def test_what_does_not_fit_ends_with_4(output_of):
     argv = "configs/llama-3.2-1b.json --gpu h100 --bsz 4 --sac-freq 1/1 --limit memory=23"
     changes = changes_of(output_of(estimate.main, argv, code=4))
     assert len(changes) == len(set(changes.values())) == 2
+
+
+def test_a_change_that_would_fit_is_as_its_own_estimate(output_of, estimated):
+    argv = "configs/llama-3.1-8b.json --gpu h100 --bsz 1 --seq-len 8192"
+    text = output_of(estimate.main, argv, "--gpus 2", code=4)
+    lines = re.findall(r"^would fit: (.*): (\S+) GiB, (\S+) tokens/s per GPU", text, flags=re.M)
+    assert [change for change, *_ in lines] == ["--gpus 8", "--gpus 16", "--sac-freq 1/1"]
+    for change, need, rate in lines:
+        e = estimated(argv, "--gpus 2" * ("--gpus" not in change), change)
+        memory = e["memory"]["peak"] + e["memory_outside"]
+        assert f"{memory / 2**30:,.1f} {e['tokens_per_sec_per_gpu']:,.0f}" == f"{need} {rate}"
 
 
 def test_a_partly_filled_node_waits_for_its_cards():
@@ -511,6 +522,10 @@ def test_collectives_by_hand():
     across = collective_time("all_gather", 16e9, 16, 8, H100)
     assert across == pytest.approx(8.4e-6 + 14 * 3.4e-6 + 9.6e-6 + 15e9 / 360e9)
     assert collective_time("all_gather", 8e9, 1, 8, H100) == 0
+    # Half of an all-to-all leaves the node, through the rank's own card.
+    sent = collective_time("all_to_all", 16e3, 16, 8, H100)
+    assert sent == pytest.approx(8.4e-6 + 9.6e-6 + 8e3 / 45e9)
+    assert collective_time("all_to_all", 8e3, 8, 8, H100) == pytest.approx(8.4e-6 + 7e3 / 361e9)
 
 
 def test_command_line(output_of, estimated):

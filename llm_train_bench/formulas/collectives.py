@@ -230,7 +230,7 @@ def collective_time(kind: str, size: float, ranks: int, per_node: int, gpu: Hard
     if kind == "all_to_all":
         away = size * (ranks - inside) / ranks / (c.network * gpu.nic_gb_per_s * 1e9)
         near = size * (inside - 1) / ranks / (gpu.ring_gb_per_s * 1e9)
-        return c.latency_s + (nodes - 1 > 0) * c.latency_node_s + max(away, near)
+        return c.latency_s + (nodes > 1) * c.latency_node_s + max(away, near)
     bus = gpu.ring_gb_per_s
     if nodes > 1:
         bus = min(bus, c.network * gpu.nic_gb_per_s * (ranks % per_node or per_node))
