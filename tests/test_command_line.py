@@ -54,6 +54,11 @@ MESSAGES = [
     ("train.py", f"{TINY} --fp8-recipe rowwise", "--fp8-recipe needs --use-fp8"),
     ("train.py", "--model-size huge",
      "--model-size huge: must be small, medium, large, xl or 2.7B; or give a config"),
+    ("train.py", "--from", "--from takes one file: a result.json, or YAML with config and flags"),
+    ("train.py", "--from /none.yaml", "--from /none.yaml: cannot be read: No such file or directory"),
+    ("train.py", "configs/mistral-7b-v0.1-proxy.json --seq-len 8192 --attention flex",
+     "--attention flex: FlexAttention works on a CPU only under --pass-type forward; use "
+     "--attention auto"),
     ("train_fsdp.py", f"{TINY} --tp 3",
      f"--tp 3 does not divide heads, key/value heads and MLP of {TINY} (4, 4, 512); 1, 2, 4 would"),
 ]  # fmt: skip
@@ -80,6 +85,11 @@ TOOLS = [
     (compare, ["x", "--log-pattern", "("], "compare.py: --log-pattern (: is no regular expression: "),
     (compare, ["x", "--log-pattern", "a"], "compare.py: --log-pattern a: names no group"),
     (compare, ["x", "--allow", "all"], "compare.py: --allow all: must be new or missing"),
+    (compare, [""], "compare.py: an argument: is empty; was a variable of the shell not set?"),
+    (compare, ["x", "--baseline", "b.json", "--tolerance", "200%"],
+     "compare.py: --tolerance 200%: must be from 0 to below 100%, for example 5%"),
+    (compare, ["x", "--baseline", "b.json", "--update-baselines", "--output-dir", "o"],
+     "compare.py: --update-baselines judges nothing; leave out --output-dir"),
     (doctor, ["--jsn"], "doctor.py: --jsn: unknown flag; did you mean --json?"),
     (sweep, ["--models", "nope.json", "--set", "bsz=1"], "sweep.py: nope.json: no such file; "),
     (sweep, ["--models"], "sweep.py: --models: needs a value: text"),

@@ -135,6 +135,36 @@ REFUSED = [
     (LLAMA | {"pad_token_id": 97}, "pad_token_id 97 is outside vocab_size 97"),
     (QWEN2 | {"layer_types": ["full_attention"]}, "must be a list of num_hidden_layers = 3"),
     (QWEN2 | {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not implemented"),
+    (
+        QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3},
+        "but use_sliding_window or sliding_window is off",
+    ),
+    (
+        LLAMA
+        | {
+            "rope_scaling": dict(
+                rope_type="llama3",
+                factor=8.0,
+                low_freq_factor=4.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=32,
+            )
+        },
+        "high_freq_factor 4.0: must be above low_freq_factor",
+    ),
+    (
+        LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3}},
+        "'beta_fast' has no meaning for rope type 'linear'",
+    ),
+    (
+        LLAMA
+        | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1, "beta_slow": 4}},
+        "beta_fast 1: is below beta_slow",
+    ),
+    (DEEPSEEK | {"num_key_value_heads": 1}, "num_key_value_heads 1: must be num_attention_heads"),
+    (DEEPSEEK | {"attention_bias": True}, "attention_bias true: only false is implemented"),
+    (MIXTRAL | {"router_aux_loss_coef": -1}, "router_aux_loss_coef -1: must be a number from 0 on"),
+    (MIXTRAL | {"router_bias_update_rate": 0.1}, "this family's router has no such bias"),
     (MISTRAL | {"sliding_window": 0}, "sliding_window 0: must be at least 1"),
     # transformers reads it in neither family.
     (MISTRAL | {"layer_types": ["sliding_attention"] * 3}, "layer_types.*: changes the comp"),

@@ -300,6 +300,14 @@ def join_as_rank_0(monkeypatch, world, port, timeout_s) -> str:
     return classify(stop.value)[1]
 
 
+def test_ranks_on_several_hosts_need_the_address_of_the_first(monkeypatch):
+    ranks = {"RANK": "2", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set; give the address of rank 0's"):
+        join(Ranks(2, 4, 0), torch.device("cpu"), 1.0)
+
+
 def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

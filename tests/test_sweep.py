@@ -20,6 +20,7 @@ from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
+from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.sweep import auto_batch, cell_runs, jobs, tune
 from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
@@ -478,6 +479,14 @@ def test_a_wrong_file_is_one_line(text, message, tmp_path, refused):
     assert not (tmp_path / "out").exists() and time.monotonic() - begin < 20
 
 
+def test_values_may_be_quoted():
+    training = {"n_steps": "7", "lr": "0.5", "pt_compile": "true", "sac_freq": "none", "amp": False}
+    (cell,) = make_cells(experiment(training=training, grid={}), "cpu")
+    args = parse_args(cell.argv(), cell.script)
+    assert (args.n_steps, args.lr, args.pt_compile, args.sac_freq) == (7, 0.5, True, None)
+    assert args.amp == "off"
+
+
 def test_substitution():
     environ = {"A": "1", "EMPTY": ""}
     assert experiments.substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
@@ -644,6 +653,12 @@ def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
         ({}, "--tune --slurm cluster=local", "--tune does not work with --slurm"),
         ({}, "--tune --platform nvidia", "--tune needs to know the GPU"),
         ({}, "--tune --platform cpu", "does not have"),
+        ({"training": {"bsz": "auto"}}, "--auto-bsz", "bsz is auto, the estimate's; leave one out"),
+        ({"training": {"bsz": "auto", "global_bsz": 8, "grad_acc_steps": 2}}, "",
+         "bsz auto with both global_bsz and grad_acc_steps"),
+        ({"script": "train_fsdp.py", "training": {"bsz": 2, "global_bsz": 8, "grad_acc_steps": 2}},
+         "", "hardware must say how many GPUs"),
+        (None, f"--models {MODEL} --set bsz=1,", "a value is empty"),
         (None, "", "give an experiment file, or --models"),
         (None, "--models none.json --set bsz=1", "none.json: no such file"),
         (None, f"--models {MODEL} --set nosuchflag=3", "--set nosuchflag=3: no such flag"),
