@@ -210,11 +210,15 @@ def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
     row = {"model": "m", "status": "oom", "axes": {}}
     a, b, c = (json.dumps({"key": key} | row) for key in "abc")
     deep = [f'{{"x": {"[" * n}{"]" * n}, {a[1:]}' for n in (50_000, 90)]
-    without = ['{"key": "e"}', '{"key": "f", "model": "m", "status": "ok", "axes": {}}']
+    without = [
+        '{"key": "e"}',
+        '{"key": "f", "model": "m", "status": "ok", "axes": {}}',
+        json.dumps(row),
+    ]
     spoilt = row | {"key": fuzz.ESCAPE, "axes": {fuzz.ESCAPE: [{fuzz.ESCAPE: fuzz.ESCAPE}]}}
     path.write_text("\n".join([*deep, b, *without, json.dumps(spoilt), c[:-9]]))
     rows = Rows(path)
-    damaged = [f"{path}:{line}: is damaged; its setting runs again" for line in (1, 2, 4, 5)]
+    damaged = [f"{path}:{line}: is damaged; its setting runs again" for line in (1, 2, 4, 5, 6)]
     assert capsys.readouterr().out.splitlines() == damaged
     assert rows.rows[name] == row | {"key": name, "axes": {name: [{name: name}]}}
     rows.forget("failed")
