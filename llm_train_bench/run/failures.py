@@ -75,7 +75,7 @@ def lost_a_rank(error: BaseException) -> bool:
         r"(closed|reset) by peer|broken pipe|timed out waiting|caused pair closure|failed to recv"
         r"|connection was likely closed|(wait|socket) timeout|client socket has timed out"
         r"|remote process exit|unexpected exit of a remote peer|socket closed|connection timed out"
-        r"|collective operation timeout|communicator was aborted"
+        r"|collective operation timeout|communicator was aborted|timed out connecting"
     )
     return isinstance(error, RuntimeError) and re.search(signs, str(error).lower()) is not None
 
