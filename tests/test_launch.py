@@ -275,10 +275,7 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     [
         (RuntimeError("[../pair.cc:547] Connection closed by peer [127.0.0.1]:1"), True),
         (
-            RuntimeError(
-                "Gloo connectFullMesh failed with [/x/pair.cc:152] timed out connecting: "
-                "SO_ERROR: Connection refused, remote=[127.0.0.1]:1$0"
-            ),
+            RuntimeError("Gloo connectFullMesh failed with [../pair.cc:152] timed out connecting"),
             True,
         ),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), True),
