@@ -636,7 +636,7 @@ def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
     )  # fmt: skip
     field = tune.by_estimate(make_cells(e, "nvidia"), e, "nvidia")
     assert [dict(cell.flags)["bsz"] for _, cell in field] == [2, 1]
-    with pytest.raises(UsageError, match="no setting fits"):
+    with pytest.raises(UsageError, match="no setting is estimated to fit"):
         tune.by_estimate(make_cells(e, "nvidia")[2:], e, "nvidia")
 
 

@@ -219,14 +219,13 @@ class Rows:
         self._lock()
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         for number, line in enumerate(lines, 1):
-            row: Any = None
             with contextlib.suppress(ValueError):
-                parsed = printable_data(parse_json(line))
-                json.dumps(parsed, allow_nan=False)
-                row = parsed
-            if _is_whole(row):
-                self.rows[row["key"]] = row
-            elif number < len(lines):  # the last may be cut off: the sweep was killed
+                row = printable_data(parse_json(line))
+                json.dumps(row, allow_nan=False)
+                if _is_whole(row):
+                    self.rows[row["key"]] = row
+                    continue
+            if number < len(lines):  # the last may be cut off: the sweep was killed
                 print(f"{path}:{number}: is damaged; its setting runs again")
         self._rewrite()
 

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.formulas.work import Batch
-from llm_train_bench.model.config import ConfigError, model_name
+from llm_train_bench.model.config import model_name
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import SETTABLE, Args, Script, differing, flag_of, to_argv
 from llm_train_bench.settings.plan import Plan, Platform, make_plan
@@ -87,9 +87,7 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             world = _world(cell)
             plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
             _check_sizes(plan.work.batch, e, world, size)
-        except ConfigError as error:
-            raise UsageError(error) from None  # it names the file of the model
-        except UsageError as error:
+        except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
         if cell not in cells:
             cells.append(cell)

@@ -57,9 +57,7 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
         rate = work.batch.tokens_per_step / estimate_speed(work, gpu).step_s
         rated.append((rate, cell))
     if not rated:
-        raise UsageError(
-            "--tune: no setting fits, says the estimate; use more GPUs, or a smaller bsz"
-        )
+        raise UsageError("--tune: no setting is estimated to fit; use more GPUs or a smaller bsz")
     rated.sort(key=lambda pair: -pair[0])
     return rated[: max(2, len(cells) // FIELD)]
 
