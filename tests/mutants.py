@@ -12,6 +12,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -156,7 +157,7 @@ def tests_of(data: coverage.CoverageData, path: Path, line: int, seconds: dict) 
     ]
     inside = any(f.body[0].lineno <= line <= (f.end_lineno or 0) for f in functions)
     contexts = (inside and lines.get(line)) or chain.from_iterable(lines.values())
-    names = {name.split("|")[-1].split(" (")[0] for name in contexts}
+    names = {re.sub(r" \((setup|call|teardown)\)$", "", n.split("|", 1)[-1]) for n in contexts}
     return by_cost(names & set(seconds), seconds)
 
 
@@ -187,7 +188,9 @@ def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: 
             try:
                 if chosen:
                     subprocess.run(argv, cwd=top, capture_output=True, timeout=patience, check=True)
-            except subprocess.CalledProcessError:
+            except subprocess.CalledProcessError as end:
+                if b"(no match in any of" in end.stderr:  # named after a path, say
+                    raise SystemExit(f"mutants: {end.stderr.decode()}") from None
                 return "caught"
             except subprocess.TimeoutExpired:
                 return "hung"

@@ -104,7 +104,7 @@ def test_a_result_tells_what_saving_cost_and_where_it_went_on(saved, tmp_path):
         ("--seed 1", "--seed 1: the checkpoint"),
         ("--optimizer sgd", "--optimizer sgd: the checkpoint"),
         ("--n-steps 2", "is at step 20, and this run ends at 4"),
-        (str(faults.PLAIN), "is of another model than"),
+        ("tests/configs/micro-plain.json", "is of another model than"),
         ("--resume tests", "holds no checkpoint that can be read"),
         ("--resume auto", "--resume auto needs --run-name"),
     ],

@@ -96,7 +96,9 @@ TOOLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tool", "argv", "message"), TOOLS, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(
+    ("tool", "argv", "message"), TOOLS, ids=lambda v: getattr(v, "__name__", str(v))[:40]
+)
 def test_messages_of_tools(tool, argv, message, capsys):
     assert tool.main(argv) == 2
     error = capsys.readouterr().err

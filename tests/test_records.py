@@ -1,0 +1,192 @@
+"""What the tools print and write, on record: any change of a figure or a word shows.
+
+    python -m tests.test_records     record anew; read the difference before you commit it
+
+Each file of tests/records/ has commands after "$", and below each what it printed and wrote under OUT.
+RUNS has made-up runs of two machines: settings, repeats, speeds, memory and energy differ.
+Training runs by a clock of its own, which says every time how often it was read. `pairs` is no tool: it
+prints what a script says of two flags together on eight ranks, if it says that of neither alone.
+"""
+
+import contextlib
+import functools
+import importlib
+import io
+import itertools
+import json
+import re
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from llm_train_bench.base.errors import UsageError
+from tests import conftest
+from tests.helpers import ROOT, plan_of, run_train, words
+
+RECORDS = ROOT / "tests/records"
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
+READ = (".json", ".jsonl", ".csv", ".md", ".prom", ".txt")
+CHANGES = (
+    (r"\d{4}-\d\d-\d\d(T[\d:+]+)?", "DATE"),
+    (r'("version": |, |bench )"?0\.\d+\.\d+\S*', "VERSION"),
+    (r"\d+ cores?\)", "CORES)"),
+)
+# Device, flags that differ, speed, memory [GiB], energy [J], number of runs.
+SETTINGS = (
+    ("MI300X", {}, 0.93, 71.5, 900.0, 3),
+    ("MI300X", {"pt_compile": True}, 1.21, 60.0, 700.0, 4),
+    ("H100 SXM", {}, 1.0, 70.0, 800.0, 5),
+    ("H100 SXM", {"pt_compile": True}, 1.3, 61.5, None, 4),
+    ("H100 SXM", {"bsz": 4, "sac_freq": "1/2"}, 0.984, 44.0, 810.0, 3),
+    ("H100 SXM", {"bsz": 8, "lr": 1e-3}, 1.003, None, 800.0, 2),
+)
+
+
+# What differs between machines, runs and versions of PyTorch.
+VARIES = re.compile(
+    r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
+    r'torchao|triton|cpu_count|torch_threads|OMP_NUM_THREADS|git_sha|git_dirty|TORCHINDUCTOR_CACHE_DIR|host|energy_source|hash)":|'
+    r"torch, commit|memory: resident"
+)
+
+
+@contextlib.contextmanager
+def counting_clock():
+    """Every reading of a clock by the main thread is later than the one before, by 1 to 5 / 1024 s.
+
+    Of the CPU's time in the window 10 % went to others, and 3 % was stolen.
+    """
+
+    def clock(now: float):
+        readings = itertools.cycle([k / 1024 for k in (2, 3, 4, 5, 1)])
+
+        def read() -> float:
+            nonlocal now
+            if threading.current_thread() is threading.main_thread():
+                now += next(readings)
+            return now
+
+        return read
+
+    starts = {"perf_counter": 1000.0, "monotonic": 2000.0, "time": 1.8e9}
+    used = itertools.cycle([(100.0, 50.0, 2.0, 10.0), (200.0, 90.0, 5.0, 40.0)])
+    with (
+        mock.patch.multiple(time, **{name: clock(start) for name, start in starts.items()}),
+        mock.patch("llm_train_bench.run.window.cpu_seconds", lambda: next(used)),
+    ):
+        yield
+
+
+def write_runs(directory: Path, slower: float = 1.0) -> None:
+    """Results of SETTINGS; a run's speed is up to 0.9 % off its setting's, a step's up to 3 %."""
+    plain = (ROOT / "tests/sample/plain/result.json").read_text()
+    for i, (hardware, flags, speed, gib, joules, n) in enumerate(SETTINGS):
+        for k in range(n):
+            r, rate = json.loads(plain), 5e4 * speed * slower * (1 + 0.003 * ((i + 2 * k) % 7 - 3))
+            times = [128 / rate * (1 + 0.01 * ((j * (k + 3)) % 7 - 3)) for j in range(35)]
+            r["run_name"], r["step_times_s"] = f"run-{i}-{k}", times
+            r["args"] |= flags | {"amp": "bf16"}
+            r["device"] |= {"type": "cuda", "name": hardware, "hardware": hardware}
+            r["metrics"] |= {
+                "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": 35,
+                "step_time_ci95_low_s": 126 / rate, "step_time_ci95_high_s": 130 / rate, "mfu": rate / 2e5,
+                "step_time_mean_s": 128 / rate, "step_time_median_s": 128 / rate,
+                "peak_allocated_gib": gib, "energy_j": joules, "average_power_w": joules,
+                "tokens_per_joule": joules and rate / joules, "energy_source": "nvml total energy",
+            }  # fmt: skip
+            (directory / r["run_name"]).mkdir(parents=True)
+            (directory / r["run_name"] / "result.json").write_text(json.dumps(r))
+
+
+def recorded() -> list[tuple[Path, str, str]]:
+    """File, command and output of everything on record."""
+    files = sorted(RECORDS.glob("*.txt"))
+    parts = [(f, re.split(r"^\$ ", f.read_text(), flags=re.M)[1:]) for f in files]
+    return [
+        (file, *part.rstrip().partition("\n")[::2]) for file, entries in parts for part in entries
+    ]
+
+
+def output_of(command: str) -> str:
+    """Exit code, what a tool says and what it writes, without the names of this checkout."""
+    script, *argv = shlex.split(command)
+    code = None
+    with tempfile.TemporaryDirectory() as top:
+        (out := Path(top, "out")).mkdir()
+        write_runs(Path(top, "runs"))
+        write_runs(Path(top, "slower"), 0.93)
+        places = {"OUT": str(out), "RUNS": f"{top}/runs", "SLOWER": f"{top}/slower"}
+        argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as said,
+            contextlib.redirect_stderr(io.StringIO()) as warned,
+            contextlib.suppress(SystemExit),
+        ):
+            if script == "train.py":
+                with counting_clock(), mock.patch("sys.argv", [script, *argv]):
+                    code = run_train(*argv, "--output-dir", out)
+            elif script == "pairs":
+                code = say_pairs(argv)
+            else:
+                code = importlib.import_module(script.removesuffix(".py")).main(argv)
+        text = said.getvalue() + "".join(f"! {line}\n" for line in warned.getvalue().splitlines())
+        for path in sorted(out.rglob("*")):
+            if path.is_file() and path.suffix in READ:
+                text += f"> {path.relative_to(out)}\n{path.read_text()}\n"
+        for name, place in {**places, "": f"{ROOT}/"}.items():
+            text = text.replace(place, name)
+        for pattern, name in CHANGES:
+            text = re.sub(pattern, name, text)
+    lines = [line.rstrip() for line in text.splitlines()]
+    kept = [line for line in lines if line and not VARIES.search(line)]
+    return "\n".join([*kept, f"exit {code}"])
+
+
+def say_pairs(argv: list[str]) -> int:
+    """Print refusals, and notes of the plan, of every two of the flags in `argv`."""
+    script, config, *flags = argv
+
+    def said(*chosen: str) -> list[str]:
+        try:
+            return list(plan_of(words(config, *chosen), script, 8).notes)
+        except UsageError as error:
+            return [str(error)]
+
+    alone = {flag: said(flag) for flag in flags}
+    for flag, texts in alone.items():
+        print(f"{flag}: {'; '.join(texts)}")
+    for a, b in itertools.combinations(flags, 2):
+        if texts := [text for text in said(a, b) if text not in alone[a] + alone[b]]:
+            print(f"{a} {b}: {'; '.join(texts)}")
+    return 0
+
+
+def split(text: str) -> tuple[list[str], list[float]]:
+    """Words and numbers."""
+    return NUMBER.split(text), [float(n.replace(",", "")) for n in NUMBER.findall(text)]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"), [pytest.param(c, o, id=c[:80]) for _, c, o in recorded()]
+)
+def test_output_is_the_one_on_record(command, expected):
+    words, numbers = split(output_of(command))
+    expected_words, expected_numbers = split(expected)
+    assert words == expected_words
+    rel = 1e-3 if command.startswith("train.py") else 1e-6  # losses of another CPU
+    assert numbers == pytest.approx(expected_numbers, rel=rel)
+
+
+if __name__ == "__main__":
+    conftest.invent_a_machine()
+    known = recorded()
+    for file in sorted(RECORDS.glob("*.txt")):
+        entries = [f"$ {c}\n{output_of(c)}\n" for f, c, *_ in known if f == file]
+        file.write_text("\n".join(entries))
+        print(file.name, len(entries), file=sys.stderr)
