@@ -3,9 +3,11 @@
     python -m tests.test_records     record anew; read the difference before you commit it
 
 Each file of tests/records/ has commands after "$", and below each what it printed and wrote under OUT.
-RUNS has made-up runs of two machines: settings, repeats, speeds, memory and energy differ.
+RUNS has made-up runs of two machines: settings, repeats, speeds, memory and energy differ; SLOWER the
+same, slower. PAIR has the traces of two ranks, RANKS made-up ones of three.
 Training runs by a clock of its own, which says every time how often it was read. `pairs` is no tool: it
-prints what a script says of two flags together on eight ranks, if it says that of neither alone.
+prints what a script says of two flags together on eight ranks, if it says that of neither alone. `plan`
+prints the plan of a script on some ranks.
 """
 
 import contextlib
@@ -14,8 +16,10 @@ import importlib
 import io
 import itertools
 import json
+import pprint
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import threading
@@ -26,12 +30,16 @@ from unittest import mock
 import pytest
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.formulas.memory_model import estimate_memory
+from llm_train_bench.formulas.parameters import count_parameters
 from tests import conftest
-from tests.helpers import ROOT, plan_of, run_train, words
+from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
+from tests.test_trace import TRACES, rank_trace
 
 RECORDS = ROOT / "tests/records"
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
-READ = (".json", ".jsonl", ".csv", ".md", ".prom", ".txt")
+READ = (".html", ".json", ".jsonl", ".csv", ".md", ".prom", ".txt")
 CHANGES = (
     (r"\d{4}-\d\d-\d\d(T[\d:+]+)?", "DATE"),
     (r'("version": |, |bench )"?0\.\d+\.\d+\S*', "VERSION"),
@@ -121,7 +129,14 @@ def output_of(command: str) -> str:
         (out := Path(top, "out")).mkdir()
         write_runs(Path(top, "runs"))
         write_runs(Path(top, "slower"), 0.93)
-        places = {"OUT": str(out), "RUNS": f"{top}/runs", "SLOWER": f"{top}/slower"}
+        names = ("OUT", "RUNS", "SLOWER", "PAIR", "RANKS")
+        places = {name: f"{top}/{name.lower()}" for name in names}
+        for name in ("PAIR", "RANKS"):
+            Path(places[name]).mkdir()
+        for rank, each in enumerate(("training", "training_rank1")):
+            shutil.copy(TRACES / f"cuda_h100_{each}.json.gz", f"{top}/pair/rank{rank}.json.gz")
+        for rank, late, calls in ((0, 0, 3), (1, 2000, 3), (2, 500, 2)):
+            rank_trace(Path(top, "ranks"), rank, late, calls)
         argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
         with (
             contextlib.redirect_stdout(io.StringIO()) as said,
@@ -131,8 +146,8 @@ def output_of(command: str) -> str:
             if script == "train.py":
                 with counting_clock(), mock.patch("sys.argv", [script, *argv]):
                     code = run_train(*argv, "--output-dir", out)
-            elif script == "pairs":
-                code = say_pairs(argv)
+            elif script in PSEUDO:
+                code = PSEUDO[script](argv)
             else:
                 code = importlib.import_module(script.removesuffix(".py")).main(argv)
         text = said.getvalue() + "".join(f"! {line}\n" for line in warned.getvalue().splitlines())
@@ -143,6 +158,7 @@ def output_of(command: str) -> str:
             text = text.replace(place, name)
         for pattern, name in CHANGES:
             text = re.sub(pattern, name, text)
+        text = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", text, flags=re.S)
     lines = [line.rstrip() for line in text.splitlines()]
     kept = [line for line in lines if line and not VARIES.search(line)]
     return "\n".join([*kept, f"exit {code}"])
@@ -165,6 +181,24 @@ def say_pairs(argv: list[str]) -> int:
         if texts := [text for text in said(a, b) if text not in alone[a] + alone[b]]:
             print(f"{a} {b}: {'; '.join(texts)}")
     return 0
+
+
+def say_plan(argv: list[str]) -> int:
+    """Print a plan and what follows from it: parameters, FLOPs, memory, bytes of collectives."""
+    script, ranks, model, *flags = argv
+    family = config(model) if model in FAMILIES else None
+    plan = plan_of([model, *flags], script, int(ranks), config=family)
+    work, args = plan.work, [plan.schedule, plan.flex, plan.notes, plan.optimizer]
+    sizes = work.config, work.batch.seq_len
+    counts = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
+    for each in (work, *args, count_parameters(work.config), counts, plan.traffic):
+        pprint.pprint(each, width=100, compact=True)
+    for stage in range(work.fsdp.pp):
+        pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
+    return 0
+
+
+PSEUDO = {"pairs": say_pairs, "plan": say_plan}
 
 
 def split(text: str) -> tuple[list[str], list[float]]:
