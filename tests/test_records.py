@@ -7,7 +7,8 @@ RUNS has made-up runs of two machines: settings, repeats, speeds, memory and ene
 same, slower. PAIR has the traces of two ranks, RANKS made-up ones of three.
 Training runs by a clock of its own, which says every time how often it was read. `pairs` is no tool: it
 prints what a script says of two flags together on eight ranks, if it says that of neither alone. `plan`
-prints the plan of a script on some ranks.
+prints the plan of a script on some ranks, `model` what a config's JSON means, `show` a result as a run
+prints it, and `read` all that is read from a log.
 """
 
 import contextlib
@@ -30,9 +31,15 @@ from unittest import mock
 import pytest
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.compare.find_results import read_records
+from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.model.config import parse_config
+from llm_train_bench.model.json_keys import ConfigError
+from llm_train_bench.results.console import print_result
+from llm_train_bench.results.result_files import read_result
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
 from tests.test_trace import TRACES, rank_trace
@@ -56,6 +63,8 @@ SETTINGS = (
 )
 
 
+FEWEST = dict(vocab_size=40000, hidden_size=64, intermediate_size=96, num_hidden_layers=30)
+FEWEST |= dict(num_attention_heads=32, max_position_embeddings=512)
 # What differs between machines, runs and versions of PyTorch.
 VARIES = re.compile(
     r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
@@ -136,7 +145,7 @@ def output_of(command: str) -> str:
         for rank, each in enumerate(("training", "training_rank1")):
             shutil.copy(TRACES / f"cuda_h100_{each}.json.gz", f"{top}/pair/rank{rank}.json.gz")
         for rank, late, calls in ((0, 0, 3), (1, 2000, 3), (2, 500, 2)):
-            rank_trace(Path(top, "ranks"), rank, late, calls)
+            rank_trace(Path(top, "ranks"), rank, late, calls, calls)
         argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
         with (
             contextlib.redirect_stdout(io.StringIO()) as said,
@@ -198,7 +207,32 @@ def say_plan(argv: list[str]) -> int:
     return 0
 
 
-PSEUDO = {"pairs": say_pairs, "plan": say_plan}
+def say_models(argv: list[str]) -> int:
+    """Print what each model type makes of a config with the fewest keys."""
+    for text in argv:
+        try:
+            pprint.pprint(parse_config(FEWEST | json.loads(text), "config.json"), compact=True)
+        except ConfigError as error:
+            print(error)
+    return 0
+
+
+def show(argv: list[str]) -> int:
+    """Print results as their runs did."""
+    for path in argv:
+        print_result(read_result(Path(path)))
+    return 0
+
+
+def say_records(argv: list[str]) -> int:
+    """Print all that is read from each file."""
+    path, *facts = argv
+    for record in read_records([path], print, log_facts(facts, None)):
+        pprint.pprint(record, width=100, compact=True)
+    return 0
+
+
+PSEUDO = dict(pairs=say_pairs, plan=say_plan, model=say_models, show=show, read=say_records)
 
 
 def split(text: str) -> tuple[list[str], list[float]]:

@@ -1,6 +1,7 @@
 """Reading traces and breaking steps down: recorded CUDA and ROCm traces, and cases worked out by hand."""
 
 import gzip
+import itertools
 import json
 import math
 import re
@@ -385,9 +386,11 @@ def test_kernels_may_have_any_name(tmp_path, output_of):
 # --- all ranks of a run -----------------------------------------------------------------------------
 
 
-def rank_trace(directory, rank, late, calls=3):
+def rank_trace(directory, rank, late, calls=3, n_steps=1):
     """A step of `calls` matmuls of 1 ms, each with an all-reduce that ends at 5 ms for all ranks."""
-    events = [event("ProfilerStep#1", 0.0, calls * 5000.0, "user_annotation", 1)]
+    ends = [calls * 5000.0 * i / n_steps for i in range(n_steps + 1)]
+    steps = enumerate(itertools.pairwise(ends))
+    events = [event(f"ProfilerStep#{i}", *times, "user_annotation", 1) for i, times in steps]
     for begin in range(0, calls * 5000, 5000):
         meets = begin + 1000.0 + late
         events.append(event("gemm", begin, meets, tid=4))
