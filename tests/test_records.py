@@ -211,7 +211,7 @@ def say_models(argv: list[str]) -> int:
     """Print what each model type makes of a config with the fewest keys."""
     for text in argv:
         try:
-            pprint.pprint(parse_config(FEWEST | json.loads(text), "config.json"), compact=True)
+            pprint.pprint(parse_config(FEWEST | json.loads(text), "fewest.json"), compact=True)
         except ConfigError as error:
             print(error)
     return 0
