@@ -8,7 +8,8 @@ same, slower. PAIR has the traces of two ranks, RANKS made-up ones of three.
 Training runs by a clock of its own, which says every time how often it was read. `pairs` is no tool: it
 prints what a script says of two flags together on eight ranks, if it says that of neither alone. `plan`
 prints the plan of a script on some ranks, `model` what a config's JSON means, `show` a result as a run
-prints it, and `read` all that is read from a log.
+prints it, `read` all that is read from a log, and `track`
+how a run is exported to the trackers.
 """
 
 import contextlib
@@ -39,7 +40,10 @@ from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.console import print_result
+from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import Result
+from llm_train_bench.results.trackers import TRACKERS, track
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
 from tests.test_trace import TRACES, rank_trace
@@ -51,6 +55,7 @@ CHANGES = (
     (r"\d{4}-\d\d-\d\d(T[\d:+]+)?", "DATE"),
     (r'("version": |, |bench )"?0\.\d+\.\d+\S*', "VERSION"),
     (r"\d+ cores?\)", "CORES)"),
+    (r" id='\d+'", ""),
 )
 # Device, flags that differ, speed, memory [GiB], energy [J], number of runs.
 SETTINGS = (
@@ -193,14 +198,17 @@ def say_pairs(argv: list[str]) -> int:
 
 
 def say_plan(argv: list[str]) -> int:
-    """Print a plan and what follows from it: parameters, FLOPs, memory, bytes of collectives."""
+    """Print a plan and what follows from it: parameters, FLOPs, matmuls, memory, bytes of collectives."""
     script, ranks, model, *flags = argv
     family = config(model) if model in FAMILIES else None
     plan = plan_of([model, *flags], script, int(ranks), config=family)
     work, args = plan.work, [plan.schedule, plan.flex, plan.notes, plan.optimizer]
     sizes = work.config, work.batch.seq_len
     counts = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
-    for each in (work, *args, count_parameters(work.config), counts, plan.traffic):
+    fp8 = mock.Mock(n_parameters=1e6, emulated=False) if work.fp8 else None
+    on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
+    counts += [count_parameters(work.config), matmul_work(on_h100, work)]
+    for each in (work, *args, counts, plan.traffic):
         pprint.pprint(each, width=100, compact=True)
     for stage in range(work.fsdp.pp):
         pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
@@ -218,9 +226,18 @@ def say_models(argv: list[str]) -> int:
 
 
 def show(argv: list[str]) -> int:
-    """Print results as their runs did."""
-    for path in argv:
-        print_result(read_result(Path(path)))
+    """Print a result, with some `fields.of.it=JSON` changed, as its run did, and what follows from it."""
+    path, *changes = argv
+    content = json.loads(Path(path).read_text())
+    for change in changes:
+        name, _, value = change.partition("=")
+        *parts, last = name.split(".")
+        functools.reduce(dict.__getitem__, parts, content)[last] = json.loads(value)
+    result = Result.model_validate(content)
+    print_result(result)
+    for name in ("unfit", "impossible", "disturbances", "random_loss", "drifts", "spoilt_by",
+                 "peak_memory", "power_limit_w"):  # fmt: skip
+        print(name, getattr(result, name))
     return 0
 
 
@@ -232,7 +249,25 @@ def say_records(argv: list[str]) -> int:
     return 0
 
 
-PSEUDO = dict(pairs=say_pairs, plan=say_plan, model=say_models, show=show, read=say_records)
+def say_tracked(argv: list[str]) -> int:
+    """Print the calls by which a run in a directory goes to each tracker's library."""
+    run = Path(argv[0])
+    library = mock.MagicMock()
+    with (
+        counting_clock(),
+        mock.patch("importlib.import_module", lambda name: getattr(library, name)),
+    ):
+        for line in track(TRACKERS, read_result(run / "result.json"), run):
+            print(line, *library.mock_calls, sep="\n")
+            library.reset_mock()
+    print((run / "metrics.prom").read_text())
+    (run / "metrics.prom").unlink()
+    return 0
+
+
+PSEUDO = dict(
+    track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_models, show=show, read=say_records
+)
 
 
 def split(text: str) -> tuple[list[str], list[float]]:
