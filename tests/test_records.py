@@ -30,6 +30,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.compare.find_results import read_records
@@ -74,7 +75,7 @@ FEWEST |= dict(num_attention_heads=32, max_position_embeddings=512)
 VARIES = re.compile(
     r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
     r'torchao|triton|cpu_count|torch_threads|OMP_NUM_THREADS|git_\w+|TORCHINDUCTOR_CACHE_DIR|host|energy_source|hash)":|'
-    r"torch, commit|memory: resident"
+    r"torch, commit|memory: resident|memory/peak_rss"
 )
 
 
@@ -166,6 +167,10 @@ def output_of(command: str) -> str:
                 code = importlib.import_module(script.removesuffix(".py")).main(argv)
         text = said.getvalue() + "".join(f"! {line}\n" for line in warned.getvalue().splitlines())
         for path in sorted(out.rglob("*")):
+            if path.name.startswith("events."):
+                events = EventAccumulator(str(path)).Reload()
+                for tag in sorted(events.Tags()["scalars"]):
+                    text += f"{tag} {[(e.step, e.value) for e in events.Scalars(tag)]}\n"
             if path.is_file() and path.suffix in READ:
                 text += f"> {path.relative_to(out)}\n{path.read_text()}\n"
         for name, place in {**places, "": f"{ROOT}/"}.items():
