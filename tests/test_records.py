@@ -75,7 +75,7 @@ FEWEST |= dict(num_attention_heads=32, max_position_embeddings=512)
 VARIES = re.compile(
     r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
     r'torchao|triton|cpu_count|torch_threads|OMP_NUM_THREADS|git_\w+|TORCHINDUCTOR_CACHE_DIR|host|energy_source|hash)":|'
-    r"torch, commit|memory: resident|memory/peak_rss"
+    r"torch, commit|memory: resident|peak_rss_gib \["
 )
 
 
