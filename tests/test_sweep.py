@@ -1,6 +1,5 @@
 """sweep.py: the experiment file, runs that fail, being killed and going on, the ranked table."""
 
-import contextlib
 import csv
 import json
 import os
@@ -9,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,7 +28,7 @@ from llm_train_bench.sweep.grid import differences, make_cells
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import fuzz
 from tests.helpers import ROOT, words
-from tests.processes import wait_until
+from tests.processes import Started, wait_until
 
 MODEL = "configs/gpt2-tiny.json"
 HEAD = f"experiment: x\nmodels: [{MODEL}]\n"
@@ -53,24 +51,14 @@ def write(path, **keys) -> str:
 FAST = dict(seq_len=32, n_steps=3, warmup_steps=1, device="cpu", amp="off", no_tensorboard=True)
 
 
-def processes_with(text: str) -> list[int]:
-    """Running processes with a text in their command lines."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if text in os.fsdecode(path.read_bytes()):
-                found.append(int(path.parent.name))
-    return found
-
-
-def start(path, out, root=ROOT):
+def start(path, out, root=ROOT) -> Started:
     """A sweep in a new process, which runs the scripts below `root`."""
     code = (
         "import sys, sweep; from pathlib import Path; from llm_train_bench.sweep import cell_runs; "
         "cell_runs.ROOT = Path(sys.argv[1]); sys.exit(sweep.main(sys.argv[2:]))"
     )
     argv = [sys.executable, "-c", code, str(root), path, "--output-dir", str(out)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Started(argv, {}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def read_rows(out) -> list[dict]:
@@ -118,6 +106,7 @@ def killed_and_resumed(tmp_path_factory, scripts):
     second = start(path, out, scripts)
     text, _ = second.communicate(timeout=300)
     assert second.returncode == 0, text
+    assert not first.members() and not second.members(), "something still runs"
     return out, before, text
 
 
@@ -130,8 +119,6 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
     n = len(before.splitlines())
     assert n == 3 and rows[:n] == [json.loads(line) for line in before.splitlines()]
     assert f"rows from before: {n}\n" in text and f"[6/{6}]" in text
-    # Nothing of the killed sweep still runs.
-    assert not processes_with(str(out / "runs"))
 
 
 def test_what_goes_wrong_is_a_row(killed_and_resumed):
@@ -165,7 +152,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):
     assert f"sweep.py: {tmp_path}: another sweep is running there" in refused
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "timeout: not done after 5 s" in text
-    assert not processes_with(str(tmp_path / "runs"))
+    assert not process.members()
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
@@ -183,7 +170,7 @@ def test_a_killed_run_says_so(tmp_path):
     path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6})
     process = start(path, tmp_path)
     assert wait_until(lambda: list(tmp_path.glob("runs/*/result.json")), 120), process.poll()
-    (run,) = processes_with(str(tmp_path / "runs"))
+    (run,) = process.members().keys() - {process.pid}
     os.kill(run, signal.SIGKILL)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "failed: killed by SIGKILL" in text
