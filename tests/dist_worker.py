@@ -444,12 +444,8 @@ def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check=None) -> Non
 def _run_rank(rank: int, world: int, port: int, jobs, out: Path, gradients, check) -> None:
     torch.set_num_threads(1)  # OpenMP's other threads were not forked
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = Ranks(rank, world, rank)
-    with (
-        (out / f"rank{rank}of{world}.log").open("a") as log,
-        contextlib.redirect_stderr(log),
-        contextlib.redirect_stdout(log),
-    ):
+    ranks, path = Ranks(rank, world, rank), out / f"rank{rank}of{world}.log"
+    with path.open("a") as log, contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
         join(ranks, CPU, 300.0)
         work(ranks, jobs, out, gradients)
         if check:

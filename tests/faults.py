@@ -19,6 +19,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +70,6 @@ def last_of(directories: Sequence[Path]) -> Path:
 
 
 def last_state(directories: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """All tensors of the newest good checkpoint."""
     return whole_state(last_of(directories))
 
 
@@ -197,17 +197,11 @@ class OneRun:
             lease.release()
 
 
-class Inline:
+class Inline(threading.Thread):
     """A thread that runs when it is started."""
 
-    def __init__(self, target=lambda: None, args=(), daemon=True, name=""):
-        self.work = lambda: target(*args)
-
-    def start(self) -> None:
-        self.work()
-
-    def join(self, timeout) -> None: ...
-    def is_alive(self): ...
+    start = threading.Thread.run
+    join = lambda self, timeout: None  # noqa: E731
 
 
 @contextlib.contextmanager

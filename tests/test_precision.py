@@ -32,12 +32,10 @@ from llm_train_bench.settings.flags import OptimizerFlags
 from tests import te_standin
 from tests.helpers import (
     FAMILIES,
-    ROOT,
     config,
     only_result,
     plan_of,
     read_steps,
-    run_train,
     train_main,
     trained,
     without_inductor,
@@ -152,12 +150,10 @@ def test_recomputed_dropout_draws_the_same(policy):
         torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("optimizer_name", "moments"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")]
-)
-def test_an_overflow_is_skipped_and_halves_the_scale(optimizer_name, moments):
+@pytest.mark.parametrize(("name", "moments"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")])
+def test_an_overflow_is_skipped_and_halves_the_scale(name, moments):
     """SGD's fused kernel makes its buffers in the first step and fills them only without overflow."""
-    flags = OptimizerFlags(optimizer=optimizer_name, weight_decay=0.0)
+    flags = OptimizerFlags(optimizer=name, weight_decay=0.0)
     model = nn.Linear(64, 64)
     optimizer, scaler = build_optimizer(model, flags), LossScaler(CPU)
     before = model.weight.detach().clone()
@@ -190,11 +186,11 @@ def test_skipped_steps_are_counted(tmp_path, monkeypatch):
     assert steps[-1]["grad_norm"] is not None and steps[-1]["loss"] < steps[0]["loss"] + 0.1
 
 
-def fp8_model(recipe: str, values: dict, tokens: int = 64):
+def fp8_model(recipe: str, values: dict):
     shape = parse_config(values, "x.json")
-    argv = ["x.json", "--bsz", 1, "--seq-len", tokens, *EMULATED, "--fp8-recipe", recipe]
+    argv = ["x.json", "--bsz", 1, "--seq-len", 64, *EMULATED, "--fp8-recipe", recipe]
     with torch.device("meta"):
-        model = Transformer(shape, tokens)
+        model = Transformer(shape, 64)
     fp8 = apply_fp8(model, plan_of(argv, platform="cpu", config=shape).work, CPU)
     materialize(model, CPU, seed=0)
     return model, fp8
@@ -245,9 +241,8 @@ def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
     """Before Ampere torch.compile would leave such blocks eager and only warn about it."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(
-        UsageError, match="--amp bf16: Tesla T4 has no bf16 matmuls; use --amp fp16"
-    ):
+    message = "--amp bf16: Tesla T4 has no bf16 matmuls; use --amp fp16"
+    with pytest.raises(UsageError, match=message):
         set_precision("bf16", False, torch.device("cuda"))
 
 
@@ -378,13 +373,11 @@ def test_the_te_block_has_the_names_of_the_plain_one():
     shape = config("gpt2")
     with torch.device("meta"):
         plain = {name for name, _ in Transformer(shape, 8).named_parameters() if "blocks.0" in name}
-    norm = ["layer_norm_weight", "layer_norm_bias"]
-    theirs = [
-        *(f"attn.qkv.{n}" for n in (*norm, "weight", "bias")),
-        *(f"attn.out.{n}" for n in ("weight", "bias")),
-        *(f"mlp.{n}" for n in (*norm, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")),
-    ]
-    assert {native_name(f"blocks.0.{name}", shape) for name in theirs} == plain
+    norm, both = ["layer_norm_weight", "layer_norm_bias"], ["weight", "bias"]
+    mlp = [f"fc{i}_{kind}" for i in (1, 2) for kind in both]
+    theirs = {"attn.qkv": norm + both, "attn.out": both, "mlp": norm + mlp}
+    names = [f"blocks.0.{part}.{name}" for part, names in theirs.items() for name in names]
+    assert {native_name(name, shape) for name in names} == plain
     assert native_name("blocks.0.mlp.fc1_weight", config("llama")) == "blocks.0.mlp.gate_up.weight"
 
 
@@ -434,7 +427,7 @@ def test_counts_of_compilation_are_those_of_the_run(tmp_path):
 def failure(flags, tmp_path, capsys) -> str:
     """The one line of a compiled run that fails."""
     torch._dynamo.reset()
-    assert run_train(*flags, "--pt-compile", "--output-dir", tmp_path) == 1
+    assert train_main([*flags, "--pt-compile", "--output-dir", tmp_path]) == 1
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("train.py: ")]
     assert "Traceback" not in err and len(err.splitlines()) < 8
@@ -480,11 +473,8 @@ def test_too_many_recompilations_are_one_line(tmp_path, capsys):
 def test_errors_of_the_compiler_are_told_apart(monkeypatch):
     """A lack of memory, a compiler that cannot reach torch, any other."""
     error = RuntimeError("CppCompileError: C++ compile error")
-    messages = {
-        "someone": "leave out --pt-compile, or try",
-        "some one": "a path with a space; move it",
-    }
-    for directory, message in messages.items():
+    tries, spaced = "leave out --pt-compile, or try", "a path with a space; move it"
+    for directory, message in (("someone", tries), ("some one", spaced)):
         monkeypatch.setattr(torch, "__file__", f"/home/{directory}/torch/__init__.py")
         assert message in str(compile_error(error, "blocks.0"))
     error.__cause__ = torch.OutOfMemoryError("no memory")
@@ -530,13 +520,9 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 
 def test_numerics_gate_in_small(tmp_path, monkeypatch):
     """In this process, on our documentation; so small because many CPUs have no fast bf16."""
-
-    def run(*argv, out):
-        return run_train(*argv, "--output-dir", out)
-
-    prepare, docs = numerics.prepare_data.main, str(ROOT / "docs")
-    monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare([docs, *argv[1:]]))
-    monkeypatch.setattr(numerics, "run_train_apart", run)
+    prepare = numerics.prepare_data.main
+    monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare(["docs", *argv[1:]]))
+    monkeypatch.setattr(numerics, "run_train_apart", lambda *argv, out: trained(out, [*argv]))
     small = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=256, n_positions=128)
     path = write_config(tmp_path, FAMILIES["gpt2"] | small)
     options = ["--steps", "24", "--settings", "bf16,fp8 tensorwise"]
@@ -622,10 +608,8 @@ def test_gemm_operands_lie_as_a_linear_layers_do(layout):
 
 def test_gemm_roof_of_fp8_is_that_of_a_training_step():
     """One matmul of three with fast sums: 3 / (1/1500 + 2/1200) = 1286."""
-    rows = [
-        {"format": kind, "median_tflops": rate}
-        for kind, rate in (("bf16", 700), ("fp8", 1500), ("fp8 exact sums", 1200), ("bf16", 790))
-    ]
+    rates = ("bf16", 700), ("fp8", 1500), ("fp8 exact sums", 1200), ("bf16", 790)
+    rows = [{"format": kind, "median_tflops": rate} for kind, rate in rates]
     assert gemm.roof(rows) == pytest.approx({"bf16_tflops": 790, "fp8_tflops": 1285.71}, rel=1e-4)
     assert gemm.roof(rows[:1]) == {"bf16_tflops": 700}
 
