@@ -344,6 +344,10 @@ def fork(argv: list[str], script="train.py", world=1, kill_after=None, draw=rand
     return not any(codes)
 
 
+def steps_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
 def losses_of(out: Path, name: str) -> Iterator[tuple[int, float]]:
     """Step and loss of every line of every attempt of a run."""
     for path in [out / name / "steps.jsonl", *out.glob(f"{name}-restart*/steps.jsonl")]:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.formulas.collectives import traffic as traffic_of
 from tests.dist_worker import Job, run_jobs
-from tests.faults import whole_state
+from tests.faults import steps_of, whole_state
 from tests.helpers import FAMILIES, ROOT, plan_of
 
 STEPS = 16  # tests/test_layouts.py takes 8
@@ -251,7 +251,7 @@ def compare(name: str, out: Path) -> Difference:
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
     alone, here = reference(case.model, micro, out, bf16), out / name
-    steps = [[*map(json.loads, (d / "steps.jsonl").open())] for d in (alone, here)]
+    steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first
     clipped = [step["grad_norm"] > CLIPS.get(case.model, 0.3) for step in steps[0]]
     assert clipped[0] and all(clipped) == (case.model not in CLIPS), "clipping is not as meant"

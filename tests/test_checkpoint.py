@@ -29,6 +29,7 @@ from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed, verify
 from tests import faults
+from tests.faults import steps_of
 from tests.helpers import ROOT, only_result, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
@@ -49,7 +50,7 @@ def train(out, *flags, dies=None, config=faults.CONFIG):
 
     def rate(number, *args, real=learning_rate):
         if number == dies:
-            raise Dies
+            raise RuntimeError("this run was to die")
         return real(number, *args)
 
     with mock.patch.object(loop, "learning_rate", rate):
@@ -59,10 +60,6 @@ def train(out, *flags, dies=None, config=faults.CONFIG):
 def result(out, attempt=0, name="r") -> dict:
     directory = out / (f"{name}-restart{attempt}" if attempt else name)
     return json.loads((directory / "result.json").read_text())
-
-
-def lines_of(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
 
 
 def steps_in(place) -> list[str]:
@@ -82,11 +79,11 @@ def test_a_result_tells_what_saving_cost_and_where_it_went_on(saved, tmp_path):
     m = r["metrics"]
     assert m["n_checkpoints"] == 4 and m["window_saves"] == 3 and m["checkpoint_bytes"] > 10_000
     assert m["checkpoint_stall_s"] > 0 and m["checkpoint_write_s"] > 0 and m["restart_s"] is None
-    steps = lines_of(saved)
+    steps = steps_of(saved)
     assert [s["step"] for s in steps if s.get("saved")] == [4, 9, 14, 19]
     from_10 = ["--resume", saved / "checkpoints/step-00000010", "--run-name", "r"]
     assert train(tmp_path, *from_10) == 0
-    r, again = result(tmp_path), lines_of(tmp_path / "r")
+    r, again = result(tmp_path), steps_of(tmp_path / "r")
     assert r["resumed_from"]["run"] == "whole" and r["resumed_from"]["step"] == 10
     assert r["metrics"]["restart_s"] > 0 and r["metrics"]["n_measured_steps"] == 5
     assert [s["phase"] for s in again] == ["resume"] * 5 + ["measure"] * 5
@@ -213,10 +210,6 @@ def run_again(tmp_path, number, *flags, dies=None, name="r", before=0):
         code = train(tmp_path / "runs", "--run-name", name, *flags, dies=dies)
     assert code == (1 if dies else 0)
     return result(tmp_path / "runs", number + before, name)
-
-
-class Dies(Exception):
-    pass
 
 
 @pytest.mark.parametrize("where", ["own", "save_dir", "path"])
@@ -415,7 +408,7 @@ def test_what_is_committed_is_synchronised_first(tmp_path, monkeypatch):
 
     def rename(old, new, real=Path.rename):
         calls.append(("rename", Path(new)))
-        losses.append(len(lines_of(run)))
+        losses.append(len(steps_of(run)))
         return real(old, new)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -501,7 +494,7 @@ def test_goodput_counts_every_step_once(tmp_path):
     time.sleep(0.3)
     before, process_began = time.time(), command_began(started_again=False)
     assert train(tmp_path, *AUTO) == 0
-    first, last = lines_of(tmp_path / "r"), lines_of(tmp_path / "r-restart1")
+    first, last = steps_of(tmp_path / "r"), steps_of(tmp_path / "r-restart1")
     m = result(tmp_path, 1)["metrics"]
     parts = m["time_parts_s"]
     assert [s["step"] for s in first[5:]] == [5, 6, 7]

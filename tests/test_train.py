@@ -38,6 +38,7 @@ from tests.helpers import (
     without_inductor,
     words,
 )
+from tests.processes import training, wait_until
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
 FP32 = [*TINY, "--amp", "off"]
@@ -282,10 +283,7 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
     flags = words(FP32, "--n-steps 100000 --warmup-steps 2 --output-dir", tmp_path / "runs")
     argv = [sys.executable, "train.py", *flags]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while not any(p.read_text().count("\n") > 5 for p in tmp_path.glob("runs/*/steps.jsonl")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    assert wait_until(lambda: process.poll() is not None or training(tmp_path / "runs"), 240)
     for _ in range(20):  # an impatient user
         process.send_signal(number)
         time.sleep(0.003)
@@ -507,16 +505,11 @@ def test_a_program_that_calls_a_script_keeps_no_model(tmp_path):
     gc.freeze()
 
 
-# --- files, outputs and flags of users --------------------------------------------------------------
-
-
 def test_flags_of_predecessors_are_understood_or_answered():
-    theirs = (
-        "c.json --context_length=8 --batch-size 2 --measure-steps 3 --pass-type forward_backward "
-        "--nsys_start -1 --nsys-end=-1"
-    )
+    theirs = "c.json --context_length=8 --batch-size 2 --measure-steps 3", "--nsys_start -1"
+    theirs = words(*theirs, "--pass-type forward_backward --nsys-end=-1")
     ours = "c.json --seq-len=8 --bsz 2 --n-steps 3 --pass-type forward-backward"
-    assert translated(words(theirs)) == words(ours)
+    assert translated(theirs) == words(ours)
     for flag, answer in (
         ("--reduce-freq", "--grad-acc-steps"), ("--ckpt-freq", "--save-every"),
         ("--no-sync", "docs/METRICS.md"), ("--local-batch-size", "use --bsz"),
@@ -593,10 +586,9 @@ def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeyp
 
 
 def test_secrets_and_what_launchers_set_stay_out_of_results(monkeypatch):
-    for name in ("OMP_API_KEY", "NCCL_AUTH", "TORCH_TOKEN", "CUDA_PASSWORD", "GLOO_SECRET"):
-        monkeypatch.setenv(name, "x")
+    secrets = "OMP_API_KEY NCCL_AUTH TORCH_TOKEN CUDA_PASSWORD GLOO_SECRET".split()
     shown = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}
-    for name, value in shown.items() | {("GLOO_SOCKET_IFNAME", "lo")}:
+    for name, value in (shown | dict.fromkeys(secrets, "x") | {"GLOO_SOCKET_IFNAME": "lo"}).items():
         monkeypatch.setenv(name, value)
     settings = describe_environment(torch.device("cpu"))["settings"]
     assert shown.items() <= settings.items() and not {"x", "lo"} & {*settings.values()}
