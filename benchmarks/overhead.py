@@ -77,8 +77,7 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
         result = common.run_train(*argv)
     # train.py's time of a step includes the bare step before it, except for the window's first.
     bare_times = bare_times[WARMUP : WARMUP + n]  # one more step observes the kernels
-    between = [0.0, *bare_times[:-1]]
-    ours = [t - b for t, b in zip(result.step_times_s, between, strict=True)]
+    ours = [t - b for t, b in zip(result.step_times_s, [0.0, *bare_times[:-1]], strict=True)]
     return [ours, bare_times]
 
 

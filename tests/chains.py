@@ -242,8 +242,7 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
         assert len(used) == 1 and used[0].exists(), (used, *case)
         (place,) = used
         assert step_of(faults.last_of([place])) == STEPS + 2, case
-        states = (faults.last_state([at]) for at in (place, reference / "checkpoints"))
-        faults.assert_equal(*states)
+        faults.assert_equal(*(faults.last_state([at]) for at in (place, reference / "checkpoints")))
         names = [path.name for path in place.iterdir()]
         assert sum(name.startswith("step-") for name in names) <= 2, names
         assert not any(name.startswith((".", "damaged")) for name in names), names
@@ -264,8 +263,7 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
 
 def make_reference(top: Path) -> Path:
     """The run that nobody disturbs, with all of its checkpoints."""
-    argv = arguments(top, "reference", "--save-keep", "1000")
-    assert faults.fork(argv, "train_ddp.py", 2)
+    assert faults.fork(arguments(top, "reference", "--save-keep", "1000"), "train_ddp.py", 2)
     return top / "reference"
 
 

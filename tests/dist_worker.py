@@ -252,8 +252,7 @@ MUTANTS = {
 
 def sharded(ranks, *flags, seq_len=8, config=LLAMA, convert=lambda model: None):
     """The plan and the model of a run of train_fsdp.py, just before its optimizer is built."""
-    argv = [config, "--seq-len", seq_len, *flags]
-    plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
+    plan = plan_of([config, "--seq-len", seq_len, *flags], "train_fsdp.py", ranks.world, "cpu")
     with torch.device("meta"):
         model = Transformer(plan.work.config, seq_len)
     fp8 = convert(model)
@@ -362,9 +361,8 @@ def differing_after_load(ranks, directory: Path) -> list[str]:
 
 def check_shards(ranks, out: Path) -> None:
     """Further facts of sharded models, which every rank tells, in checks2.json and checks4.json."""
-    saved = out / "save-fsdp2/checkpoints/step-00000002"
     checks = {
-        "differing": differing_after_load(ranks, saved),
+        "differing": differing_after_load(ranks, out / "save-fsdp2/checkpoints/step-00000002"),
         "held": held_bytes(ranks),
         "skipped": skips_for_an_overflow_elsewhere(ranks),
         "timeouts": hsdp_timeouts(ranks),

@@ -55,10 +55,9 @@ STEPS, EVERY = 20, 5
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, which must verify."""
-    stored = verify(directory).tensors
     return {
         name: read_block(directory, name, t.parts, [0] * len(t.shape), t.shape, DTYPES[t.dtype])
-        for name, t in stored.items()
+        for name, t in verify(directory).tensors.items()
     }
 
 
@@ -441,8 +440,7 @@ def pieces(count: int = 0) -> str:
             "accumulated": ["--grad-acc-steps", "2", "--sac-freq", "1/2"],
         }  # fmt: skip
         for name, flags in cases.items():
-            argv = arguments(out, name, "--save-keep", "100", *flags)
-            run_here(argv)
+            run_here(arguments(out, name, "--save-keep", "100", *flags))
             again = arguments(out, f"{name}2", *flags)
             again[again.index("auto")] = str(out / name / "checkpoints/step-00000015")
             run_here(again)

@@ -162,8 +162,7 @@ def hold(place, host=None, name="other"):
     """Take a directory as another run does, on this host or as if on another."""
     with pytest.MonkeyPatch.context() as patch:
         if host:
-            there = Writer(host=host, boot="x", pid=1)
-            patch.setattr(lineage, "this_process", lambda: there)
+            patch.setattr(lineage, "this_process", lambda: Writer(host=host, boot="x", pid=1))
         lease = lineage.Lease(place)
         lease.take(Lineage(id=name, name="r", attempt=3, began=0.0, started=0.0))
     return lease

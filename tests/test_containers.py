@@ -172,8 +172,7 @@ def test_images_are_pinned_labelled_and_not_root(path):
 
 
 def test_dockerignore_keeps_out_what_is_large_or_private():
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".git", ".venv*", "runs", "data"} <= set(ignored)
+    assert {".git", ".venv*", "runs", "data"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
 # --- the dependency layer --------------------------------------------------------------------------
@@ -566,8 +565,7 @@ def test_manifests_agree_with_themselves():
     environment = {e["name"]: e.get("value") for e in container["env"]}
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    nodes = job["spec"]["completions"]
-    assert nodes == job["spec"]["parallelism"] == int(environment["NNODES"])
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["NNODES"])
     assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert container["image"].endswith(environment["BENCH_IMAGE_DIGEST"])
     # A pod that saved and stopped on request is no failure.

@@ -208,8 +208,7 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
     ids = torch.arange(64)[None] % shape.vocab_size
     with torch.autocast("cpu", torch.bfloat16):
         exact, rounded = plain(ids), model(ids)
-    error = ((rounded - exact).norm() / exact.norm()).item()
-    assert 1e-3 < error < 0.2
+    assert 1e-3 < ((rounded - exact).norm() / exact.norm()).item() < 0.2
     assert str(model).count("Float8Linear(") == fp8.info.n_linear_layers == 3
     # Layers that do not fit stay and are named.
     assert fp8.info.high_precision["head"] == "always"
@@ -321,8 +320,7 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
     ],
 )
 def test_layers_that_do_not_fit_te_stay_and_are_named(changes, excluded, te_in_place, tmp_path):
-    path = write_config(tmp_path, FAMILIES["qwen3"] | changes)
-    losses_with_te([path, *TINY[1:]], tmp_path)
+    losses_with_te([write_config(tmp_path, FAMILIES["qwen3"] | changes), *TINY[1:]], tmp_path)
     fp8 = only_result(tmp_path / "te")["fp8"]
     layers = {k: v for k, v in fp8["high_precision"].items() if k.startswith("blocks")}
     assert layers == {f"blocks.*.{layer}": why for layer, why in excluded.items()}

@@ -167,8 +167,7 @@ def test_ctrl_c_in_a_tool_is_one_line():
 
 
 def test_a_killed_run_says_so(tmp_path):
-    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6})
-    process = start(path, tmp_path)
+    process = start(write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}), tmp_path)
     assert wait_until(lambda: list(tmp_path.glob("runs/*/result.json")), 120), process.poll()
     (run,) = process.members().keys() - {process.pid}
     os.kill(run, signal.SIGKILL)

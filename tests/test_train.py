@@ -430,8 +430,7 @@ def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
 
 def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     """It writes what it learnt, the same from its export; without a way to decode, it is refused."""
-    text = b"abcdefgh" * 400
-    np.frombuffer(text, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
+    np.frombuffer(b"abcdefgh" * 400, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
     bytes_256 = json.loads((ROOT / "configs/llama-tiny.json").read_text())
     bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "c.json").write_text(json.dumps(bytes_256))
