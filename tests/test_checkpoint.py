@@ -74,9 +74,8 @@ def test_the_campaign_in_small(part, count):
 
 
 def test_a_result_tells_what_saving_cost_and_where_it_went_on(saved, tmp_path):
-    r = json.loads((saved / "result.json").read_text())
+    m = result(saved.parent, name="whole")["metrics"]
     assert steps_in(saved / "checkpoints") == ["05", "10", "15", "20"]
-    m = r["metrics"]
     assert m["n_checkpoints"] == 4 and m["window_saves"] == 3 and m["checkpoint_bytes"] > 10_000
     assert m["checkpoint_stall_s"] > 0 and m["checkpoint_write_s"] > 0 and m["restart_s"] is None
     steps = steps_of(saved)
@@ -214,12 +213,9 @@ def run_again(tmp_path, number, *flags, dies=None, name="r", before=0):
 @pytest.mark.parametrize("where", ["own", "save_dir", "path"])
 def test_a_restart_goes_on_from_its_whole_chain(where, saved, tmp_path):
     """Also if the attempt before died before its first save, and wherever that is."""
-    flags, first = ["--save-every", "3"], 0
-    if where == "save_dir":
-        flags += ["--save-dir", str(tmp_path / "ck")]
-    if where == "path":
-        flags += ["--resume", str(saved / "checkpoints/step-00000005")]
-        first = 5
+    more = {"own": [], "save_dir": ["--save-dir", tmp_path / "ck"]}
+    more["path"] = ["--resume", saved / "checkpoints/step-00000005"]
+    flags, first = ["--save-every", "3", *more[where]], 5 if where == "path" else 0
     for number, (dies, starts) in enumerate([(8, first), (7, 6), (None, 6)]):
         r = run_again(tmp_path, number, *flags, dies=dies)
         assert (r["resumed_from"] or {"step": 0})["step"] == starts, number
@@ -255,7 +251,6 @@ def test_checkpoints_of_another_run_are_not_touched(tmp_path, capsys):
         assert f"{place}: holds checkpoints of another run; choose another" in err
     assert {p.name: p.stat().st_mtime_ns for p in committed(place)} == before
     assert not (tmp_path / "b").exists()
-    # One name of two runs.
     assert train(tmp_path / "a2", *NAMED) == 0
     assert train(tmp_path / "a2", *flags, "--resume", "auto") == 2
     assert "--resume auto: r is the name of several runs" in capsys.readouterr().err
@@ -472,16 +467,13 @@ def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, mon
 
 def test_samples_go_on_with_another_batch(tmp_path, monkeypatch):
     """--resume-anyway with another global batch skips none and repeats none, also once more."""
-    rows = []
-
-    def micro_batches(self, plan, real=data.SyntheticTokens.micro_batches):
-        rows.append(plan)
-        return real(self, plan)
-
-    monkeypatch.setattr(data.SyntheticTokens, "micro_batches", micro_batches)
+    real = data.SyntheticTokens.micro_batches
+    spy = mock.create_autospec(real, side_effect=real)
+    monkeypatch.setattr(data.SyntheticTokens, "micro_batches", spy)
     for bsz, dies in (("4", 7), ("8", 13), ("2", None)):
         more = ["--resume-anyway", "--bsz", bsz, "--lr", f"{bsz}e-3"]
         assert train(tmp_path, *AUTO, *more, dies=dies) == (1 if dies else 0)
+    rows = [call.args[1] for call in spy.mock_calls]
     assert [(plan.start, plan.step) for plan in rows] == [(0, 4), (20, 8), (60, 2)]
     assert rows[2].stop == 60 + 10 * 2
     assert verify(faults.last_of([tmp_path / "r/checkpoints"])).samples == 80

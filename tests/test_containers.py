@@ -14,6 +14,7 @@ import sys
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
 import pytest
@@ -94,8 +95,7 @@ class Machine:
         answer = f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\necho node7\necho node8\n'
         self.put("scontrol", answer)
         self.put("srun", SRUN.format(state=self.state, code=code))
-        job = {"SUBMIT_DIR": str(ROOT), "JOB_NODELIST": "node[7-8]", "JOB_ID": "1234"}
-        job |= {"JOB_NUM_NODES": "2"}
+        job = dict(SUBMIT_DIR=str(ROOT), JOB_NODELIST="node[7-8]", JOB_ID="1234", JOB_NUM_NODES="2")
         self.environment |= {f"SLURM_{k}": v for k, v in job.items()} | {"CONTAINER": kind}
 
     def nvidia(self, n: int) -> None:
@@ -434,8 +434,7 @@ def test_podman(machine):
     assert call[0] == "podman" and values(call, "--device") == ["nvidia.com/gpu=1"]
     assert "--gpus" not in call and "label=disable" in values(call, "--security-opt")
     assert values(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
-    if os.getuid():
-        assert "--userns=keep-id" in call
+    assert "--userns=keep-id" in call or os.getuid() == 0
 
 
 def test_rdma_devices_where_there_are_any(ready):
@@ -582,7 +581,6 @@ def test_manifests_agree_with_themselves():
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "docker"])
 def test_slurm_variants(kind, machine):
-    """Each variant, against an srun that records its arguments."""
     machine.slurm(kind)
     command, image = ["train_fsdp.py", "configs/a b.json"], {}
     if kind == "pyxis":
@@ -599,7 +597,6 @@ def test_slurm_variants(kind, machine):
         assert {"NNODES=2", "HEAD=node7", "PORT=29734"} <= set(exported)
         assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(argv)
         assert "docker/launch.sh" in argv and "docker/torchrun_node.sh" in argv
-        # No container is left.
         assert machine.calls()[-1][-3:] == ["rm", "-f", "llm-train-bench-1234"]
 
 
@@ -611,17 +608,16 @@ def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, machine):
     assert ("requeue 1234" in (machine.state / "scontrol").read_text()) == (code == 75)
 
 
-def test_the_image_is_in_the_result(monkeypatch):
-    monkeypatch.setenv("BENCH_IMAGE_NAME", "bench:1")
-    monkeypatch.setenv("BENCH_IMAGE_DIGEST", "sha256:abc")
+@mock.patch.dict(os.environ, BENCH_IMAGE_NAME="bench:1", BENCH_IMAGE_DIGEST="sha256:abc")
+def test_the_image_is_in_the_result():
     image = provenance.describe_environment(torch.device("cpu"))["image"]
     assert image == {"name": "bench:1", "digest": "sha256:abc"}
     assert provenance.container_image({}) is None
 
 
+@mock.patch.dict(os.environ, BENCH_GIT_SHA="1234abcd")
 def test_an_image_without_history_knows_its_revision(tmp_path, monkeypatch):
     monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setenv("BENCH_GIT_SHA", "1234abcd")
     assert provenance.source_revision.__wrapped__() == {"git_sha": "1234abcd", "git_dirty": None}
 
 

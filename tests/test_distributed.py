@@ -126,10 +126,8 @@ def run_single(out, *flags):
 )
 def test_another_layout_goes_on_with_the_same_training(name, runs, single, tmp_path):
     """Saved by FSDP on 2; resumed at step 2 by DDP, by HSDP on 2 x 2 and by one device."""
-    if name == "resume-single":
-        steps = run_single(tmp_path, "--resume", runs / "save-fsdp2/checkpoints/step-00000002")
-    else:
-        steps = steps_of(runs / name)
+    flags = ["--resume", runs / "save-fsdp2/checkpoints/step-00000002"]
+    steps = run_single(tmp_path, *flags) if name == "resume-single" else steps_of(runs / name)
     first = 0 if name == "save-fsdp2" else 2
     assert [step["step"] for step in steps] == list(range(first, STEPS))
     expected = [step["loss"] for step in single[first:]]

@@ -228,9 +228,8 @@ def test_our_watch_ends_a_rank_before_nccl_would():
 
 def test_the_watch_counts_from_step_to_step_only(monkeypatch):
     """Not before the first step, not while steps follow each other, and not after the last."""
-    ended, last_resorts = [], []
-    later = lambda seconds, exit: last_resorts.append((seconds, exit))  # noqa: E731
-    monkeypatch.setattr("faulthandler.dump_traceback_later", later)
+    ended, last_resort = [], mock.Mock()
+    monkeypatch.setattr("faulthandler.dump_traceback_later", last_resort)
     watch = HangWatch(lambda error, when: ended.append(str(error)), 0.5)
     try:
         time.sleep(0.6)
@@ -241,8 +240,9 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
         watch.rest()
         seconds = time.monotonic() - begin
         time.sleep(0.6)
-        assert ended == [] and last_resorts[0] == (pytest.approx(10.55), True)
-        assert len(last_resorts) <= 1 + seconds  # once a second, not once a step
+        first, *others = last_resort.mock_calls
+        assert ended == [] and first == mock.call(pytest.approx(10.55), exit=True)
+        assert len(others) <= seconds  # once a second, not once a step
         watch.step()
         assert wait_until(lambda: ended, 10)
     finally:
@@ -426,17 +426,13 @@ def test_the_rank_that_failed_first_is_named():
 @pytest.mark.parametrize("reacts", [False, True])
 def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch):
     """The main thread hears of a peer's death by its own exception, or hangs in C until it is aborted."""
-    ended, asked = [], []
-
-    def broken():
-        asked.append(1)
-        return "REMOTE_ERROR" if len(asked) > 1 else None
-
+    ended = []
+    broken = mock.Mock(side_effect=itertools.chain([None], itertools.repeat("REMOTE_ERROR")))
     monkeypatch.setattr(HangWatch, "PATIENCE_S", 1.0)
     watch = HangWatch(lambda error, when: ended.append(str(error)), 600.0, broken)
     try:
         watch.step()
-        assert wait_until(lambda: len(asked) > 1, 5) and not ended
+        assert wait_until(lambda: broken.call_count > 1, 5) and not ended
         if reacts:
             watch.close()
         assert wait_until(lambda: ended, 3) is not reacts
@@ -500,20 +496,18 @@ def two_hosts():
     """Two network namespaces with an address each; only root can make them."""
     if shutil.which("ip") is None:
         pytest.skip("no ip (iproute2) here")
-    names = [f"ltb{os.getpid()}{side}" for side in "ab"]
-    a, b = names
-    link = f"ip link add {a} netns {a} type veth peer name {b} netns {b}"
-    setup = [f"ip netns add {a}", f"ip netns add {b}", link]
+    a, b = names = [f"ltb{os.getpid()}{side}" for side in "ab"]
+    setup = [f"ip netns add {a}", f"ip netns add {b}"]
+    setup += [f"ip link add {a} netns {a} type veth peer name {b} netns {b}"]
     for i, name in enumerate(names):
         setup.append(f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev {name}")
         setup += [f"ip -n {name} link set {link} up" for link in (name, "lo")]
         setup.append(f"ip netns exec {name} true")
     try:
-        try:
-            for command in setup:
-                subprocess.run(command.split(), check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
+        for command in setup:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {command}: {done.stderr}")
         yield names
     finally:
         for name in names:

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import te_standin
+from tests.faults import assert_equal
 from tests.helpers import (
     FAMILIES,
     config,
@@ -116,12 +118,7 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
 )
 def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeypatch):
     """Candidates that max-autotune cannot use are logged only on request."""
-    asked = []
-
-    def spy(function, **options):
-        asked.append(options)
-        return function
-
+    spy = mock.Mock(side_effect=lambda function, **options: function)
     monkeypatch.setattr(torch, "compile", spy)
     logger = logging.getLogger("torch._inductor.select_algorithm")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
@@ -130,8 +127,9 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeyp
         monkeypatch.setenv("TORCH_LOGS", logs)
     with torch.device("meta"):
         apply_compile(Transformer(config("llama"), 8), mode)
-    assert [options.pop("mode") for options in asked] == [mode] * 3 + [loss_mode]
-    assert asked == [{"fullgraph": True, "dynamic": False}] * 4
+    modes = [{"mode": name} for name in (mode, mode, mode, loss_mode)]
+    always = {"fullgraph": True, "dynamic": False}
+    assert [call.kwargs for call in spy.mock_calls] == [always | name for name in modes]
     assert logging.getLevelName(logger.level) == level
 
 
@@ -146,8 +144,7 @@ def test_recomputed_dropout_draws_the_same(policy):
         ids = torch.arange(32).view(2, 16)
         model(ids, ids).backward()
         gradients.append([p.grad for p in model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+    assert_equal(*gradients)
 
 
 @pytest.mark.parametrize(("name", "moments"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")])
@@ -203,8 +200,7 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
     plain = Transformer(shape, 64)
     materialize(plain, CPU, seed=0)
     model, fp8 = fp8_model(recipe, values)
-    for (name, p), (other, q) in zip(plain.weights(), model.weights(), strict=True):
-        assert name == other and torch.equal(p, q)
+    assert_equal(dict(model.weights()), dict(plain.weights()))
     ids = torch.arange(64)[None] % shape.vocab_size
     with torch.autocast("cpu", torch.bfloat16):
         exact, rounded = plain(ids), model(ids)
@@ -252,13 +248,11 @@ def te_in_place(monkeypatch):
     monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
     monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
     monkeypatch.setattr(fp8_te, "fp8_context", lambda te, recipe: contextlib.nullcontext())
-    nothing = types.SimpleNamespace(reset=lambda: None)
-    monkeypatch.setattr(fp8_te, "_quantization_state", lambda: nothing)
+    monkeypatch.setattr(fp8_te, "_quantization_state", mock.Mock())
     modules = []
-    init = te_standin.Module.__init__
 
-    def remembered(self, *args, **kwargs):
-        init(self, *args, **kwargs)
+    def remembered(self, *args, real=te_standin.Module.__init__, **kwargs):
+        real(self, *args, **kwargs)
         modules.append(self)
 
     monkeypatch.setattr(te_standin.Module, "__init__", remembered)
@@ -445,15 +439,13 @@ def test_a_compile_error_in_backward_is_one_line_too(tmp_path, monkeypatch, caps
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.exc import InductorError
 
-    compile_ = torch.compile
-
     def no_backward(graph, inputs):
         raise InductorError(RuntimeError("no code for this graph"), None)
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
 
-    def broken(function, mode=None, **options):
-        return compile_(function, backend=backend, **options)
+    def broken(function, mode=None, real=torch.compile, **options):
+        return real(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", broken)
     line = failure(TINY, tmp_path, capsys)
@@ -469,7 +461,6 @@ def test_too_many_recompilations_are_one_line(tmp_path, capsys):
 
 
 def test_errors_of_the_compiler_are_told_apart(monkeypatch):
-    """A lack of memory, a compiler that cannot reach torch, any other."""
     error = RuntimeError("CppCompileError: C++ compile error")
     tries, spaced = "leave out --pt-compile, or try", "a path with a space; move it"
     for directory, message in (("someone", tries), ("some one", spaced)):

@@ -214,8 +214,7 @@ def test_attention_in_parts_is_attention():
         for attend in (layers.attend, functools.partial(profiling.attend_in_parts, draw, None)):
             y = attend(q, k, v, mask, 0.0, scale)
             outcomes.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
-        for expected, got in zip(*outcomes, strict=True):
-            torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*outcomes)
     assert drawn == ["attention scores", "attention softmax", "attention values"] * 2
 
 

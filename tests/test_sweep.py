@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,10 +54,8 @@ FAST = dict(seq_len=32, n_steps=3, warmup_steps=1, device="cpu", amp="off", no_t
 
 def start(path, out, root=ROOT) -> Started:
     """A sweep in a new process, which runs the scripts below `root`."""
-    code = (
-        "import sys, sweep; from pathlib import Path; from llm_train_bench.sweep import cell_runs; "
-        "cell_runs.ROOT = Path(sys.argv[1]); sys.exit(sweep.main(sys.argv[2:]))"
-    )
+    code = "import pathlib, sys, sweep; from llm_train_bench.sweep import cell_runs; "
+    code += "cell_runs.ROOT = pathlib.Path(sys.argv[1]); sys.exit(sweep.main(sys.argv[2:]))"
     argv = [sys.executable, "-c", code, str(root), path, "--output-dir", str(out)]
     return Started(argv, {}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -83,7 +82,6 @@ shutil.copytree({result!r}, run)
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """A directory with the stand-in for train.py."""
     directory = tmp_path_factory.mktemp("scripts")
     (directory / "train.py").write_text(STAND_IN.format(result=str(RESULT)))
     return directory
@@ -335,10 +333,7 @@ def test_runs_as_jobs_are_the_same_rows_and_go_on(tmp_path, output_of):
 
 def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
-
-    def lost(*args):
-        raise RuntimeError("the node went away")
-
+    lost = mock.Mock(side_effect=RuntimeError("the node went away"))
     monkeypatch.setattr(jobs, "run_cell", lost)
     (cell,) = make_cells(experiment(training=FAST), "cpu")
     (row,) = jobs.run_as_jobs([(cell, 0)], tmp_path, 60.0, {"cluster": "local"})
@@ -469,15 +464,12 @@ def test_a_wrong_file_is_one_line(text, message, tmp_path, refused):
     assert not (tmp_path / "out").exists() and time.monotonic() - begin < 20
 
 
-def test_values_may_be_quoted():
+def test_values_may_be_quoted_or_variables():
     training = {"n_steps": "7", "lr": "0.5", "pt_compile": "true", "sac_freq": "none", "amp": False}
     (cell,) = make_cells(experiment(training=training, grid={}), "cpu")
     args = parse_args(cell.argv(), cell.script)
-    assert (args.n_steps, args.lr, args.pt_compile, args.sac_freq) == (7, 0.5, True, None)
-    assert args.amp == "off"
-
-
-def test_substitution():
+    found = args.n_steps, args.lr, args.pt_compile, args.sac_freq, args.amp
+    assert found == (7, 0.5, True, None, "off")
     environ = {"A": "1", "EMPTY": ""}
     assert experiments.substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
 
@@ -537,7 +529,6 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
 
 
 def a_row(key, rate, **more):
-    """A row of rows.jsonl."""
     return {"key": key, "repeat": 0, "model": "m", "status": "ok", "axes": {"bsz": key}, "mfu": None,
             "tokens_per_sec": rate, "memory_gib": 1.0, "memory_kind": "resident",
             "step_times_s": [100 / rate] * 5 if rate else []} | more  # fmt: skip

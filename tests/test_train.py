@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.results import trackers
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import SCHEMA_VERSION
@@ -135,8 +137,7 @@ def test_steps_file_and_tensorboard_say_the_same(run):
     assert peak == 10 and rates[peak] == pytest.approx(3e-3) and rates[-1] == pytest.approx(3e-4)
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:])[::-1]
     (directory,) = run.glob("*/tensorboard")
-    events = EventAccumulator(str(directory))
-    events.Reload()
+    events = EventAccumulator(str(directory)).Reload()
     tags = events.Tags()["scalars"]
     assert {"train/lr", "train/grad_norm"} <= set(tags)
     assert [e.step for e in events.Scalars("train/loss")] == list(range(64))
@@ -327,6 +328,7 @@ def test_full_disk(tmp_path, capsys):
 
 CUDNN = "configs/mistral-7b-v0.1.json --device cpu --attention cudnn --seq-len"
 FP8 = "configs/gpt2-tiny.json --seq-len 32 --device cpu --use-fp8"
+TE = f"{FP8} --fp8-backend te"
 BAD = [
     ("--n-steps -1", "--n-steps -1: must be at least 1"),
     (f"--seed 1{'0' * 22}", "must be at most 9223372036854775807"),
@@ -377,11 +379,8 @@ BAD = [
     (FP8, "Transformer Engine needs a GPU"),
     (f"{FP8} --pt-compile", "a CPU has no FP8 matmuls; --fp8-emulate"),
     (f"{FP8} --fp8-recipe rowwise", "a CPU has no FP8 matmuls"),
-    (
-        f"{FP8} --fp8-recipe rowwise --fp8-backend te",
-        "te supports current, delayed, blockwise, mxfp8",
-    ),
-    (f"{FP8} --fp8-emulate --fp8-backend te", "use --fp8-backend torchao"),
+    (f"{TE} --fp8-recipe rowwise", "te supports current, delayed, blockwise, mxfp8"),
+    (f"{TE} --fp8-emulate", "use --fp8-backend torchao"),
     (f"{FP8} --fp8-emulate --seq-len 30 --bsz 3", "= 90 tokens is not a multiple of 16"),
 ]
 
@@ -452,11 +451,7 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
 
 def test_a_run_is_exported_when_it_has_ended(tmp_path, capsys, monkeypatch, refused):
     """A tracker that fails takes nothing from the run; one that is not installed is refused."""
-    from llm_train_bench.results import trackers
-
-    def broken(*_):
-        raise OSError("no\nspace")
-
+    broken = mock.Mock(side_effect=OSError("no\nspace"))
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", broken)
     monkeypatch.setitem(trackers.PACKAGES, "mlflow", "json")
     argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard")
@@ -564,16 +559,13 @@ def test_a_closed_output_ends_no_run(name, tmp_path, monkeypatch, capsys):
 
 def test_python_ends_without_complaint_after_a_full_output():
     """It flushes its outputs at the end."""
-    text = "import os, sys; os.close(1); os.open('/dev/full', os.O_WRONLY); " + (
-        "from llm_train_bench.results.console import say; sys.exit(say('x', sys.stdout))"
-    )
+    text = "import os, sys; os.close(1); os.open('/dev/full', os.O_WRONLY); "
+    text += "from llm_train_bench.results.console import say; sys.exit(say('x', sys.stdout))"
     assert python(["-c", text]).stderr == ""
 
 
 def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeypatch, capsys):
-    real = loop.optimizer_step
-
-    def remove(*args):
+    def remove(*args, real=loop.optimizer_step):
         shutil.rmtree(tmp_path / "r", ignore_errors=True)
         return real(*args)
 
