@@ -101,7 +101,6 @@ from llm_train_bench.settings.flags import OptimizerFlags
 RESULTS = ROOT / "benchmarks/results/bytes.json"
 BANDWIDTH, MATMUL_RATE = 4.1e12, 720e12  # reached on an H200: bytes and bf16 operations per second
 
-# A device that is not there.
 H200 = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0, warp_size=32, gcnArchName="")
 H200.multi_processor_count, H200.max_threads_per_multi_processor = 132, 2048
 H200.max_threads_per_block, H200.regs_per_multiprocessor = 1024, 65536

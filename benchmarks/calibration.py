@@ -39,7 +39,6 @@ CASES = {
 
 
 def argv_of(name: str) -> list[str]:
-    """A case's command line."""
     return [CASES[name], *name.partition(" (")[0].split(), "--amp", "off", "--device", "cpu"]
 
 

@@ -87,8 +87,7 @@ def keep_for_estimates(name: str, rows: list[dict]) -> None:
     entry = dataclasses.asdict(find_hardware(name))
     entry["ring_gb_per_s"] = round(rate, 2)
     entry["source"] += "; ring_gb_per_s: benchmarks/collectives.py"
-    path = keep_devices([entry])
-    print(f"ring_gb_per_s of {entry['name']}: {rate:.1f}, in {path}")
+    print(f"ring_gb_per_s of {entry['name']}: {rate:.1f}, in {keep_devices([entry])}")
 
 
 def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:

@@ -153,26 +153,20 @@ def report(
     Returns the median of each ratio. A ratio "a over b" is b's time over a's, round by round: above 1,
     a is faster.
     """
-    rows, compared = {}, {}
+    rows, compared, shown = {}, {}, []
     for label, t in times.items():
         rows[label] = {"min_s": min(t), "median_s": statistics.median(t), "all_s": t}
     for label, (a, b) in ratios.items():
         pairs = [tb / ta for ta, tb in zip(times[a], times[b], strict=True)]
-        compared[label] = {
-            "median": statistics.median(pairs),
-            "min": min(pairs),
-            "max": max(pairs),
-            "of_minima": min(times[b]) / min(times[a]),
-        }
+        low, high, median = min(pairs), max(pairs), statistics.median(pairs)
+        compared[label] = {"median": median, "min": low, "max": high}
+        compared[label]["of_minima"] = of_minima = min(times[b]) / min(times[a])
+        shown.append((label, f"{median:.3f}", f"{of_minima:.3f}", f"{low:.3f}-{high:.3f}"))
     print(f"\n{name}: {about}\n")
     cells = [(n, f"{1e3 * r['min_s']:.2f}", f"{1e3 * r['median_s']:.2f}") for n, r in rows.items()]
     show(("what", "min [ms]", "median [ms]"), cells)
-    cells = []
-    for label, r in compared.items():
-        between = f"{r['min']:.3f}-{r['max']:.3f}"
-        cells.append((label, f"{r['median']:.3f}", f"{r['of_minima']:.3f}", between))
     if compared:
-        show(("speed ratio", "median", "of minima", "range"), cells)
+        show(("speed ratio", "median", "of minima", "range"), shown)
     save(name, {"about": about, "times": rows, "ratios": compared})
     return {label: r["median"] for label, r in compared.items()}
 

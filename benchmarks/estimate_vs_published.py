@@ -105,8 +105,7 @@ def kind_of(row: dict) -> str:
     """Which of these a row is."""
     if "fp8" in row:
         return REFUSED
-    words = row["flags"].split()
-    return DIVIDED if {"--tp", "--cp", "--ep", "--pp"} & set(words) else PLAIN
+    return DIVIDED if {"--tp", "--cp", "--ep", "--pp"} & set(row["flags"].split()) else PLAIN
 
 
 def by_family(rows) -> dict[tuple[str, str], list[float]]:

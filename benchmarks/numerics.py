@@ -71,7 +71,6 @@ def judge(name: str, losses: np.ndarray, reference: np.ndarray, noise: float = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train every setting in a separate process, and report; see `exit_code`."""
     parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--settings", help="only these, separated by commas; fp32 always runs")

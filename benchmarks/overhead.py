@@ -5,10 +5,10 @@
 The limit is 0.98 of the bare loop's tokens per second. The exit code is 1 if a median is below it.
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -43,7 +43,7 @@ def step_of(case: Case, device: torch.device) -> Callable[[], None]:
     """The same step without train.py, over a separate model."""
     path, bsz, T, amp = case
     model = common.fresh_model(path, T, device)
-    draw = functools.partial(torch.randint, model.config.vocab_size, (bsz, T + 1), device=device)
+    draw = partial(torch.randint, model.config.vocab_size, (bsz, T + 1), device=device)
     return common.bare_step(model, lambda ids: model(ids[:, :-1], ids[:, 1:]), draw, amp)
 
 
@@ -77,8 +77,7 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
         result = common.run_train(*argv)
     # train.py's time of a step includes the bare step before it, except for the window's first.
     bare_times = bare_times[WARMUP : WARMUP + n]  # one more step observes the kernels
-    between = [0.0, *bare_times[:-1]]
-    ours = [t - b for t, b in zip(result.step_times_s, between, strict=True)]
+    ours = [t - b for t, b in zip(result.step_times_s, [0.0, *bare_times[:-1]], strict=True)]
     return [ours, bare_times]
 
 
@@ -94,16 +93,13 @@ def main() -> int:
         argv += ["--n-steps", n, "--warmup-steps", WARMUP]
         ours, bare = f"train.py {name}", f"bare loop {name}"
         if device.type == "cuda":
-            loop = functools.partial(bare_loop, n, device, case)
-            times |= common.interleave(
-                {ours: functools.partial(time_train, *argv), bare: loop}, rounds
-            )
+            train, loop = partial(time_train, *argv), partial(bare_loop, n, device, case)
+            times |= common.interleave({ours: train, bare: loop}, rounds)
         else:
             times[ours], times[bare] = step_by_step(argv, n, device, case)
         ratios[f"train.py / bare, {name}"] = (ours, bare)
-    medians = common.report(
-        "overhead", times, ratios, "train.py against a bare loop over the same model"
-    )
+    about = "train.py against a bare loop over the same model"
+    medians = common.report("overhead", times, ratios, about)
     return int(min(medians.values()) < LIMIT)
 
 

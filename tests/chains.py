@@ -83,7 +83,6 @@ class Job:
                 self.launchers.append(Started(command, more | env, stdout=out, stderr=out))
 
     def members(self) -> list[int]:
-        """Living processes of this job."""
         return [pid for launcher in self.launchers for pid in launcher.members()]
 
     def ranks(self) -> dict[int, int]:
@@ -243,8 +242,7 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
         assert len(used) == 1 and used[0].exists(), (used, *case)
         (place,) = used
         assert step_of(faults.last_of([place])) == STEPS + 2, case
-        states = (faults.last_state([at]) for at in (place, reference / "checkpoints"))
-        faults.assert_equal(*states)
+        faults.assert_equal(*(faults.last_state([at]) for at in (place, reference / "checkpoints")))
         names = [path.name for path in place.iterdir()]
         assert sum(name.startswith("step-") for name in names) <= 2, names
         assert not any(name.startswith((".", "damaged")) for name in names), names
@@ -265,8 +263,7 @@ def chain(number: int, reference: Path, kind, draw: random.Random, top: Path, sc
 
 def make_reference(top: Path) -> Path:
     """The run that nobody disturbs, with all of its checkpoints."""
-    argv = arguments(top, "reference", "--save-keep", "1000")
-    assert faults.fork(argv, "train_ddp.py", 2)
+    assert faults.fork(arguments(top, "reference", "--save-keep", "1000"), "train_ddp.py", 2)
     return top / "reference"
 
 
@@ -381,21 +378,18 @@ def check_second_run(top: Path) -> None:
 
 def requests(count: int = 0) -> str:
     """Signals to launchers and ranks, once and twice, on slow disks; a second run of the same name."""
-    n = 0
+    early = ("script launchers USR1", "srun launchers USR1", "itself launchers USR1")
+    cases = ("script launchers TERM", "agents launchers TERM", "agents one TERM", "srun launchers TERM",
+             "script rank USR1", "agents rank INT", *early)  # fmt: skip
+    twice = ("script", "agents", "srun", "itself")
     with tempfile.TemporaryDirectory(prefix="requests-") as top:
-        for case in (
-            "script launchers TERM", "agents launchers TERM", "agents one TERM", "srun launchers TERM",
-            "script rank USR1", "agents rank INT", "script launchers USR1", "srun launchers USR1",
-            "itself launchers USR1",
-        ):  # fmt: skip
+        for case in cases:
             kind, who, name = case.split()
             number = signal.Signals[f"SIG{name}"]
-            check_saved_on_request(kind, Path(top), who, number, early=who == "launchers" and n > 4)
+            check_saved_on_request(kind, Path(top), who, number, case in early)
             print(f"  {kind}, {who}, {number.name}", flush=True)
-            n += 1
-        for kind in ("script", "agents", "srun", "itself"):
+        for kind in twice:
             check_second_signal(kind, Path(top))
             print(f"  {kind}, twice", flush=True)
-            n += 1
         check_second_run(Path(top))
-    return f"{n} requests, a second run"
+    return f"{len(cases) + len(twice)} requests, a second run"

@@ -61,7 +61,6 @@ from tests.faults import whole_state
 from tests.helpers import free_port, plan_of, without_inductor
 
 ENTRYPOINTS = {f"{m.__name__}.py": m for m in (train, train_ddp, train_fsdp, train_pp)}
-# Where optimizers are built.
 OPTIMIZERS = (train, train_fsdp, train_pp)
 LOOP = "llm_train_bench.run.loop"
 CPU = torch.device("cpu")
@@ -251,22 +250,20 @@ MUTANTS = {
 
 
 def sharded(ranks, *flags, seq_len=8, config=LLAMA, convert=lambda model: None):
-    """The plan and the model of a run of train_fsdp.py, just before its optimizer is built."""
-    argv = [config, "--seq-len", seq_len, *flags]
-    plan = plan_of(argv, "train_fsdp.py", ranks.world, "cpu")
+    """The model of a run of train_fsdp.py and its optimizer."""
+    plan = plan_of([config, "--seq-len", seq_len, *flags], "train_fsdp.py", ranks.world, "cpu")
     with torch.device("meta"):
         model = Transformer(plan.work.config, seq_len)
     fp8 = convert(model)
     layout = RankLayout(plan.work.fsdp, ranks.rank)
     apply_fsdp(model, layout.connect(CPU, plan.ranks.dist_timeout), plan.work)
     materialize_shards(model, CPU, 0, fp8=fp8)
-    return plan, model
+    return model, build_optimizer(model, plan.optimizer)
 
 
 def held_bytes(ranks) -> int:
     """Bytes of parameters and AdamW state that this rank holds of a sharded model after a step."""
-    plan, model = sharded(ranks, "--amp", "off")
-    optimizer = build_optimizer(model, plan.optimizer)
+    model, optimizer = sharded(ranks, "--amp", "off")
     ids = torch.zeros(1, 8, dtype=torch.int64)
     model(ids, ids).backward()
     optimizer.step()
@@ -280,7 +277,7 @@ def embedding_gradient_error(ranks) -> float:
     """Relative distance of the embedding's gradient: bf16 against fp32; few tokens, each often."""
     gradients = []
     for amp in ("off", "bf16"):
-        _, model = sharded(ranks, "--amp", amp, seq_len=64, config=GPT2)
+        model, _ = sharded(ranks, "--amp", amp, seq_len=64, config=GPT2)
         ids = torch.randint(4, (32, 64), generator=torch.Generator().manual_seed(ranks.rank))
         model(ids, ids).backward()
         gradients.append(whole(model.embed.weight.grad))
@@ -290,7 +287,7 @@ def embedding_gradient_error(ranks) -> float:
 
 def dtypes_in_a_block(ranks) -> list[str]:
     """Dtypes of activations and rotary tables as attention gets them under bf16."""
-    _, model = sharded(ranks)
+    model, _ = sharded(ranks)
     seen = []
     model.blocks["1"].attn.register_forward_pre_hook(
         lambda module, inputs: seen.extend(str(t.dtype) for t in (inputs[0], *inputs[1]))
@@ -309,8 +306,7 @@ def converted_losses(ranks, config: str) -> dict[str, list[float]]:
 
     losses = {}
     for name, how in (("plain", lambda model: Fp8()), ("converted", convert)):
-        plan, model = sharded(ranks, "--amp", "off", seq_len=16, config=config, convert=how)
-        optimizer = build_optimizer(model, plan.optimizer)
+        model, optimizer = sharded(ranks, "--amp", "off", seq_len=16, config=config, convert=how)
         ids = torch.arange(32).view(2, 16) + ranks.rank
         losses[name] = []
         for _ in range(3):
@@ -324,8 +320,7 @@ def converted_losses(ranks, config: str) -> dict[str, list[float]]:
 
 def skips_for_an_overflow_elsewhere(ranks) -> bool:
     """Whether this rank's fp16 step leaves the weights alone when a shard of the last one overflows."""
-    plan, model = sharded(ranks, "--amp", "fp16")
-    optimizer, scaler = build_optimizer(model, plan.optimizer), LossScaler(CPU)
+    (model, optimizer), scaler = sharded(ranks, "--amp", "fp16"), LossScaler(CPU)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     if ranks.rank == ranks.world - 1:
@@ -351,8 +346,7 @@ def hsdp_timeouts(ranks) -> list[float]:
 def differing_after_load(ranks, directory: Path) -> list[str]:
     """Names of the tensors that are not, bit for bit, those of a checkpoint after loading it."""
     flags = ["--dp-replicate", "2"] if ranks.world == 4 else []
-    plan, model = sharded(ranks, "--amp", "off", *flags, seq_len=32)
-    optimizer = build_optimizer(model, plan.optimizer)
+    model, optimizer = sharded(ranks, "--amp", "off", *flags, seq_len=32)
     training_state.load(directory, verify(directory), model, optimizer)
     loaded = {name: whole(t) for name, t in training_state.state_tensors(model, optimizer)}
     stored = whole_state(directory)
@@ -362,9 +356,8 @@ def differing_after_load(ranks, directory: Path) -> list[str]:
 
 def check_shards(ranks, out: Path) -> None:
     """Further facts of sharded models, which every rank tells, in checks2.json and checks4.json."""
-    saved = out / "save-fsdp2/checkpoints/step-00000002"
     checks = {
-        "differing": differing_after_load(ranks, saved),
+        "differing": differing_after_load(ranks, out / "save-fsdp2/checkpoints/step-00000002"),
         "held": held_bytes(ranks),
         "skipped": skips_for_an_overflow_elsewhere(ranks),
         "timeouts": hsdp_timeouts(ranks),
@@ -444,12 +437,8 @@ def run_jobs(jobs: Iterable[Job], out: Path, gradients=False, check=None) -> Non
 def _run_rank(rank: int, world: int, port: int, jobs, out: Path, gradients, check) -> None:
     torch.set_num_threads(1)  # OpenMP's other threads were not forked
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = Ranks(rank, world, rank)
-    with (
-        (out / f"rank{rank}of{world}.log").open("a") as log,
-        contextlib.redirect_stderr(log),
-        contextlib.redirect_stdout(log),
-    ):
+    ranks, path = Ranks(rank, world, rank), out / f"rank{rank}of{world}.log"
+    with path.open("a") as log, contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
         join(ranks, CPU, 300.0)
         work(ranks, jobs, out, gradients)
         if check:

@@ -19,6 +19,7 @@ import random
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -54,10 +55,9 @@ STEPS, EVERY = 20, 5
 
 def whole_state(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, which must verify."""
-    stored = verify(directory).tensors
     return {
         name: read_block(directory, name, t.parts, [0] * len(t.shape), t.shape, DTYPES[t.dtype])
-        for name, t in stored.items()
+        for name, t in verify(directory).tensors.items()
     }
 
 
@@ -69,7 +69,6 @@ def last_of(directories: Sequence[Path]) -> Path:
 
 
 def last_state(directories: Sequence[Path]) -> dict[str, torch.Tensor]:
-    """All tensors of the newest good checkpoint."""
     return whole_state(last_of(directories))
 
 
@@ -197,17 +196,11 @@ class OneRun:
             lease.release()
 
 
-class Inline:
+class Inline(threading.Thread):
     """A thread that runs when it is started."""
 
-    def __init__(self, target=lambda: None, args=(), daemon=True, name=""):
-        self.work = lambda: target(*args)
-
-    def start(self) -> None:
-        self.work()
-
-    def join(self, timeout) -> None: ...
-    def is_alive(self): ...
+    start = threading.Thread.run
+    join = lambda self, timeout: None  # noqa: E731
 
 
 @contextlib.contextmanager
@@ -350,6 +343,10 @@ def fork(argv: list[str], script="train.py", world=1, kill_after=None, draw=rand
     return not any(codes)
 
 
+def steps_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+
+
 def losses_of(out: Path, name: str) -> Iterator[tuple[int, float]]:
     """Step and loss of every line of every attempt of a run."""
     for path in [out / name / "steps.jsonl", *out.glob(f"{name}-restart*/steps.jsonl")]:
@@ -443,8 +440,7 @@ def pieces(count: int = 0) -> str:
             "accumulated": ["--grad-acc-steps", "2", "--sac-freq", "1/2"],
         }  # fmt: skip
         for name, flags in cases.items():
-            argv = arguments(out, name, "--save-keep", "100", *flags)
-            run_here(argv)
+            run_here(arguments(out, name, "--save-keep", "100", *flags))
             again = arguments(out, f"{name}2", *flags)
             again[again.index("auto")] = str(out / name / "checkpoints/step-00000015")
             run_here(again)

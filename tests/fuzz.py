@@ -73,9 +73,6 @@ NUMBERS = (
 UNITS = (("GiB", "B"), ("GB", "TB"), ("ms", "s"), ("ms", "us"), ("%", ""), ("/", " "), (":", "="))
 
 
-# --- how a file is spoilt ---------------------------------------------------------------------------
-
-
 def edited(whole: Any, rng: random.Random) -> Any:
     """JSON data with one change at a random place."""
     path, old = _spot(whole, rng)
@@ -162,7 +159,7 @@ def flipped(data: bytes, rng: random.Random) -> bytes:
 @functools.cache
 def _parsed(data: bytes, ending: str) -> Any:
     if ending == ".jsonl":
-        return [json.loads(line) for line in data.decode().splitlines()]
+        return [*map(json.loads, data.decode().splitlines())]
     if ending == ".csv":
         return [*csv.reader(io.StringIO(data.decode()))]
     if ending == ".yaml":
@@ -193,21 +190,15 @@ def spoilt(right: bytes, ending: str, rng: random.Random) -> bytes:
     return gzip.compress(data, 1) if ending.endswith(".gz") else data
 
 
-# --- readers ----------------------------------------------------------------------------------------
-
-
 def read_hardware(path: Path) -> None:
-    caches = hardware.devices, hardware.constants
-    for cached in caches:
-        cached.cache_clear()
-    with mock.patch.multiple(hardware, HARDWARE_FILE=path, ROOFS_FILE=path):
-        try:
-            hardware.find_roof("NVIDIA H100 80GB HBM3")
-            hardware.find_peaks("NVIDIA H100 80GB HBM3")
-            hardware.constants()
-        finally:
-            for cached in caches:
-                cached.cache_clear()
+    cached = [hardware.devices, hardware.constants]
+    files = mock.patch.multiple(hardware, HARDWARE_FILE=path, ROOFS_FILE=path)
+    # Fresh ones, in place of what the caches hold.
+    fresh = {f.__name__: functools.cache(f.__wrapped__) for f in cached}
+    with files, mock.patch.multiple(hardware, **fresh):
+        hardware.find_roof("NVIDIA H100 80GB HBM3")
+        hardware.find_peaks("NVIDIA H100 80GB HBM3")
+        hardware.constants()
 
 
 def read_weights_index(path: Path) -> None:
@@ -234,9 +225,6 @@ def read_foreign(path: Path) -> None:
 
 def read_run_file(path: Path) -> None:
     parse_args(["--from", str(path)], "train.py")
-
-
-# --- whole tools ------------------------------------------------------------------------------------
 
 
 def run(path: Path, main: Callable, *argv: Any) -> None:
@@ -360,8 +348,6 @@ def examines(path: Path) -> None:
             run(path, doctor.main, *flags)
 
 
-# --- kinds ------------------------------------------------------------------------------------------
-
 PLAIN, TRACES = ROOT / "tests/sample/plain/result.json", ROOT / "tests/traces"
 TINY = ROOT / "configs/gpt2-tiny.json"
 FUZZED = ROOT / "tests/fuzzed"
@@ -392,8 +378,7 @@ def kinds() -> dict[str, Kind]:
         return [json.dumps(content).encode() for content in contents]
 
     logs = [(text[: text.rfind(b"\n", 0, 3000)] if len(text) > 3000 else text)
-            for text in texts("tests/logs/*.log")]  # fmt: skip
-    logs = [log.decode("utf-8", "replace").encode() for log in logs]
+            .decode("utf-8", "replace").encode() for text in texts("tests/logs/*.log")]  # fmt: skip
     results = texts("tests/sample/*/result.json")
     measured_there = json.loads(results[0])
     measured_there["device"]["hardware"] = "H100 SXM"
@@ -407,8 +392,8 @@ def kinds() -> dict[str, Kind]:
     traces = texts("tests/fuzzed/*trace.json")
     gz = [gzip.compress(text) for text in traces]
     gz += [_small(file) for file in sorted(TRACES.glob("*.json.gz"))]
-    states, tables = texts("tests/logs/trainer_state.json"), texts("tests/logs/lightning.csv")
-    csvs = [*tables, *texts("tests/sample/results.csv")]
+    states = texts("tests/logs/trainer_state.json")
+    csvs = texts("tests/logs/lightning.csv", "tests/sample/results.csv")
     experiments = texts("tests/sample/experiment.yaml", "configs/sweeps/*.yaml")
     (steps,) = texts("tests/sample/plain/steps.jsonl")
     configs = texts("configs/*-tiny.json", "configs/qwen2.5-7b.json", "configs/deepseek-v3.json")
@@ -462,9 +447,6 @@ def kinds() -> dict[str, Kind]:
 
 
 SLOW = ("experiment", "run", "again")  # YAML in plain Python
-
-
-# --- the attack -------------------------------------------------------------------------------------
 
 
 def attack(name: str, cases: int, directory: Path, first: int = 0) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.formulas.collectives import traffic as traffic_of
 from tests.dist_worker import Job, run_jobs
-from tests.faults import whole_state
+from tests.faults import steps_of, whole_state
 from tests.helpers import FAMILIES, ROOT, plan_of
 
 STEPS = 16  # tests/test_layouts.py takes 8
@@ -72,13 +72,11 @@ class Case:
         return 2 if self.mutant or "--amp bf16" in self.flags else STEPS
 
     def size(self, flag: str, default: int = 1) -> int:
-        """The value of a flag."""
         words = self.flags.split()
         return int(words[words.index(flag) + 1]) if flag in words else default
 
     @property
     def script(self) -> str:
-        """The script that has these flags."""
         if self.ranks == 1:
             return "train.py"
         return "train_pp.py" if "--pp" in self.flags.split() else "train_fsdp.py"
@@ -117,6 +115,7 @@ CASES = {
     "pp2-dp2": Case(4, "gpt2", "--pp 2"),
     "pp2-hsdp2": Case(4, "gpt2", "--pp 2 --dp-replicate 2 --grad-acc-steps 2"),
     "pp2-cp2-deepseek": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4"),
+    "pp2-cp2-half": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4 --sac-freq 1/2"),
     "pp2-tp2-dp2-ep4": Case(8, "moe", "--pp 2 --tp 2 --ep 4 --grad-acc-steps 2"),
     "pp2-hsdp2x2": Case(8, "deep", "--pp 2 --pp-virtual 2 --dp-replicate 2 --grad-acc-steps 2"),
     "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
@@ -126,9 +125,6 @@ CASES |= {
     for name, case in CASES.items()
     if "--sac-freq" not in case.flags
 }
-CASES["pp2-cp2-half"] = dataclasses.replace(
-    CASES["pp2-cp2-deepseek"], flags=CASES["pp2-cp2-deepseek"].flags + " --sac-freq 1/2"
-)
 SAVE = "--save-every 2 --save-keep 99"
 # Each saves, and goes on from what another saved: ranks, model, flags, from where, from which step.
 CHECKPOINTS = {
@@ -191,7 +187,6 @@ def flags_of(case: Case, out: Path) -> list[str]:
 
 
 def checkpoint(case: Case, out: Path) -> Path:
-    """The checkpoint from which a case goes on."""
     return out / case.resumes / f"checkpoints/step-{case.first:08}"
 
 
@@ -245,7 +240,6 @@ class Difference:
         return not self.traffic and all(self.numbers[k] < most for k, most in self.limits.items())
 
     def __str__(self) -> str:
-        """A line of the table."""
         numbers = " ".join(f"{n:8.1e}" for n in self.numbers.values())
         return f"{numbers}  {self.worst}" + f"  traffic {self.traffic}" * bool(self.traffic)
 
@@ -257,7 +251,7 @@ def compare(name: str, out: Path) -> Difference:
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
     alone, here = reference(case.model, micro, out, bf16), out / name
-    steps = [[*map(json.loads, (d / "steps.jsonl").open())] for d in (alone, here)]
+    steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first
     clipped = [step["grad_norm"] > CLIPS.get(case.model, 0.3) for step in steps[0]]
     assert clipped[0] and all(clipped) == (case.model not in CLIPS), "clipping is not as meant"

@@ -26,7 +26,7 @@ import train_fsdp  # noqa: F401
 from llm_train_bench.base import start
 from llm_train_bench.parallel import ranks
 from llm_train_bench.run import agent  # noqa: F401
-from tests.helpers import ROOT
+from tests.helpers import ROOT, read_steps
 
 TORCHRUN = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node".split()
 TORCHRUN.insert(0, sys.executable)
@@ -135,6 +135,10 @@ def signal_all(pids, number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def training(out: Path) -> bool:
+    return bool(list(out.glob("*/steps.jsonl"))) and len(read_steps(out)) > 5
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:

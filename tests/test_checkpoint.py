@@ -29,6 +29,7 @@ from llm_train_bench.run import loop
 from llm_train_bench.run.checkpoint import durable, lineage, saver
 from llm_train_bench.run.checkpoint.manifest import committed, verify
 from tests import faults
+from tests.faults import steps_of
 from tests.helpers import ROOT, only_result, run_train
 
 NAMED = ["--save-every", 5, "--run-name", "r"]
@@ -49,7 +50,7 @@ def train(out, *flags, dies=None, config=faults.CONFIG):
 
     def rate(number, *args, real=learning_rate):
         if number == dies:
-            raise Dies
+            raise RuntimeError("this run was to die")
         return real(number, *args)
 
     with mock.patch.object(loop, "learning_rate", rate):
@@ -59,10 +60,6 @@ def train(out, *flags, dies=None, config=faults.CONFIG):
 def result(out, attempt=0, name="r") -> dict:
     directory = out / (f"{name}-restart{attempt}" if attempt else name)
     return json.loads((directory / "result.json").read_text())
-
-
-def lines_of(run) -> list[dict]:
-    return [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
 
 
 def steps_in(place) -> list[str]:
@@ -77,16 +74,15 @@ def test_the_campaign_in_small(part, count):
 
 
 def test_a_result_tells_what_saving_cost_and_where_it_went_on(saved, tmp_path):
-    r = json.loads((saved / "result.json").read_text())
+    m = result(saved.parent, name="whole")["metrics"]
     assert steps_in(saved / "checkpoints") == ["05", "10", "15", "20"]
-    m = r["metrics"]
     assert m["n_checkpoints"] == 4 and m["window_saves"] == 3 and m["checkpoint_bytes"] > 10_000
     assert m["checkpoint_stall_s"] > 0 and m["checkpoint_write_s"] > 0 and m["restart_s"] is None
-    steps = lines_of(saved)
+    steps = steps_of(saved)
     assert [s["step"] for s in steps if s.get("saved")] == [4, 9, 14, 19]
     from_10 = ["--resume", saved / "checkpoints/step-00000010", "--run-name", "r"]
     assert train(tmp_path, *from_10) == 0
-    r, again = result(tmp_path), lines_of(tmp_path / "r")
+    r, again = result(tmp_path), steps_of(tmp_path / "r")
     assert r["resumed_from"]["run"] == "whole" and r["resumed_from"]["step"] == 10
     assert r["metrics"]["restart_s"] > 0 and r["metrics"]["n_measured_steps"] == 5
     assert [s["phase"] for s in again] == ["resume"] * 5 + ["measure"] * 5
@@ -165,8 +161,7 @@ def hold(place, host=None, name="other"):
     """Take a directory as another run does, on this host or as if on another."""
     with pytest.MonkeyPatch.context() as patch:
         if host:
-            there = Writer(host=host, boot="x", pid=1)
-            patch.setattr(lineage, "this_process", lambda: there)
+            patch.setattr(lineage, "this_process", lambda: Writer(host=host, boot="x", pid=1))
         lease = lineage.Lease(place)
         lease.take(Lineage(id=name, name="r", attempt=3, began=0.0, started=0.0))
     return lease
@@ -215,19 +210,12 @@ def run_again(tmp_path, number, *flags, dies=None, name="r", before=0):
     return result(tmp_path / "runs", number + before, name)
 
 
-class Dies(Exception):
-    pass
-
-
 @pytest.mark.parametrize("where", ["own", "save_dir", "path"])
 def test_a_restart_goes_on_from_its_whole_chain(where, saved, tmp_path):
     """Also if the attempt before died before its first save, and wherever that is."""
-    flags, first = ["--save-every", "3"], 0
-    if where == "save_dir":
-        flags += ["--save-dir", str(tmp_path / "ck")]
-    if where == "path":
-        flags += ["--resume", str(saved / "checkpoints/step-00000005")]
-        first = 5
+    more = {"own": [], "save_dir": ["--save-dir", tmp_path / "ck"]}
+    more["path"] = ["--resume", saved / "checkpoints/step-00000005"]
+    flags, first = ["--save-every", "3", *more[where]], 5 if where == "path" else 0
     for number, (dies, starts) in enumerate([(8, first), (7, 6), (None, 6)]):
         r = run_again(tmp_path, number, *flags, dies=dies)
         assert (r["resumed_from"] or {"step": 0})["step"] == starts, number
@@ -263,7 +251,6 @@ def test_checkpoints_of_another_run_are_not_touched(tmp_path, capsys):
         assert f"{place}: holds checkpoints of another run; choose another" in err
     assert {p.name: p.stat().st_mtime_ns for p in committed(place)} == before
     assert not (tmp_path / "b").exists()
-    # One name of two runs.
     assert train(tmp_path / "a2", *NAMED) == 0
     assert train(tmp_path / "a2", *flags, "--resume", "auto") == 2
     assert "--resume auto: r is the name of several runs" in capsys.readouterr().err
@@ -415,7 +402,7 @@ def test_what_is_committed_is_synchronised_first(tmp_path, monkeypatch):
 
     def rename(old, new, real=Path.rename):
         calls.append(("rename", Path(new)))
-        losses.append(len(lines_of(run)))
+        losses.append(len(steps_of(run)))
         return real(old, new)
 
     monkeypatch.setattr(os, "fsync", fsync)
@@ -480,16 +467,13 @@ def test_dropout_in_another_layout_draws_numbers_of_its_own(saved, tmp_path, mon
 
 def test_samples_go_on_with_another_batch(tmp_path, monkeypatch):
     """--resume-anyway with another global batch skips none and repeats none, also once more."""
-    rows = []
-
-    def micro_batches(self, plan, real=data.SyntheticTokens.micro_batches):
-        rows.append(plan)
-        return real(self, plan)
-
-    monkeypatch.setattr(data.SyntheticTokens, "micro_batches", micro_batches)
+    real = data.SyntheticTokens.micro_batches
+    spy = mock.create_autospec(real, side_effect=real)
+    monkeypatch.setattr(data.SyntheticTokens, "micro_batches", spy)
     for bsz, dies in (("4", 7), ("8", 13), ("2", None)):
         more = ["--resume-anyway", "--bsz", bsz, "--lr", f"{bsz}e-3"]
         assert train(tmp_path, *AUTO, *more, dies=dies) == (1 if dies else 0)
+    rows = [call.args[1] for call in spy.mock_calls]
     assert [(plan.start, plan.step) for plan in rows] == [(0, 4), (20, 8), (60, 2)]
     assert rows[2].stop == 60 + 10 * 2
     assert verify(faults.last_of([tmp_path / "r/checkpoints"])).samples == 80
@@ -501,7 +485,7 @@ def test_goodput_counts_every_step_once(tmp_path):
     time.sleep(0.3)
     before, process_began = time.time(), command_began(started_again=False)
     assert train(tmp_path, *AUTO) == 0
-    first, last = lines_of(tmp_path / "r"), lines_of(tmp_path / "r-restart1")
+    first, last = steps_of(tmp_path / "r"), steps_of(tmp_path / "r-restart1")
     m = result(tmp_path, 1)["metrics"]
     parts = m["time_parts_s"]
     assert [s["step"] for s in first[5:]] == [5, 6, 7]

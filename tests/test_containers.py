@@ -14,19 +14,15 @@ import sys
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
+from unittest import mock
 
 import jsonschema
 import pytest
 import torch
 import yaml
 
+from llm_train_bench.run import provenance
 from llm_train_bench.run.failures import PREEMPTED
-from llm_train_bench.run.provenance import (
-    SETTINGS,
-    container_image,
-    describe_environment,
-    source_revision,
-)
 from tests.helpers import ROOT, words
 
 BIN = Path(sys.executable).parent
@@ -99,8 +95,7 @@ class Machine:
         answer = f'#!/bin/sh\necho "$@" >> "{self.state}/scontrol"\necho node7\necho node8\n'
         self.put("scontrol", answer)
         self.put("srun", SRUN.format(state=self.state, code=code))
-        job = {"SUBMIT_DIR": str(ROOT), "JOB_NODELIST": "node[7-8]", "JOB_ID": "1234"}
-        job |= {"JOB_NUM_NODES": "2"}
+        job = dict(SUBMIT_DIR=str(ROOT), JOB_NODELIST="node[7-8]", JOB_ID="1234", JOB_NUM_NODES="2")
         self.environment |= {f"SLURM_{k}": v for k, v in job.items()} | {"CONTAINER": kind}
 
     def nvidia(self, n: int) -> None:
@@ -177,8 +172,7 @@ def test_images_are_pinned_labelled_and_not_root(path):
 
 
 def test_dockerignore_keeps_out_what_is_large_or_private():
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".git", ".venv*", "runs", "data"} <= set(ignored)
+    assert {".git", ".venv*", "runs", "data"} <= set((ROOT / ".dockerignore").read_text().split())
 
 
 # --- the dependency layer --------------------------------------------------------------------------
@@ -217,9 +211,8 @@ def image(tmp_path):
 def install(image, *extras, fails=False, **environment) -> str:
     """What install.sh writes to stderr."""
     top = image.parents[3]
-    settings = {"PIP_NO_COMPILE": 1, "PIP_NO_INDEX": 1, "PIP_FIND_LINKS": top}
-    settings = {"PYTHON": top / "venv/bin/python"} | settings | environment
-    variables = os.environ | {name: str(value) for name, value in settings.items()}
+    pip = {"PIP_NO_COMPILE": "1", "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(top)}
+    variables = os.environ | pip | {"PYTHON": str(top / "venv/bin/python")} | environment
     command = words("bash docker/install.sh pyproject.toml", top / "bench", *extras)
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     assert (done.returncode != 0) is fails, done.stderr
@@ -273,7 +266,7 @@ def test_build_fails_where_something_was_replaced(image):
         f'exec "{image.parents[2]}/bin/python" "$@"\n'
     )
     wrapper.chmod(0o755)
-    error = install(image, fails=True, PYTHON=wrapper)
+    error = install(image, fails=True, PYTHON=str(wrapper))
     assert "pip replaced what belongs to the image" in error
     assert "transformer_engine==2.19.0+abc" in error
 
@@ -293,10 +286,8 @@ def test_a_first_start(ready):
     assert f"type=bind,src={ROOT},dst={WORK}" in mounts
     assert f"type=bind,src={ROOT}/runs,dst={WORK}/runs" in mounts
     assert any(m.endswith(",dst=/cache") for m in mounts) and values(call, "--workdir") == [WORK]
-    # The revision is that of the mounted tree.
-    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "rev-parse", "HEAD"]
-    head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     variables = values(call, "-e")
+    head = provenance.source_revision()["git_sha"] or ""  # of the mounted tree
     assert {"BENCH_IMAGE_NAME=llm-train-bench:nvidia", "BENCH_IMAGE_DIGEST=example.com/bench@sha256:abc",
             "HOME=/cache/home", f"BENCH_GIT_SHA={head}"} <= set(variables)  # fmt: skip
     assert any(variable.startswith("USER=") for variable in variables)
@@ -443,8 +434,7 @@ def test_podman(machine):
     assert call[0] == "podman" and values(call, "--device") == ["nvidia.com/gpu=1"]
     assert "--gpus" not in call and "label=disable" in values(call, "--security-opt")
     assert values(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
-    if os.getuid():
-        assert "--userns=keep-id" in call
+    assert "--userns=keep-id" in call or os.getuid() == 0
 
 
 def test_rdma_devices_where_there_are_any(ready):
@@ -531,8 +521,7 @@ def test_an_amd_gpu_is_not_each_render_node(machine):
         simd, minor = (1216, 128 + 8 * gpu) if gpu >= 0 else (0, 0)
         path = f"/sys/class/kfd/kfd/topology/nodes/{node}/properties"
         machine.file(path, f"cpu_cores_count 0\nsimd_count {simd}\ndrm_render_minor {minor}\n")
-    call = machine.starts("true", script=AMD)
-    assert "NCCL_MIN_NCHANNELS=112" in values(call, "-e")
+    assert "NCCL_MIN_NCHANNELS=112" in values(machine.starts("true", script=AMD), "-e")
     call = machine.starts("--gpus 0,7 true", script=AMD)
     assert values(call, "--device") == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD184"]
 
@@ -542,7 +531,7 @@ def test_amd_settings_are_each_explained_and_recorded():
     named = [line for line in lines if line and not line.startswith("#")]
     assert "DISABLE_ADDMM_HIP_LT=0" in named
     for line in named:
-        assert re.fullmatch(r"[A-Z0-9_]+=\S+", line) and line.startswith(SETTINGS), line
+        assert re.fullmatch(r"[A-Z0-9_]+=\S+", line) and line.startswith(provenance.SETTINGS), line
         before = lines[lines.index(line) - 1]
         assert before.startswith("#") or before in named, f"{line} has no reason before it"
 
@@ -575,8 +564,7 @@ def test_manifests_agree_with_themselves():
     environment = {e["name"]: e.get("value") for e in container["env"]}
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    nodes = job["spec"]["completions"]
-    assert nodes == job["spec"]["parallelism"] == int(environment["NNODES"])
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["NNODES"])
     assert environment["HEAD"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert container["image"].endswith(environment["BENCH_IMAGE_DIGEST"])
     # A pod that saved and stopped on request is no failure.
@@ -593,7 +581,6 @@ def test_manifests_agree_with_themselves():
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "docker"])
 def test_slurm_variants(kind, machine):
-    """Each variant, against an srun that records its arguments."""
     machine.slurm(kind)
     command, image = ["train_fsdp.py", "configs/a b.json"], {}
     if kind == "pyxis":
@@ -605,13 +592,11 @@ def test_slurm_variants(kind, machine):
     exported, argv = (machine.state / "environment").read_text().splitlines(), machine.calls()[0]
     assert {"MASTER_ADDR=node7", "MASTER_PORT=29734"} <= set(exported)
     assert argv[-2:] == command
-    if kind == "pyxis":
-        assert "--container-image=/shared/bench.sqsh" in argv
+    assert ("--container-image=/shared/bench.sqsh" in argv) == (kind == "pyxis")
     if kind == "docker":
         assert {"NNODES=2", "HEAD=node7", "PORT=29734"} <= set(exported)
         assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} <= set(argv)
         assert "docker/launch.sh" in argv and "docker/torchrun_node.sh" in argv
-        # No container is left.
         assert machine.calls()[-1][-3:] == ["rm", "-f", "llm-train-bench-1234"]
 
 
@@ -623,17 +608,17 @@ def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, machine):
     assert ("requeue 1234" in (machine.state / "scontrol").read_text()) == (code == 75)
 
 
-def test_the_image_is_in_the_result(monkeypatch):
-    monkeypatch.setenv("BENCH_IMAGE_NAME", "bench:1")
-    monkeypatch.setenv("BENCH_IMAGE_DIGEST", "sha256:abc")
-    image = describe_environment(torch.device("cpu"))["image"]
-    assert image == {"name": "bench:1", "digest": "sha256:abc"} and container_image({}) is None
+@mock.patch.dict(os.environ, BENCH_IMAGE_NAME="bench:1", BENCH_IMAGE_DIGEST="sha256:abc")
+def test_the_image_is_in_the_result():
+    image = provenance.describe_environment(torch.device("cpu"))["image"]
+    assert image == {"name": "bench:1", "digest": "sha256:abc"}
+    assert provenance.container_image({}) is None
 
 
+@mock.patch.dict(os.environ, BENCH_GIT_SHA="1234abcd")
 def test_an_image_without_history_knows_its_revision(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_train_bench.run.provenance.ROOT", tmp_path)
-    monkeypatch.setenv("BENCH_GIT_SHA", "1234abcd")
-    assert source_revision.__wrapped__() == {"git_sha": "1234abcd", "git_dirty": None}
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    assert provenance.source_revision.__wrapped__() == {"git_sha": "1234abcd", "git_dirty": None}
 
 
 def test_scripts_are_executable():

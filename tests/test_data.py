@@ -125,8 +125,7 @@ def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, sourc
             per_step = [i for i, _ in batches(source, plan, CPU)]
             assert len(per_step) == 6 * accumulation
             rows.append(torch.stack(per_step).view(6, accumulation * bsz, 31))
-        together = torch.cat(rows, dim=1)
-        return [sorted(map(tuple, step.tolist())) for step in together]
+        return [sorted(map(tuple, step.tolist())) for step in torch.cat(rows, dim=1)]
 
     one = step_samples(8, 1, 1)
     assert one == step_samples(4, 1, 2) == step_samples(1, 2, 4) == step_samples(2, 4, 1)
@@ -135,8 +134,7 @@ def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, sourc
 
 @pytest.mark.parametrize("ahead", [1, 300, 2**17])
 def test_synthetic_tokens_are_the_samples_own_however_many_are_made_at_once(ahead, monkeypatch):
-    whole = SyntheticTokens(1000, 64, 31, 5, CPU)
-    (samples,) = whole.micro_batches(range(1))
+    (samples,) = SyntheticTokens(1000, 64, 31, 5, CPU).micro_batches(range(1))
     monkeypatch.setattr(SyntheticTokens, "AHEAD", ahead)
     plan = range(2, 60, 8)  # the second of four ranks, two samples each
     micro_batches = list(SyntheticTokens(1000, 2, 31, 5, CPU).micro_batches(plan))
@@ -158,13 +156,11 @@ def test_synthetic_tokens_are_uniform_seeded_and_independent():
     (other,) = SyntheticTokens(50257, 64, 1023, 1, CPU).micro_batches(range(1))
     assert not torch.equal(ids, other)
     assert len(torch.unique(hash_ids(torch.arange(2**20), 7))) > 0.999 * 2**20
-    far = hash_ids(torch.arange(2**16) + 2**40, 0)
-    assert (far == bits).double().mean() < 0.001
+    assert (hash_ids(torch.arange(2**16) + 2**40, 0) == bits).double().mean() < 0.001
 
 
 def test_ids_outside_the_vocabulary_are_found_before_the_first_step(counting_file):
-    source = FileTokens(str(counting_file), 1000, 1, 37, 0)
-    source.check(10**6)
+    FileTokens(str(counting_file), 1000, 1, 37, 0).check(10**6)
     small = FileTokens(str(counting_file), 500, 1, 37, 0)
     with pytest.raises(UsageError, match=r"token id \d+, but the model's vocabulary ends at 499"):
         small.check(27)

@@ -296,15 +296,12 @@ def test_one_rank_with_nccl_gives_the_losses_of_train(script, flags, tolerance, 
 # steps are chaos there.
 LONG = "--bsz 4 --seq-len 1024 --n-steps 45 --warmup-steps 5 --lr-warmup-steps 10".split()
 ONE_B = [TEXT / "one_b.json", *LONG, *COMMON]
-RECIPES = {
-    "te": "current delayed blockwise mxfp8",
-    "torchao": "tensorwise rowwise rowwise_with_gw_hp",
-}
+RECIPES = [("te", recipe) for recipe in ("current", "delayed", "blockwise", "mxfp8")]
+RECIPES += [("torchao", recipe) for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")]
 FP8_CASES = [("te", "--sac-freq 1/2"), ("te", "--bsz 2 --grad-acc-steps 2")]
-FP8_CASES += [
-    ("torchao", f) for f in ("--sac-freq 1/1 --sac-policy op", "--compile-mode reduce-overhead")
-]
-FP8_CASES += [(b, f"--fp8-recipe {r}") for b, recipes in RECIPES.items() for r in recipes.split()]
+FP8_CASES += [("torchao", "--sac-freq 1/1 --sac-policy op")]
+FP8_CASES += [("torchao", "--compile-mode reduce-overhead")]
+FP8_CASES += [(backend, f"--fp8-recipe {recipe}") for backend, recipe in RECIPES]
 
 
 def one_b(out, *flags):

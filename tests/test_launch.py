@@ -8,12 +8,12 @@ import re
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.settings import flags
 from tests.helpers import ROOT, free_port, only_result, read_steps
-from tests.processes import TORCHRUN, Started, signal_all, wait_until
+from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
 
 TINY = "configs/gpt2-tiny.json --seq-len 32 --bsz 2 --device cpu --amp off --no-tensorboard".split()
 FOREVER = ["--n-steps", "1000000", "--warmup-steps", "1"]
@@ -73,10 +73,6 @@ def finish(process, timeout=240):
     out, err = process.communicate(timeout=timeout)
     assert wait_until(lambda: not process.members(), 10), "processes are left behind"
     return process.returncode, out, err
-
-
-def training(out) -> bool:
-    return bool(list(out.glob("*/steps.jsonl"))) and len(read_steps(out)) > 5
 
 
 def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(start, tmp_path):
@@ -232,9 +228,8 @@ def test_our_watch_ends_a_rank_before_nccl_would():
 
 def test_the_watch_counts_from_step_to_step_only(monkeypatch):
     """Not before the first step, not while steps follow each other, and not after the last."""
-    ended, last_resorts = [], []
-    later = lambda seconds, exit: last_resorts.append((seconds, exit))  # noqa: E731
-    monkeypatch.setattr("faulthandler.dump_traceback_later", later)
+    ended, last_resort = [], mock.Mock()
+    monkeypatch.setattr("faulthandler.dump_traceback_later", last_resort)
     watch = HangWatch(lambda error, when: ended.append(str(error)), 0.5)
     try:
         time.sleep(0.6)
@@ -245,8 +240,9 @@ def test_the_watch_counts_from_step_to_step_only(monkeypatch):
         watch.rest()
         seconds = time.monotonic() - begin
         time.sleep(0.6)
-        assert ended == [] and last_resorts[0] == (pytest.approx(10.55), True)
-        assert len(last_resorts) <= 1 + seconds  # once a second, not once a step
+        first, *others = last_resort.mock_calls
+        assert ended == [] and first == mock.call(pytest.approx(10.55), exit=True)
+        assert len(others) <= seconds  # once a second, not once a step
         watch.step()
         assert wait_until(lambda: ended, 10)
     finally:
@@ -289,42 +285,36 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     ],
 )
 def test_whose_error_it_is(error, lost):
-    """An error in a collective comes from another rank or from this one."""
     assert classify(error)[1].startswith("lost another rank") is lost
 
 
-def join_as_rank_0(monkeypatch, world, port, timeout_s) -> str:
+def join_as_rank_0(world, port, timeout_s) -> str:
     """What rank 0 says when it does not find the others."""
-    names = {"RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (names | {"MASTER_PORT": str(port)}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(NotJoined) as stop:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environ = mock.patch.dict(os.environ, where, RANK="0", WORLD_SIZE=str(world))
+    with environ, pytest.raises(NotJoined) as stop:
         join(Ranks(0, world, 0), torch.device("cpu"), timeout_s)
     assert not is_our_fault(stop.value)
     return classify(stop.value)[1]
 
 
-def test_ranks_on_several_hosts_need_the_address_of_the_first(monkeypatch):
-    ranks = {"RANK": "2", "WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    for name, value in ranks.items():
-        monkeypatch.setenv(name, value)
+@mock.patch.dict(os.environ, RANK="2", WORLD_SIZE="4", OMPI_COMM_WORLD_LOCAL_SIZE="2")
+def test_ranks_on_several_hosts_need_the_address_of_the_first():
     with pytest.raises(UsageError, match="MASTER_ADDR is not set; give the address of rank 0's"):
         join(Ranks(2, 4, 0), torch.device("cpu"), 1.0)
 
 
-def test_ranks_that_do_not_meet_say_where_they_looked(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
+def test_ranks_that_do_not_meet_say_where_they_looked():
+    with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
-        text = join_as_rank_0(monkeypatch, 2, port, 5.0)
+        text = join_as_rank_0(2, port, 5.0)
     assert f"the 2 ranks that meet at 127.0.0.1:{port}" in text and "address already in use" in text
 
 
-def test_a_rank_that_never_comes_is_named(monkeypatch):
+def test_a_rank_that_never_comes_is_named():
     """The ranks that wait name it within --dist-timeout: NCCL itself would wait without an end."""
     port, start = free_port(), time.monotonic()
-    text = join_as_rank_0(monkeypatch, 3, port, 1.0)
+    text = join_as_rank_0(3, port, 1.0)
     assert 1.0 <= time.monotonic() - start < 10.0
     assert f"meet at 127.0.0.1:{port}: after 1 s there is no rank 1, 2; check that all" in text
 
@@ -346,9 +336,7 @@ def test_nothing_listens_outside_and_the_killed_is_named(killed, start_training,
     """Nobody else may reach the ranks; the launcher, or the readers, say what the ranks could not."""
     process = start_training("train_fsdp.py", tmp_path / "runs", TMPDIR=str(tmp_path))
     addresses = listening(process)
-    loopback = socket.inet_aton("127.0.0.1"), socket.inet_pton(socket.AF_INET6, "::1")
-    words = [struct.unpack(f"{len(address) // 4}I", address) for address in loopback]
-    assert addresses and addresses <= {"".join(f"{word:08X}" for word in each) for each in words}
+    assert addresses and addresses <= {"0100007F", f"{0x01000000:032X}"}  # 127.0.0.1 and ::1
     os.kill(process.pid if killed is None else process.ranks()[killed], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == (-9 if killed is None else 1)
@@ -438,17 +426,13 @@ def test_the_rank_that_failed_first_is_named():
 @pytest.mark.parametrize("reacts", [False, True])
 def test_what_nccl_reports_ends_a_rank_that_does_not_notice(reacts, monkeypatch):
     """The main thread hears of a peer's death by its own exception, or hangs in C until it is aborted."""
-    ended, asked = [], []
-
-    def broken():
-        asked.append(1)
-        return "REMOTE_ERROR" if len(asked) > 1 else None
-
+    ended = []
+    broken = mock.Mock(side_effect=itertools.chain([None], itertools.repeat("REMOTE_ERROR")))
     monkeypatch.setattr(HangWatch, "PATIENCE_S", 1.0)
     watch = HangWatch(lambda error, when: ended.append(str(error)), 600.0, broken)
     try:
         watch.step()
-        assert wait_until(lambda: len(asked) > 1, 5) and not ended
+        assert wait_until(lambda: broken.call_count > 1, 5) and not ended
         if reacts:
             watch.close()
         assert wait_until(lambda: ended, 3) is not reacts
@@ -462,20 +446,16 @@ def test_a_rank_says_what_only_it_or_its_machine_has(monkeypatch, capsys, tmp_pa
     """Not all 64 say the same: one per machine reports a missing file, but all tell their agent."""
 
     def run(rank, local, *argv) -> str:
-        names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-        for name, value in zip(names, (rank, 64, local), strict=True):
-            monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(os, "_exit", sys.exit)
         error_file = tmp_path / "error.json"
         error_file.unlink(missing_ok=True)
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-        try:
-            code = launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py")
-        except SystemExit as end:
-            code = end.code
-        assert code == 2 and json.loads(error_file.read_text())["message"]["message"]
+        environ = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "64"}
+        environ |= {"SLURM_LOCALID": str(local), "TORCHELASTIC_ERROR_FILE": str(error_file)}
+        with mock.patch.dict(os.environ, environ), pytest.raises(SystemExit) as end:
+            sys.exit(launch_ranks(train_fsdp.train, [*TINY, *argv], "train_fsdp.py"))
+        assert end.value.code == 2 and json.loads(error_file.read_text())["message"]["message"]
         return capsys.readouterr().err
 
+    monkeypatch.setattr(os, "_exit", sys.exit)
     missing = ("--data", "none.bin")
     assert run(8, 0, *missing).startswith("train_fsdp.py: rank 8: none.bin: no such file")
     assert run(9, 1, *missing) == ""
@@ -516,20 +496,18 @@ def two_hosts():
     """Two network namespaces with an address each; only root can make them."""
     if shutil.which("ip") is None:
         pytest.skip("no ip (iproute2) here")
-    names = [f"ltb{os.getpid()}{side}" for side in "ab"]
-    a, b = names
-    link = f"ip link add {a} netns {a} type veth peer name {b} netns {b}"
-    setup = [f"ip netns add {a}", f"ip netns add {b}", link]
+    a, b = names = [f"ltb{os.getpid()}{side}" for side in "ab"]
+    setup = [f"ip netns add {a}", f"ip netns add {b}"]
+    setup += [f"ip link add {a} netns {a} type veth peer name {b} netns {b}"]
     for i, name in enumerate(names):
         setup.append(f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev {name}")
         setup += [f"ip -n {name} link set {link} up" for link in (name, "lo")]
         setup.append(f"ip netns exec {name} true")
     try:
-        try:
-            for command in setup:
-                subprocess.run(command.split(), check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(f"no network namespaces here: {error}")
+        for command in setup:
+            done = subprocess.run(command.split(), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {command}: {done.stderr}")
         yield names
     finally:
         for name in names:
@@ -538,15 +516,13 @@ def two_hosts():
 
 def test_two_hosts_train_together_until_the_network_between_them_is_cut(two_hosts, start, tmp_path):
     """Nobody is told that the other host is gone, as when its power fails: only time tells."""
-    agents = []
+    agents, flags = [], [*FOREVER, "--dist-timeout", "10"]
     for node, name in enumerate(two_hosts):
         launcher = torchrun(node, 29400, host="10.77.0.1", local=f"10.77.0.{node + 1}")
         # A namespace shares its host's name, and torchrun decides by that name who keeps the store.
         launcher += ["--rdzv-conf", f"is_host={1 - node}"]
-        prefix = ["ip", "netns", "exec", name, *launcher]
-        flags = [*FOREVER, "--dist-timeout", "10"]
-        agent = start("train_fsdp.py", tmp_path, *flags, prefix=prefix, GLOO_SOCKET_IFNAME=name)
-        agents.append(agent)
+        where = {"prefix": ["ip", "netns", "exec", name, *launcher], "GLOO_SOCKET_IFNAME": name}
+        agents.append(start("train_fsdp.py", tmp_path, *flags, **where))
     cut = ["ip", "-n", two_hosts[0], "link", "set", two_hosts[0], "down"]
     check_lost_node(agents, tmp_path, lambda lost: subprocess.run(cut, check=True))
 
@@ -620,10 +596,7 @@ def test_ranks_by_slurm_environment(start, tmp_path):
     job = next(n for n in range(os.getpid(), os.getpid() + 999) if is_free(29500 + n % 1000))
     env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "node[7-8]"}
     env |= {"SLURM_JOB_ID": str(job), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
-    agents = []
-    for rank in ("0", "1"):
-        task = env | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
-        agents.append(start("train_fsdp.py", tmp_path, *SHORT, **task))
-    ends = [finish(agent) for agent in agents]
+    tasks = [env | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in ("0", "1")]
+    ends = list(map(finish, [start("train_fsdp.py", tmp_path, *SHORT, **task) for task in tasks]))
     assert [code for code, _, _ in ends] == [0, 0], ends[0][2][-2000:]
     assert json.dumps(only_result(tmp_path)["ranks"]).count('"rank"') == 2

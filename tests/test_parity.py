@@ -18,7 +18,7 @@ from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretr
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
-from tests.faults import SHAPE
+from tests.faults import SHAPE, assert_equal
 from tests.helpers import FAMILIES, config, only_result, plan_of, run_train, write_config
 
 T = 24
@@ -41,15 +41,13 @@ def reference(values: dict):
 def copied(theirs, ours_config, directory, **options) -> Transformer:
     """Our model with the weights of theirs, through their safetensors."""
     theirs.save_pretrained(directory, **options)
-    model = Transformer(ours_config, T)
-    materialize(model, CPU, 0, check_pretrained(model.config, directory))
-    return model
+    return built(ours_config, seq_len=T, weights=check_pretrained(ours_config, directory))
 
 
-def built(config, seed=0, seq_len=16, flex=False) -> Transformer:
+def built(config, seed=0, seq_len=16, flex=False, weights=None) -> Transformer:
     with torch.device("meta"):
         model = Transformer(config, seq_len, flex)
-    materialize(model, CPU, seed)
+    materialize(model, CPU, seed, weights)
     return model
 
 
@@ -94,8 +92,7 @@ def test_files_of_either_side_mean_the_same_model(pair, tmp_path):
     ours_config, ours, theirs, directory = pair
     save_pretrained(ours, tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    both = zip(theirs.state_dict().items(), again.state_dict().items(), strict=True)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in both)
+    assert_equal(dict(again.state_dict()), dict(theirs.state_dict()))
     newer = json.loads((directory / "config.json").read_text())
     assert parse_config(newer, "config.json").hash == ours_config.hash
     if ours_config.model_type != "gpt2":
@@ -106,8 +103,7 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
     ours_config, ours, theirs, _ = pair
     fresh = copied(theirs, ours_config, tmp_path, max_shard_size="60KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    for a, b in zip(ours.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(list(fresh.parameters()), list(ours.parameters()))
     if ours_config.model_type == "gpt2":
         bare = {n.removeprefix("transformer."): v.clone() for n, v in theirs.state_dict().items()}
         bare.pop("lm_head.weight")
@@ -210,8 +206,7 @@ def test_window_hides_what_lies_before_it(flex):
     """Position i of one layer depends on i - 8 and on nothing older."""
     model = built(config("mistral", num_hidden_layers=1, sliding_window=9), 0, T, flex)
     tokens = some_tokens(1, T)
-    changed = tokens.clone()
-    changed[0, 5] = (tokens[0, 5] + 1) % 97
+    changed = tokens.index_fill(1, torch.tensor(5), (tokens[0, 5].item() + 1) % 97)
     with torch.no_grad():
         moved = (model(tokens) - model(changed)).abs().amax(-1)[0] > 1e-7
     assert moved.nonzero().flatten().tolist() == list(range(5, 5 + 9))

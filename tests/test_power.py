@@ -26,10 +26,6 @@ AMD_TYPES = {"AmdSmiTemperatureType": Some(HOTSPOT=1), "AmdSmiTemperatureMetric"
              "AmdSmiClkType": Some(GFX=0, MEM=4)}  # fmt: skip
 
 
-class NVMLError(Exception):
-    pass
-
-
 @pytest.fixture
 def nvml(monkeypatch):
     """A GPU at 400 W, whose driver has no nvmlDeviceGetPowerUsage."""
@@ -43,7 +39,7 @@ def nvml(monkeypatch):
         return Some(fieldId=i, valueType=kind, nvmlReturn=code, value=content)
 
     module = Some(
-        NVMLError=NVMLError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0,
+        NVMLError=OSError, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         nvmlDeviceGetTotalEnergyConsumption=lambda h: int(400e3 * time.perf_counter()),
@@ -111,18 +107,13 @@ def test_a_visitor_within_the_window_is_seen_and_other_ranks_are_none(nvml):
 
 
 def test_the_drivers_own_counter_goes_before_samples(nvml):
-    def cap():
-        nvml.capped_ns += 100_000_000  # a quarter of the window, between two samples
-
-    use, seconds = measured(cap)
+    after = nvml.capped_ns + 100_000_000  # a quarter of the window, between two samples
+    use, seconds = measured(lambda: vars(nvml).update(capped_ns=after))
     assert use.throttled == {"power cap": pytest.approx(0.1 / seconds, rel=0.3)}
 
 
 def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
-    def cap():
-        nvml.bits = 0x4
-
-    use, _ = measured(cap)
+    use, _ = measured(lambda: vars(nvml).update(bits=0x4))
     assert use.throttled == {"power cap": pytest.approx(0.5, abs=0.2)}
     # But a single sample counts less than a counter.
     meter = PowerMeter(GPU)
@@ -169,7 +160,6 @@ SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
     ],
 )  # fmt: skip
 def test_metrics_and_notes_of_devices(devices, figures, notes):
-    """Metrics and notes made of what ranks 0, 1 ... saw."""
     result = Result.model_construct(metrics=Metrics(), notes=[], devices=[])
     fill_device_metrics(result, [DeviceUse(rank=i, **d) for i, d in enumerate(devices)])
     m = result.metrics
@@ -248,8 +238,7 @@ def test_rapl_adds_packages_and_survives_a_wrap(tmp_path):
     (tmp_path / "intel-rapl:2" / "energy_uj").write_text("7000000")  # the platform: packages again
     (tmp_path / "intel-rapl:0" / "energy_uj").write_text("2001000")
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("900000")  # 0.1 J to the end, 0.9 J after
-    assert sensor.joules() == pytest.approx(3.0)
-    assert sensor.joules() == pytest.approx(3.0)
+    assert [sensor.joules(), sensor.joules()] == pytest.approx([3.0, 3.0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be asked")

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,14 +31,13 @@ from llm_train_bench.results.figures import fill_flop_metrics
 from llm_train_bench.results.schema import DeviceUse, Result
 from llm_train_bench.settings.flags import OptimizerFlags
 from tests import te_standin
+from tests.faults import assert_equal
 from tests.helpers import (
     FAMILIES,
-    ROOT,
     config,
     only_result,
     plan_of,
     read_steps,
-    run_train,
     train_main,
     trained,
     without_inductor,
@@ -118,12 +118,7 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
 )
 def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeypatch):
     """Candidates that max-autotune cannot use are logged only on request."""
-    asked = []
-
-    def spy(function, **options):
-        asked.append(options)
-        return function
-
+    spy = mock.Mock(side_effect=lambda function, **options: function)
     monkeypatch.setattr(torch, "compile", spy)
     logger = logging.getLogger("torch._inductor.select_algorithm")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
@@ -132,8 +127,9 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeyp
         monkeypatch.setenv("TORCH_LOGS", logs)
     with torch.device("meta"):
         apply_compile(Transformer(config("llama"), 8), mode)
-    assert [options.pop("mode") for options in asked] == [mode] * 3 + [loss_mode]
-    assert asked == [{"fullgraph": True, "dynamic": False}] * 4
+    modes = [{"mode": name} for name in (mode, mode, mode, loss_mode)]
+    always = {"fullgraph": True, "dynamic": False}
+    assert [call.kwargs for call in spy.mock_calls] == [always | name for name in modes]
     assert logging.getLevelName(logger.level) == level
 
 
@@ -148,16 +144,13 @@ def test_recomputed_dropout_draws_the_same(policy):
         ids = torch.arange(32).view(2, 16)
         model(ids, ids).backward()
         gradients.append([p.grad for p in model.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(recomputed, plain, rtol=0, atol=0)
+    assert_equal(*gradients)
 
 
-@pytest.mark.parametrize(
-    ("optimizer_name", "moments"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")]
-)
-def test_an_overflow_is_skipped_and_halves_the_scale(optimizer_name, moments):
+@pytest.mark.parametrize(("name", "moments"), [("adamw", "exp_avg"), ("sgd", "momentum_buffer")])
+def test_an_overflow_is_skipped_and_halves_the_scale(name, moments):
     """SGD's fused kernel makes its buffers in the first step and fills them only without overflow."""
-    flags = OptimizerFlags(optimizer=optimizer_name, weight_decay=0.0)
+    flags = OptimizerFlags(optimizer=name, weight_decay=0.0)
     model = nn.Linear(64, 64)
     optimizer, scaler = build_optimizer(model, flags), LossScaler(CPU)
     before = model.weight.detach().clone()
@@ -190,11 +183,11 @@ def test_skipped_steps_are_counted(tmp_path, monkeypatch):
     assert steps[-1]["grad_norm"] is not None and steps[-1]["loss"] < steps[0]["loss"] + 0.1
 
 
-def fp8_model(recipe: str, values: dict, tokens: int = 64):
+def fp8_model(recipe: str, values: dict):
     shape = parse_config(values, "x.json")
-    argv = ["x.json", "--bsz", 1, "--seq-len", tokens, *EMULATED, "--fp8-recipe", recipe]
+    argv = ["x.json", "--bsz", 1, "--seq-len", 64, *EMULATED, "--fp8-recipe", recipe]
     with torch.device("meta"):
-        model = Transformer(shape, tokens)
+        model = Transformer(shape, 64)
     fp8 = apply_fp8(model, plan_of(argv, platform="cpu", config=shape).work, CPU)
     materialize(model, CPU, seed=0)
     return model, fp8
@@ -207,13 +200,11 @@ def test_fp8_rounds_the_blocks_and_nothing_else(recipe):
     plain = Transformer(shape, 64)
     materialize(plain, CPU, seed=0)
     model, fp8 = fp8_model(recipe, values)
-    for (name, p), (other, q) in zip(plain.weights(), model.weights(), strict=True):
-        assert name == other and torch.equal(p, q)
+    assert_equal(dict(model.weights()), dict(plain.weights()))
     ids = torch.arange(64)[None] % shape.vocab_size
     with torch.autocast("cpu", torch.bfloat16):
         exact, rounded = plain(ids), model(ids)
-    error = ((rounded - exact).norm() / exact.norm()).item()
-    assert 1e-3 < error < 0.2
+    assert 1e-3 < ((rounded - exact).norm() / exact.norm()).item() < 0.2
     assert str(model).count("Float8Linear(") == fp8.info.n_linear_layers == 3
     # Layers that do not fit stay and are named.
     assert fp8.info.high_precision["head"] == "always"
@@ -245,9 +236,8 @@ def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
     """Before Ampere torch.compile would leave such blocks eager and only warn about it."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(
-        UsageError, match="--amp bf16: Tesla T4 has no bf16 matmuls; use --amp fp16"
-    ):
+    message = "--amp bf16: Tesla T4 has no bf16 matmuls; use --amp fp16"
+    with pytest.raises(UsageError, match=message):
         set_precision("bf16", False, torch.device("cuda"))
 
 
@@ -258,13 +248,11 @@ def te_in_place(monkeypatch):
     monkeypatch.setattr(fp8_te, "make_recipe", lambda kind: kind)
     monkeypatch.setattr(fp8_te, "version", lambda: "stand-in")
     monkeypatch.setattr(fp8_te, "fp8_context", lambda te, recipe: contextlib.nullcontext())
-    nothing = types.SimpleNamespace(reset=lambda: None)
-    monkeypatch.setattr(fp8_te, "_quantization_state", lambda: nothing)
+    monkeypatch.setattr(fp8_te, "_quantization_state", mock.Mock())
     modules = []
-    init = te_standin.Module.__init__
 
-    def remembered(self, *args, **kwargs):
-        init(self, *args, **kwargs)
+    def remembered(self, *args, real=te_standin.Module.__init__, **kwargs):
+        real(self, *args, **kwargs)
         modules.append(self)
 
     monkeypatch.setattr(te_standin.Module, "__init__", remembered)
@@ -326,8 +314,7 @@ def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_
     ],
 )
 def test_layers_that_do_not_fit_te_stay_and_are_named(changes, excluded, te_in_place, tmp_path):
-    path = write_config(tmp_path, FAMILIES["qwen3"] | changes)
-    losses_with_te([path, *TINY[1:]], tmp_path)
+    losses_with_te([write_config(tmp_path, FAMILIES["qwen3"] | changes), *TINY[1:]], tmp_path)
     fp8 = only_result(tmp_path / "te")["fp8"]
     layers = {k: v for k, v in fp8["high_precision"].items() if k.startswith("blocks")}
     assert layers == {f"blocks.*.{layer}": why for layer, why in excluded.items()}
@@ -378,13 +365,11 @@ def test_the_te_block_has_the_names_of_the_plain_one():
     shape = config("gpt2")
     with torch.device("meta"):
         plain = {name for name, _ in Transformer(shape, 8).named_parameters() if "blocks.0" in name}
-    norm = ["layer_norm_weight", "layer_norm_bias"]
-    theirs = [
-        *(f"attn.qkv.{n}" for n in (*norm, "weight", "bias")),
-        *(f"attn.out.{n}" for n in ("weight", "bias")),
-        *(f"mlp.{n}" for n in (*norm, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")),
-    ]
-    assert {native_name(f"blocks.0.{name}", shape) for name in theirs} == plain
+    norm, both = ["layer_norm_weight", "layer_norm_bias"], ["weight", "bias"]
+    mlp = [f"fc{i}_{kind}" for i in (1, 2) for kind in both]
+    theirs = {"attn.qkv": norm + both, "attn.out": both, "mlp": norm + mlp}
+    names = [f"blocks.0.{part}.{name}" for part, names in theirs.items() for name in names]
+    assert {native_name(name, shape) for name in names} == plain
     assert native_name("blocks.0.mlp.fc1_weight", config("llama")) == "blocks.0.mlp.gate_up.weight"
 
 
@@ -434,7 +419,7 @@ def test_counts_of_compilation_are_those_of_the_run(tmp_path):
 def failure(flags, tmp_path, capsys) -> str:
     """The one line of a compiled run that fails."""
     torch._dynamo.reset()
-    assert run_train(*flags, "--pt-compile", "--output-dir", tmp_path) == 1
+    assert train_main([*flags, "--pt-compile", "--output-dir", tmp_path]) == 1
     err = capsys.readouterr().err
     (line,) = [line for line in err.splitlines() if line.startswith("train.py: ")]
     assert "Traceback" not in err and len(err.splitlines()) < 8
@@ -454,15 +439,13 @@ def test_a_compile_error_in_backward_is_one_line_too(tmp_path, monkeypatch, caps
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.exc import InductorError
 
-    compile_ = torch.compile
-
     def no_backward(graph, inputs):
         raise InductorError(RuntimeError("no code for this graph"), None)
 
     backend = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=no_backward)
 
-    def broken(function, mode=None, **options):
-        return compile_(function, backend=backend, **options)
+    def broken(function, mode=None, real=torch.compile, **options):
+        return real(function, backend=backend, **options)
 
     monkeypatch.setattr(torch, "compile", broken)
     line = failure(TINY, tmp_path, capsys)
@@ -478,13 +461,9 @@ def test_too_many_recompilations_are_one_line(tmp_path, capsys):
 
 
 def test_errors_of_the_compiler_are_told_apart(monkeypatch):
-    """A lack of memory, a compiler that cannot reach torch, any other."""
     error = RuntimeError("CppCompileError: C++ compile error")
-    messages = {
-        "someone": "leave out --pt-compile, or try",
-        "some one": "a path with a space; move it",
-    }
-    for directory, message in messages.items():
+    tries, spaced = "leave out --pt-compile, or try", "a path with a space; move it"
+    for directory, message in (("someone", tries), ("some one", spaced)):
         monkeypatch.setattr(torch, "__file__", f"/home/{directory}/torch/__init__.py")
         assert message in str(compile_error(error, "blocks.0"))
     error.__cause__ = torch.OutOfMemoryError("no memory")
@@ -530,13 +509,9 @@ def test_cuda_graphs_that_were_refused_are_noted(refused, tmp_path, monkeypatch)
 
 def test_numerics_gate_in_small(tmp_path, monkeypatch):
     """In this process, on our documentation; so small because many CPUs have no fast bf16."""
-
-    def run(*argv, out):
-        return run_train(*argv, "--output-dir", out)
-
-    prepare, docs = numerics.prepare_data.main, str(ROOT / "docs")
-    monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare([docs, *argv[1:]]))
-    monkeypatch.setattr(numerics, "run_train_apart", run)
+    prepare = numerics.prepare_data.main
+    monkeypatch.setattr(numerics.prepare_data, "main", lambda argv: prepare(["docs", *argv[1:]]))
+    monkeypatch.setattr(numerics, "run_train_apart", lambda *argv, out: trained(out, [*argv]))
     small = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=256, n_positions=128)
     path = write_config(tmp_path, FAMILIES["gpt2"] | small)
     options = ["--steps", "24", "--settings", "bf16,fp8 tensorwise"]
@@ -622,10 +597,8 @@ def test_gemm_operands_lie_as_a_linear_layers_do(layout):
 
 def test_gemm_roof_of_fp8_is_that_of_a_training_step():
     """One matmul of three with fast sums: 3 / (1/1500 + 2/1200) = 1286."""
-    rows = [
-        {"format": kind, "median_tflops": rate}
-        for kind, rate in (("bf16", 700), ("fp8", 1500), ("fp8 exact sums", 1200), ("bf16", 790))
-    ]
+    rates = ("bf16", 700), ("fp8", 1500), ("fp8 exact sums", 1200), ("bf16", 790)
+    rows = [{"format": kind, "median_tflops": rate} for kind, rate in rates]
     assert gemm.roof(rows) == pytest.approx({"bf16_tflops": 790, "fp8_tflops": 1285.71}, rel=1e-4)
     assert gemm.roof(rows[:1]) == {"bf16_tflops": 700}
 

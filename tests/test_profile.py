@@ -42,15 +42,9 @@ def run(tmp_path_factory):
     result = trained(out, TINY, flags, "--sac-freq 1/4 --pad-vocab 384 --peak-tflops 1")
     (path,) = out.glob("*/trace/rank0.pt.trace.json.gz")
     directory, steps, trace = path.parents[1], read_steps(out), read_trace(path)
-    events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0})
-    return types.SimpleNamespace(
-        path=path,
-        directory=directory,
-        result=result,
-        steps=steps,
-        trace=trace,
-        events=events.Reload(),
-    )
+    events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0}).Reload()
+    files = {"path": path, "directory": directory, "result": result, "steps": steps}
+    return types.SimpleNamespace(**files, trace=trace, events=events)
 
 
 def test_captured_steps_are_extra_and_marked(run):
@@ -85,13 +79,12 @@ def test_classes_add_up_to_the_steps_own_times(run):
     p = run.result["profile"]
     total = sum(p["classes_s"].values())
     assert total == pytest.approx(p["step_time_s"], rel=0.02)
-    clocked = [s["step_time_s"] for s in run.steps[8:]]
-    assert total == pytest.approx(sum(clocked) / 2, rel=0.1)
+    assert total == pytest.approx(sum(s["step_time_s"] for s in run.steps[8:]) / 2, rel=0.1)
     classes = {"matmul fp32", "attention", "elementwise", "optimizer", "loss", "host"}
     assert classes <= set(p["classes_s"])
     assert p["classes_s"]["matmul fp32"] > p["classes_s"]["loss"]
-    assert len(p["costliest"]) == 10
-    assert p["costliest"][0]["time_s"] >= p["costliest"][9]["time_s"]
+    costs = [kernel["time_s"] for kernel in p["costliest"]]
+    assert len(costs) == 10 and costs == sorted(costs, reverse=True)
 
 
 def test_formula_and_recorded_shapes_agree_on_the_matmuls(run):
@@ -100,10 +93,8 @@ def test_formula_and_recorded_shapes_agree_on_the_matmuls(run):
     The exception is the matmul at which a recomputation stops: the trace has its call, but its work
     is not done.
     """
-    by_formula = run.result["profile"]["matmul_flops"]
-    stopped = 2 * 256 * 688 * 256
-    by_shapes = break_down(run.trace).matmul_flops
-    assert by_shapes - stopped == pytest.approx(by_formula, rel=1e-9)
+    stopped, by_formula = 2 * 256 * 688 * 256, run.result["profile"]["matmul_flops"]
+    assert break_down(run.trace).matmul_flops - stopped == pytest.approx(by_formula, rel=1e-9)
 
 
 def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, output_of):
@@ -149,11 +140,9 @@ def test_hfu_counts_what_is_repeated(run):
     """One of four blocks: its matmuls except the last, and its attention, 4 T d or half of that."""
     m = run.result["metrics"]
     matmuls = 2 * (256 * (256 + 2 * 128) + 256 * 256 + 256 * 2 * 688)
-    again = matmuls + 4 * 64 * 256
-    assert m["hfu"] / m["mfu"] == pytest.approx(1 + again / m["flops_per_token_palm"])
-    again = matmuls + 2 * 64 * 256
-    causal = 1 + again / m["flops_per_token_causal"]
-    assert m["hfu_causal"] / m["mfu_causal"] == pytest.approx(causal)
+    for causal, kind, per_key in (("", "palm", 4), ("_causal", "causal", 2)):
+        again = 1 + (matmuls + per_key * 64 * 256) / m[f"flops_per_token_{kind}"]
+        assert m[f"hfu{causal}"] / m[f"mfu{causal}"] == pytest.approx(again)
 
 
 def test_attention_in_ranges_and_matmuls_against_the_measured_roof(tmp_path, monkeypatch):
@@ -208,22 +197,15 @@ def test_the_nsys_range_holds_the_steps_asked_for(rank, monkeypatch):
     steps = [c for c in calls if c in (True, False, "pop") or c.startswith("step")]
     started, stopped = ([True], [False]) if rank == 0 else ([], [])
     assert steps == [*started, "step 3", "pop", "step 4", "pop", *stopped]
+    order = ["data", "forward", *(f"blocks.{i}" for i in range(4)), "backward", "optimizer"]
     parts = calls[calls.index("step 3") : calls.index("step 4")]
-    blocks = [f"blocks.{i}" for i in range(4)]
-    assert [c for c in parts if c in ("data", "forward", "backward", "optimizer", *blocks)] == [
-        "data", "forward", *blocks, "backward", "optimizer",
-    ]  # fmt: skip
+    assert [c for c in parts if c in order] == order
 
 
 def test_attention_in_parts_is_attention():
     """Groups, a mask, a scale; values and gradients; and each part is drawn once."""
     drawn = []
-
-    @contextlib.contextmanager
-    def draw(name):
-        drawn.append(name)
-        yield
-
+    draw = lambda name: contextlib.nullcontext(drawn.append(name))  # noqa: E731
     torch.manual_seed(0)
     window = torch.ones(7, 7, dtype=torch.bool).tril().triu(-2)
     for mask, scale in ((None, None), (window, 0.3)):
@@ -232,8 +214,7 @@ def test_attention_in_parts_is_attention():
         for attend in (layers.attend, functools.partial(profiling.attend_in_parts, draw, None)):
             y = attend(q, k, v, mask, 0.0, scale)
             outcomes.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
-        for expected, got in zip(*outcomes, strict=True):
-            torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*outcomes)
     assert drawn == ["attention scores", "attention softmax", "attention values"] * 2
 
 

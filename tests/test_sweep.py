@@ -1,6 +1,5 @@
 """sweep.py: the experiment file, runs that fail, being killed and going on, the ranked table."""
 
-import contextlib
 import csv
 import json
 import os
@@ -9,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from llm_train_bench.sweep.grid import differences, make_cells
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import fuzz
 from tests.helpers import ROOT, words
-from tests.processes import wait_until
+from tests.processes import Started, wait_until
 
 MODEL = "configs/gpt2-tiny.json"
 HEAD = f"experiment: x\nmodels: [{MODEL}]\n"
@@ -53,24 +52,12 @@ def write(path, **keys) -> str:
 FAST = dict(seq_len=32, n_steps=3, warmup_steps=1, device="cpu", amp="off", no_tensorboard=True)
 
 
-def processes_with(text: str) -> list[int]:
-    """Running processes with a text in their command lines."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if text in os.fsdecode(path.read_bytes()):
-                found.append(int(path.parent.name))
-    return found
-
-
-def start(path, out, root=ROOT):
+def start(path, out, root=ROOT) -> Started:
     """A sweep in a new process, which runs the scripts below `root`."""
-    code = (
-        "import sys, sweep; from pathlib import Path; from llm_train_bench.sweep import cell_runs; "
-        "cell_runs.ROOT = Path(sys.argv[1]); sys.exit(sweep.main(sys.argv[2:]))"
-    )
+    code = "import pathlib, sys, sweep; from llm_train_bench.sweep import cell_runs; "
+    code += "cell_runs.ROOT = pathlib.Path(sys.argv[1]); sys.exit(sweep.main(sys.argv[2:]))"
     argv = [sys.executable, "-c", code, str(root), path, "--output-dir", str(out)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Started(argv, {}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def read_rows(out) -> list[dict]:
@@ -95,7 +82,6 @@ shutil.copytree({result!r}, run)
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """A directory with the stand-in for train.py."""
     directory = tmp_path_factory.mktemp("scripts")
     (directory / "train.py").write_text(STAND_IN.format(result=str(RESULT)))
     return directory
@@ -118,6 +104,7 @@ def killed_and_resumed(tmp_path_factory, scripts):
     second = start(path, out, scripts)
     text, _ = second.communicate(timeout=300)
     assert second.returncode == 0, text
+    assert not first.members() and not second.members(), "something still runs"
     return out, before, text
 
 
@@ -130,8 +117,6 @@ def test_a_killed_sweep_goes_on_without_repeating_or_losing(killed_and_resumed):
     n = len(before.splitlines())
     assert n == 3 and rows[:n] == [json.loads(line) for line in before.splitlines()]
     assert f"rows from before: {n}\n" in text and f"[6/{6}]" in text
-    # Nothing of the killed sweep still runs.
-    assert not processes_with(str(out / "runs"))
 
 
 def test_what_goes_wrong_is_a_row(killed_and_resumed):
@@ -165,7 +150,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):
     assert f"sweep.py: {tmp_path}: another sweep is running there" in refused
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "timeout: not done after 5 s" in text
-    assert not processes_with(str(tmp_path / "runs"))
+    assert not process.members()
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
@@ -180,10 +165,9 @@ def test_ctrl_c_in_a_tool_is_one_line():
 
 
 def test_a_killed_run_says_so(tmp_path):
-    path = write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6})
-    process = start(path, tmp_path)
+    process = start(write(tmp_path / "e.yaml", training=FAST | {"n_steps": 10**6}), tmp_path)
     assert wait_until(lambda: list(tmp_path.glob("runs/*/result.json")), 120), process.poll()
-    (run,) = processes_with(str(tmp_path / "runs"))
+    (run,) = process.members().keys() - {process.pid}
     os.kill(run, signal.SIGKILL)
     text, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "failed: killed by SIGKILL" in text
@@ -349,10 +333,7 @@ def test_runs_as_jobs_are_the_same_rows_and_go_on(tmp_path, output_of):
 
 def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
-
-    def lost(*args):
-        raise RuntimeError("the node went away")
-
+    lost = mock.Mock(side_effect=RuntimeError("the node went away"))
     monkeypatch.setattr(jobs, "run_cell", lost)
     (cell,) = make_cells(experiment(training=FAST), "cpu")
     (row,) = jobs.run_as_jobs([(cell, 0)], tmp_path, 60.0, {"cluster": "local"})
@@ -483,15 +464,12 @@ def test_a_wrong_file_is_one_line(text, message, tmp_path, refused):
     assert not (tmp_path / "out").exists() and time.monotonic() - begin < 20
 
 
-def test_values_may_be_quoted():
+def test_values_may_be_quoted_or_variables():
     training = {"n_steps": "7", "lr": "0.5", "pt_compile": "true", "sac_freq": "none", "amp": False}
     (cell,) = make_cells(experiment(training=training, grid={}), "cpu")
     args = parse_args(cell.argv(), cell.script)
-    assert (args.n_steps, args.lr, args.pt_compile, args.sac_freq) == (7, 0.5, True, None)
-    assert args.amp == "off"
-
-
-def test_substitution():
+    found = args.n_steps, args.lr, args.pt_compile, args.sac_freq, args.amp
+    assert found == (7, 0.5, True, None, "off")
     environ = {"A": "1", "EMPTY": ""}
     assert experiments.substitute("${A} ${B:-2} ${EMPTY:-3} $A", environ) == "1 2 3 $A"
 
@@ -551,7 +529,6 @@ def test_an_edited_model_is_another_setting(tmp_path, monkeypatch):
 
 
 def a_row(key, rate, **more):
-    """A row of rows.jsonl."""
     return {"key": key, "repeat": 0, "model": "m", "status": "ok", "axes": {"bsz": key}, "mfu": None,
             "tokens_per_sec": rate, "memory_gib": 1.0, "memory_kind": "resident",
             "step_times_s": [100 / rate] * 5 if rate else []} | more  # fmt: skip

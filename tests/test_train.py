@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.results import trackers
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import SCHEMA_VERSION
@@ -38,6 +40,7 @@ from tests.helpers import (
     without_inductor,
     words,
 )
+from tests.processes import training, wait_until
 
 TINY = ["configs/gpt2-tiny.json", "--seq-len", "32", "--bsz", "2", "--device", "cpu"]
 FP32 = [*TINY, "--amp", "off"]
@@ -134,8 +137,7 @@ def test_steps_file_and_tensorboard_say_the_same(run):
     assert peak == 10 and rates[peak] == pytest.approx(3e-3) and rates[-1] == pytest.approx(3e-4)
     assert rates[:peak] == sorted(rates[:peak]) and rates[peak:] == sorted(rates[peak:])[::-1]
     (directory,) = run.glob("*/tensorboard")
-    events = EventAccumulator(str(directory))
-    events.Reload()
+    events = EventAccumulator(str(directory)).Reload()
     tags = events.Tags()["scalars"]
     assert {"train/lr", "train/grad_norm"} <= set(tags)
     assert [e.step for e in events.Scalars("train/loss")] == list(range(64))
@@ -282,10 +284,7 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
     flags = words(FP32, "--n-steps 100000 --warmup-steps 2 --output-dir", tmp_path / "runs")
     argv = [sys.executable, "train.py", *flags]
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 240
-    while not any(p.read_text().count("\n") > 5 for p in tmp_path.glob("runs/*/steps.jsonl")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    assert wait_until(lambda: process.poll() is not None or training(tmp_path / "runs"), 240)
     for _ in range(20):  # an impatient user
         process.send_signal(number)
         time.sleep(0.003)
@@ -329,6 +328,7 @@ def test_full_disk(tmp_path, capsys):
 
 CUDNN = "configs/mistral-7b-v0.1.json --device cpu --attention cudnn --seq-len"
 FP8 = "configs/gpt2-tiny.json --seq-len 32 --device cpu --use-fp8"
+TE = f"{FP8} --fp8-backend te"
 BAD = [
     ("--n-steps -1", "--n-steps -1: must be at least 1"),
     (f"--seed 1{'0' * 22}", "must be at most 9223372036854775807"),
@@ -379,11 +379,8 @@ BAD = [
     (FP8, "Transformer Engine needs a GPU"),
     (f"{FP8} --pt-compile", "a CPU has no FP8 matmuls; --fp8-emulate"),
     (f"{FP8} --fp8-recipe rowwise", "a CPU has no FP8 matmuls"),
-    (
-        f"{FP8} --fp8-recipe rowwise --fp8-backend te",
-        "te supports current, delayed, blockwise, mxfp8",
-    ),
-    (f"{FP8} --fp8-emulate --fp8-backend te", "use --fp8-backend torchao"),
+    (f"{TE} --fp8-recipe rowwise", "te supports current, delayed, blockwise, mxfp8"),
+    (f"{TE} --fp8-emulate", "use --fp8-backend torchao"),
     (f"{FP8} --fp8-emulate --seq-len 30 --bsz 3", "= 90 tokens is not a multiple of 16"),
 ]
 
@@ -432,8 +429,7 @@ def test_help_documents_every_flag_of_the_script_and_no_other(script, capsys):
 
 def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     """It writes what it learnt, the same from its export; without a way to decode, it is refused."""
-    text = b"abcdefgh" * 400
-    np.frombuffer(text, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
+    np.frombuffer(b"abcdefgh" * 400, np.uint8).astype(np.uint16).tofile(tmp_path / "t.bin")
     bytes_256 = json.loads((ROOT / "configs/llama-tiny.json").read_text())
     bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "c.json").write_text(json.dumps(bytes_256))
@@ -455,11 +451,7 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
 
 def test_a_run_is_exported_when_it_has_ended(tmp_path, capsys, monkeypatch, refused):
     """A tracker that fails takes nothing from the run; one that is not installed is refused."""
-    from llm_train_bench.results import trackers
-
-    def broken(*_):
-        raise OSError("no\nspace")
-
+    broken = mock.Mock(side_effect=OSError("no\nspace"))
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", broken)
     monkeypatch.setitem(trackers.PACKAGES, "mlflow", "json")
     argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard")
@@ -507,16 +499,11 @@ def test_a_program_that_calls_a_script_keeps_no_model(tmp_path):
     gc.freeze()
 
 
-# --- files, outputs and flags of users --------------------------------------------------------------
-
-
 def test_flags_of_predecessors_are_understood_or_answered():
-    theirs = (
-        "c.json --context_length=8 --batch-size 2 --measure-steps 3 --pass-type forward_backward "
-        "--nsys_start -1 --nsys-end=-1"
-    )
+    theirs = "c.json --context_length=8 --batch-size 2 --measure-steps 3", "--nsys_start -1"
+    theirs = words(*theirs, "--pass-type forward_backward --nsys-end=-1")
     ours = "c.json --seq-len=8 --bsz 2 --n-steps 3 --pass-type forward-backward"
-    assert translated(words(theirs)) == words(ours)
+    assert translated(theirs) == words(ours)
     for flag, answer in (
         ("--reduce-freq", "--grad-acc-steps"), ("--ckpt-freq", "--save-every"),
         ("--no-sync", "docs/METRICS.md"), ("--local-batch-size", "use --bsz"),
@@ -572,16 +559,13 @@ def test_a_closed_output_ends_no_run(name, tmp_path, monkeypatch, capsys):
 
 def test_python_ends_without_complaint_after_a_full_output():
     """It flushes its outputs at the end."""
-    text = "import os, sys; os.close(1); os.open('/dev/full', os.O_WRONLY); " + (
-        "from llm_train_bench.results.console import say; sys.exit(say('x', sys.stdout))"
-    )
+    text = "import os, sys; os.close(1); os.open('/dev/full', os.O_WRONLY); "
+    text += "from llm_train_bench.results.console import say; sys.exit(say('x', sys.stdout))"
     assert python(["-c", text]).stderr == ""
 
 
 def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeypatch, capsys):
-    real = loop.optimizer_step
-
-    def remove(*args):
+    def remove(*args, real=loop.optimizer_step):
         shutil.rmtree(tmp_path / "r", ignore_errors=True)
         return real(*args)
 
@@ -593,10 +577,9 @@ def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeyp
 
 
 def test_secrets_and_what_launchers_set_stay_out_of_results(monkeypatch):
-    for name in ("OMP_API_KEY", "NCCL_AUTH", "TORCH_TOKEN", "CUDA_PASSWORD", "GLOO_SECRET"):
-        monkeypatch.setenv(name, "x")
+    secrets = "OMP_API_KEY NCCL_AUTH TORCH_TOKEN CUDA_PASSWORD GLOO_SECRET".split()
     shown = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}
-    for name, value in shown.items() | {("GLOO_SOCKET_IFNAME", "lo")}:
+    for name, value in (shown | dict.fromkeys(secrets, "x") | {"GLOO_SOCKET_IFNAME": "lo"}).items():
         monkeypatch.setenv(name, value)
     settings = describe_environment(torch.device("cpu"))["settings"]
     assert shown.items() <= settings.items() and not {"x", "lo"} & {*settings.values()}
