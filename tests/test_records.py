@@ -8,8 +8,7 @@ same, slower. PAIR has the traces of two ranks, RANKS made-up ones of three.
 Training runs by a clock of its own, which says every time how often it was read. `pairs` is no tool: it
 prints what a script says of two flags together on eight ranks, if it says that of neither alone. `plan`
 prints the plan of a script on some ranks, `model` what a config's JSON means, `show` a result as a run
-prints it, `read` all that is read from a log, and `track`
-how a run is exported to the trackers.
+prints it, `read` all that is read from a log, and `track` how a copy of a run goes to the trackers.
 """
 
 import contextlib
@@ -67,8 +66,6 @@ SETTINGS = (
     ("H100 SXM", {"bsz": 4, "sac_freq": "1/2"}, 0.984, 44.0, 810.0, 3),
     ("H100 SXM", {"bsz": 8, "lr": 1e-3}, 1.003, None, 800.0, 2),
 )
-
-
 FEWEST = dict(vocab_size=40000, hidden_size=64, intermediate_size=96, num_hidden_layers=30)
 FEWEST |= dict(num_attention_heads=32, max_position_embeddings=512)
 # What differs between machines, runs and versions of PyTorch.
@@ -162,7 +159,7 @@ def output_of(command: str) -> str:
                 with counting_clock(), mock.patch("sys.argv", [script, *argv]):
                     code = run_train(*argv, "--output-dir", out)
             elif script in PSEUDO:
-                code = PSEUDO[script](argv)
+                code = PSEUDO[script](argv) or 0
             else:
                 code = importlib.import_module(script.removesuffix(".py")).main(argv)
         text = said.getvalue() + "".join(f"! {line}\n" for line in warned.getvalue().splitlines())
@@ -183,7 +180,7 @@ def output_of(command: str) -> str:
     return "\n".join([*kept, f"exit {code}"])
 
 
-def say_pairs(argv: list[str]) -> int:
+def say_pairs(argv: list[str]) -> None:
     """Print refusals, and notes of the plan, of every two of the flags in `argv`."""
     script, config, *flags = argv
 
@@ -199,10 +196,9 @@ def say_pairs(argv: list[str]) -> int:
     for a, b in itertools.combinations(flags, 2):
         if texts := [text for text in said(a, b) if text not in alone[a] + alone[b]]:
             print(f"{a} {b}: {'; '.join(texts)}")
-    return 0
 
 
-def say_plan(argv: list[str]) -> int:
+def say_plan(argv: list[str]) -> None:
     """Print a plan and what follows from it: parameters, FLOPs, matmuls, memory, bytes of collectives."""
     script, ranks, model, *flags = argv
     family = config(model) if model in FAMILIES else None
@@ -217,20 +213,17 @@ def say_plan(argv: list[str]) -> int:
         pprint.pprint(each, width=100, compact=True)
     for stage in range(work.fsdp.pp):
         pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
-    return 0
 
 
-def say_models(argv: list[str]) -> int:
-    """Print what each model type makes of a config with the fewest keys."""
-    for text in argv:
-        try:
-            pprint.pprint(parse_config(FEWEST | json.loads(text), "fewest.json"), compact=True)
-        except ConfigError as error:
-            print(error)
-    return 0
+def say_model(argv: list[str]) -> None:
+    """Print what a model type makes of a config with the fewest keys."""
+    try:
+        pprint.pprint(parse_config(FEWEST | json.loads(argv[0]), "fewest.json"), compact=True)
+    except ConfigError as error:
+        print(error)
 
 
-def show(argv: list[str]) -> int:
+def show(argv: list[str]) -> None:
     """Print a result, with some `fields.of.it=JSON` changed, as its run did, and what follows from it."""
     path, *changes = argv
     content = json.loads(Path(path).read_text())
@@ -243,35 +236,29 @@ def show(argv: list[str]) -> int:
     for name in ("unfit", "impossible", "disturbances", "random_loss", "drifts", "spoilt_by",
                  "peak_memory", "power_limit_w"):  # fmt: skip
         print(name, getattr(result, name))
-    return 0
 
 
-def say_records(argv: list[str]) -> int:
+def say_records(argv: list[str]) -> None:
     """Print all that is read from each file."""
     path, *facts = argv
     for record in read_records([path], print, log_facts(facts, None)):
         pprint.pprint(record, width=100, compact=True)
-    return 0
 
 
-def say_tracked(argv: list[str]) -> int:
+def say_tracked(argv: list[str]) -> None:
     """Print the calls by which a run in a directory goes to each tracker's library."""
-    run = Path(argv[0])
-    library = mock.MagicMock()
-    with (
-        counting_clock(),
-        mock.patch("importlib.import_module", lambda name: getattr(library, name)),
-    ):
+    run, library = Path(shutil.copytree(*argv)), mock.MagicMock()
+    calls = mock.patch("importlib.import_module", lambda name: getattr(library, name))
+    with counting_clock(), calls:
         for line in track(TRACKERS, read_result(run / "result.json"), run):
             print(line, *library.mock_calls, sep="\n")
             library.reset_mock()
-    print((run / "metrics.prom").read_text())
-    (run / "metrics.prom").unlink()
-    return 0
+    for name in ("result.json", "steps.jsonl"):
+        (run / name).unlink()
 
 
 PSEUDO = dict(
-    track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_models, show=show, read=say_records
+    track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records
 )
 
 
@@ -287,7 +274,9 @@ def test_output_is_the_one_on_record(command, expected):
     words, numbers = split(output_of(command))
     expected_words, expected_numbers = split(expected)
     assert words == expected_words
-    rel = 1e-3 if command.startswith("train.py") else 1e-6  # losses of another CPU
+    # Another CPU adds up otherwise.
+    trained = 2e-2 if re.search("--amp [bf]", command) else 1e-3
+    rel = trained if command.startswith("train.py") else 1e-6
     assert numbers == pytest.approx(expected_numbers, rel=rel)
 
 
