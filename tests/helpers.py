@@ -117,6 +117,7 @@ def run_train(*argv: str) -> int:
     # Dynamo refuses to compile one function for more than eight models, as it should in one run.
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
     return launch(train.train, [str(a) for a in argv], "train.py")
 
 

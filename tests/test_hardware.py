@@ -63,6 +63,7 @@ BOX = DEVICES[0] | {"name": "Box", "driver_names": ["Box"]}
     [({"name": "x"}, "the entry x lacks bf16_tflops"),
      (FOUR | {"bf16_tflops": 0}, "'My Card': bf16_tflops is 0"),
      (FOUR | {"bf16_tflops": "500"}, "'My Card': bf16_tflops is '500'"),
+     (FOUR | {"memory_gib": 10**400}, "'My Card': memory_gib is 1000"),
      (FOUR | {"tflops": 1}, "has tflops, which no entry has"),
      (FOUR | {"memory_gib": "big"}, "memory_gib is 'big'"),
      ({k: v for k, v in BOX.items() if k != "tdp_w"}, "entry Box lacks tdp_w"),

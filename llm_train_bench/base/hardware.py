@@ -110,7 +110,7 @@ def _hardware(entry: dict[str, Any], path: Path) -> Hardware:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         least = 0 if key == "tdp_w" else 1e-9
         right = (
-            (float in kinds and number and least <= float(value) < 1e15)
+            (float in kinds and number and least <= value < 1e15)
             or (value is None and type(None) in kinds)
             or (key == "driver_names" and isinstance(value, list) and {*map(type, value)} <= {str})
             or (key == "fitted" and isinstance(value, dict))
