@@ -72,39 +72,6 @@ def test_messages_are_exact(script, text, message):
     assert str(refused.value) == message
 
 
-TOOLS = [
-    (estimate, [TINY, "--gpu", "h1000"], "estimate.py: --gpu h1000: "),
-    (estimate, ["train_fsdp.py", TINY], f"estimate.py: {TINY}: unexpected argument"),
-    (estimate, ["train_fsdp.py", "--gpu", "h100"],
-     "estimate.py: train_fsdp.py: estimate.py takes no script; use --parallel ddp, fsdp or pp"),
-    (estimate, [TINY, "--gpu", "h100", "--limit", "watts=3"],
-     "estimate.py: --limit watts=3: must be KEY=VALUE with one of power, clock, memory, nic"),
-    (estimate, [TINY, "--gpu", "h100", "--limit", "power=-3"],
-     "estimate.py: --limit power=-3: must be above 0"),
-    (compare, ["x", "--log", "a=1"], "compare.py: --log a=1: must be [LOG:]KEY=VALUE with one of "),
-    (compare, ["x", "--log-pattern", "("], "compare.py: --log-pattern (: is no regular expression: "),
-    (compare, ["x", "--log-pattern", "a"], "compare.py: --log-pattern a: names no group"),
-    (compare, ["x", "--allow", "all"], "compare.py: --allow all: must be new or missing"),
-    (compare, [""], "compare.py: an argument: is empty; was a variable of the shell not set?"),
-    (compare, ["x", "--baseline", "b.json", "--tolerance", "200%"],
-     "compare.py: --tolerance 200%: must be from 0 to below 100%, for example 5%"),
-    (compare, ["x", "--baseline", "b.json", "--update-baselines", "--output-dir", "o"],
-     "compare.py: --update-baselines judges nothing; leave out --output-dir"),
-    (doctor, ["--jsn"], "doctor.py: --jsn: unknown flag; did you mean --json?"),
-    (sweep, ["--models", "nope.json", "--set", "bsz=1"], "sweep.py: nope.json: no such file; "),
-    (sweep, ["--models"], "sweep.py: --models: needs a value: text"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("tool", "argv", "message"), TOOLS, ids=lambda v: getattr(v, "__name__", str(v))[:40]
-)
-def test_messages_of_tools(tool, argv, message, capsys):
-    assert tool.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message) and error.count("\n") == 1
-
-
 def test_every_flag_has_help_and_there_are_few(capsys):
     n = sum(not flag.positional for kind in KINDS for flag in declared(kind).values())
     assert n + 1 <= 125  # --from

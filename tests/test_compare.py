@@ -404,31 +404,6 @@ def test_the_report_in_a_browser(tmp_path, runs_of):
     assert list(map(float, shown)) == pytest.approx(interval, abs=0.01)
 
 
-PRIMUS = "tests/logs/primus.log"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("", "nothing to compare"),
-        ("nix", "nix: no such file"),
-        ("README.md", "no line of Megatron-Bridge, "),
-        ("configs/hardware.json", "is no result.json of ours"),
-        (f"{PRIMUS} --reference x", "--reference x: no setting or run of that name"),
-        (f"{PRIMUS} --usd-per-hour H100", "must be HARDWARE=NUMBER"),
-        (f"{PRIMUS} --usd-per-hour H200=2", "H200=2: the runs' hardware is none that is known"),
-        (f"{PRIMUS} --update-baselines", "needs --baseline"),
-        (f"{PRIMUS} --tolerance banana", "--tolerance needs --baseline"),
-        (f"{PRIMUS} --usd-per-hour H100=nan", "must be HARDWARE=NUMBER"),
-        (f"{PRIMUS} --tokens inf", "--tokens inf: must be above 0 and finite"),
-        (f"{PRIMUS} --baseline b.json", "b.json: no such file"),
-        (f"{PRIMUS} --log x.log:gpus=8", "--log x.log:gpus=...: no log of this name was read"),
-    ],
-)
-def test_bad_input_is_one_line(argv, message, refused):
-    refused(compare.main, message, argv)
-
-
 def test_a_directory_without_a_result_is_named_last(capsys):
     assert compare.main(["docs"]) == 2
     assert "docs: holds no result" in capsys.readouterr().err.splitlines()[-1]

@@ -560,58 +560,6 @@ def test_measured_here_against_the_formula(output_of):
     assert all(abs(e) <= 10 for e in error.values()), error
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("", "--gpu is missing"),
-        ("--gpu h300", "no such device; configs/hardware.json has: A100"),
-        ("--gpu h30", "h30: no such device"),  # neither an H200 nor, below, an A100
-        ("--gpu A1", "A1: no such device"),
-        ("--gpu h100 --gpus 8 --nproc 4", "--nproc: give the number of devices by"),
-        ("--gpu mi300x --use-fp8 --fp8-recipe mxfp8", "mxfp8: MI300X has none"),
-        ("--gpu h100 --sac-freq 1/20", "--sac-freq 1/20 recomputes no block"),
-        ("--gpu h100 --gpus 0", "--gpus 0: must be at least 1"),
-        ("--gpu a100 --use-fp8", "A100 SXM 80GB has no FP8"),
-        ("--gpu h100 --gpus 6 --dp-replicate 4", "does not divide 6 ranks"),
-        ("--gpu h100 --trace --pt-compile", "leave out --pt-compile"),
-        ("--gpu h100 --gpus 4 --pp 2 --pp-virtual 2 --trace", "leave out --pp-virtual"),
-        ("--gpu h100 --trainer logits=half", "--trainer logits=half: must be "),
-        ("--gpu h100 --trainer sac=every-other-matmul", "every-other-matmul needs --sac-freq"),
-        ("--gpu h100 --limit power=", "--limit power=: is empty"),
-        ("--gpu h100 --limit power=x", "--limit power=x: must be above 0"),
-        ("--gpu h100 --route balanced", "has no experts; leave it out"),
-        ("--gpu h100 --use-fp8 --bsz 1 --seq-len 24", "= 24 tokens is not a multiple of 16"),
-        ("--gpu b200 --gpus 5 --use-fp8 --fp8-backend te --fp8-recipe mxfp8 --fp8-all-gather",
-         "do not divide over 5 ranks in multiples of 32; leave it out"),
-        ("--gpu h100,h200", "several GPUs go with --plan"),
-        ("--gpu b200 --limit clock=1000", "--limit clock"),
-        ("--gpu h100 --trainer zero=2", "--trainer zero=2"),
-        ("--fit --gpus 2", "leave out --gpus"),
-        ("--fit --gpu=h100", "--gpu has no meaning with --fit"),
-        ("--fit --per-node 8", "--per-node has no meaning with --fit"),
-        ("--bsz 0 --gpu h100", "--bsz 0"),
-        ("--gpu h100 --calibrate none.json", "cannot be read: No such file"),
-        ("--gpu h100 --calibrate configs/gpt2-tiny.json", "is no result.json"),
-        ("--gpu h100 --calibrate README.md", "is no result.json"),
-        # What a plan would not heed
-        ("--gpu h100 --plan --bsz 7", "--plan chooses --bsz itself"),
-        ("--gpu h100 --plan --tp 2 --gpus 8", "--plan chooses --tp itself"),
-        ("--gpu h100 --plan --use-fp8", "--plan chooses --use-fp8 itself"),
-        ("--gpu h100 --plan --pass-type forward", "--plan is for training steps"),
-        ("--gpu h100 --plan --trace", "--trace is for one estimate"),
-        ("--gpu h100 --plan --days 3", "--days needs --tokens"),
-        ("--gpu h100 --plan --days 3 --tokens 1e9 --gpus 8", "--days finds how many GPUs it takes"),
-        ("--gpu h100 --plan --tokens 1e9 --days 1 --per-node 2000000", "--per-node 2000000: m"),
-        # What would be ignored or never tried
-        ("--gpu h100 --gpus 8 --pp 2 --reshard-after-forward always",
-         "--reshard-after-forward has no meaning for train_pp.py"),
-        ("--gpu h100 --gpus 8 --parallel ddp --prefetch 1", "--prefetch has no meaning for"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(argv, message, refused):
-    refused(estimate.main, message, GPT2, argv)
-
-
 STEPS = [
     ("train.py", 1, "gpt2-125m", "--bsz 8"),
     ("train_ddp.py", 64, "gpt2-1.5b", "--bsz 4"),

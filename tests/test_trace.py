@@ -443,15 +443,3 @@ def test_real_traces_of_two_ranks(tmp_path, output_of):
     assert content["waiting"][0]["seconds"] == pytest.approx(2.677e-3, rel=1e-3)
     exposed = content["collectives"]
     assert exposed["all_gather"]["exposed_s"] == pytest.approx(7.03e-3, rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("tests/logs", "tests/logs: holds no trace of torch.profiler"),
-        ("tests/traces tests/traces", "is a directory; give it alone"),
-        ("tests/traces/rocm_mi300x_ddp.json.gz --html x.html", "--html: needs a directory"),
-    ],
-)
-def test_what_is_no_run_is_one_line(argv, message, refused):
-    refused(trace_report.main, message, argv)
