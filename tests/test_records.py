@@ -17,6 +17,7 @@ import importlib
 import io
 import itertools
 import json
+import os
 import pprint
 import re
 import shlex
@@ -170,7 +171,7 @@ def output_of(command: str) -> str:
                     text += f"{tag} {[(e.step, e.value) for e in events.Scalars(tag)]}\n"
             if path.is_file() and path.suffix in READ:
                 text += f"> {path.relative_to(out)}\n{path.read_text()}\n"
-        for name, place in {**places, "": f"{ROOT}/"}.items():
+        for name, place in {**places, "HOME": os.environ["HOME"], "": f"{ROOT}/"}.items():
             text = text.replace(place, name)
         for pattern, name in CHANGES:
             text = re.sub(pattern, name, text)
