@@ -263,6 +263,8 @@ def test_configs_of_the_first_version_are_read():
         old = parse_config(raw, "old.json")
         assert count_parameters(old) == count_parameters(ours) and old.unknown_keys == ()
         assert (old.intermediate_size, old.rope_theta, old.norm_eps) == (28672, 500000.0, 1e-5)
+    few = {k: v for k, v in FIRST.items() if k not in ("d_hid", "ffn_mult", "ffn_factor")}
+    assert parse_config(few, "old.json").intermediate_size == 22016  # 2/3 of 4 x 8192, in 256s
     gpt = dict(arch_name="gpt", n_layers=48, n_heads=25, d_embd=1600, max_seq_len=1024)
     gpt["vocab_size"] = 50304
     old = parse_config(gpt, "old.json")

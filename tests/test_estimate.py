@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import re
@@ -31,6 +32,7 @@ from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.layers import apply_rope
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.ranks import Ranks
 from llm_train_bench.run import launch
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Args, Script, defaults
@@ -723,6 +725,14 @@ def test_the_estimate_warns_and_beyond_its_own_error_refuses():
     assert "the largest --bsz that fits is 6" in note
     with pytest.raises(DoesNotFit, match="--no-fit-check"):
         list(launch.check_fit(proxy("--bsz 12").work, 79.1))
+
+
+def test_ranks_of_a_cpu_share_half_of_its_memory(monkeypatch):
+    monkeypatch.setattr(launch, "memory_gib", lambda device: 24.0)
+    free = functools.partial(launch.free_gib, torch.device("cpu"), Ranks(0, 4, 0))
+    assert free() == 3.0 and launch.free_gib(torch.device("cuda"), Ranks(0, 4, 0)) == 24.0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert free() == 6.0
 
 
 def test_a_run_that_cannot_fit_ends_with_4_before_it_starts(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import (
     HARDWARE_FILE,
     devices,
+    find_cpu,
     find_hardware,
     find_peaks,
     name_of_part,
@@ -108,6 +109,14 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
         assert d["fp8_tflops"] is None or 1.9 < d["fp8_tflops"] / d["bf16_tflops"] < 2.1
         measured = d["measured_bf16_tflops"]  # nobody ever reached 95 % of the peak
         assert measured is None or 0.45 < measured / d["bf16_tflops"] < 0.95
+
+
+def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):
+    own_hardware(FOUR | {"name": "Box, 8 threads"})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert find_cpu("Box", 1).name == "Box, 8 threads"
+    with pytest.raises(UsageError, match="Box, 2 threads; OMP_NUM_THREADS=2 python"):
+        find_cpu("Box", 3)
 
 
 def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, output_of, refused):

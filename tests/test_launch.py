@@ -17,13 +17,19 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import DistBackendError, DistStoreError
+from torch.distributed import DistBackendError, DistStoreError, HashStore
 
 import train
 import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
+from llm_train_bench.parallel.ranks import (
+    Ranks,
+    _wait_for_all,
+    collective_timeout,
+    find_ranks,
+    join,
+)
 from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
@@ -317,6 +323,13 @@ def test_a_rank_that_never_comes_is_named():
     text = join_as_rank_0(3, port, 1.0)
     assert 1.0 <= time.monotonic() - start < 10.0
     assert f"meet at 127.0.0.1:{port}: after 1 s there is no rank 1, 2; check that all" in text
+
+
+def test_of_many_ranks_that_never_come_nine_are_named():
+    names = ", ".join(map(str, range(1, 10)))
+    for world, more in ((10, ";"), (11, ", ...;")):
+        with pytest.raises(NotJoined, match=f"is no rank {names}{more}"):
+            _wait_for_all(HashStore(), Ranks(0, world, 0), 0.01, "x")
 
 
 def listening(process) -> set[str]:

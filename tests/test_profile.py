@@ -18,6 +18,7 @@ import trace_report
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.measure.memory import n_bytes
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model import layers
 from llm_train_bench.model.transformer import Transformer
@@ -45,6 +46,11 @@ def run(tmp_path_factory):
     events = EventAccumulator(str(directory / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     files = {"path": path, "directory": directory, "result": result, "steps": steps}
     return types.SimpleNamespace(**files, trace=trace, events=events)
+
+
+def test_only_bytes_on_the_device_count():
+    tensors = [torch.zeros(3), torch.zeros(5, device="meta"), torch.zeros(2, dtype=torch.bfloat16)]
+    assert n_bytes(tensors, torch.device("cpu")) == 16
 
 
 def test_captured_steps_are_extra_and_marked(run):

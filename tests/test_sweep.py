@@ -606,6 +606,14 @@ def test_tune_runs_a_fifth_and_keeps_the_two_fastest(tmp_path, monkeypatch, caps
     assert tune.tune(cells, e, rows, "cpu") == chosen and len(ran) == n  # rows are kept
 
 
+@pytest.mark.parametrize("row", [{"status": "ok", "unfit": "drift"}, {"status": "oom"}])
+def test_nothing_that_failed_or_is_unfit_is_tuned(row, monkeypatch):
+    e = experiment(grid={"bsz": [1, 2, 4]})
+    cells = make_cells(e, "cpu")
+    monkeypatch.setattr(tune, "probe", lambda *args: row | {"tokens_per_sec": 9.0})
+    assert tune.halved(cells, e, mock.Mock()) == cells[:1]
+
+
 def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
     e = experiment(
         models=["configs/llama-3.1-8b-proxy.json"], grid={"bsz": [1, 2, 512]},
