@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs pictures lint bytes faults fuzz mutants bench gpu-facts \
+.PHONY: demo test layouts test-cells test-oldest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-facts \
   gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -42,6 +42,11 @@ test-oldest:
 
 docs: $(READY)
 	$(BIN)/python docs/tables.py
+
+# What the tools print, and the estimates, as tests expect them: read the difference before you commit it.
+records: $(READY)
+	$(BIN)/python -m tests.test_records
+	$(BIN)/python -m tests.test_estimate
 
 # The README's pictures, from real runs on the CPU; needs Chromium. Three minutes.
 pictures: $(READY)

@@ -184,7 +184,9 @@ def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: 
     files = {test.split("::")[0] for test in tests}
     others = by_cost((t for t in seconds if t.split("::")[0] in files), seconds)
     with tempfile.TemporaryDirectory(prefix="mutant-") as top:
-        subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), top], check=True)
+        subprocess.run(
+            ["git", "-c", "advice.detachedHead=false", "clone", "-qs", str(ROOT), top], check=True
+        )
         changed = Path(top) / path.relative_to(ROOT)
         source = changed.read_bytes()
         changed.write_bytes(source[: change.begin] + change.new.encode() + source[change.end :])

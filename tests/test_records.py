@@ -1,6 +1,6 @@
 """What the tools print and write, on record: any change of a figure or a word shows.
 
-    python -m tests.test_records     record anew; read the difference before you commit it
+    make records     record anew; read the difference before you commit it
 
 Each file of tests/records/ has commands after "$", and below each what it printed and wrote under OUT.
 RUNS has made-up runs of two machines: settings, repeats, speeds, memory and energy differ; SLOWER the
