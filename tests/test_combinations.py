@@ -152,23 +152,3 @@ def test_the_table_is_whole():
 def test_readme_shows_this_table():
     text = (ROOT / "docs/COMBINATIONS.md").read_text(encoding="utf-8")
     assert rules.combinations_table() in text
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("--pt-compile", "--fp8-backend te with --pt-compile"),
-        ("--fp8-recipe rowwise", "--fp8-backend te supports current"),
-        ("--fp8-recipe blockwise", "does not work with --fp8-recipe blockwise, --sac-freq, "),
-        ("--sac-freq 1/1", "does not work with --fp8-recipe blockwise, --sac-freq, "),
-        ("--optimizer sgd", "--fp8-recipe blockwise, --sac-freq, --optimizer sgd"),
-        ("--cpu-offload", "does not work with --cpu-offload"),
-        ("--dp-replicate 2", "--dp-replicate or --export; leave out"),
-        ("--export", "--dp-replicate or --export; leave out"),
-        ("--val-data x.bin --fp8-recipe mxfp8", "mxfp8 does not work with --val-data"),
-    ],
-)
-def test_what_weights_of_transformer_engine_in_fp8_do_not_work_with(argv, message):
-    flags = [*TINY, "--use-fp8", "--fp8-backend", "te", "--fp8-all-gather", *argv.split()]
-    with pytest.raises(UsageError, match=message):
-        parse_args(flags, "train_fsdp.py")

@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks import gemm, numerics
 from llm_train_bench.apply.compile import apply_compile, compile_counts, compile_error
 from llm_train_bench.apply.fp8 import te as fp8_te
+from llm_train_bench.apply.fp8 import torchao
 from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.apply.optimizer import build_optimizer, learning_rate, optimizer_step
 from llm_train_bench.apply.precision import LossScaler, set_precision
@@ -230,6 +231,26 @@ def test_each_recipe_is_its_own():
     for rounded in (tensorwise, rowwise):
         assert 5e-3 < ((rounded - exact).norm() / exact.norm()).item() < 0.2
     assert not torch.equal(tensorwise, rowwise)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has", "message"),
+    [
+        ("tensorwise", (8, 9), None),
+        (
+            "tensorwise",
+            (8, 6),
+            "has compute capability 8.6, and 8.9 is needed; leave out --use-fp8",
+        ),
+        ("rowwise", (8, 9), "8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
+        ("rowwise", (9, 0), None),
+    ],
+)
+def test_fp8_needs_its_compute_capability(recipe, has, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has)
+    with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
+        torchao._check_device(torch.device("cuda"), recipe)
 
 
 def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):

@@ -110,12 +110,15 @@ def write_runs(directory: Path, slower: float = 1.0) -> None:
     for i, (hardware, flags, speed, gib, joules, n) in enumerate(SETTINGS):
         for k in range(n):
             r, rate = json.loads(plain), 5e4 * speed * slower * (1 + 0.003 * ((i + 2 * k) % 7 - 3))
-            times = [128 / rate * (1 + 0.01 * ((j * (k + 3)) % 7 - 3)) for j in range(35)]
+            times = [
+                128 / rate * (1 + 0.01 * ((j * (k + 3)) % 7 - 3))
+                for j in range(35 + 115 * (k == 1))
+            ]
             r["run_name"], r["step_times_s"] = f"run-{i}-{k}", times
             r["args"] |= flags | {"amp": "bf16"}
             r["device"] |= {"type": "cuda", "name": hardware, "hardware": hardware}
             r["metrics"] |= {
-                "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": 35,
+                "tokens_per_sec": rate, "tokens_per_sec_per_gpu": rate, "n_measured_steps": len(times),
                 "step_time_ci95_low_s": 126 / rate, "step_time_ci95_high_s": 130 / rate,
                 "step_time_mean_s": 128 / rate, "step_time_median_s": 128 / rate, "mfu": rate / 2e5,
                 "peak_allocated_gib": gib, "energy_j": joules, "average_power_w": joules,
