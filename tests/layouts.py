@@ -163,7 +163,7 @@ GLOBAL = 8  # samples of a step
 SHORT = (
     "tp2-biases cp2 dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss dp2-ep2-accumulate "
     "cp4-gather ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half mutant-divided mutant-tied mutant-tie "
-    "tp2-save cp2-resume-tp2 ep2-resume-cp2"
+    "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied"
 ).split()
 
 

@@ -14,11 +14,12 @@ from safetensors.torch import load_file
 from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.collectives import ddp_bytes
-from llm_train_bench.formulas.work import Recompute
+from llm_train_bench.formulas.work import Ddp, Recompute
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.parallel.ddp import PlainReplica
 from llm_train_bench.settings.plan import resolve_recompute
 from tests.dist_worker import Job, check_shards, run_jobs
 from tests.faults import steps_of
@@ -256,6 +257,14 @@ def test_ways_to_reduce_call_as_often_as_they_say(runs):
         assert calls[name] == parameters, name
     assert calls["ddp2-flat"] == 1 < calls["ddp2-buckets-after"] < parameters
     assert calls["ddp2"] == 1 and calls["ddp2-small-buckets"] >= 3
+
+
+def test_a_bucket_is_filled_to_its_last_byte():
+    model = torch.nn.ParameterList([torch.zeros(256) for _ in range(5)])
+    for parameter in model:
+        parameter.grad = torch.zeros(256)
+    buckets = PlainReplica(model, Ddp(2048 / 2**20))._buckets()
+    assert [len(bucket) for bucket in buckets] == [2, 2, 1]
 
 
 @pytest.mark.parametrize("world", [2, 4])

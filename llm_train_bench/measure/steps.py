@@ -5,6 +5,7 @@ The end of one step is the start of the next, so that the step times of a window
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 from collections import deque
@@ -74,7 +75,7 @@ class StepLog:
         self.steps: list[Step] = []
         self.pending: deque[_Pending] = deque()
         self.marks: list[tuple[str, Stamp]] = []
-        self.last_drain = 0.0
+        self.last_drain = -math.inf
         # Functions from a part's name to a context, in which the part then runs.
         self.watchers: list[Callable[[str], contextlib.AbstractContextManager]] = []
         # Allocated once: pinning memory is slow, and would happen inside the window.
