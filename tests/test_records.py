@@ -237,8 +237,7 @@ def show(argv: list[str]) -> None:
         functools.reduce(dict.__getitem__, parts, content)[last] = json.loads(value)
     result = Result.model_validate(content)
     print_result(result)
-    for name in ("unfit", "impossible", "disturbances", "random_loss", "drifts", "spoilt_by",
-                 "peak_memory", "power_limit_w"):  # fmt: skip
+    for name in (name for name, value in vars(Result).items() if isinstance(value, property)):
         print(name, getattr(result, name))
 
 
