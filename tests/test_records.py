@@ -11,6 +11,7 @@ prints the plan of a script on some ranks, `model` what a config's JSON means, `
 prints it, `read` all that is read from a log, and `track` how a copy of a run goes to the trackers.
 """
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -137,22 +138,28 @@ def recorded() -> list[tuple[Path, str, str]]:
     ]
 
 
+@functools.cache
+def inputs() -> dict[str, str]:
+    """The directories that commands name."""
+    top = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, top)
+    write_runs(top / "runs")
+    write_runs(top / "slower", 0.93)
+    (top / "pair").mkdir()
+    for rank, name in enumerate(("training", "training_rank1")):
+        shutil.copy(TRACES / f"cuda_h100_{name}.json.gz", top / f"pair/rank{rank}.json.gz")
+    (top / "ranks").mkdir()
+    for rank, late, calls in ((0, 0, 3), (1, 2000, 3), (2, 500, 2)):
+        rank_trace(top / "ranks", rank, late, calls, calls)
+    return {name: f"{top}/{name.lower()}" for name in ("RUNS", "SLOWER", "PAIR", "RANKS")}
+
+
 def output_of(command: str) -> str:
     """Exit code, what a tool says and what it writes, without the names of this checkout."""
     script, *argv = shlex.split(command)
     code = None
     with tempfile.TemporaryDirectory() as top:
-        (out := Path(top, "out")).mkdir()
-        write_runs(Path(top, "runs"))
-        write_runs(Path(top, "slower"), 0.93)
-        names = ("OUT", "RUNS", "SLOWER", "PAIR", "RANKS")
-        places = {name: f"{top}/{name.lower()}" for name in names}
-        for name in ("PAIR", "RANKS"):
-            Path(places[name]).mkdir()
-        for rank, each in enumerate(("training", "training_rank1")):
-            shutil.copy(TRACES / f"cuda_h100_{each}.json.gz", f"{top}/pair/rank{rank}.json.gz")
-        for rank, late, calls in ((0, 0, 3), (1, 2000, 3), (2, 500, 2)):
-            rank_trace(Path(top, "ranks"), rank, late, calls, calls)
+        out, places = Path(top), inputs() | {"OUT": top}
         argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
         with (
             contextlib.redirect_stdout(io.StringIO()) as said,

@@ -431,15 +431,3 @@ def test_a_damaged_trace_among_the_ranks_is_named(cut, tmp_path, refused):
     whole[cut] = b"" if cut.stop is None else b"\xff" * (cut.stop - cut.start)
     (tmp_path / "r8.json.gz").write_bytes(whole)
     refused(trace_report.main, "r8.json.gz: cannot be read", tmp_path)
-
-
-def test_real_traces_of_two_ranks(tmp_path, output_of):
-    """Ranks 0 and 1 of eight H100: ten reduce-scatters match, one all-gather more is on rank 1."""
-    for rank, name in enumerate(("cuda_h100_training", "cuda_h100_training_rank1")):
-        shutil.copy(TRACES / f"{name}.json.gz", tmp_path / f"rank{rank}.json.gz")
-    content = json.loads(output_of(trace_report.main, tmp_path, "--json"))
-    assert content["matched"] == 10 and content["unmatched"] == 11
-    assert content["waiting"][0]["rank"] == 0 and content["waiting"][0]["for"] == 1
-    assert content["waiting"][0]["seconds"] == pytest.approx(2.677e-3, rel=1e-3)
-    exposed = content["collectives"]
-    assert exposed["all_gather"]["exposed_s"] == pytest.approx(7.03e-3, rel=1e-2)
