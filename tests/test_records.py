@@ -149,8 +149,8 @@ def inputs() -> dict[str, str]:
     for rank, name in enumerate(("training", "training_rank1")):
         shutil.copy(TRACES / f"cuda_h100_{name}.json.gz", top / f"pair/rank{rank}.json.gz")
     (top / "ranks").mkdir()
-    for rank, late, calls in ((0, 0, 3), (1, 2000, 3), (2, 500, 2)):
-        rank_trace(top / "ranks", rank, late, calls, calls)
+    for rank, late in ((0, 0), (1, 2000), (2, 500)):
+        rank_trace(top / "ranks", rank, late, calls=3, n_steps=3)
     return {name: f"{top}/{name.lower()}" for name in ("RUNS", "SLOWER", "PAIR", "RANKS")}
 
 

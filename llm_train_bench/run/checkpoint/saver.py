@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -221,7 +222,7 @@ class Saver:
         self.saving = save
         schedule, m = self.run.plan.schedule, self.run.result.metrics
         self.stalls.append(time.perf_counter() - start)
-        m.checkpoint_stall_s = sum(self.stalls) / len(self.stalls)
+        m.checkpoint_stall_s = statistics.fmean(self.stalls)
         self.run.log.start()
         if schedule.window_begin <= step - 1 < schedule.window_end - 1:
             m.window_saves = (m.window_saves or 0) + 1
@@ -270,7 +271,7 @@ class Saver:
             self.writes.append(time.perf_counter() - start)
             m, size = self.run.result.metrics, sum(s.size for s in shares)
             m.n_checkpoints, m.checkpoint_bytes = len(self.writes), size
-            m.checkpoint_write_s = sum(self.writes) / len(self.writes)
+            m.checkpoint_write_s = statistics.fmean(self.writes)
             m.checkpoint_gb_per_s = size / m.checkpoint_write_s / 1e9
         except Exception as error:  # a failed save does not fail the run
             self.given_up |= ranks.world > 1  # who waits for whom is no longer known
