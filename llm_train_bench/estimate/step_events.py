@@ -8,7 +8,6 @@ formulas' (speed_model.py, collectives.py); what waits for what is simulated.
 import dataclasses
 import functools
 import json
-import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,13 +140,11 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
 def _replicated(work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_node: int) -> float:
     """One device, or DDP: full buckets are reduced while the backward of the last micro batch goes on."""
     layers, micro_steps = list(costs.forward), work.batch.grad_acc_steps
-    size, filled, done, bucket, overlap = 0.0, 0.0, 0.0, math.inf, False
-    if work.ddp and work.trains:
-        size = ddp_bytes(matrices(parameter_shapes(work.config)), work).get("all_reduce", 0.0)
-        bucket, overlap = bucket_bytes(work, size), work.ddp.overlap
+    size = ddp_bytes(matrices(parameter_shapes(work.config)), work).get("all_reduce", 0.0)
+    bucket = bucket_bytes(work, size)
     numbers = work.block_parameters
     whole = sum(numbers) + work.config.padded_vocab_size * work.config.hidden_size
-    end = 0.0
+    filled = done = end = 0.0
     for micro in range(micro_steps):
         for layer in layers:
             clock.run(0, "compute", f"forward {layer} #{micro}", costs.forward[layer])
@@ -157,7 +154,7 @@ def _replicated(work: Work, costs: _Costs, clock: _Clock, gpu: Hardware, per_nod
             if not size or micro + 1 < micro_steps:
                 continue
             filled += size * numbers[layer] / whole
-            full = int(filled // bucket) if overlap else 0
+            full = int(filled // bucket) if work.ddp.overlap else 0
             if full:
                 seconds = full * collective_time("all_reduce", bucket, work.world, per_node, gpu)
                 end = clock.run(0, "network", f"reduce {full} buckets", seconds, done)
