@@ -21,7 +21,7 @@ from rich.console import Console
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import write_whole
-from llm_train_bench.base.tables import markdown_table, milliseconds, short
+from llm_train_bench.base.tables import markdown_table, milliseconds, plain_console, short
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.settings.command_line import parse_dataclass
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     if args.html:
         raise UsageError("--html: needs a directory with the traces of all ranks")
     traces = [understand(path) for path in args.traces]
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+    console = plain_console(width=None if sys.stdout.isatty() else 160)
     if args.json:
         content = [
             {"trace": t.path, "device": t.device_name}

@@ -1,6 +1,7 @@
 """Tables as Markdown, to read on the screen and to paste into a report. Needs no torch."""
 
 import csv
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from rich.table import Table
 
 Member = TypeVar("Member")
 Key = TypeVar("Key")
+# Prints text as it is: brackets are no markup, and numbers have no colours.
+plain_console = functools.partial(Console, highlight=False, markup=False)
 
 
 def grouped(items: Iterable[Member], key: Callable[[Member], Key]) -> dict[Key, list[Member]]:
@@ -81,6 +84,5 @@ def milliseconds(seconds: float) -> str:
 
 def show_whole(table: Table) -> None:
     """A table on the screen, wider than the terminal where it must be: no number is cut."""
-    wide = Console(highlight=False, markup=False, width=1000)
-    needed = wide.measure(table).maximum
-    Console(highlight=False, markup=False, width=max(needed, 40)).print(table)
+    needed = plain_console(width=1000).measure(table).maximum
+    plain_console(width=max(needed, 40)).print(table)

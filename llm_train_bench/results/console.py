@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from llm_train_bench.base.errors import printable
-from llm_train_bench.base.tables import markdown_table, number
+from llm_train_bench.base.tables import markdown_table, number, plain_console
 from llm_train_bench.formulas.parameters import count_active_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.results.metrics import metric_rows
@@ -125,7 +125,7 @@ def print_result(result: Result) -> None:
     text, table = io.StringIO(), markdown_table("metric", "value")
     for row in table_rows(result):
         table.add_row(*row)
-    console = Console(file=text, width=200, highlight=False, markup=False)
+    console = plain_console(width=200, file=text)
     console.print(table)
     if p := result.profile:
         last = p.first_step + p.n_steps - 1

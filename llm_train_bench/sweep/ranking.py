@@ -4,9 +4,14 @@ import dataclasses
 import statistics
 from pathlib import Path
 
-from rich.console import Console
-
-from llm_train_bench.base.tables import grouped, markdown_table, memory_text, number, write_rows
+from llm_train_bench.base.tables import (
+    grouped,
+    markdown_table,
+    memory_text,
+    number,
+    plain_console,
+    write_rows,
+)
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
 from llm_train_bench.results.metrics import CSV_COLUMNS
 from llm_train_bench.sweep.cell_runs import CellRow
@@ -111,8 +116,8 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
             r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
             f"{r.cv:.1%}", share, number(r.mfu, ".1%"), memory_text(r.memory_gib, r.memory_kind, ".2f"),
         )  # fmt: skip
-    Console(width=200, highlight=False, markup=False).print(table)
+    plain_console(width=200).print(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:
-        Console(width=200, highlight=False, markup=False, file=f).print(table)
+        plain_console(width=200, file=f).print(table)
     print("of the best: of this model and length; ~: the interval overlaps that of the best")
     print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")
