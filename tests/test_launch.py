@@ -23,13 +23,8 @@ import train
 import train_fsdp
 from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.ranks import (
-    Ranks,
-    _wait_for_all,
-    collective_timeout,
-    find_ranks,
-    join,
-)
+from llm_train_bench.parallel import ranks
+from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
 from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
@@ -329,7 +324,7 @@ def test_of_many_ranks_that_never_come_nine_are_named():
     names = ", ".join(map(str, range(1, 10)))
     for world, more in ((10, ";"), (11, ", ...;")):
         with pytest.raises(NotJoined, match=f"is no rank {names}{more}"):
-            _wait_for_all(HashStore(), Ranks(0, world, 0), 0.01, "x")
+            ranks._wait_for_all(HashStore(), Ranks(0, world, 0), 0.01, "x")
 
 
 def listening(process) -> set[str]:

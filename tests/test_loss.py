@@ -37,7 +37,8 @@ def test_gradients_of_logits_have_aligned_rows(compiled):
     """With a vocabulary like 50257 the matmuls they enter would miss tensor cores' wide loads."""
     hidden, weight, labels = (t.detach() for t in tensors())
     fn = torch.compile(logits_loss, backend="aot_eager") if compiled else logits_loss
-    _, grad = fn(hidden, weight, labels, V)
+    loss, grad = fn(hidden, weight, labels, V)
+    assert loss.item() == pytest.approx(F.cross_entropy(hidden @ weight.t(), labels).item() * N)
     assert grad.shape == (N, V) and grad.stride() == (216, 1)
     exact = (hidden @ weight.t()).softmax(-1)
     exact[torch.arange(N), labels] -= 1

@@ -16,6 +16,7 @@ from llm_train_bench.apply.data import SyntheticTokens
 from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.model.hf import ARCHITECTURES, check_pretrained, save_pretrained, to_hf
 from llm_train_bench.model.init import materialize
+from llm_train_bench.model.layers import apply_rope
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.run.provenance import _notes
 from tests.faults import SHAPE, assert_equal
@@ -61,6 +62,13 @@ def assert_same_gradients(ours, theirs):
     trained = [(name, p.grad) for name, p in ours.named_parameters() if p.requires_grad]
     grads = dict(pair for name, grad in trained for pair in to_hf(ours.config, name, grad))
     torch.testing.assert_close(grads, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("turned", [8, 4])
+def test_compiled_rope_is_the_same(turned):
+    x, angles = torch.randn(2, 5, 3, 8), torch.randn(5, turned // 2)
+    compiled = torch.compile(apply_rope, backend="eager")(x, angles.cos(), angles.sin())
+    torch.testing.assert_close(compiled, apply_rope(x, angles.cos(), angles.sin()))
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

@@ -40,7 +40,6 @@ from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import parse_config
-from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.result_files import read_result
@@ -228,10 +227,7 @@ def say_plan(argv: list[str]) -> None:
 
 def say_model(argv: list[str]) -> None:
     """Print what a model type makes of a config with the fewest keys."""
-    try:
-        pprint.pprint(parse_config(FEWEST | json.loads(argv[0]), "fewest.json"), compact=True)
-    except ConfigError as error:
-        print(error)
+    pprint.pprint(parse_config(FEWEST | json.loads(argv[0]), "fewest.json"), compact=True)
 
 
 def show(argv: list[str]) -> None:
