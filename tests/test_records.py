@@ -6,9 +6,9 @@ Each file in tests/records/ lists commands after "$". Below each stands what it 
 RUNS holds made-up runs of two machines; SLOWER holds the same runs, slower. PAIR holds the traces of two
 ranks, and RANKS made-up traces of three. Training reads a clock that advances with each reading.
 
-These commands are no tools. `pairs` prints what a script says of two flags on eight ranks, unless it says
-that of one alone. `plan` prints a script's plan, and `model` the model of a config. `show` prints a result
-as its run did, and `read` all that a log holds. `track` prints the calls that export a run to trackers.
+These commands are no tools. `pairs` prints what a script says of two flags on eight ranks, unless it
+says that of one alone. `plan` prints a script's plan, `model` a config's model, and `show` a result as
+its run did. `read` prints all that a log holds, and `track` the calls that export a run to trackers.
 """
 
 import atexit
