@@ -155,8 +155,7 @@ def inputs() -> dict[str, str]:
 
 def output_of(command: str) -> str:
     """Exit code, what a tool says and what it writes, without the names of this checkout."""
-    script, *argv = shlex.split(command)
-    code = None
+    (script, *argv), code = shlex.split(command), None
     with tempfile.TemporaryDirectory() as top:
         out, places = Path(top), inputs() | {"OUT": top}
         argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
