@@ -98,7 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (grad_hidden, grad_weight), ctx.grads = ctx.grads, None  # freed as early as can be
         scale = grad_outputs[0] / ctx.n
         grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
-        return grad_hidden, _scaled(grad_weight, scale, ctx.dtypes[1]), *[None] * 6
+        grad_weight = _scaled(grad_weight, scale, ctx.dtypes[1])
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

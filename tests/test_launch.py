@@ -21,13 +21,14 @@ from torch.distributed import DistBackendError, DistStoreError, HashStore
 
 import train
 import train_fsdp
-from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, UsageError
+from llm_train_bench.base.errors import Interrupted, NoStep, NotJoined, Preempted, UsageError
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import Ranks, collective_timeout, find_ranks, join
+from llm_train_bench.results.result_files import complete_result
 from llm_train_bench.run import agent, launch, life, signals
 from llm_train_bench.run.agent import first_failure
-from llm_train_bench.run.failures import classify, first_error, is_our_fault, keep_error
+from llm_train_bench.run.failures import LOST, classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
 from llm_train_bench.settings import flags
@@ -265,6 +266,25 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     with pytest.raises(RuntimeError) as on_a_cpu:
         torch.empty(2**60)
     assert classify(on_a_cpu.value)[0] == "oom"
+    assert classify(Preempted("SIGTERM")) == ("interrupted", "interrupted by SIGTERM")
+    assert classify(Preempted("x", 3)) == ("preempted", "saved at step 3 and stopped by x")
+
+
+@pytest.mark.parametrize(
+    ("was", "status", "kept"),
+    [
+        ("running", "failed", False), ("interrupted", "failed", False), ("failed: mine", "oom", True),
+        ("interrupted", "interrupted", True), ("failed: rank 3: lost another rank", "oom", False),
+    ],
+)  # fmt: skip
+def test_the_launcher_gives_a_result_its_true_end(was, status, kept, tmp_path):
+    content = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
+    content["status"], _, content["error"] = was.partition(": ")
+    (tmp_path / "result.json").write_text(json.dumps(content))
+    complete_result(tmp_path, status, "rank 1: full", (LOST,))
+    end = json.loads((tmp_path / "result.json").read_text())
+    expected = (content["status"], content["error"]) if kept else (status, "rank 1: full")
+    assert (end["status"], end["error"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -581,6 +601,7 @@ def test_launchers_are_recognised():
         (mpi, Ranks(17, 32, 1)),
         (srun | mpi, Ranks(17, 32, 1)),  # Open MPI's daemons are tasks of srun
         (srun, Ranks(5, 16, 5)),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, Ranks(3, 8, 0)),
         (srun | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
         ({"SLURM_NTASKS": "8"}, None),  # inside salloc, outside srun
         (batch, None),

@@ -257,6 +257,10 @@ def test_the_bandwidth_of_collectives_is_what_a_ring_sends():
         (use,) = observe(trace, True, 8).collectives.values()
         assert use.calls == 1 and use.input_bytes == 8000 and use.time_s == pytest.approx(5e-6)
         assert use.bus_gb_per_s == pytest.approx(sent * 8000 / 5e-6 / 1e9)
+    for kind, width in {"Float": 4, "c10::Half": 2, "Long": 8, "Int": 4, "double": 8}.items():
+        trace = kernels("ncclDevKernel_AllReduce_RING_LL", args=size | {"dtype": kind})
+        (use,) = observe(trace, True, 8).collectives.values()
+        assert use.input_bytes == 4000 * width
     (use,) = observe(kernels("ncclDevKernel_AllGather_RING_LL"), True, 8).collectives.values()
     assert use.bus_gb_per_s is None  # sizes are not recorded
 

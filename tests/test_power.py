@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_an_undisturbed_window(nvml):
     assert use.sm_clock_mean_mhz == use.sm_clock_min_mhz == use.sm_clock_limit_mhz == 1980
     assert use.memory_clock_mean_mhz == 3201 and use.temperature_max_c == 61
     assert use.throttled == {} and use.other_processes == 0
+
+
+def test_energy_needs_both_readings_of_a_counter_that_moves(nvml, monkeypatch):
+    for first, last, used in (
+        (None, 9, None),
+        (9, None, None),
+        (5, 5, None),
+        (5, 4, None),
+        (5, 9, 4),
+    ):
+        meter = PowerMeter(GPU)
+        monkeypatch.setattr(meter.sensor, "joules", mock.Mock(side_effect=[first, last]))
+        meter.begin()
+        assert meter.end(rank=0).energy_j == used
 
 
 def test_a_throttled_and_shared_window_says_so(nvml):
@@ -263,7 +278,7 @@ def test_mean_memory_is_of_all_looks(monkeypatch):
     # Not the allocator's, which may have so much to spare.
     with mmap.mmap(-1, 2 * 10**8) as ballast:
         ballast.write(b"x" * (2 * 10**8))
-        assert 0.15 < memory_now(torch.device("cpu")) - before < 0.45
+        assert 0.15 < memory_now(torch.device("cpu")) - before < 0.3
 
 
 def test_nvmls_names_are_its_own():

@@ -3,12 +3,14 @@
     make records     rewrite the records; read the difference before you commit it
 
 Each file in tests/records/ lists commands after "$". Below each stands what it printed and wrote to OUT.
-RUNS holds made-up runs of two machines; SLOWER holds the same runs, slower. PAIR holds the traces of two
-ranks, and RANKS made-up traces of three. Training reads a clock that advances with each reading.
+RUNS holds made-up runs of two machines; SLOWER and FASTER hold the same runs at other speeds. PAIR
+holds the traces of two ranks, and RANKS made-up traces of three. TOKENS is a file of tokens. Training
+reads a clock that advances with each reading.
 
 These commands are no tools. `pairs` prints what a script says of two flags on eight ranks, unless it
 says that of one alone. `plan` prints a script's plan, `model` a config's model, and `show` a result as
 its run did. `read` prints all that a log holds, and `track` the calls that export a run to trackers.
+`rank` ranks a sweep's rows.
 """
 
 import atexit
@@ -31,25 +33,30 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import devices
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import estimate_memory
 from llm_train_bench.formulas.parameters import count_parameters
-from llm_train_bench.model.config import parse_config
+from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.result_files import read_result
-from llm_train_bench.results.schema import Result
+from llm_train_bench.results.schema import Lineage, Result
 from llm_train_bench.results.trackers import TRACKERS, track
+from llm_train_bench.run.provenance import open_result
+from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
 from tests.test_trace import TRACES, rank_trace
 
 RECORDS = ROOT / "tests/records"
+NAMES = ("RUNS", "SLOWER", "FASTER", "PAIR", "RANKS", "TOKENS")
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?")
 READ = (".html", ".json", ".jsonl", ".csv", ".md", ".prom", ".txt")
 CHANGES = (
@@ -66,13 +73,13 @@ SETTINGS = (
     ("H100 SXM", {"bsz": 4, "sac_freq": "1/2"}, 0.984, 44.0, 810.0, 3),
     ("H100 SXM", {"bsz": 8, "lr": 1e-3}, 1.003, None, 800.0, 2),
 )
-FEWEST = dict(vocab_size=40000, hidden_size=64, intermediate_size=96, num_hidden_layers=30)
+FEWEST = dict(vocab_size=130000, hidden_size=64, intermediate_size=96, num_hidden_layers=30)
 FEWEST |= dict(num_attention_heads=32, max_position_embeddings=512)
 # What differs between machines, runs and versions of PyTorch.
 VARIES = re.compile(
     r'"(peak_rss_gib|memory_mean_gib|id|boot|pid|started|began|started_at|ended_at|os|python|torch|numpy|'
     r'torchao|triton|cpu_count|torch_threads|OMP_NUM_THREADS|git_\w+|TORCHINDUCTOR_CACHE_DIR|host|energy_source|hash)":|'
-    r"torch, commit|memory: resident|peak_rss_gib \["
+    r"torch, commit|memory: resident|peak_rss_gib \[|Skipping import of cpp"
 )
 
 
@@ -144,20 +151,25 @@ def inputs() -> dict[str, str]:
     atexit.register(shutil.rmtree, top)
     write_runs(top / "runs")
     write_runs(top / "slower", 0.93)
+    write_runs(top / "faster", 1.35)
+    (top / "tokens").write_bytes(bytes(7 * i * i % 251 * (i % 2 == 0) for i in range(4000)))
     (top / "pair").mkdir()
-    for rank, name in enumerate(("training", "training_rank1")):
-        shutil.copy(TRACES / f"cuda_h100_{name}.json.gz", top / f"pair/rank{rank}.json.gz")
+    for i, name in enumerate(("training", "training_rank1")):
+        shutil.copy(TRACES / f"cuda_h100_{name}.json.gz", top / f"pair/rank{i}.json.gz")
     (top / "ranks").mkdir()
-    for rank, late in ((0, 0), (1, 2000), (2, 500)):
-        rank_trace(top / "ranks", rank, late, calls=3, n_steps=3)
-    return {name: f"{top}/{name.lower()}" for name in ("RUNS", "SLOWER", "PAIR", "RANKS")}
+    for i, late in enumerate((0, 2000, 500)):
+        rank_trace(top / "ranks", i, late, calls=3, n_steps=3)
+    return {name: f"{top}/{name.lower()}" for name in NAMES}
 
 
 def output_of(command: str) -> str:
     """Exit code, what a tool says and what it writes, without the names of this checkout."""
-    (script, *argv), code = shlex.split(command), None
-    with tempfile.TemporaryDirectory() as top:
+    variables, rest = re.fullmatch(r"((?:[A-Z_]+=\S+ )*)(.*)", command, re.S).groups()
+    (script, *argv), code = shlex.split(rest), None
+    environment = mock.patch.dict(os.environ, [v.split("=", 1) for v in variables.split()])
+    with tempfile.TemporaryDirectory() as top, environment:
         out, places = Path(top), inputs() | {"OUT": top}
+        devices.cache_clear()
         argv = [functools.reduce(lambda w, p: w.replace(*p), places.items(), word) for word in argv]
         with (
             contextlib.redirect_stdout(io.StringIO()) as said,
@@ -184,6 +196,7 @@ def output_of(command: str) -> str:
         for pattern, name in CHANGES:
             text = re.sub(pattern, name, text)
         text = re.sub(r"<style>.*?</style>|<script>.*?</script>", "", text, flags=re.S)
+    devices.cache_clear()
     lines = [line.rstrip() for line in text.splitlines()]
     kept = [line for line in lines if line and not VARIES.search(line)]
     return "\n".join([*kept, f"exit {code}"])
@@ -210,7 +223,8 @@ def say_pairs(argv: list[str]) -> None:
 def say_plan(argv: list[str]) -> None:
     """Print a plan and what follows from it: parameters, FLOPs, matmuls, memory, bytes of collectives."""
     script, ranks, model, *flags = argv
-    family = config(model) if model in FAMILIES else None
+    model, _, changes = model.partition("+")
+    family = config(model, **json.loads(changes or "{}")) if model in FAMILIES else None
     plan = plan_of([model, *flags], script, int(ranks), config=family)
     work, args = plan.work, [plan.schedule, plan.flex, plan.notes, plan.optimizer]
     sizes = work.config, work.batch.seq_len
@@ -218,15 +232,32 @@ def say_plan(argv: list[str]) -> None:
     fp8 = mock.Mock(n_parameters=1e6, emulated=False) if work.fp8 else None
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
     counts += [count_parameters(work.config), matmul_work(on_h100, work)]
-    for each in (work, *args, counts, plan.traffic):
+    lineage = Lineage(id="", name="r", attempt=0, began=0.0, started=0.0)
+    begun = open_result(plan, torch.device("cpu"), None, None, "r", lineage)
+    known = {name: value for name, value in begun.metrics if value is not None}
+    for each in (work, *args, counts, plan.traffic, known, begun.notes):
         pprint.pprint(each, width=100, compact=True)
     for stage in range(work.fsdp.pp):
         pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
 
 
 def say_model(argv: list[str]) -> None:
-    """Print what a model type makes of a config with the fewest keys."""
-    pprint.pprint(parse_config(FEWEST | json.loads(argv[0]), "fewest.json"), compact=True)
+    """Print a config, or what changes of its keys make of it; "absent" removes one.
+
+    The config is one of `helpers` or, as `fewest-FAMILY`, has the fewest keys.
+    """
+    name, *changes = argv
+    keys = FAMILIES.get(name) or FEWEST | {"model_type": name.removeprefix("fewest-")}
+    plain = parse_config(keys, "x.json")
+    if not changes:
+        pprint.pprint(plain, compact=True)
+    for change in map(json.loads, changes):
+        changed = {k: v for k, v in (keys | change).items() if v != "absent"}
+        try:
+            fields = vars(parse_config(changed, "x.json")).items()
+            print({k: v for k, v in fields if v != getattr(plain, k) and k != "raw"})
+        except ConfigError as error:
+            print(error)
 
 
 def show(argv: list[str]) -> None:
@@ -262,9 +293,17 @@ def say_tracked(argv: list[str]) -> None:
         (run / name).unlink()
 
 
+def say_ranked(argv: list[str]) -> None:
+    """Rank the rows in a file, and write a sweep's table and CSV to a directory."""
+    rows = [json.loads(line) for line in Path(argv[0]).read_text().splitlines()]
+    show_ranking(rank(rows), Path(argv[1]))
+    write_csv(rows, Path(argv[1]) / "results.csv")
+
+
 PSEUDO = dict(
-    track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records
-)
+    track=say_tracked, pairs=say_pairs, plan=say_plan, model=say_model, show=show, read=say_records,
+    rank=say_ranked,
+)  # fmt: skip
 
 
 def split(text: str) -> tuple[list[str], list[float]]:

@@ -20,6 +20,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.results import trackers
 from llm_train_bench.results.console import print_result, table_rows
@@ -610,3 +611,7 @@ def test_sigusr1_during_imports_is_remembered(tmp_path):
 def test_a_python_without_the_libraries_is_told_what_to_type():
     error = python("-S train.py x", code=1, PYTHONPATH="").stderr
     assert error.count("\n") == 1 and "has no torch; activate the environment" in error
+    with mock.patch("sys.__excepthook__") as usual:  # no library is missing
+        for error in (NameError(name="torch"), ModuleNotFoundError(), ImportError(name="model")):
+            start._explain_missing(type(error), error, None)
+    assert usual.call_count == 3

@@ -97,8 +97,7 @@ def search(
         if estimate_memory(least).on_device(gpus) > limit:
             lost["does not fit with 1/1 recomputed"] += 1
             continue
-        plain = script is not Script.PP and not {"tp", "cp", "ep"} & set(shared)
-        formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops and plain else ({},)
+        formats = ({}, {"use_fp8": True}) if gpu.fp8_tflops else ({},)
         for freq, number_format in itertools.product(RECOMPUTED, formats):
             options = {**flags, **number_format} | ({"sac_freq": freq} if freq else {})
             size = _largest(options, script, gpus, limit, make)

@@ -88,8 +88,9 @@ class PowerMeter:
         if not self.samples and (sample := self._ask(self.sensor.sample)) is not None:
             self.samples.append(sample)  # the window was shorter than the interval
         self.close()
-        used = now - self.joules if now is not None and self.joules is not None else 0.0
-        joules = used if used > 0 else None  # a counter that did not move counts as none
+        joules = None  # also where the counter did not move
+        if now is not None and self.joules is not None and now > self.joules:
+            joules = now - self.joules
         self.others.append(self._ask(self.sensor.other_processes, self.family))
         others = [n for n in self.others if n is not None]
         power_limit, clock_limit = self._ask(self.sensor.limits) or (None, None)

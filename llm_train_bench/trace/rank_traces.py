@@ -153,7 +153,7 @@ def _host_spans(trace: Trace) -> list[tuple[Span, str]]:
     end = max((s.end for s in spans), default=0.0)
     labelled = [
         (Span(span.name, span.category, start, stop, thread), labels[id(span)])
-        for start, stop, span in pieces_of_thread(spans, spans[0].start if spans else 0.0, end)
+        for start, stop, span in pieces_of_thread(spans, 0.0, end)
         if span is not None and labels[id(span)] not in (HOST, COMMUNICATION)
     ]
     labelled += [
