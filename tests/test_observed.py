@@ -266,7 +266,7 @@ def test_the_bandwidth_of_collectives_is_what_a_ring_sends():
 
 
 def test_two_ranks_tell_the_bandwidth_of_their_collectives(tmp_path):
-    done = python("train_ddp.py", TINY, "--nproc 2 --output-dir", tmp_path)
+    done = python("train_ddp.py", TINY, "--grad-acc-steps 3 --nproc 2 --output-dir", tmp_path)
     r = only_result(tmp_path)
     use = r["observed"]["collectives"]["all-reduce"]
     assert use["input_bytes"] == pytest.approx(r["metrics"]["all_reduce_bytes"], abs=64)

@@ -237,16 +237,17 @@ def test_each_recipe_is_its_own():
     ("recipe", "has", "message"),
     [
         ("tensorwise", (8, 9), None),
-        (
-            "tensorwise",
-            (8, 6),
-            "has compute capability 8.6, and 8.9 is needed; leave out --use-fp8",
-        ),
+        ("tensorwise", (8, 6), "capability 8.6, and 8.9 is needed; leave out --use-fp8"),
         ("rowwise", (8, 9), "8.9, and 9.0 is needed; use --fp8-recipe tensorwise"),
         ("rowwise", (9, 0), None),
+        ("rowwise", "gfx942:sramecc+", None),
+        ("tensorwise", "gfx90a", r"card \(gfx90a\) has no FP8 matmuls; MI300 has"),
     ],
 )
-def test_fp8_needs_its_compute_capability(recipe, has, message, monkeypatch):
+def test_fp8_needs_a_device_with_its_matmuls(recipe, has, message, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0" if isinstance(has, str) else None)
+    arch = mock.Mock(gcnArchName=has)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: arch)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has)
     with pytest.raises(UsageError, match=message) if message else contextlib.nullcontext():
