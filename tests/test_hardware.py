@@ -1,8 +1,10 @@
 """Peaks: known devices by their whole name, unknown ones not at all."""
 
 import io
+import itertools
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from llm_train_bench.base.hardware import (
     threads_of,
 )
 from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.measure.matmul_rate import device_tflops
 from tests import fuzz
 from tests.helpers import trained
 
@@ -112,11 +115,19 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
 
 
 def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):
-    own_hardware(FOUR | {"name": "Box, 8 threads"})
+    own_hardware(*(FOUR | {"name": f"{name}"} for name in ("Box, 8 threads", "Other, 32 threads")))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert find_cpu("Box", 1).name == "Box, 8 threads"
     with pytest.raises(UsageError, match="Box, 2 threads; OMP_NUM_THREADS=2 python"):
         find_cpu("Box", 3)
+
+
+def test_the_rate_of_matmuls_is_that_of_batches_of_a_hundredth_of_a_second(monkeypatch):
+    readings = itertools.count(0, 2**-10)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    rate = device_tflops(torch.device("cpu"))
+    # Three calls take 1 / 1024 s, so a batch has 30.
+    assert rate == pytest.approx(2 * 256**3 * 30 * 1024 / 1e12)
 
 
 def test_a_measured_cpu_has_an_estimate(own_hardware, tmp_path, monkeypatch, output_of, refused):

@@ -587,6 +587,34 @@ def check_lost_node(agents, out, lose, rank=1):
     assert wait_until(lambda: not lost.ranks(), 40), "ranks are left behind"
 
 
+def test_the_ranks_of_a_script_share_the_cores():
+    agent = mock.patch("llm_train_bench.run.agent.run_agent")
+    cores = mock.patch("llm_train_bench.run.launch.n_cores", lambda: 8)
+    with mock.patch.dict(os.environ), cores, agent as started:
+        del os.environ["OMP_NUM_THREADS"]
+        launch._start_ranks([*TINY, "--nproc", "3", "--save-every", "5"], "x.py", "train_ddp.py")
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+    config, command = started.call_args.args[0](Path("x"))
+    assert (config.nproc_per_node, config.max_nodes, config.max_restarts) == (3, 1, 0)
+    assert command[2:] == [str(ROOT / "x.py"), *TINY, "--nproc", "3", "--save-every", "5"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "free", "flags", "noted"),
+    [("nvidia", 9.0, [], 1), ("cpu", 9.0, [], 0), ("amd", None, [], 0),
+     ("nvidia", 9.0, ["--no-fit-check"], 0)],
+)  # fmt: skip
+def test_memory_is_checked_on_a_gpu_whose_free_memory_is_known(
+    platform, free, flags, noted, monkeypatch
+):
+    plans = []
+    for name, value in (("platform_of", platform), ("free_gib", free), ("check_fit", ["tight"])):
+        monkeypatch.setattr(launch, name, lambda *args, value=value: value)
+    argv = [*TINY, *flags, "--save-every", "5"]
+    launch.train_planned(lambda plan, *rest: plans.append(plan), argv, "train.py", Ranks(0, 1, 0))
+    assert plans[0].notes.count("tight") == noted
+
+
 def test_launchers_are_recognised():
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     mpi = {"RANK": "17", "SIZE": "32", "LOCAL_RANK": "1"}

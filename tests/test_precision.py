@@ -254,6 +254,21 @@ def test_fp8_needs_a_device_with_its_matmuls(recipe, has, message, monkeypatch):
         torchao._check_device(torch.device("cuda"), recipe)
 
 
+@pytest.mark.parametrize(
+    ("device", "hip", "has", "fine"),
+    [("cpu", None, True, False), ("cuda", "7.0", True, False), ("cuda", None, False, False),
+     ("cuda", None, True, True)],
+)  # fmt: skip
+def test_tf32_is_for_nvidias_gpus_that_have_it(device, hip, has, fine, monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: has)
+    with contextlib.nullcontext() if fine else pytest.raises(UsageError, match="--tf32: is for NV"):
+        set_precision("off", True, torch.device(device))
+        assert torch.get_float32_matmul_precision() == "high"
+    set_precision("off", False, torch.device("cpu"))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_bf16_where_it_would_be_emulated_is_refused(monkeypatch):
     """Before Ampere torch.compile would leave such blocks eager and only warn about it."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)

@@ -33,93 +33,10 @@ def event(name, start, end, cat="kernel", tid=7, **args) -> dict:
 
 
 # Class and name; a matmul has its format, or - where the name does not tell it.
-NAMES = """
-matmul/bf16 nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT
-matmul/fp16 nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNN
-matmul/fp32 nvjet_sss_128x256_64x4_2x1_v_bz_coopA_TNN
-matmul/fp8 nvjet_qqtst_192x192_128x4_1x2_h_bz_coopB_TNN
-matmul/fp8 nvjet_rqsss_144x128_128x6_1x2_h_bz_coopA_algo2_TNN
-matmul/bf16 nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT
-matmul/bf16 nvjet_sm100_tst_256x128_64x4_1x2_h_bz_coopA_NNT
-matmul/fp16 nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_TNN
-matmul/fp32 nvjet_sm90_sss_128x256_64x4_2x1_v_bz_coopA_TNN
-matmul/fp8 nvjet_sm90_qqtst_192x192_128x4_1x2_h_bz_coopB_TNN
-matmul/bf16 sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64_cublas
-matmul/fp8 sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x64x64_cublas
-matmul/fp32 sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x64x32_execute
-matmul/bf16 void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128>
-matmul/fp16 ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_nn
-matmul/fp32 ampere_sgemm_128x64_nn
-embedding void fbgemm_gpu::split_embedding_codegen_forward_unweighted_kernel<float>
-embedding void fbgemm_gpu::jagged_dense_elementwise_add_kernel<float>
-elementwise void fbgemm_gpu::permute_2D_data_kernel<false, long, float>
-elementwise void fbgemm_gpu::permute_2D_lengths_kernel<long>
-elementwise void fbgemm_gpu::scaleMatrixRowwise<__nv_fp8_e4m3, __nv_bfloat16>
-elementwise void fbgemm_gpu::computeFP8QuantizeScaleRowwise<float, __nv_bfloat16>
-elementwise void fbgemm_gpu::dynamicQuantizeMatrixRowwise<__nv_fp8_e4m3, float, 1024>
-elementwise void fbgemm_gpu::set_grouped_gemm_args_kernel<long>
-elementwise _kernel_quantize_fp8_row
-elementwise _fbgemm_silu_mul_quant
-elementwise _fbgemm_gather_scale_dense_tokens
-matmul/fp8 _kernel_matmul_fp8_row_tma_persistent
-matmul/fp8 _fbgemm_grouped_gemm_fp8_rowwise_ws
-matmul/fp8 void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::float_e4m3_t>>
-matmul/bf16 void fbgemm_gpu::gemv_bf16<false>
-communication void fbgemm_gpu::one_shot_all_reduce<8, false>
-convolution sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128
-convolution void cudnn::cnn::conv2d_grouped_direct_kernel<true, false, false>
-convolution void implicit_convolve_sgemm<float, float, 1024, 5, 5, 3, 3, 3, 1>
-convolution void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4>>
-scan _chunk_scan_fwd_kernel
-scan _chunk_state_bwd_dx_kernel
-scan void selective_scan_fwd_kernel<Selective_Scan_fwd_kernel_traits<128, 16>>
-matmul/- fused_moe_kernel
-optimizer ns_line_1_kernel
-optimizer muon_update_kernel
-matmul/bf16 Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1
-matmul/fp16 Cijk_Alik_Bljk_HHS_BH_Bias_HA_S_SAV_UserArgs_MT256x192x64_MI16x16x1
-matmul/fp32 Cijk_Ailk_Bljk_S_B_Bias_HA_S_SAV_UserArgs_MT16x16x128_MI16x16x1
-matmul/fp32 Cijk_Alik_Bljk_SB_Bias_AS_SAV_UserArgs_MT64x16x32_MI16x16x1
-matmul/fp8 Cijk_Alik_Bljk_F8BS_BH_Bias_SHB_HA_S_SAB_SAV_MT256x256x128
-matmul/fp8 Cijk_Alik_Bljk_B8F8HS_BH_Bias_SHB_HA_S_SAB_SAV_MT256x256x128
-matmul/- triton_tem_fused_mm_3
-attention void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnBwdSm90<>>
-attention void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64>>
-attention cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7
-attention attn_fwd
-attention void cudnn::fusion::compute_dot_do_o_specialized<true>
-attention void cudnn::fusion::convert_dq_to_16bits<__nv_bfloat16>
-attention _ZN5aiter30fmha_bwd_hd128_bf16_causal_a32E
-attention triton_tem_fused_flex_attention_0
-attention triton_tem_fused_flex_attention_backward_zeros_6
-matmul/- triton_tem_fused__scaled_dot_product_flash_attention_mm_t_transpose_view_3
-matmul/- triton_tem_fused_flex_attention_mm_t_transpose_view_3
-elementwise layer_norm_bwd_preprocess
-matmul/- matmul_kernel
-matmul/- _grouped_mm_kernel
-elementwise triton_unk_fused__scaled_mm_abs_amax_0
-attention bwd_kernel_dk_dv
-attention bwd_kernel_dq
-attention bwd_kernel_fuse
-attention bwd_preprocess
-communication ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)
-communication ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)
-communication ncclKernel_AllReduce_RING_LL_Sum_float(ncclDevComm*, unsigned long)
-copies Memcpy DtoD (Device -> Device)
-copies Memset (Device)
-copies __amd_rocclr_copyBuffer
-copies void at::native::(anonymous namespace)::split_with_sizes_copy_out_contiguous_no_cast
-elementwise triton_poi_fused__scaled_mm__to_copy_clone_div_lift_fresh_permute_0
-elementwise triton_poi_fused__unsafe_view_mul_nll_loss_forward_pow_relu_threshold_backward_view_5
-loss triton_red_fused__log_softmax_div_mul_prepare_softmax_online_sigmoid_view_40
-loss void at::native::(anonymous namespace)::cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>
-optimizer void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>
-elementwise void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float>
-elementwise void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>
-"""
+NAMES = (TRACES / "kernel_names.txt").read_text().splitlines()
 
 
-@pytest.mark.parametrize("row", NAMES.strip().splitlines(), ids=lambda row: row[:60])
+@pytest.mark.parametrize("row", NAMES, ids=lambda row: row[:60])
 def test_kernels_are_known_by_their_names(row):
     kind, name = row.split(" ", 1)
     kind, _, number_format = kind.partition("/")

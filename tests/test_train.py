@@ -28,8 +28,9 @@ from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import SCHEMA_VERSION
 from llm_train_bench.run import loop
 from llm_train_bench.run.provenance import describe_environment
+from llm_train_bench.run.sampling import text_decoder
 from llm_train_bench.settings.command_line import parse_args, translated
-from llm_train_bench.settings.flags import Args, Script, declared
+from llm_train_bench.settings.flags import Args, DataFlags, Script, declared
 from tests.helpers import (
     ROOT,
     only_result,
@@ -446,6 +447,8 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     assert f"generated text:\n{written}\n" in capsys.readouterr().out
     (export / "tokenizer.json").write_text("{}")
     refused(train_main, "is no tokenizer.json", again, "--output-dir", tmp_path)
+    with pytest.raises(UsageError, match=r"is no tokenizer\.json"):  # that beside the data
+        text_decoder(DataFlags(data=str(export / "t.bin")), 256)
     argv = words("configs/gpt2-125m.json --sample 5 --output-dir", tmp_path)
     refused(train_main, "no tokenizer.json lies beside", argv)
 
