@@ -255,6 +255,23 @@ def test_fp8_needs_a_device_with_its_matmuls(recipe, has, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("hip", "amax", "scale"), [(None, 7.0, 64.0), ("7.0", 7.5, 32.0), (None, 0.0, 1.0)]
+)
+def test_first_fp8_weights_are_scaled_by_their_largest_value(hip, amax, scale, monkeypatch):
+    """448 is the largest number of E4M3, and 240 of AMD's; all zeros need no scale."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    quantizer = types.SimpleNamespace(amax=torch.zeros(1), scale=torch.ones(1))
+    te = mock.Mock(QuantizedTensor=mock.Mock, Float8Quantizer=types.SimpleNamespace)
+    local, optimizer = mock.Mock(_quantizer=quantizer), mock.Mock()
+    parameter, rows = mock.Mock(to_local=lambda: local), torch.ones(2)
+    fp8 = fp8_te.TransformerEngineFp8(te, "any", None, exact_in_optimizer=True)
+    fp8.set_exact(optimizer, parameter, rows, torch.tensor(amax))
+    assert (quantizer.scale.item(), quantizer.amax.item()) == (scale, amax)
+    assert local.quantize_.call_count == (amax > 0)
+    optimizer.initialize_state.assert_called_with(parameter, store_param_remainders=False)
+
+
+@pytest.mark.parametrize(
     ("device", "hip", "has", "fine"),
     [("cpu", None, True, False), ("cuda", "7.0", True, False), ("cuda", None, False, False),
      ("cuda", None, True, True)],
