@@ -754,6 +754,13 @@ def test_a_batch_that_cannot_fit_is_refused_at_once(script, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_traced_peak_is_shown_beside_the_formulas(output_of):
+    text = output_of(estimate.main, words("configs/gpt2-125m.json --gpu h100 --bsz 8 --trace"))
+    (peak,) = re.findall(r"peak of tensors .*\| *([\d.]+) GiB", text)
+    ((traced, difference),) = re.findall(r"by tracing *\| *([\d.]+) GiB \(([-+][\d.]+)%\)", text)
+    assert float(peak) / float(traced) - 1 == pytest.approx(float(difference) / 100, abs=0.01)
+
+
 def test_bsz_auto_is_the_largest_that_leaves_a_tenth():
     plan = proxy("--bsz auto", memory_gib=79.1)
     bsz = plan.work.batch.micro_batch
