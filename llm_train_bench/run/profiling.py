@@ -116,10 +116,8 @@ class TorchCapture:
         self.run.result.observed = observed_in(trace, self.run)
         b = break_down(trace, flops)
         # Attention in plain matmuls counts in their time, but not in their FLOPs.
-        kernel, on_cpu = self.run.result.attention_kernel, self.run.device.type == "cpu"
-        apart = "math" not in (kernel, work.attention) and not (
-            on_cpu and (work.config.attention_dropout or kernel == "flex")
-        )
+        plain = {"math", "flex"} if self.run.device.type == "cpu" else {"math"}
+        apart = not plain & {self.run.result.attention_kernel, work.attention}
         fields: dict[str, Any] = {n: getattr(b, n) for n in Profile.model_fields if hasattr(b, n)}
         fraction = ideal_s / b.matmul_s if ideal_s and b.matmul_s else None
         fields |= {"matmul_roof_fraction": fraction} if apart else {"matmul_tflops": None}
