@@ -219,10 +219,9 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
             f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
         )
     if not config.learned_positions and config.rope_dim % 2:
-        raise ConfigError(
-            f"{path}: {'qk_rope_head_dim' if config.latent else 'head_dim'} {config.rope_dim} is odd; "
-            "rotary embeddings need pairs"
-        )
+        key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
+        key = "qk_rope_head_dim" if config.latent else key
+        raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")
     if config.pad_token_id is not None and config.pad_token_id >= config.vocab_size:
         raise ConfigError(
             f"{path}: pad_token_id {config.pad_token_id} is outside vocab_size {config.vocab_size}"
