@@ -157,6 +157,20 @@ def test_a_signal_between_an_error_and_its_report_hides_neither(handlers, monkey
     assert line.startswith("train.py: ") and "none.json" in line
 
 
+@pytest.mark.parametrize("made", [True, False], ids=["as it ends", "as it begins"])
+def test_a_signal_around_a_run_is_one_line(made, handlers, monkeypatch, capsys):
+    def signalled(*args):
+        signal.raise_signal(signal.SIGTERM)
+
+    watch = (lambda *args: mock.Mock(close=signalled)) if made else signalled
+    monkeypatch.setattr(launch, "HangWatch", watch)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        launch._guarded(lambda: 0, "x.py", Ranks(0, 2, 0))
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "x.py: rank 0: interrupted by SIGTERM\n"
+
+
 def test_a_gpu_that_is_not_counted_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

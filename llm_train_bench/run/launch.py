@@ -122,22 +122,22 @@ def _guarded(body: Callable[[], int | None], prog: str, ranks: Ranks) -> int:
         os._exit(failures.exit_code(error))
 
     start.imported()
-    with handled_by(end_at_first), contextlib.ExitStack() as stack:
-        if ranks.world > 1:  # connecting to the others runs in C, without Python's signal handlers
-            stack.callback(HangWatch(end, None).close)
-        try:
+    try:
+        with handled_by(end_at_first), contextlib.ExitStack() as stack:
             try:
+                if ranks.world > 1:  # connecting to others runs in C, without Python's handlers
+                    stack.callback(HangWatch(end, None).close)
                 code = body() or 0
-                if start.is_script() and any(
-                    t.name == failures.SAVES for t in threading.enumerate()
-                ):
+                saves = any(t.name == failures.SAVES for t in threading.enumerate())
+                if start.is_script() and saves:
                     sys.stdout.flush()
                     os._exit(code)  # a save that was given up; it must not outlive the interpreter
                 return code
             except (Exception, KeyboardInterrupt, Interrupted) as error:
                 return _report_failure(error, prog, ranks)
-        except (KeyboardInterrupt, Interrupted) as late:  # arrived before the report of an error
-            return _report_failure(late.__context__ or late, prog, ranks)
+    # As the handlers are set or taken away, or before the report of an error.
+    except (KeyboardInterrupt, Interrupted) as late:
+        return _report_failure(late.__context__ or late, prog, ranks)
 
 
 def _report_failure(error: BaseException, prog: str, ranks: Ranks) -> int:
