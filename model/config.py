@@ -120,7 +120,7 @@ class ModelConfig:
         down, up = (m.kv_rank + m.rope_dim, d), (heads * (m.nope_dim + m.value_dim), m.kv_rank)
         return query | {"kv_down": down, "kv_up": up} | out
 
-    def mlp_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+    def mlp_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block that every token passes besides attention."""
         d = self.hidden_size
         if not self.has_experts(layer):
@@ -133,7 +133,7 @@ class ModelConfig:
         """(out, in) of a block's linear layers that every token passes, in their order."""
         return self.attention_shapes() | self.mlp_shapes(layer)
 
-    def expert_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+    def expert_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out, in) of the two matrices of one expert; none in a layer without experts."""
         if not self.has_experts(layer):
             return {}

@@ -188,7 +188,7 @@ def _per_layer(keys: Keys, key: str, layers: int, what: str) -> list | None:
 
 
 def _rope(
-    keys: Keys, max_positions: int, default_theta: float = 10000.0, partial: bool = False
+    keys: Keys, max_positions: int, default_theta: float, partial: bool
 ) -> tuple[float, RopeScaling | Yarn | None]:
     """Both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` with both inside."""
     theta = keys.number("rope_theta", default_theta)

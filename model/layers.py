@@ -346,7 +346,7 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """Gated perceptron (SwiGLU when the activation is SiLU; Shazeer 2020); gate and up are fused."""
 
-    def __init__(self, config: ModelConfig, layout: Layout = ALONE, size: int | None = None):
+    def __init__(self, config: ModelConfig, layout: Layout, size: int | None = None):
         """`size` elements of the activation, the config's if None."""
         super().__init__()
         self.layout = layout

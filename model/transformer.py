@@ -31,7 +31,7 @@ from llm_train_bench.model.layout import ALONE, HasWeights, Layout
 from llm_train_bench.model.loss import LinearCrossEntropy
 
 
-def saved_ops(attention: bool = True) -> set:
+def saved_ops(attention: bool) -> set:
     """Operators that are expensive to recompute: matmuls, attention, and collectives.
 
     `attention` is False where attention has dropout. If kept, it would not draw its random numbers
@@ -53,9 +53,7 @@ def saved_ops(attention: bool = True) -> set:
 class Block(nn.Module):
     """One residual block: attention, then the MLP, each behind its norm."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int = 0, balanced: bool = False, layout: Layout = ALONE
-    ):
+    def __init__(self, config: ModelConfig, layer: int, balanced: bool, layout: Layout):
         super().__init__()
         norm = RMSNorm if config.rms_norm else LayerNorm
         self.attn_norm = norm(config.hidden_size, config.norm_eps)
@@ -159,7 +157,7 @@ class Transformer(HasWeights):
         labels = labels if positions is None else labels[:, positions]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
-    def embed_tokens(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def embed_tokens(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
         x = self.look_up(tokens)
         if self.config.embedding_scale != 1:

@@ -149,6 +149,9 @@ def test_synthetic_tokens_are_uniform_seeded_and_independent():
     assert ids.shape == (64, 1024) and ids.min() >= 0 and ids.max() < 50257
     # Mean of 65536 uniform draws: standard error 0.0011 of the range.
     assert abs(ids.double().mean() / 50256 - 0.5) < 0.006
+    # Runs of any version are of the same tokens.
+    pinned = hash_ids(torch.tensor([0, 1, 2**32, 2**40 + 5]), 7).tolist()
+    assert pinned == [1433166748, 1663012985, 1325272519, 1917423555]
     bits = hash_ids(torch.arange(2**16), 0)
     ones = torch.stack([(bits >> b & 1).double().mean() for b in range(31)])
     assert (ones - 0.5).abs().max() < 0.01

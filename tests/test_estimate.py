@@ -175,7 +175,7 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     x = torch.zeros(2, T, config.hidden_size, dtype=low, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):
         output = block(x, whole.rope_for(T, cpu), None)
-    formula = block_activations(work, fused_norm=False)
+    formula = block_activations(work, False, 0)
     assert sum(sizes.values()) == pytest.approx(formula, rel=0.02)
     output.sum().backward()
 
@@ -420,7 +420,7 @@ def test_eager_rotary_embedding_moves_what_the_formula_says(amp):
     rotated = config.query_size + config.kv_size
     plain = dataclasses.replace(config, learned_positions=True)
     argv = [config.path, "--amp", amp, "--bsz", 64, "--seq-len", T]
-    rope, none = (block_bytes(plan_of(argv, config=shape).work) for shape in (config, plain))
+    rope, none = (block_bytes(plan_of(argv, config=shape).work, 0) for shape in (config, plain))
     formula = rope - none
     assert moved.n / x.numel() == pytest.approx(formula / (tokens * rotated), rel=0.02)
 

@@ -78,13 +78,17 @@ def finish(process, timeout=240):
 
 
 def test_a_script_starts_its_own_ranks_and_only_rank_0_prints(start, tmp_path):
-    code, out, err = finish(start("train_ddp.py", tmp_path, *SHORT, prefix=COLD))
+    flags = [*SHORT, "--peak-tflops", "0.001"]
+    code, out, err = finish(start("train_ddp.py", tmp_path, *flags, prefix=COLD))
     assert code == 0, err
     assert out.count("| tokens/s per device ") == err.count("batch: 2 x 1 x 2 = 4 samples") == 1
     r = only_result(tmp_path)
     assert r["device"]["count"] == 2 and r["entrypoint"] == "train_ddp.py"
     files = {p.name for p in next(tmp_path.iterdir()).iterdir()}
     assert files == {"result.json", "steps.jsonl"}
+    step = read_steps(tmp_path)[-1]  # whose MFU is that of each of the two devices
+    tflops = step["tokens"] / step["step_time_s"] * r["metrics"]["flops_per_token_palm"] / 1e12
+    assert f"MFU {tflops / 2 / 0.001:.1%}" in err
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def test_the_gate_s_answers_are_seldom_wrong(before, now):
 
 def test_one_run_against_one_has_no_answer_and_the_runs_that_settle_it_do():
     one, other = ts.mean_of([1.0]), ts.mean_of([0.5])
+    # A run at 30 has the relative noise of those at 20, 3 of 2; their mean's own is 1.
+    assert ts.difference(ts.mean_of([30.0]), ts.Mean(20.0, 4, 2.0, 3)) == (10.0, 10**0.5, 3)
     assert answer(other, one, 0.05) == "UNCERTAIN" and "3 runs" in what_settles(other, one, 0.05)
     was, now = ts.mean_of([0.99, 1.0, 1.01]), ts.mean_of([0.928, 0.948, 0.938])
     assert answer(now, was, 0.05) == "UNCERTAIN"

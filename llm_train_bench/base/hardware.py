@@ -159,7 +159,7 @@ def limited(
 COMPUTE = "sustained attention_forward attention_backward cudnn_forward cudnn_backward".split()
 
 
-def scaled(gpu: Hardware, compute: float = 1.0, others: float = 1.0) -> Hardware:
+def scaled(gpu: Hardware, compute: float, others: float = 1.0) -> Hardware:
     """The same device, the rates of matmuls and attention, and of memory and launches, times factors."""
     now = dataclasses.asdict(gpu.constants)
     fitted = {name: now[name] * compute for name in COMPUTE}

@@ -316,9 +316,7 @@ def tolerance_of(text: str) -> float:
     return value
 
 
-def judge_all(
-    paths: Sequence[str | Path], baseline: str | Path, tolerance: float = 0.05
-) -> list[Verdict]:
+def judge_all(paths: Sequence[str | Path], baseline: str | Path, tolerance: float) -> list[Verdict]:
     """Every setting of the results in `paths` against a file of baselines, and what was not measured.
 
     Baselines of other hardware, or another number of ranks, are passed over. UsageError where a path or
@@ -335,7 +333,7 @@ def judge_all(
     return verdicts
 
 
-def gate_code(verdicts: Sequence[Verdict], allowed: Collection[str] = ()) -> int:
+def gate_code(verdicts: Sequence[Verdict], allowed: Collection[str]) -> int:
     """0; 1 if something got worse; 5 if nothing or not everything could be judged.
 
     `allowed` statuses, `NO BASELINE` or `NOT MEASURED`, do not count as such.

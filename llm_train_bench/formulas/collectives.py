@@ -122,7 +122,7 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     return {kind: size for kind, size in moved.items() if size}
 
 
-def rank_parameters(shapes: Shapes, work: Work, pp_rank: int = 0) -> Iterator[Part]:
+def rank_parameters(shapes: Shapes, work: Work, pp_rank: int) -> Iterator[Part]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
     fsdp, config = work.fsdp, work.config
     layers, last = set(work.layers_of(pp_rank)), config.num_hidden_layers - 1
@@ -142,7 +142,7 @@ def rank_parameters(shapes: Shapes, work: Work, pp_rank: int = 0) -> Iterator[Pa
 
 
 @functools.lru_cache(maxsize=4096)
-def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int = 0) -> tuple[Part, ...]:
+def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[Part, ...]:
     """The same of the matrices; cached, since a search asks for them again and again."""
     work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
     return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
@@ -284,7 +284,7 @@ def communication_time(
 
 
 def unit_times(
-    work: Work, gpu: Hardware, per_node: int, pp_rank: int = 0
+    work: Work, gpu: Hardware, per_node: int, pp_rank: int
 ) -> dict[int, tuple[float, float]]:
     """Seconds to gather and to reduce each unit of FSDP: blocks by number, and -1 for all the rest."""
     fsdp, in_fp8, times = work.fsdp, _gathered_in_fp8(work), {}
@@ -306,7 +306,7 @@ def unit_times(
     return times
 
 
-def token_time(work: Work, gpu: Hardware, per_node: int, pp_rank: int = 0) -> float:
+def token_time(work: Work, gpu: Hardware, per_node: int, pp_rank: int) -> float:
     """Seconds in which tokens of a micro batch move between ranks; nothing hides them."""
     if not work.fsdp.divided:
         return 0.0

@@ -241,7 +241,7 @@ def _loss(work: Work, sizes: _Sizes) -> tuple[float, float]:
     return logits, summed + w * work.own_tokens * work.config.hidden_size
 
 
-def block_activations(work: Work, fused_norm: bool = True, layer: int = 0) -> float:
+def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     """Bytes that a block keeps for its backward when nothing of it is recomputed.
 
     Autograd's hooks showed what our blocks save, with torch 2.11, torchao 0.18 and Transformer
@@ -332,7 +332,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     return numbers, other
 
 
-def _passing_activations(work: Work, layer: int = 0) -> float:
+def _passing_activations(work: Work, layer: int) -> float:
     """Most bytes of a block that frees activations as it runs: in the MLP or before it.
 
     They include the block's input, the MLP's input and the norm's output: their callers hold them.
@@ -376,7 +376,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
     return total
 
 
-def _backward_buffers(work: Work, layer: int = 0) -> float:
+def _backward_buffers(work: Work, layer: int) -> float:
     """Bytes of gradients of the MLP's activations, beyond the activations freed by then."""
     config, wide = work.config, 2 if work.config.gated_mlp else 1
     if config.has_experts(layer):

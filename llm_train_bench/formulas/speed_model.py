@@ -229,7 +229,7 @@ def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     return flops / (rate * parts[0]), 2 * flops / (rate * parts[1])
 
 
-def block_bytes(work: Work, layer: int = 0) -> float:
+def block_bytes(work: Work, layer: int) -> float:
     """Bytes that a block's forward moves outside of matmuls and attention."""
     config, w = work.config, work.matmul_bytes
     tp = work.fsdp.tp

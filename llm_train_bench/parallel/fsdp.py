@@ -101,7 +101,7 @@ def set_exact_values(
 
 @torch.no_grad()
 def shard_values(
-    model: HasWeights, device: torch.device, seed: int, weights: Pretrained | None = None
+    model: HasWeights, device: torch.device, seed: int, weights: Pretrained | None
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
     """Each parameter of a sharded model with its first values [fp32]: this rank's rows, and all.
 

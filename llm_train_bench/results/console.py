@@ -42,9 +42,7 @@ PHASES = {"warmup": "warm-up", "resume": "resumed", "measure": "measured", "prof
 class ProgressDisplay:
     """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
 
-    def __init__(
-        self, n_steps: int, flops_per_token: float = 0.0, peak_tflops: float | None = None
-    ):
+    def __init__(self, n_steps: int, flops_per_token: float, peak_tflops: float | None):
         """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU."""
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
         self.bar = None
