@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from llm_train_bench.base.hardware import Hardware
 from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, parameter_shapes
-from llm_train_bench.formulas.work import Batch, Fsdp, Work
+from llm_train_bench.formulas.work import Fsdp, Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
 from llm_train_bench.model.shares import divided, part_shape
@@ -100,7 +100,7 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     micro_steps = 1 if fsdp.pp > 1 else n_micro
     moved: Counter[str] = Counter()
     partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
-    for part in rank_parameters(shapes, work, pp_rank):
+    for part in rank_parameters(shapes, config, fsdp, pp_rank):
         block = part.layer >= 0
         gathered, reduced, replicated = _fsdp_bytes_of(work, part, in_fp8)
         gathers = 2 if block and work.trains and fsdp.reshard else 1
@@ -122,10 +122,12 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     return {kind: size for kind, size in moved.items() if size}
 
 
-def rank_parameters(shapes: Shapes, work: Work, pp_rank: int) -> Iterator[Part]:
+def rank_parameters(
+    shapes: Shapes, config: ModelConfig, fsdp: Fsdp, pp_rank: int
+) -> Iterator[Part]:
     """The parts of the parameters that a rank has; in a pipeline, a rank in group `pp_rank`."""
-    fsdp, config = work.fsdp, work.config
-    layers, last = set(work.layers_of(pp_rank)), config.num_hidden_layers - 1
+    last = config.num_hidden_layers - 1
+    layers = set(fsdp.layers_of(last + 1, pp_rank))
     roots = {"embed", "positions"} if 0 in layers else set()
     if last in layers:
         roots |= {"norm", "lm_head"} | ({"embed"} if config.tie_word_embeddings else set())
@@ -144,8 +146,7 @@ def rank_parameters(shapes: Shapes, work: Work, pp_rank: int) -> Iterator[Part]:
 @functools.lru_cache(maxsize=4096)
 def rank_matrices(config: ModelConfig, fsdp: Fsdp, pp_rank: int) -> tuple[Part, ...]:
     """The same of the matrices; cached, since a search asks for them again and again."""
-    work = Work(config, Batch(1, 1, 1, 1, 1, 1), fsdp=fsdp)
-    return tuple(rank_parameters(matrices(parameter_shapes(config)), work, pp_rank))
+    return tuple(rank_parameters(matrices(parameter_shapes(config)), config, fsdp, pp_rank))
 
 
 def _sent_bytes(shapes: Shapes, work: Work, pp_rank: int) -> int:

@@ -134,6 +134,15 @@ class Fsdp:
         """Stages of the pipeline; stage s is on group s % pp."""
         return self.pp * self.virtual
 
+    def stage_layers(self, n: int, stage: int) -> range:
+        """The blocks, of `n`, of a pipeline's stage: as equal a number in each as can be."""
+        return range(n * stage // self.stages, n * (stage + 1) // self.stages)
+
+    def layers_of(self, n: int, pp_rank: int) -> list[int]:
+        """The blocks, of `n`, of one of the groups of ranks between which a pipeline cuts the layers."""
+        stages = range(pp_rank, self.stages, self.pp)
+        return [layer for stage in stages for layer in self.stage_layers(n, stage)]
+
     @property
     def mesh(self) -> dict[str, int]:
         """The dimensions of the process grid, the outermost first."""
@@ -181,18 +190,18 @@ class Work:
 
     config: ModelConfig
     batch: Batch
-    world: int = 1
-    pass_type: str = "step"
-    amp: str = "bf16"
-    tf32: bool = False
-    attention: str = "auto"
-    fp8: Fp8Work = NO_FP8
-    compile_mode: str | None = None  # None: eager
-    cuda_graphs: bool = False
-    recompute: Recompute = Recompute()
-    optimizer: str = "adamw"
-    balanced: bool = False
+    world: int
+    pass_type: str
+    amp: str
+    tf32: bool
+    attention: str
+    compile_mode: str | None  # None: eager
+    cuda_graphs: bool
+    recompute: Recompute
+    optimizer: str
+    balanced: bool
     """Whether experts are dealt out in turn in place of chosen."""
+    fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP
     theirs: Theirs = Theirs()
@@ -238,16 +247,12 @@ class Work:
         return self.batch.micro_tokens // self.fsdp.cp
 
     def stage_layers(self, stage: int) -> range:
-        """The blocks of a pipeline's stage: as equal a number in each as can be."""
-        n, stages = self.config.num_hidden_layers, self.fsdp.stages
-        return range(n * stage // stages, n * (stage + 1) // stages)
+        """The blocks of a pipeline's stage."""
+        return self.fsdp.stage_layers(self.config.num_hidden_layers, stage)
 
     def layers_of(self, pp_rank: int) -> list[int]:
         """The blocks of one of the groups of ranks between which a pipeline cuts the layers."""
-        if self.fsdp.pp == 1:
-            return list(self.layers)
-        stages = range(pp_rank, self.fsdp.stages, self.fsdp.pp)
-        return [layer for stage in stages for layer in self.stage_layers(stage)]
+        return self.fsdp.layers_of(self.config.num_hidden_layers, pp_rank)
 
     @functools.cached_property
     def block_parameters(self) -> list[int]:
