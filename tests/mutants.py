@@ -211,7 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=240, help="of the tests of one change [s]")
+    parser.add_argument("--limit", type=float, default=600, help="of the tests of one change [s]")
     parser.add_argument("--under", default="llm_train_ model/", help="beginnings of files' names")
     parser.add_argument("--removals", action="store_true", help="also remove single calls")
     args = parser.parse_args()

@@ -605,6 +605,14 @@ def check_lost_node(agents, out, lose, rank=1):
     assert wait_until(lambda: not lost.ranks(), 40), "ranks are left behind"
 
 
+@pytest.mark.parametrize(("given", "place"), [([], "private"), (["--log-dir", "mine"], "mine")])
+def test_logs_of_ranks_are_where_torchruns_flag_says(given, place):
+    with mock.patch("llm_train_bench.run.agent.run_agent") as started:
+        agent.main([*given, "--nproc-per-node=2", "train_ddp.py", *TINY])
+    config, _ = started.call_args.args[0](Path("private"))
+    assert config.logs_specs.root_log_dir == place
+
+
 def test_the_ranks_of_a_script_share_the_cores():
     agent = mock.patch("llm_train_bench.run.agent.run_agent")
     cores = mock.patch("llm_train_bench.run.launch.n_cores", lambda: 8)
