@@ -121,7 +121,7 @@ def test_bad_input_is_one_line_before_any_rank_starts(argv, message, tmp_path, m
 )
 def test_bad_input_of_ranks_is_one_line(argv, message, start, tmp_path):
     code, out, err = finish(start("train_fsdp.py", tmp_path / "runs", *SHORT, *argv))
-    assert (code, out) == (2, "")
+    assert (code, out) == (2, ""), err
     assert err.count("\n") == 1 and err.startswith("train_fsdp.py: ") and message in err
     assert not (tmp_path / "runs").exists()
 
