@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 def reference(values: dict):
     """A transformers model of a config file's content, with every parameter random."""
     torch.manual_seed(0)
-    hf_config = transformers.AutoConfig.for_model(**values, dtype="float32")
+    # It writes into the dictionaries that it is given.
+    hf_config = transformers.AutoConfig.for_model(**copy.deepcopy(values), dtype="float32")
     model = transformers.AutoModelForCausalLM.from_config(hf_config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
@@ -147,7 +148,7 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
 def test_balance_loss_is_that_of_transformers_layer_by_layer(family, tmp_path):
     """Its function on each layer alone, divided by the experts of a token, and summed."""
     values = FAMILIES[family] | dict(output_router_logits=True, router_aux_loss_coef=0.5)
-    theirs = reference(copy.deepcopy(values))
+    theirs = reference(values)
     ours = copied(theirs, parse_config(values, "x.json"), tmp_path)
     tokens = some_tokens(3, T + 1)
     ours(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -212,7 +213,7 @@ def test_the_trained_length_at_the_top_level_counts(family, inner, outer, spelli
 
 def same_logits(values: dict, directory):
     """Fail if our model of a config computes other logits than transformers' model."""
-    theirs, tokens = reference(copy.deepcopy(values)), some_tokens(2, T)
+    theirs, tokens = reference(values), some_tokens(2, T)
     ours = copied(theirs, parse_config(values, "x.json"), directory)
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)

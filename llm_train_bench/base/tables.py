@@ -4,7 +4,7 @@ import csv
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -82,7 +82,7 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.3f}"
 
 
-def show_whole(table: Table) -> None:
-    """A table on the screen, wider than the terminal where it must be: no number is cut."""
+def show_whole(table: Table, file: IO[str] | None = None) -> None:
+    """A table on the screen or in a file, as wide as it must be: no number is cut."""
     needed = plain_console(width=1000).measure(table).maximum
-    plain_console(width=max(needed, 40)).print(table)
+    plain_console(width=max(needed, 40), file=file).print(table)

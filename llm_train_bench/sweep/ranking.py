@@ -9,7 +9,7 @@ from llm_train_bench.base.tables import (
     markdown_table,
     memory_text,
     number,
-    plain_console,
+    show_whole,
     write_rows,
 )
 from llm_train_bench.formulas.time_statistics import bootstrap_mean
@@ -116,8 +116,8 @@ def show_ranking(ranked: list[Ranked], directory: Path) -> None:
             r.label, r.status, f"{r.tokens_per_sec:,.0f}", f"{low} - {high}",
             f"{r.cv:.1%}", share, number(r.mfu, ".1%"), memory_text(r.memory_gib, r.memory_kind, ".2f"),
         )  # fmt: skip
-    plain_console(width=200).print(table)
+    show_whole(table)
     with (directory / "ranked.md").open("w", encoding="utf-8") as f:
-        plain_console(width=200, file=f).print(table)
+        show_whole(table, f)
     print("of the best: of this model and length; ~: the interval overlaps that of the best")
     print(f"rows, CSV, table: {directory}/rows.jsonl, results.csv, ranked.md")
