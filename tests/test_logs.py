@@ -129,7 +129,7 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
     assert (record.n_gpus, record.tokens_per_sec_per_gpu) == (16, 2048 * 4096 / 0.5 / 16)
     assert len(record.losses) == 12 and "59 lines of earlier ones" in record.notes[0]
     # Resumed from a checkpoint, without a header.
-    for steps in ([10, 20, 30, 10, 20], [1, 2, 3, 4, 5, 1, 10, 20, 30]):
+    for steps in ([10, 20, 30, 10, 20], [1, 2, 3, 4, 5, 1, 10, 20, 30], [1, 2, 1, 2, 3]):
         log = parse_log("\n".join(megatron_lines(steps, 100.0)))
         assert log.earlier_steps == len(steps) - len(log.steps) and log.steps[0].step == steps[0]
         assert [s.step for s in log.steps] == steps[log.earlier_steps :]
