@@ -22,6 +22,7 @@ from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.parallel import ranks
 from llm_train_bench.parallel.ranks import MEETING
+from llm_train_bench.results import result_files
 from llm_train_bench.results.goodput import time_parts
 from llm_train_bench.results.result_files import command_began, is_alive, this_process
 from llm_train_bench.results.schema import Lineage, Writer
@@ -224,7 +225,7 @@ def test_a_restart_goes_on_from_its_whole_chain(where, saved, tmp_path):
     assert steps_in(place) == ["18", "20"]  # two are kept of all attempts
     assert (tmp_path / "runs/r-restart2/checkpoints").resolve() == place.resolve()
     faults.assert_equal(faults.last_state([place]), faults.last_state([saved / "checkpoints"]))
-    (record,) = read_records([str(tmp_path / "runs")], print, LogFacts())
+    (record,) = read_records([str(tmp_path)], pytest.fail, LogFacts())  # no checkpoint is a run
     expected = [x for x in sorted(faults.losses_of(saved.parent, "whole")) if x[0] >= first]
     assert record.losses == expected
     assert 0 < r["metrics"]["goodput"] < 1 and r["metrics"]["time_parts_s"]["lost steps"] > 0
@@ -477,6 +478,14 @@ def test_samples_go_on_with_another_batch(tmp_path, monkeypatch):
     assert [(plan.start, plan.step) for plan in rows] == [(0, 4), (20, 8), (60, 2)]
     assert rows[2].stop == 60 + 10 * 2
     assert verify(faults.last_of([tmp_path / "r/checkpoints"])).samples == 80
+
+
+def test_a_command_began_with_its_launcher_unless_that_started_it_again(monkeypatch):
+    monkeypatch.setattr(result_files, "seconds_alive", lambda pid: 70.0 if pid else 20.0)
+    alone = command_began(started_again=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    ages = [time.time() - t for t in (alone, command_began(True), command_began(False))]
+    assert ages == pytest.approx([20, 20, 70], abs=10)
 
 
 def test_goodput_counts_every_step_once(tmp_path):

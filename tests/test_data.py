@@ -252,7 +252,7 @@ def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
 def test_validation_counts_no_window_twice(windows, batches, tmp_path):
     write_tokens(tmp_path / "val.bin", [np.arange(4 * windows + 1) % 50], 50)
     flags = DataFlags(val_data=str(tmp_path / "val.bin"))
-    _, (_, firsts) = data.open_data(flags, 50, resolve_batch(BatchFlags(bsz=8), 4), 10, CPU)
+    _, (_, firsts) = data.open_data(flags, 50, resolve_batch(BatchFlags(bsz=8), 4, 1), 10, CPU)
     assert list(firsts) == [8 * i for i in range(batches)]
 
 

@@ -51,6 +51,7 @@ FOUR = {"name": "My Card", "bf16_tflops": 200.0, "memory_gib": 31.0, "memory_tb_
 def test_a_gpu_of_ones_own_needs_four_keys(own_hardware, output_of):
     own_hardware(FOUR, FOUR | {"name": "NVIDIA H200", "bf16_tflops": 700.0})
     assert find_peaks("My Card").bf16_tflops == 200 and find_hardware("my card").memory_gib == 31
+    assert find_hardware("My Card").fp32_tflops == 200 / 16
     assert find_peaks("NVIDIA H200").bf16_tflops == 700  # one's own goes before
     assert find_peaks("NVIDIA B200").bf16_tflops == 2250
     argv = ["configs/gpt2-125m.json", "--gpu", "my card", "--json"]

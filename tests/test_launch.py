@@ -1,6 +1,7 @@
 """Starting, joining and ending several ranks, as separate processes."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -284,6 +285,8 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     with pytest.raises(RuntimeError) as on_a_cpu:
         torch.empty(2**60)
     assert classify(on_a_cpu.value)[0] == "oom"
+    for number in (errno.EDQUOT, errno.ENOSPC):
+        assert classify(OSError(number, "x"))[1].startswith("disk full: ")
     assert classify(Preempted("SIGTERM")) == ("interrupted", "interrupted by SIGTERM")
     assert classify(Preempted("x", 3)) == ("preempted", "saved at step 3 and stopped by x")
 

@@ -218,11 +218,12 @@ def test_kernels_of_gpus_are_known_by_operators_and_by_names():
 
 
 def kernels(*names, host=(), args=None):
-    """A trace of one step with these kernels on a GPU, and these operators."""
+    """A trace of two steps with these kernels on a GPU, twice, and these operators."""
     spans = [Span(n, "kernel", 10.0 * i, 10.0 * i + 5, (0, 7), args=args or {})
-             for i, n in enumerate(names)]  # fmt: skip
+             for i, n in enumerate(names * 2)]  # fmt: skip
     on_host = [Span(n, "cpu_op", 0.0, 1.0, (1, 1)) for n in host]
-    return Trace("t", None, spans, {(1, 1): on_host}, {}, [])
+    steps = [Span(f"ProfilerStep#{i}", "user_annotation", 0.0, 1.0, (1, 1)) for i in range(2)]
+    return Trace("t", None, spans, {(1, 1): on_host}, {}, steps)
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,8 @@ def test_the_bandwidth_of_collectives_is_what_a_ring_sends():
         assert use.input_bytes == 4000 * width
     (use,) = observe(kernels("ncclDevKernel_AllGather_RING_LL"), True, 8).collectives.values()
     assert use.bus_gb_per_s is None  # sizes are not recorded
+    trace = kernels("ncclDevKernel_AllGather_RING_LL", args={"Input type": ["float"]})
+    assert observe(trace, True, 8).collectives["all-gather"].input_bytes is None
 
 
 def test_two_ranks_tell_the_bandwidth_of_their_collectives(tmp_path):

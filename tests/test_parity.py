@@ -203,7 +203,7 @@ TRAINED = "original_max_position_embeddings"
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize("outer", [{}, {TRAINED: 48}])
-@pytest.mark.parametrize("inner", [{}, {TRAINED: 8}])
+@pytest.mark.parametrize("inner", [{}, {TRAINED: 8}, {TRAINED: 2}])
 @pytest.mark.parametrize("family", ["llama", "llama-yarn", "deepseek_v3"])
 def test_the_trained_length_at_the_top_level_counts(family, inner, outer, spelling, tmp_path):
     values = FAMILIES[family] | outer

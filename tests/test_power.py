@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from llm_train_bench.measure.device import memory_now
+from llm_train_bench.measure.device import memory_now, peak_memory
 from llm_train_bench.measure.power import PowerMeter
 from llm_train_bench.measure.sensors import nvidia
 from llm_train_bench.measure.sensors.amd import AmdSensor
@@ -265,6 +265,14 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
     use = meter.end(rank=0)
     assert use == DeviceUse(rank=0, memory_mean_gib=use.memory_mean_gib)
     assert meter.source.startswith("none: ")
+
+
+def test_peaks_of_a_gpu_are_those_of_its_allocator(monkeypatch):
+    stats = {"allocated_bytes.all.peak": 3 * 2**29, "reserved_bytes.all.peak": 2**31}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert list(peak_memory(GPU).values()) == [1.5, 2.0, 0, None]
+    stats |= {"num_alloc_retries": 4}
+    assert list(peak_memory(GPU).values()) == [1.5, 2.0, 4, None]
 
 
 def test_mean_memory_is_of_all_looks(monkeypatch):

@@ -105,7 +105,7 @@ def test_the_learning_rate_rises_and_falls_as_its_flags_say():
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[7] == pytest.approx(0.2 + 0.8 * 0.5)  # half way down a cosine
     assert rates[5] == pytest.approx(0.2 + 0.8 * (1 + 0.5**0.5) / 2)
-    assert rates[11] == rates[12] == pytest.approx(0.2)
+    assert rates[11] == rates[12] == learning_rate(4, flags, 5) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(

@@ -283,6 +283,7 @@ def test_tensorboard_hparams_are_those_of_the_run(run):
     assert shown["sac_freq"].string_value == "1/4"
     default, flags, args = defaults(Args), declared(Args), run.result["args"]
     assert {"lr", "output_dir", "config"}.isdisjoint(shown)
+    assert {"amp", "bsz", "cp", "ep", "grad_acc_steps", "pt_compile", "route", "tp"} <= set(shown)
     names = set(shown) - {"model"}
     assert all(flags[name].headline or args[name] != default[name] for name in names)
     experiment = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment

@@ -153,7 +153,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
         o.fallbacks.append("attention in plain matmuls (math)")
     if asked != "auto" and ran - {asked}:
         o.mismatches.append(f"asked for {asked} attention, {', '.join(sorted(ran))} ran")
-    if work.optimizer is None or work.pass_type != "step":
+    if work.pass_type != "step":
         o.fallbacks = [f for f in o.fallbacks if not f.startswith("optimizer")]
     fp8 = result.fp8
     if fp8 and not fp8.emulated and (trace.gpu or not on_gpu):

@@ -277,7 +277,7 @@ def resolve_seq_len(seq_len: int | None, config: ModelConfig) -> int:
     return seq_len or min(longest, LONGEST_DEFAULT)
 
 
-def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int = 1) -> Batch:
+def resolve_batch(flags: BatchFlags, seq_len: int, data_parallel_size: int) -> Batch:
     """Global batch = micro batch x accumulation x ranks with data of their own, exactly.
 
     UsageError if --global-bsz does not divide.
