@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -486,6 +487,13 @@ def test_a_command_began_with_its_launcher_unless_that_started_it_again(monkeypa
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     ages = [time.time() - t for t in (alone, command_began(True), command_began(False))]
     assert ages == pytest.approx([20, 20, 70], abs=10)
+
+
+def test_a_wish_from_before_the_training_ends_it_two_steps_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(saver, "early_wish", lambda: signal.SIGUSR1)
+    for step in (2, 4):
+        assert train(tmp_path, *AUTO) == 75
+        assert f"saved at step {step} and stopped by" in capsys.readouterr().err
 
 
 def test_goodput_counts_every_step_once(tmp_path):

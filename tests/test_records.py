@@ -49,7 +49,7 @@ from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.results.schema import Lineage, Result
 from llm_train_bench.results.trackers import TRACKERS, track
-from llm_train_bench.run.provenance import open_result
+from llm_train_bench.run.provenance import default_name, open_result
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import conftest
 from tests.helpers import FAMILIES, ROOT, config, plan_of, run_train, words
@@ -233,9 +233,10 @@ def say_plan(argv: list[str]) -> None:
     on_h100 = mock.Mock(fp8=fp8, device=mock.Mock(roof_bf16_tflops=700.0, roof_fp8_tflops=1200.0))
     counts += [count_parameters(work.config), matmul_work(on_h100, work)]
     lineage = Lineage(id="", name="r", attempt=0, began=0.0, started=0.0)
-    begun = open_result(plan, torch.device("cpu"), None, None, "r", lineage)
+    named = re.sub(r"^\d+-\d+-|-\d+$", "", default_name(model, vars(plan.args)))
+    begun = open_result(plan, torch.device("cpu"), None, None, named, lineage)
     known = {name: value for name, value in begun.metrics if value is not None}
-    for each in (work, *args, counts, plan.traffic, known, begun.notes):
+    for each in (work, *args, counts, plan.traffic, known, begun.notes, named):
         pprint.pprint(each, width=100, compact=True)
     for stage in range(work.fsdp.pp):
         pprint.pprint(estimate_memory(work, pp_rank=stage), width=100)
