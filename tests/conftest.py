@@ -88,11 +88,14 @@ def few_objects_to_collect():
 
 
 @pytest.fixture(autouse=True)
-def where_it_was():
-    """A test that changes the directory leaves it as it was, whatever comes next."""
-    before = Path.cwd()
+def as_it_was():
+    """A test that changes the directory or signals' handlers leaves them as they were for the next."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before, handlers = Path.cwd(), {n: signal.getsignal(n) for n in numbers}
     yield
     os.chdir(before)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -45,8 +45,12 @@ class Warm(subprocess.Popen):
         if program != sys.executable or argv[0] == "-c":
             execute(*values)
             return
+        ready, kept = os.pipe()
         self.pid = os.fork()
         if self.pid:
+            os.close(kept)
+            os.read(ready, 1)  # ends when the process has a session and handlers of its own
+            os.close(ready)
             self._child_created = True
             self._close_pipe_fds(*(call[name] for name in PIPES))
             return
@@ -72,7 +76,6 @@ def _run(argv: list[str], call: dict) -> int:
     for number, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
         if call[name] != -1:
             os.dup2(call[name], number)
-    os.closerange(3, 4096)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     signal.set_wakeup_fd(-1)
@@ -80,6 +83,7 @@ def _run(argv: list[str], call: dict) -> int:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.closerange(3, 4096)
     os.chdir(call["cwd"] or ".")
     if call["env"] is not None:
         os.environ.clear()

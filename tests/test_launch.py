@@ -119,16 +119,7 @@ def test_bad_input_of_ranks_is_one_line(argv, message, start, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.fixture
-def handlers():
-    """The handlers of signals come back after the test."""
-    before = {n: signal.getsignal(n) for n in (*signals.ENDING, signal.SIGUSR1)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_the_agent_gives_ranks_the_time_that_a_save_may_take(handlers, monkeypatch):
+def test_the_agent_gives_ranks_the_time_that_a_save_may_take(monkeypatch):
     config = types.SimpleNamespace(shutdown_timeout=30)
     for name in (agent.PARENT, agent.MEETING):
         monkeypatch.setenv(name, "")
@@ -140,7 +131,7 @@ def test_the_agent_gives_ranks_the_time_that_a_save_may_take(handlers, monkeypat
     assert config.shutdown_timeout == 100 + agent.ENDING_S >= 130
 
 
-def test_a_signal_between_an_error_and_its_report_hides_neither(handlers, monkeypatch, capsys):
+def test_a_signal_between_an_error_and_its_report_hides_neither(monkeypatch, capsys):
     """The agent ends a rank when another one has failed, at any moment."""
 
     def signalled(handler, *numbers, real=signals.handled_by):
@@ -155,7 +146,7 @@ def test_a_signal_between_an_error_and_its_report_hides_neither(handlers, monkey
 
 
 @pytest.mark.parametrize("made", [True, False], ids=["as it ends", "as it begins"])
-def test_a_signal_around_a_run_is_one_line(made, handlers, monkeypatch, capsys):
+def test_a_signal_around_a_run_is_one_line(made, monkeypatch, capsys):
     def signalled(*args):
         signal.raise_signal(signal.SIGTERM)
 
