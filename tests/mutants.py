@@ -31,6 +31,7 @@ from tests.helpers import ROOT
 
 STORE = ROOT / ".mutants"
 DATA, TIMES, CONFIG = STORE / "coverage", STORE / "seconds.json", STORE / "coveragerc"
+CHOSEN = "MUTANTS_CHOSEN"  # environment variable: a file of the tests to run
 # Ranks are forked; other processes are told the test that starts them by pytest's own variable.
 SETTINGS = f"""[run]
 data_file = {DATA}
@@ -45,6 +46,7 @@ concurrency = thread
 disable_warnings = no-data-collected, module-not-imported, module-not-measured
 """
 SUITE = ["-m", "pytest", "-m", "not gpu", "-n", "2", "--dist", "loadfile", "-p", "tests.mutants"]
+SOME = [*"-m pytest -x -q -p tests.mutants -m".split(), "not gpu"]
 # Comparisons are negated; a boundary that moves (< to <=) is often the same program.
 SWAPS = "==:!=,<:>=,>:<=,is:is not,in:not in,and:or,+:-,*:/,&:|,<<:>>".split(",")
 OPERATORS = dict(swap.split(":") for swap in SWAPS)
@@ -78,6 +80,14 @@ def pytest_runtest_logstart(nodeid):
     """As a plugin of pytest's: a test begins."""
     _running[0] = nodeid
     _attribute()
+
+
+def pytest_collection_modifyitems(items):
+    """As a plugin of pytest's: only the chosen tests, in their order; a change may remove one."""
+    if chosen := os.environ.get(CHOSEN):
+        order = {name: i for i, name in enumerate(Path(chosen).read_text().splitlines())}
+        kept = [item for item in items if item.nodeid in order]
+        items[:] = sorted(kept, key=lambda item: order[item.nodeid])
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -184,26 +194,23 @@ def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: 
     files = {test.split("::")[0] for test in tests}
     others = by_cost((t for t in seconds if t.split("::")[0] in files), seconds)
     with tempfile.TemporaryDirectory(prefix="mutant-") as top:
-        subprocess.run(
-            ["git", "-c", "advice.detachedHead=false", "clone", "-qs", str(ROOT), top], check=True
-        )
-        changed = Path(top) / path.relative_to(ROOT)
+        tree, names = Path(top) / "tree", Path(top) / "chosen"
+        subprocess.run(["git", "clone", "-qs", ROOT, tree], check=True, capture_output=True)
+        changed = tree / path.relative_to(ROOT)
         source = changed.read_bytes()
         changed.write_bytes(source[: change.begin] + change.new.encode() + source[change.end :])
         for stage in (tests, [t for t in others if t not in tests]):
             ends = list(accumulate(seconds[test] for test in stage))
             chosen = [test for test, end in zip(stage, ends, strict=True) if end <= limit]
-            argv = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", *chosen]
-            patience = 60 + 6 * limit
+            names.write_text("\n".join(chosen))
+            argv = ["env", f"{CHOSEN}={names}", sys.executable, *SOME]
+            argv += sorted({test.split("::")[0] for test in chosen}) or [__file__]
             try:
-                if chosen:
-                    subprocess.run(argv, cwd=top, capture_output=True, timeout=patience, check=True)
-            except subprocess.CalledProcessError as end:
-                if b"(no match in any of" in end.stderr:  # named after a path, say
-                    raise SystemExit(f"mutants: {end.stderr.decode()}") from None
-                return "caught"
+                end = subprocess.run(argv, cwd=tree, capture_output=True, timeout=60 + 6 * limit)
             except subprocess.TimeoutExpired:
                 return "hung"
+            if end.returncode not in (0, 5):  # 5: no such test, perhaps since the change
+                return "caught"
     return "SURVIVED"
 
 
