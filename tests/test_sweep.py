@@ -485,10 +485,9 @@ def test_ready_files_are_valid(path):
 def test_auto_batch_gives_the_largest_that_ran(largest, found, tmp_path, monkeypatch):
     def run_cell(cell, repeat, directory, timeout_s):
         flags = dict(cell.flags)
-        assert repeat == "probe" and flags["n_steps"] == 2
+        assert repeat == "probe" and flags["n_steps"] == 2 and flags["no_tensorboard"] is True
         status = "ok" if flags["bsz"] <= largest else "oom"
-        row = {"key": cell_key(cell, repeat), "status": status, "tokens_per_sec": 1.0}
-        return row | {"error": None}
+        return dict(key=cell_key(cell, repeat), status=status, tokens_per_sec=1.0, error=None)
 
     monkeypatch.setattr(cell_runs, "run_cell", run_cell)
     (cell,) = make_cells(experiment(training={"bsz": 2, "n_steps": 7}), "cpu")

@@ -547,7 +547,7 @@ def test_ctrl_c_during_imports_is_one_line(script, library, tmp_path):
 
 
 def test_sigusr1_during_imports_is_remembered(tmp_path):
-    """Without --save-every it then ends the run, as it would end any process."""
+    """Without --save-every it ends the run, as does the end of the launcher."""
     lines = (
         "import os, signal", "from llm_train_bench.base import start",
         "os.kill(os.getpid(), signal.SIGUSR1)", "print(start.early_wish(), flush=True)",
@@ -557,6 +557,8 @@ def test_sigusr1_during_imports_is_remembered(tmp_path):
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     done = python("train.py x", code=-signal.SIGUSR1, PYTHONPATH=path)
     assert done.stdout == f"{signal.SIGUSR1:d}\n"
+    lost = python("train.py x", code=1, TORCHELASTIC_RUN_ID="x", LLM_TRAIN_BENCH_PARENT="1")
+    assert lost.stderr == "train.py: interrupted by the end of its parent process\n"
 
 
 def test_a_python_without_the_libraries_is_told_what_to_type():
