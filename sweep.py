@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if args.tune and (args.auto_bsz or args.slurm):
         other = "--auto-bsz" if args.auto_bsz else "--slurm"
         raise UsageError(f"--tune does not work with {other}; leave one out")
-    unlike = differences(experiment)
+    unlike = differences(experiment, where)
     if experiment.methodology == "identical_config":
         if unlike:
             more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""

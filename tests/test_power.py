@@ -152,7 +152,7 @@ def test_processes_of_a_container_are_told_by_host_ids(nvml):
 
 HELD = "clocks were held down in the window:"
 FINE = {"energy_j": 50.0, "throttled": {}, "other_processes": 0}
-HOT = {"energy_j": 100.0, "throttled": {"thermal (memory)": 0.3}, "other_processes": 2}
+HOT = {"energy_j": 100.0, "throttled": {"thermal (memory)": 0.3}, "other_processes": 1}
 CAPPED = {"throttled": {"power cap": 0.9}}
 SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
 
@@ -161,7 +161,7 @@ SAMPLED = {"n_samples": 9, "sampled_power_mean_w": 500.0}
     ("devices", "figures", "notes"),
     [
         ((FINE, HOT), (150.0, True, True, 0),
-         [f"rank 1: {HELD} thermal (memory) 30%", "rank 1: 2 other process(es) used its GPU"]),
+         [f"rank 1: {HELD} thermal (memory) 30%", "rank 1: 1 other process(es) used its GPU"]),
         ([{"throttled": {"thermal (memory)": 0.001}, "other_processes": 0}],
          (None, False, False, 0), []),
         # Under full load a GPU is at its limit: that is how fast it is.

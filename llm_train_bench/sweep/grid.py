@@ -164,11 +164,11 @@ def _check_sizes(batch: Batch, e: Experiment, world: int | None, size: int | Non
         )
 
 
-def differences(e: Experiment) -> list[str]:
+def differences(e: Experiment, where: str = "experiment") -> list[str]:
     """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
-        platform: [_resolved(cell, platform) for cell in make_cells(e, platform)]
+        platform: [_resolved(cell, platform) for cell in make_cells(e, platform, where)]
         for platform in get_args(Platform)
         if platform in named
     }
