@@ -135,14 +135,14 @@ def test_every_block_gets_the_compile_mode(mode, loss_mode, logs, level, monkeyp
 
 
 @pytest.mark.parametrize("policy", ["block", "op"])
-def test_recomputed_dropout_draws_the_same(policy):
-    gradients = []
+@pytest.mark.parametrize(("residual", "attention"), [(0.1, 0.1), (0.1, 0.0), (0.0, 0.1)])
+def test_recomputed_dropout_draws_the_same(policy, residual, attention):
+    gradients, ids = [], torch.arange(32).view(2, 16)
     for blocks in ((), (0, 1, 2)):
-        model = Transformer(config("gpt2", resid_pdrop=0.1, attn_pdrop=0.1), 16)
+        model = Transformer(config("gpt2", resid_pdrop=residual, attn_pdrop=attention), 16)
         materialize(model, CPU, seed=0)
         apply_recompute(model, Recompute(blocks, policy))
         torch.manual_seed(1)
-        ids = torch.arange(32).view(2, 16)
         model(ids, ids).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert_equal(*gradients)

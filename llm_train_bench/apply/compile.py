@@ -26,10 +26,10 @@ class CompileCounts:
     graphs: int
     graph_breaks: int
     recompilations: int
-    graphs_recorded_again: int = 0
-    graphs_refused: int = 0
-    from_cache: int = 0
-    generated: int = 0
+    graphs_recorded_again: int
+    graphs_refused: int
+    from_cache: int
+    generated: int
 
     def __sub__(self, before: "CompileCounts") -> "CompileCounts":
         return CompileCounts(*map(operator.sub, vars(self).values(), vars(before).values()))
@@ -105,7 +105,7 @@ def compile_counts() -> CompileCounts:
     PyTorch keeps a record of the last 64 compilations; recompilations are counted in it.
     """
     if "torch._dynamo" not in sys.modules:
-        return CompileCounts(0.0, 0, 0, 0)
+        return CompileCounts(*[0] * 8)
     import torch._dynamo.utils as dynamo
 
     events = dynamo.get_compilation_metrics()
