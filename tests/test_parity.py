@@ -137,6 +137,9 @@ def test_weights_of_another_shape_are_refused(pair, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     refuse(deeper, "has no tensor")
     refuse(fewer, r"has no place in 2\.json")
+    if ours_config.latent:  # unless the layers beyond are those that predict further tokens
+        for beyond in ("num_nextn_predict_layers", "num_mtp_layers"):
+            check_pretrained(parse_config(raw | {key: 2, beyond: 1}, "2.json"), tmp_path)
     name = next(n for n in tensors if n.endswith(("o_proj.weight", "c_attn.weight")))
     save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "model.safetensors")
     refuse(ours_config, "holds I8; quantised")
