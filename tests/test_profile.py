@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import trace_report
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.base.machine import cpu_name
-from llm_train_bench.measure.memory import n_bytes
+from llm_train_bench.measure.memory import HISTORY, AllocatorRecord, n_bytes
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model import layers
 from llm_train_bench.model.transformer import Transformer
@@ -332,3 +333,19 @@ def test_memory_report_and_capture_do_not_disturb_each_other(start, tmp_path):
     (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
     names = [s.name for spans in read_trace(path).host.values() for s in spans]
     assert names.count("forward") == names.count("optimizer") == 2
+
+
+@pytest.mark.parametrize("history", [True, False])
+def test_an_allocators_record_is_written_when_memory_runs_out(history, monkeypatch, tmp_path):
+    memory, path, full = mock.Mock(), tmp_path / "new" / "m.pickle", []
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", full.append, raising=False)
+    record = AllocatorRecord(path, history)
+    full[0](0, 1, 2, 3)
+    record.stop()
+    record.stop()
+    record.close()
+    full[0](0, 1, 2, 3)  # of what runs afterwards
+    begin = mock.call._record_memory_history(max_entries=HISTORY, stacks="python")
+    dump, end = mock.call._dump_snapshot(str(path)), mock.call._record_memory_history(enabled=None)
+    assert memory.mock_calls == ([begin, dump, dump, end] if history else [dump])

@@ -483,23 +483,6 @@ def test_a_run_is_one_file(tmp_path):
     assert again["model"]["hash"] == first["model"]["hash"] and again["args"]["lr"] == 0.01
 
 
-WRONG_FILES = {
-    "bsz: 2\n": "its file names no config; give the model's config",
-    "config: c.json\nbzs: 2\n": "bzs: unknown flag; did you mean bsz?",
-    "config: c.json\nscript: train_ddp.py\n": "is for train_ddp.py; run that, or leave out its script",
-    "- 1\n": "must hold names with values",
-    "config: c.json\nbsz: 2\nbsz: 3\n": "bsz stands twice",
-    "a: [\n": "is neither YAML nor JSON",
-    "config: [1]\n": "config: must be a path",
-}
-
-
-@pytest.mark.parametrize(("content", "message"), WRONG_FILES.items())
-def test_a_wrong_file_of_a_run_is_one_line(content, message, tmp_path, refused):
-    (tmp_path / "run.yaml").write_text(content)
-    refused(train_main, message, "--from", tmp_path / "run.yaml")
-
-
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_closed_output_ends_no_run(name, tmp_path, monkeypatch, capsys):
     """As under `| head`: the table goes to the other output, and the result is whole."""
