@@ -199,7 +199,7 @@ def test_amd(newer, monkeypatch):
                 "prochot_residency_acc": 0, "hbm_thm_residency_acc": "N/A"}  # fmt: skip
 
     # Process 8 has only opened the driver; the memory of 7 is not known.
-    processes = [{"pid": os.getpid(), "mem": 2**33}, {"pid": 7}, {"pid": 8, "mem": 2**20}]
+    sizes = {os.getpid(): 2**33, 7: "N/A", 8: 2**20, 9: 2**27}
     clock = {"clk" if newer else "cur_clk": 2100, "max_clk": 2105}
     module = Some(
         AmdSmiException=OSError, **AMD_TYPES, amdsmi_init=lambda: None,
@@ -210,7 +210,7 @@ def test_amd(newer, monkeypatch):
         amdsmi_get_clock_info=lambda h, kind: clock,
         amdsmi_get_temp_metric=lambda h, kind, what: 58,
         amdsmi_get_gpu_metrics_info=metrics,
-        amdsmi_get_gpu_process_list=lambda h: processes,
+        amdsmi_get_gpu_process_list=lambda h: [{"pid": p, "mem": m} for p, m in sizes.items()],
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "amdsmi", module, raising=False)
     properties = Some(pci_domain_id=0, pci_bus_id=0x0C, pci_device_id=0)
@@ -222,11 +222,11 @@ def test_amd(newer, monkeypatch):
     first = sensor.joules()
     assert sensor.joules() - first == pytest.approx(15.3)
     assert sensor.limits() == (750.0, 2105) and sensor.sample().power_w == 612
-    assert sensor.other_processes(frozenset({os.getpid(), 7})) == 0
+    assert sensor.other_processes(frozenset({os.getpid(), 7})) == 1
     use, _ = measured(lambda: None)
     assert use.peak_power_w == 612 and use.sm_clock_mean_mhz == 2100 and use.temperature_max_c == 58
     assert use.throttled == {"power cap": pytest.approx(0.25, abs=0.02)}
-    assert use.other_processes == 1
+    assert use.other_processes == 2
 
 
 def test_the_second_die_of_a_package_has_no_power_of_its_own():
