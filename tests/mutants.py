@@ -242,10 +242,8 @@ def main() -> int:
         line, column = len(before), len(before[-1]) + 1
         tests = tests_of(data, path, line, seconds)
         end = outcome(path, change, tests, seconds, args.limit) if tests else "SURVIVED"
-        where = (
-            f"{path.relative_to(ROOT)}:{line}:{column}: {change.old} -> {change.new or 'nothing'}"
-        )
-        print(f"{end} {where} ({len(tests)} tests)", flush=True)
+        text = f"{change.old} -> {change.new or 'nothing'} ({len(tests)} tests)"
+        print(f"{end} {path.relative_to(ROOT)}:{line}:{column}: {text}", flush=True)
         return end
 
     with ThreadPoolExecutor(2) as pool:

@@ -268,8 +268,8 @@ def test_a_rank_of_its_own_goes_before_those_that_lost_it(tmp_path):
     with pytest.raises(RuntimeError) as on_a_cpu:
         torch.empty(2**60)
     assert classify(on_a_cpu.value)[0] == "oom"
-    for number in (errno.EDQUOT, errno.ENOSPC):
-        assert classify(OSError(number, "x"))[1].startswith("disk full: ")
+    full = [classify(OSError(number, "x"))[1] for number in (errno.EDQUOT, errno.ENOSPC)]
+    assert all(text.startswith("disk full: ") for text in full)
     assert classify(Preempted("SIGTERM")) == ("interrupted", "interrupted by SIGTERM")
     assert classify(Preempted("x", 3)) == ("preempted", "saved at step 3 and stopped by x")
 

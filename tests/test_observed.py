@@ -20,6 +20,7 @@ from llm_train_bench.trace.read_trace import Span, Trace, read_trace
 from tests.helpers import (
     INDUCTOR_LINKS,
     ROOT,
+    config,
     only_result,
     plan_of,
     python,
@@ -198,14 +199,15 @@ def test_looking_changes_nothing_that_is_saved_exported_validated_or_reported(tm
         assert on == off, name
 
 
-def test_gathered_keys_are_masked_and_the_probe_knows_it():
-    """Context parallelism over heads that do not divide gathers keys: flash cannot run their mask."""
-    argv = ["configs/llama-tiny.json", "--cp", 8, "--seq-len", 64]
-    assert not plan_of(argv[:1], "train_fsdp.py", 8).work.fsdp.cp > 1
-    work = plan_of(argv, "train_fsdp.py", 8, "cpu").work
-    assert not work.fsdp.ulysses and _inputs(work, 16, torch.device("cpu"))[3] is not None
-    work = plan_of([*argv[:1], "--cp", 4], "train_fsdp.py", 8, "cpu").work
-    assert _inputs(work, 16, torch.device("cpu"))[3] is None
+@pytest.mark.parametrize(
+    ("family", "length", "cp", "masked"),
+    [("llama", 64, 8, True), ("llama", 64, 2, False), ("mistral", 32, 1, True), ("gpt_oss", 4, 1, True)],
+)  # fmt: skip
+def test_the_probe_has_a_mask_where_the_model_has_one(family, length, cp, masked):
+    """Gathered keys where heads do not divide; a window; sinks. Flash cannot run a mask."""
+    argv = ["x", "--seq-len", length, "--cp", cp]
+    plan = plan_of(argv, "train_fsdp.py", 8, "cpu", config(family))
+    assert (_inputs(plan.work, 16, torch.device("cpu"))[3] is not None) is masked
 
 
 def test_kernels_of_gpus_are_known_by_operators_and_by_names():
