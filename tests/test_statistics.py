@@ -30,7 +30,7 @@ def test_against_numpy_and_by_hand():
     # Drift is of the last third to the first.
     assert ts.describe([1.0] * 3 + [7.0] * 3 + [1.5] * 3)["step_time_drift"] == pytest.approx(0.5)
     assert ts.describe([1.0] * 8)["step_time_drift"] is None
-    # 2 % and four standard errors: 4.5 of them and 3 %, 3.9 and 2.6 %, 9 and 1 %.
+    # Sure: over 2 % and over 4 standard errors. These are 3 % and 4.5, 2.6 % and 3.9, 1 % and 8.7.
     for by, wide, sure in ((0.03, 0.0082, True), (0.026, 0.0082, False), (0.01, 0.0014, False)):
         times = [1 + late + x for late in (0, by / 2, by) for x in (-wide, 0, wide)]
         assert ts.drift(times)[1] is sure

@@ -257,19 +257,19 @@ def test_identical_config_names_every_difference():
         methodology="identical_config", script="train_fsdp.py", hardware=machines,
         training={"bsz": 2, "lr": 3e-4}, platforms={"amd": {"lr": 1e-4, "bsz": 4}},
     )  # fmt: skip
-    assert differences(e) == [
+    assert differences(e, "x") == [
         "gpt2-tiny: bsz: nvidia 2, amd 4", "gpt2-tiny: lr: nvidia 0.0003, amd 0.0001",
         "gpt2-tiny: global_batch: nvidia 16, amd 32",
     ]  # fmt: skip
     same = e.model_copy(update={"platforms": {}})
-    assert differences(same) == []  # prices are no hyperparameters
+    assert differences(same, "x") == []  # prices are no hyperparameters
     # The same flags on fewer GPUs are another training.
     machines = {"nvidia": {"gpus": 8}, "amd": {"gpus": 4}}
     other = experiment(script="train_fsdp.py", hardware=machines, training={"bsz": 2})
-    assert differences(other) == ["gpt2-tiny: global_batch: nvidia 16, amd 8"]
+    assert differences(other, "x") == ["gpt2-tiny: global_batch: nvidia 16, amd 8"]
     hybrid = on_gpus("fsdp", parallel={"dp_replicate": 2}, platforms={"cpu": {"bsz": 1}})
     other = experiment(**hybrid)
-    assert differences(other) == [] and len(make_cells(other, "nvidia")) == 1
+    assert differences(other, "x") == [] and len(make_cells(other, "nvidia")) == 1
 
 
 def test_a_restarted_run_counts(tmp_path):
@@ -478,7 +478,7 @@ def test_values_may_be_quoted_or_variables():
 def test_ready_files_are_valid(path):
     e = read_experiment(path)
     assert all(make_cells(e, platform, str(path)) for platform in ("nvidia", "amd"))
-    assert e.methodology != "identical_config" or differences(e) == []
+    assert e.methodology != "identical_config" or differences(e, "x") == []
 
 
 @pytest.mark.parametrize(("largest", "found"), [(5, 5), (0, 1)])

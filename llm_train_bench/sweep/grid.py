@@ -164,7 +164,7 @@ def _check_sizes(batch: Batch, e: Experiment, world: int | None, size: int | Non
         )
 
 
-def differences(e: Experiment, where: str = "experiment") -> list[str]:
+def differences(e: Experiment, where: str) -> list[str]:
     """Hyperparameters in which platforms differ, a line each; `identical_config` allows none."""
     named = e.hardware if "parallel" in e.model_fields_set else {*e.hardware, *e.platforms}
     resolved = {
