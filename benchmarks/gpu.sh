@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU, in calls of at most nine minutes each, what matters most first.
+# The first half hour on a GPU, in calls of at most LIMIT seconds each (540), what matters most first.
 #     OUT=FOLDER benchmarks/gpu.sh facts|compare|test        (make gpu-facts, gpu-compare, gpu-test)
 # Results, traces and logs go into one archive, OUT/NAME.tgz, whatever fails; one above 15 MiB is cut into
 # pieces, OUT/NAME.tgz.00 and so on (cat them). PY is the Python that has torch.
-# DRY=1 prints the commands.
+# ONLY=REGEX runs only the commands with such a name. DRY=1 prints the commands.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 what=${1:-}
@@ -42,15 +42,16 @@ fi
 sed "s/\"num_hidden_layers\": 32/\"num_hidden_layers\": $layers/" configs/llama-3.1-8b.json >"$llama"
 steps="--n-steps 25 --warmup-steps 20" T="--seq-len 1024"
 
-# Run a command for at most so many seconds of the nine minutes; what it prints goes into a log of its own.
+# Run a command for at most so many of the call's seconds; what it prints goes into a log of its own.
 run() {
   local name=$1 limit=$2
   shift 2
+  [[ $name =~ ${ONLY:-.} ]] || return 0
   if [ -n "${DRY:-}" ]; then
     echo "$*"
     return
   fi
-  local left=$((540 - SECONDS + began))
+  local left=$((${LIMIT:-540} - SECONDS + began))
   [ "$left" -gt 5 ] || { echo "$name: left out, no time" | tee -a "$summary"; return; }
   [ "$limit" -lt "$left" ] || limit=$left
   timeout --signal INT --kill-after 15 "$limit" "$@" >"$work/$name.log" 2>&1
