@@ -44,8 +44,11 @@ def test_kernels_are_known_by_their_names(row):
     assert not number_format or (matmul_format(name) or "-") == number_format
 
 
-def test_recorded_types_go_before_names_and_operators_of_a_cpu():
-    assert matmul_format("nvjet_tst_x", ["c10::Float8_e4m3fn", "c10::Float8_e4m3fn"]) == "fp8"
+def test_names_go_before_recorded_types_and_operators_of_a_cpu():
+    # The operator of Transformer Engine's FP8 matmul takes weights in fp32; one sums in fp32.
+    assert matmul_format("nvjet_sm90_qqtst_x", ["c10::BFloat16", "float"]) == "fp8"
+    assert matmul_format("nvjet_sm90_tss_x", ["float", "c10::BFloat16"]) == "bf16"
+    assert matmul_format("", ["float", "c10::BFloat16", "c10::BFloat16"]) == "bf16"
     assert matmul_format("triton_tem_fused_mm_3", ["c10::Half", "c10::Half"]) == "fp16"
     # A type that is no text names no format.
     assert matmul_format("nvjet_tst_x", [["c10::Half"], 7, None]) == "bf16"

@@ -131,7 +131,7 @@ def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profi
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, **options)
+    return torch.profiler.profile(activities=activities, acc_events=True, **options)
 
 
 def observed_in(trace: Trace, run: Run) -> Observed:

@@ -107,7 +107,10 @@ _FORMATS = {
 
 
 def matmul_format(name: str, input_types: list[str] | None = None) -> str | None:
-    """The number format of a matmul's inputs, from recorded types or the kernel's name; or None."""
-    texts = (*(t for t in input_types or [] if isinstance(t, str)), name)
-    matches = (k for t in texts for k, p in _FORMATS.items() if re.search(p, t, re.IGNORECASE))
+    """The number format of a matmul's inputs, from the kernel's name, else from recorded types; or None.
+
+    An operator's inputs may be wider than the matmul's: a sum to add to, or weights before a cast.
+    """
+    types = " ".join(t for t in input_types or [] if isinstance(t, str))
+    matches = (k for text in (name, types) for k, p in _FORMATS.items() if re.search(p, text, re.I))
     return next(matches, None)
