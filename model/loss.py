@@ -10,7 +10,6 @@ as the plain way, none repeated.
 import functools
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
@@ -18,34 +17,39 @@ from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
 
 
-def logits_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor]:
-    """Summed loss (fp32 scalar) and softmax minus one-hot (n, V), in the dtype of the hidden states.
+def aligned_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """(rows, V) logits, with up to 7 more columns of any content.
 
-    Rows of `weight` from `vocab_size` on are padding and get no probability.
+    Rows then begin at multiples of 16 bytes. The three matmuls of the head cannot load others (those
+    of a vocabulary of 50257) by tensor cores' wide instructions:
+    https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
     """
-    n, target = weight.shape[0], labels[:, None]
-    # Rows begin at multiples of 16 bytes. A matmul cannot load others (a vocabulary of 50257) by
-    # tensor cores' wide instructions:
-    # https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
-    padding = -n % 8
+    n = weight.shape[0]
+    logits = hidden.new_empty(hidden.shape[0], n + -n % 8)
+    torch.mm(hidden, weight.t(), out=logits[:, :n])
+    return logits
+
+
+def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Summed loss (fp32 scalar) and softmax minus one-hot, in the shape and dtype of the logits.
+
+    Columns from `vocab_size` on are padding and get no probability. The logits may be overwritten.
+    """
+    target = labels[:, None]
+    padded = logits.shape[1] > vocab_size
     if torch.compiler.is_compiling():
-        # One fused kernel; a scatter would split it in two, and so would padding its result.
-        logits = torch.mm(hidden, weight.t())
-        logits = F.pad(logits, (0, padding), value=float("-inf")).float()
-        column = torch.arange(n + padding, device=logits.device)
-        if n > vocab_size:
-            logits = logits.masked_fill(column >= vocab_size, float("-inf"))
-        log_z = logits.logsumexp(dim=-1, keepdim=True)
-        loss = (log_z - logits.gather(1, target)).sum()
-        grad = (logits - log_z).exp() - (column == target).float()
-        return loss, grad.to(hidden.dtype)[:, :n]
-    low = hidden.new_empty(hidden.shape[0], n + padding)[:, :n]
-    logits = torch.mm(hidden, weight.t(), out=low)
-    if n > vocab_size:
+        # One fused kernel; a scatter would split it in two.
+        wide = logits.float()
+        column = torch.arange(logits.shape[1], device=logits.device)
+        if padded:
+            wide = wide.masked_fill(column >= vocab_size, float("-inf"))
+        log_z = wide.logsumexp(dim=-1, keepdim=True)
+        loss = (log_z - wide.gather(1, target)).sum()
+        grad = (wide - log_z).exp() - (column == target).float()
+        return loss, grad.to(logits.dtype)
+    if padded:
         logits[:, vocab_size:] = float("-inf")
-    return in_few_passes(logits, low, target, converts=logits.is_cuda)
+    return in_few_passes(logits, logits, target, converts=logits.is_cuda)
 
 
 def in_few_passes(
@@ -78,7 +82,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            chunk_loss, grad = chunk_fn(low_h[part], low_w, labels[part], vocab_size)
+            logits = aligned_logits(low_h[part], low_w)
+            chunk_loss, grad = chunk_fn(logits, labels[part], vocab_size)
+            logits, grad = None, grad[:, : low_w.shape[0]]
             loss = loss + chunk_loss
             if grad_hidden is None:
                 continue

@@ -384,9 +384,9 @@ def test_te_blocks_compute_what_plain_ones_do(family):
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_fp8_primary_weights(recipe, tmp_path):
     """The fp32 weights are in the optimizer: the losses are those of FP8 with fp32 parameters."""
-    fp8 = ["--use-fp8", "--fp8-recipe", recipe]
+    fp8 = ["--use-fp8", "--fp8-backend", "te", "--fp8-recipe", recipe]
     cast = by_one_rank("train_fsdp.py", tmp_path / "cast", *fp8)
-    primary = by_one_rank("train_fsdp.py", tmp_path / "primary", *fp8, "--fp8-primary-weights")
+    primary = by_one_rank("train_fsdp.py", tmp_path / "primary", *fp8, "--fp8-all-gather")
     assert_alike(primary, cast)
     r, cast = only_result(tmp_path / "primary"), only_result(tmp_path / "cast")
     assert r["fp8"]["primary_weights"] and r["fp8"]["all_gather"]
