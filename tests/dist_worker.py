@@ -302,7 +302,7 @@ def converted_losses(ranks, config: str) -> dict[str, list[float]]:
 
     def convert(model) -> Fp8:
         micro = te.convert(model, te_standin, cache_weights=True, primary_recipe="any")
-        return TransformerEngineFp8(te_standin, "any", micro, exact_in_optimizer=True)
+        return TransformerEngineFp8(te_standin, "any", micro, False, None, True)
 
     losses = {}
     for name, how in (("plain", lambda model: Fp8()), ("converted", convert)):

@@ -136,25 +136,6 @@ def test_pairs_of_the_other_suite_are_of_one_model(tmp_path, output_of, capsys):
     assert "--one-model treats as one: llama, qwen" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("is no JSON", "is no JSON"),
-     (changed(SUITE, performance_metrics__tokens_per_second="5000", step_times=[]),
-      "of a known kind, but cannot be parsed"),
-     (changed(SUITE, performance_metrics__tokens_per_second=-3.0, step_times=[]),
-      "tokens_per_sec is -3.0, not a number"),
-     (changed(SUITE, gpu_info__device_name=5), "hardware is 5, not text"),
-     (changed(SUITE, step_times=[1.0, float("nan"), 1.0]), "tokens_per_sec is nan"),
-     (changed(SUITE, loss_values=["low"]), "losses holds 'low', not a number"),
-     (changed(SUITE, training_config__num_gpus="eight"), "num_gpus is 'eight'"),
-     (changed(PLAIN, **{"metrics__tok\ns": 1.0}), r"tok\ns: Extra inputs")],
-)  # fmt: skip
-def test_a_file_with_impossible_content_is_refused(content, message, tmp_path, refused):
-    path = tmp_path / "x.json"
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    assert str(path) in refused(compare.main, message, path)
-
-
 def test_directories_are_searched_and_strangers_named(tmp_path, capsys, run_of):
     a = run_of("a")
     (a / "steps.jsonl").write_text("[1, 2]\n")  # a broken loss curve costs no run
@@ -622,26 +603,6 @@ def test_what_got_slower_says_what_changed(judged, result, tmp_path, run_of, run
     after = run_of("after", speed=0.8, environment__image={"name": "new:1", "digest": None})
     out = judged(tmp_path / "b.json", after, code=1)
     assert f"; since then image none -> new:1, torch 0.1 -> {libraries['torch']}" in out
-
-
-ENTRY = {"setting": "x", "tokens_per_sec_per_gpu": 1.0, "low": 0.9, "high": 1.1, "n_runs": 2,
-         "noise": 0.1, "noise_degrees": 1}  # fmt: skip
-SPOILT = [{"tokens_per_sec_per_gpu": 0}, {"tokens_per_sec_per_gpu": "643"}, {"memory_gib": "much"},
-          {"provenance": None}, {"n_runs": 0}, {"n_runs": True}, {"noise": "2 %"}, {"noise": -1},
-          {"noise_degrees": True}, {"setting": 3}, {"tolerance": 1}, {"low": None}]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "content",
-    [[], {}, {"schema_version": 3, "baselines": {}}, {"schema_version": 4, "baselines": 3},
-     *({"schema_version": 4, "baselines": {"x": x}} for x in (5, *(ENTRY | y for y in SPOILT)))],
-)  # fmt: skip
-def test_broken_baselines_are_one_line_without_python_s_words(content, result, tmp_path, refused):
-    path = tmp_path / "b.json"
-    path.write_text(json.dumps(content))
-    message = f"--baseline {path}: is no file of baselines: "
-    error = refused(compare.main, message, result, "--baseline", path).replace(str(path), "")
-    assert "object" not in error and "'" not in error
 
 
 def test_repeats_that_are_unfit_are_no_pass(judged, baselines, run_of):

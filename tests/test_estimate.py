@@ -770,6 +770,8 @@ def test_bsz_auto_is_the_largest_that_leaves_a_tenth():
     assert plan.needs(plan.work) <= limit < one_more.needs(one_more.work)
     with pytest.raises(DoesNotFit, match="not even 1"):
         proxy("--bsz auto", memory_gib=10)
+    with pytest.raises(DoesNotFit, match="not even 1"):
+        proxy("--bsz auto --global-bsz 24", memory_gib=10)
     divides = proxy("--bsz auto --global-bsz 24", memory_gib=79.1).work.batch
     assert divides.micro_batch == 3 and divides.global_batch == 24
 

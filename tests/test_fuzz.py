@@ -76,6 +76,7 @@ READERS = {  # a tool, and the words before and after the file
         ("run.yaml", "config: x\nbsz: !!bool 7\n", "from"),
         ("result.json", '{"schema_version": 2, "args": [1]}', "from"),
         ("e.yaml", "experiment: !!timestamp x\n", "sweep"), ("index.json", DEEP, "config"),
+        ("e.yaml", DEEP[:5000], "sweep"), ("x.json", DEEP, "trace"),
     ],
 )  # fmt: skip
 def test_a_foreign_file_is_one_line(name, text, reader, tmp_path, refused):

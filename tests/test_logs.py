@@ -123,10 +123,12 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
     assert (record.n_gpus, record.tokens_per_sec_per_gpu) == (16, 2048 * 4096 / 0.5 / 16)
     assert len(record.losses) == 12 and "59 lines of earlier ones" in record.notes[0]
     # Resumed from a checkpoint, without a header.
-    for steps in ([10, 20, 30, 10, 20], [1, 2, 3, 4, 5, 1, 10, 20, 30], [1, 2, 1, 2, 3]):
-        log = parse_log("\n".join(megatron_lines(steps, 100.0)))
-        assert log.earlier_steps == len(steps) - len(log.steps) and log.steps[0].step == steps[0]
-        assert [s.step for s in log.steps] == steps[log.earlier_steps :]
+    for before, after in (
+        ([10, 20, 30], [10, 20]), ([1, 2, 3, 4, 5], [1, 10, 20, 30]), ([1, 2], [1, 2, 3]),
+        ([*range(1, 7)], [3, 4, 5]), ([1, 2, 3, 4], [1, 5, 6]), ([*range(1, 9)], [4, 6, 7, 8, 9]),
+    ):  # fmt: skip
+        log = parse_log("\n".join(megatron_lines(before + after, 100.0)))
+        assert log.earlier_steps == len(before) and [s.step for s in log.steps] == after
     resumed = first + megatron_lines(range(31, 41), 250.0)
     record = record_of(path, "\n".join(resumed), seq_len=4096)
     assert (record.n_gpus, len(record.losses), record.step_times_s[0]) == (8, 10, 0.25)
@@ -134,10 +136,10 @@ def test_of_several_runs_the_last_is_taken_with_what_it_says_of_itself(tmp_path)
 
 @pytest.mark.parametrize(
     ("steps", "distinct"),
-    [([*range(1, 61), 59], 60),
+    [([*range(1, 61), 59], 60), ([2, 1, 1, 3, 4], 4), ([*range(1, 11), 5, 11, 12], 12),
      ([i for pair in zip(range(3, 103), range(1, 101), strict=True) for i in pair], 102),
      ([i for i in range(1, 30) for _ in range(8)], 29)],
-    ids=["late", "a rank behind", "eight ranks"],
+    ids=["late", "at the start", "within", "a rank behind", "eight ranks"],
 )  # fmt: skip
 def test_late_lines_of_other_ranks_are_no_new_run(steps, distinct):
     log = parse_log("\n".join(megatron_lines(steps, 100.0)))

@@ -264,7 +264,7 @@ def test_first_fp8_weights_are_scaled_by_their_largest_value(hip, amax, scale, m
     te = mock.Mock(QuantizedTensor=mock.Mock, Float8Quantizer=types.SimpleNamespace)
     local, optimizer = mock.Mock(_quantizer=quantizer), mock.Mock()
     parameter, rows = mock.Mock(to_local=lambda: local), torch.ones(2)
-    fp8 = fp8_te.TransformerEngineFp8(te, "any", None, exact_in_optimizer=True)
+    fp8 = fp8_te.TransformerEngineFp8(te, "any", None, False, None, True)
     fp8.set_exact(optimizer, parameter, rows, torch.tensor(amax))
     assert (quantizer.scale.item(), quantizer.amax.item()) == (scale, amax)
     assert local.quantize_.call_count == (amax > 0)

@@ -425,45 +425,6 @@ def test_what_cannot_run_is_refused_with_the_right_value(keys, message):
     assert str(error.value).startswith(("e.yaml: ", "--gpu h300"))
 
 
-AXES = ("bsz", "seq_len", "n_steps", "seed")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (f"{HEAD}training: {{seed: 010}}", "010 is no plain number"),
-        (f"{HEAD}training: {{bsz: 1:30}}", "1:30 is no plain number"),
-        (f"{HEAD}grid: {{bsz: [1, 2]}}\ncells: [{{bsz: 4}}]", "bsz is in the grid and in cells"),
-        (f"{HEAD}training: &a {{bsz: 2}}\ncells: [*a]\n", "aliases"),
-        ("a: &a [*a]\n", "aliases"),
-        ("experiment: e\nmodels: ['--help']\n", "models.0"),
-        ("experiment: --x\nmodels: [a]\n", "experiment"),
-        (f"{HEAD}grid:\n" + "".join(f"  {name}: {list(range(1, 101))}\n" for name in AXES),
-         "100,000,000 settings"),
-        # TensorPrimat's config.yaml has all of `experiment` below it.
-        ("experiment:\n  name: x\n  methodology: y\nmodels: {}\n",
-         "is another suite's file; docs/MIGRATING.md"),
-        ("- a\n- b", "must be a mapping"),
-        ("experiment: x\nmodels: [", "not valid YAML"),
-        ("experiment: x\nmodels: [a]\ngrid: {bsz: [1]}\ngrid: {lr: [1]}", "grid stands twice"),
-        ("experiment: x\nmodels: [a]\ntraining: {grad-clip: 1, grad_clip: 2}", "stands twice"),
-        ("[" * 5000, "not valid YAML"),
-        ("experiment: x", "models: Field required"),
-        ("experiment: x\nmodels: []", "models: List should have at least 1 item"),
-        ("experiment: x\nmodels: [a]\nlr: 1", "lr: Extra inputs are not permitted"),
-        ("experiment: x\nmodels: [a]\nhardware: {intel: {}}", "hardware.intel"),
-        ("experiment: a/b\nmodels: [a]", "experiment: String should match"),
-        ("experiment: ${NOT_SET_ANYWHERE}\nmodels: [a]", "${NOT_SET_ANYWHERE} is not set"),
-    ],
-)  # fmt: skip
-def test_a_wrong_file_is_one_line(text, message, tmp_path, refused):
-    """At once: none of them makes settings without end."""
-    (tmp_path / "e.yaml").write_text(text)
-    begin, argv = time.monotonic(), [tmp_path / "e.yaml", "--output-dir", tmp_path / "out"]
-    assert "e.yaml" in refused(sweep.main, message, argv, "--platform cpu")
-    assert not (tmp_path / "out").exists() and time.monotonic() - begin < 20
-
-
 def test_values_may_be_quoted_or_variables():
     training = {"n_steps": "7", "lr": "0.5", "pt_compile": "true", "sac_freq": "none", "amp": False}
     (cell,) = make_cells(experiment(training=training, grid={}), "cpu")

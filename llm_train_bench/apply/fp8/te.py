@@ -33,9 +33,9 @@ class TransformerEngineFp8(Fp8):
     te: types.ModuleType
     recipe: Any
     micro_batch: types.SimpleNamespace
-    info: Fp8Info | None = None
-    exact_in_optimizer: bool = False
-    both_orientations: bool = False
+    both_orientations: bool
+    info: Fp8Info | None
+    exact_in_optimizer: bool
 
     def forward(self, micro: int) -> contextlib.AbstractContextManager:
         """Under the recipe; the first micro batch of a step casts the weights for the others."""
@@ -126,7 +126,7 @@ def apply_te(model: Transformer, work: Work, device: torch.device) -> Transforme
     primary = recipe if fp8.primary_weights else None
     micro_batch = te_blocks.convert(model, library, cached, primary, excluded)
     both = fp8.recipe == "mxfp8"
-    return TransformerEngineFp8(library, recipe, micro_batch, info, fp8.primary_weights, both)
+    return TransformerEngineFp8(library, recipe, micro_batch, both, info, fp8.primary_weights)
 
 
 def import_te(device: torch.device) -> types.ModuleType:
