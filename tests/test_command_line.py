@@ -1,5 +1,6 @@
 """Every argument error is one line of ours: what, the allowed values, the nearest right one."""
 
+import json
 import re
 
 import pytest
@@ -113,3 +114,9 @@ def test_a_config_anywhere_replaces_that_of_a_file(tmp_path):
     a = parse_args(["--bsz", "3", "configs/llama-tiny.json", "--from", str(path)], "train.py")
     assert (a.config, a.bsz, a.track) == ("configs/llama-tiny.json", 3, ("mlflow",))
     assert parse_args(["--from", str(path)], "train.py").config == TINY
+    # Of a result, FP8's flags count where it ran in FP8.
+    args = {"config": TINY, "pt_compile": True, "fp8_recipe": "rowwise"}
+    for fp8, recipe in ((True, "rowwise"), (False, "auto")):
+        result = {"schema_version": 3, "entrypoint": "train.py", "args": args | {"use_fp8": fp8}}
+        path.write_text(json.dumps(result))
+        assert parse_args(["--from", str(path)], "train.py").fp8_recipe == recipe

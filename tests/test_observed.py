@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import train
 from llm_train_bench.apply.attention import _inputs
 from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.run import loop
+from llm_train_bench.run.profiling import observed_in
 from llm_train_bench.trace.observed import observe
 from llm_train_bench.trace.read_trace import Span, Trace, read_trace
 from tests.helpers import (
@@ -250,6 +252,24 @@ def test_attention_is_named_by_operators_or_kernels(names, host, attention):
     seen = observe(kernels(*names, host=host), True).attention
     assert seen["forward"] == [attention[0]]
     assert attention[1] is None or seen["backward"] == [attention[1]]
+
+
+def test_what_fell_back_is_counted_by_the_step():
+    seen = observe(kernels("Memcpy DtoH (Device -> Pageable)", "multi_tensor_adam"), True)
+    assert seen.fallbacks == ["host copy that waits: Memcpy DtoH (Device -> Pageable), 1 a step"]
+
+
+@pytest.mark.parametrize("calls", [8, 7])
+def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(calls):
+    """With the kernels' names of an H200."""
+    plan = plan_of(["configs/gpt2-tiny.json", "--grad-acc-steps", 2], "train.py", 1, "nvidia")
+    result = mock.Mock(fp8=mock.Mock(emulated=False, n_linear_layers=4))
+    run = mock.Mock(plan=plan, result=result, device=torch.device("cuda"))
+    names = ["nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT"] * calls
+    seen = observed_in(kernels(*names, "nvjet_sm90_tss_320x128_64x3_1x2_h_badd_coopB_NTT"), run)
+    assert seen.matmuls == {"cublas bf16": 1, "cublas fp8": calls}
+    unfit = [] if calls == 8 else ["asked for FP8, 7 of at least 8 FP8 matmuls ran"]
+    assert seen.mismatches == unfit
 
 
 def test_the_bandwidth_of_collectives_is_what_a_ring_sends():

@@ -300,6 +300,8 @@ def test_mean_memory_is_of_all_looks(monkeypatch):
     with mmap.mmap(-1, 2 * 10**8) as ballast:
         ballast.write(b"x" * (2 * 10**8))
         assert 0.15 < memory_now(torch.device("cpu")) - before < 0.3
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * 2**29)
+    assert memory_now(GPU) == 1.5
 
 
 def test_nvmls_names_are_its_own():

@@ -190,7 +190,11 @@ def output_of(command: str) -> str:
                 for tag in sorted(events.Tags()["scalars"]):
                     text += f"{tag} {[(e.step, e.value) for e in events.Scalars(tag)]}\n"
             if path.is_file() and path.suffix in READ:
-                text += f"> {path.relative_to(out)}\n{path.read_text()}\n"
+                content = path.read_text()
+                if content.startswith('{"traceEvents"'):
+                    events = json.loads(content).pop("traceEvents")
+                    content = "\n".join(" ".join(map(str, event.values())) for event in events)
+                text += f"> {path.relative_to(out)}\n{content}\n"
         for name, place in {**places, "HOME": os.environ["HOME"], "": f"{ROOT}/"}.items():
             text = text.replace(place, name)
         for pattern, name in CHANGES:
