@@ -148,8 +148,9 @@ def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
     meter.begin()
     meter.stop.set()
     meter.thread.join()
-    meter.samples = [Sample(reasons=set())] * 4 + [Sample(reasons={"power cap"})]
-    assert meter.end(rank=0).throttled == {}
+    for n, throttled in ((1, {}), (2, {"power cap": 1 / 3})):
+        meter.samples = [Sample(reasons=set())] * 4 + [Sample(reasons={"power cap"})] * n
+        assert meter.end(rank=0).throttled == throttled
 
 
 def test_processes_of_a_container_are_told_by_host_ids(nvml):
@@ -281,8 +282,10 @@ def test_no_counter_is_a_reason_and_no_failure(tmp_path):
 
 
 def test_peaks_of_a_gpu_are_those_of_its_allocator(monkeypatch):
-    stats = {"allocated_bytes.all.peak": 3 * 2**29, "reserved_bytes.all.peak": 2**31}
+    stats = {}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert list(peak_memory(GPU).values()) == [0, 0, 0, None]
+    stats |= {"allocated_bytes.all.peak": 3 * 2**29, "reserved_bytes.all.peak": 2**31}
     assert list(peak_memory(GPU).values()) == [1.5, 2.0, 0, None]
     stats |= {"num_alloc_retries": 4}
     assert list(peak_memory(GPU).values()) == [1.5, 2.0, 4, None]

@@ -336,6 +336,10 @@ def test_te_is_given_the_recipe_by_its_own_name(kind, theirs, monkeypatch):
     assert type(made).__name__ == theirs
     options = fp8_te.fp8_context(types.SimpleNamespace(autocast=lambda **options: options), made)
     assert options == {"enabled": True, "recipe": made}
+    delattr(recipe, theirs)
+    sys.modules["transformer_engine"].__version__ = "2.2"
+    with pytest.raises(UsageError, match=r"Transformer Engine 2.2 has none; update it"):
+        fp8_te.make_recipe(kind)
 
 
 TE = ["--use-fp8", "--fp8-backend", "te", "--bsz", "2", "--lr", "1e-2", "--lr-warmup-steps", "0"]

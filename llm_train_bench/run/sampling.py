@@ -17,7 +17,7 @@ TEMPERATURE = 0.8
 def text_decoder(files: DataFlags, vocab_size: int) -> Callable[[list[int]], str]:
     """Token ids to text, by the tokenizer.json beside weights or data, or as bytes; else UsageError."""
     places = [Path(files.init_from)] if files.init_from else []
-    if files.data and files.data != "synthetic":
+    if files.data != "synthetic":
         places += [Path(files.data).parent]
     for place in places:
         if (path := place / "tokenizer.json").is_file():
