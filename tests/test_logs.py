@@ -149,7 +149,7 @@ def test_late_lines_of_other_ranks_are_no_new_run(steps, distinct):
 
 def test_torchtitan_counts_no_expert_parallel_ranks_twice():
     line = "step:  1  loss: 9.9  memory: 30.99GiB(32.62%)  tps: 300  tflops: 407.35  mfu: 41.19%"
-    mesh = "device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=4, etp=2"
+    mesh = "device mesh with parallelism: pp=1, dp_replicate=1, dp_shard=4, cp=1, tp=2, ep=3, etp=2"
     assert parse_log(f"{mesh}\n{line}").n_gpus == 8
 
 

@@ -139,7 +139,7 @@ def test_the_drivers_own_counter_goes_before_samples(nvml):
     assert use.throttled == {"power cap": pytest.approx(0.1 / seconds, rel=0.3)}
 
 
-def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
+def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml, monkeypatch):
     use, _ = measured(lambda: vars(nvml).update(bits=0x4))
     assert use.throttled == {"power cap": pytest.approx(0.5, abs=0.2)}
     # But a single sample counts less than a counter.
@@ -151,6 +151,9 @@ def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml):
     for n, throttled in ((1, {}), (2, {"power cap": 1 / 3})):
         meter.samples = [Sample(reasons=set())] * 4 + [Sample(reasons={"power cap"})] * n
         assert meter.end(rank=0).throttled == throttled
+    meter.samples, meter.counters = [], (0, {"x": 0})  # a counter may run a little fast
+    monkeypatch.setattr(meter.sensor, "throttle_counters", lambda: (99, {"x": 101}))
+    assert meter.end(rank=0).throttled == {"x": 1.0}
 
 
 def test_processes_of_a_container_are_told_by_host_ids(nvml):
@@ -235,6 +238,9 @@ def test_amd(newer, monkeypatch):
     assert sensor.handle == "0000:0c:00.0"
     first = sensor.joules()
     assert sensor.joules() - first == pytest.approx(15.3)
+    monkeypatch.setattr(module, "amdsmi_get_energy_count", lambda h: {"power": 1})
+    assert sensor.joules() is None
+    monkeypatch.setattr(module, "amdsmi_get_energy_count", energy)
     assert sensor.limits() == (750.0, 2105) and sensor.sample().power_w == 612
     assert sensor.other_processes(frozenset({os.getpid(), 7})) == 1
     use, _ = measured(lambda: None)
