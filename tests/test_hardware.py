@@ -121,6 +121,10 @@ def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):
     assert find_cpu("Box", 1).name == "Box, 8 threads"
     with pytest.raises(UsageError, match="Box, 2 threads; OMP_NUM_THREADS=2 python"):
         find_cpu("Box", 3)
+    with pytest.raises(UsageError, match="Box, 1 thread; OMP_NUM_THREADS=1 python"):
+        find_cpu("Box", 9)
+    with pytest.raises(UsageError, match=r"Nobody's, 1 thread; python"):
+        find_cpu("Nobody's", 1)
 
 
 def test_the_rate_of_matmuls_is_that_of_batches_of_a_hundredth_of_a_second(monkeypatch):

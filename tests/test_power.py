@@ -154,6 +154,8 @@ def test_a_counter_at_rest_does_not_hide_what_samples_see(nvml, monkeypatch):
     meter.samples, meter.counters = [], (0, {"x": 0})  # a counter may run a little fast
     monkeypatch.setattr(meter.sensor, "throttle_counters", lambda: (99, {"x": 101}))
     assert meter.end(rank=0).throttled == {"x": 1.0}
+    monkeypatch.setattr(meter.sensor, "throttle_counters", lambda: (99, {"x": 120}))
+    assert meter.end(rank=0).throttled == {}
 
 
 def test_processes_of_a_container_are_told_by_host_ids(nvml):
@@ -201,7 +203,7 @@ def test_metrics_and_notes_of_devices(devices, figures, notes):
 @pytest.mark.parametrize("newer", [True, False], ids=["7.x", "6.0"])
 def test_amd(newer, monkeypatch):
     ticks = itertools.count(1_000_000, 1_000_000)
-    power = {"current_socket_power": 65535, "average_socket_power": 612}
+    power = {"current_socket_power": 2**32 - 1, "average_socket_power": 612}
     if newer:
         power = {"socket_power": 612} | dict.fromkeys(power, "N/A")
 
@@ -212,10 +214,10 @@ def test_amd(newer, monkeypatch):
     def metrics(handle):
         n = next(ticks)
         return {"accumulation_counter": n, "ppt_residency_acc": n // 4,
-                "prochot_residency_acc": 0, "hbm_thm_residency_acc": "N/A"}  # fmt: skip
+                "prochot_residency_acc": 0, "hbm_thm_residency_acc": 2**64 - 1}  # fmt: skip
 
     # Process 8 has only opened the driver; the memory of 7 is not known.
-    sizes = {os.getpid(): 2**33, 7: "N/A", 8: 2**20, 9: 2**27}
+    sizes = {os.getpid(): 2**33, 7: "N/A", 8: 2**20, 10: 2**19, 9: 2**27}
     clock = {"clk" if newer else "cur_clk": 2100, "max_clk": 2105}
     module = Some(
         AmdSmiException=OSError, **AMD_TYPES, amdsmi_init=lambda: None,

@@ -379,6 +379,18 @@ def test_layers_that_do_not_fit_te_stay_and_are_named(changes, excluded, te_in_p
     assert len(te_in_place) == 3 * (3 - len(excluded)) and fp8["n_linear_layers"] == 6
 
 
+def test_only_mxfp8_gathers_both_orientations_and_an_old_te_none(te_in_place, monkeypatch):
+    argv = "configs/gpt2-tiny.json --use-fp8 --fp8-backend te --fp8-all-gather --fp8-recipe".split()
+    for recipe in ("current", "mxfp8"):
+        work = plan_of([*argv, recipe], "train_fsdp.py", 2).work
+        with torch.device("meta"):
+            model = Transformer(work.config, work.batch.seq_len)
+        assert fp8_te.apply_te(model, work, CPU).both_orientations is (recipe == "mxfp8")
+    monkeypatch.delattr(te_standin, "QuantizedTensor")
+    with pytest.raises(UsageError, match="stand-in has none that FSDP2 shards; update it"):
+        fp8_te.apply_te(model, work, CPU)
+
+
 def test_te_without_a_layer_that_fits_is_refused(te_in_place, tmp_path, refused):
     path = write_config(tmp_path, FAMILIES["qwen3"] | dict(head_dim=12, intermediate_size=88))
     error = refused(train_main, "no layer of", path, TINY[1:], TE, "--output-dir", tmp_path)
