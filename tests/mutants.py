@@ -188,10 +188,14 @@ def by_cost(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
 def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: float) -> str:
     """What becomes of the changed tree: first in tests that run the line, then in others of their files.
 
-    A module's fixture counts for the first test that asked for it, hence the files. Either takes `limit`
+    A module's fixture counts for the first test that asked for it, and what runs at import for the first
+    that imported it, hence the files, and those that import the changed one. Either takes `limit`
     seconds at most by what its tests took before; one that takes six times as long hangs.
     """
-    files = {test.split("::")[0] for test in tests}
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    files = {test.split("::")[0] for test in seconds if "::" in test}
+    files = {f for f in files if module in (ROOT / f).read_text()}
+    files |= {test.split("::")[0] for test in tests}
     others = by_cost((t for t in seconds if t.split("::")[0] in files), seconds)
     with tempfile.TemporaryDirectory(prefix="mutant-") as top:
         tree, names = Path(top) / "tree", Path(top) / "chosen"

@@ -13,6 +13,7 @@ import sweep
 import trace_report
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.machine import version_text
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.model.config import ConfigError
 from llm_train_bench.settings.command_line import parse_args, parse_dataclass
@@ -98,6 +99,12 @@ def test_every_script_has_help_and_a_version_with_the_commit(script, capsys):
         with pytest.raises(SystemExit) as end:
             main([word])
         assert end.value.code == 0 and re.match(shown, capsys.readouterr().out)
+
+
+def test_without_a_repository_the_commit_is_the_image_s(monkeypatch):
+    monkeypatch.setenv("GIT_DIR", "/none")
+    monkeypatch.setenv("BENCH_GIT_SHA", "abc")
+    assert version_text().endswith("(commit abc)")
 
 
 def test_underscores_negative_numbers_and_order_are_accepted():

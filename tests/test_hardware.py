@@ -23,6 +23,7 @@ from llm_train_bench.base.hardware import (
     threads_of,
 )
 from llm_train_bench.base.machine import cpu_name
+from llm_train_bench.measure.device import pick_device
 from llm_train_bench.measure.matmul_rate import device_tflops
 from tests import fuzz
 from tests.helpers import trained
@@ -113,6 +114,15 @@ def test_every_figure_has_a_source_and_fp8_is_dense():
         assert d["fp8_tflops"] is None or 1.9 < d["fp8_tflops"] / d["bf16_tflops"] < 2.1
         measured = d["measured_bf16_tflops"]  # nobody ever reached 95 % of the peak
         assert measured is None or 0.45 < measured / d["bf16_tflops"] < 0.95
+
+
+def test_why_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for hip, why in ((None, "has no GPU support"), ("7.0", "sees no GPU")):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        with pytest.raises(UsageError, match=why):
+            pick_device("cuda")
 
 
 def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llm_train_bench.model.chunks import chunk_rows
 from llm_train_bench.model.loss import (
     LinearCrossEntropy,
     aligned_logits,
-    chunk_rows,
     in_few_passes,
     logits_loss,
 )

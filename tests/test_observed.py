@@ -261,7 +261,6 @@ def test_what_fell_back_is_counted_by_the_step():
 
 @pytest.mark.parametrize("calls", [8, 7])
 def test_fp8_layers_that_ran_in_a_higher_format_make_a_run_unfit(calls):
-    """With the kernels' names of an H200."""
     plan = plan_of(["configs/gpt2-tiny.json", "--grad-acc-steps", 2], "train.py", 1, "nvidia")
     result = mock.Mock(fp8=mock.Mock(emulated=False, n_linear_layers=4))
     run = mock.Mock(plan=plan, result=result, device=torch.device("cuda"))

@@ -218,9 +218,9 @@ class _Source:
             return False
         data = self.file.read(PIECE)
         self.read += len(data)
-        if self.read > 100 * self.size + 2**26:  # a JSON of events shrinks to a tenth or so
-            most = (100 * self.size + 2**26) / 2**20
-            raise UsageError(f"{self.path}: unpacks to over {most:,.0f} MiB; no trace does")
+        most = 100 * self.size + 2**26  # a JSON of events shrinks to a tenth or so
+        if self.read > most:
+            raise UsageError(f"{self.path}: unpacks to over {most / 2**20:,.0f} MiB; no trace does")
         self.done = not data
         self.text = self.text[self.at :] + self.decoder.decode(data, self.done)
         self.at = 0
