@@ -494,6 +494,7 @@ def test_a_wish_from_before_the_training_ends_it_two_steps_on(tmp_path, monkeypa
     for step in (2, 4):
         assert train(tmp_path, *AUTO) == 75
         assert f"saved at step {step} and stopped by" in capsys.readouterr().err
+    assert [s["step"] for s in steps_of(tmp_path / "r") if s.get("saved")] == [1]
 
 
 def test_goodput_counts_every_step_once(tmp_path):

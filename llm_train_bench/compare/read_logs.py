@@ -177,7 +177,6 @@ def read_trainer_state(content: dict[str, Any], path: Path, facts: LogFacts) -> 
     log = hugging_face(content["log_history"])
     if not log.steps:
         raise UsageError(f"{path}: its log_history has no training step")
-    log.micro_batch = content.get("train_batch_size") or None
     return record_of(log, path, facts)
 
 
