@@ -141,8 +141,6 @@ class StepLog:
         """
         if self.pending:
             self.pending[-1].known["saved"] = True
-        elif self.steps:  # before the window's first step
-            self.steps[-1] = dataclasses.replace(self.steps[-1], saved=True)
         self.drain()
 
     def drain(self, keep: int = 0) -> None:

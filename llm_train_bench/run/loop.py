@@ -40,7 +40,7 @@ Passes = Callable[[int], Tensor]
 
 
 class Watcher(Protocol):
-    """Is called around every step: the memory report, a profiler, the saver."""
+    """Is called around every step: the memory report, a profiler."""
 
     def before(self, step: int) -> None:
         """A step begins."""
@@ -67,7 +67,7 @@ def measure(
     captures = build_capture(run, model)
     looks = (run.device.type == "cuda" or run.plan.profile.memory_snapshot) and not work.cuda_graphs
     memory = MemoryReport(run.result, run.log, schedule, looks, model, optimizer)
-    watchers: list[Watcher] = [memory, *captures, *([saver] if saver else [])]
+    watchers: list[Watcher] = [memory, *captures]
     eval_every, m = run.plan.data.eval_every, run.result.metrics
     m.val_loss_before = evaluate()
     # Forward passes name their block themselves.
@@ -75,6 +75,8 @@ def measure(
     with listening, uncollected(), compile_errors_named("the backward of a block"):
         run.log.start()
         for step in range(schedule.start, schedule.total):
+            if saver:
+                saver.before(step)
             if step == schedule.window_begin:
                 synchronize(run.device)
                 run.log.drain()
@@ -91,6 +93,8 @@ def measure(
                 run.end_steps()  # writing a trace may take long
             for watcher in watchers:
                 watcher.after(step)
+            if saver:
+                saver.after(step)
             if step == schedule.start and run.attempt.checkpoint:
                 synchronize(run.device)
                 m.restart_s = seconds_alive()
