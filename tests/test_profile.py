@@ -194,6 +194,7 @@ def test_the_nsys_range_holds_the_steps_asked_for(rank, monkeypatch):
     """On a CPU, with a recorder in place of CUDA's profiler and NVTX; only rank 0 starts a profiler."""
     calls = []
     monkeypatch.setattr(profiling, "_profiler_api", lambda start: calls.append(start))
+    monkeypatch.setattr(profiling, "_go_on", lambda run: calls.append("go on"))
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     draw = lambda name: contextlib.nullcontext(calls.append(name))  # noqa: E731
@@ -215,9 +216,9 @@ def test_the_nsys_range_holds_the_steps_asked_for(rank, monkeypatch):
         step_fn(step, "measure")
         capture.after(step)
         capture.write(step)
-    steps = [c for c in calls if c in (True, False, "pop") or c.startswith("step")]
+    steps = [c for c in calls if c in (True, False, "pop", "go on") or c.startswith("step")]
     started, stopped = ([True], [False]) if rank == 0 else ([], [])
-    assert steps == [*started, "step 3", "pop", "step 4", "pop", *stopped]
+    assert steps == [*started, "step 3", "pop", "step 4", "pop", *stopped, "go on"]
     order = ["data", "forward", *(f"blocks.{i}" for i in range(4)), "backward", "optimizer"]
     parts = calls[calls.index("step 3") : calls.index("step 4")]
     assert [c for c in parts if c in order] == order
