@@ -33,7 +33,7 @@ class Window:
         self.probe_tflops = None
         reset_peak_memory(device)
 
-    def open(self, heat_s: float = 0.0) -> None:
+    def open(self, heat_s: float) -> None:
         """The window begins, after so many seconds of matmuls; with several ranks all must come here."""
         heat(self.device, heat_s)
         self.compiled_before = compile_counts()
