@@ -245,7 +245,7 @@ def main() -> int:
         before = path.read_bytes()[: change.begin].split(b"\n")
         line, column = len(before), len(before[-1]) + 1
         tests = tests_of(data, path, line, seconds)
-        end = outcome(path, change, tests, seconds, args.limit) if tests else "SURVIVED"
+        end = outcome(path, change, tests, seconds, args.limit)
         text = f"{change.old} -> {change.new or 'nothing'} ({len(tests)} tests)"
         print(f"{end} {path.relative_to(ROOT)}:{line}:{column}: {text}", flush=True)
         return end

@@ -80,6 +80,8 @@ def test_a_result_tells_what_saving_cost_and_where_it_went_on(saved, tmp_path):
     assert steps_in(saved / "checkpoints") == ["05", "10", "15", "20"]
     assert m["n_checkpoints"] == 4 and m["window_saves"] == 3 and m["checkpoint_bytes"] > 10_000
     assert m["checkpoint_stall_s"] > 0 and m["checkpoint_write_s"] > 0 and m["restart_s"] is None
+    written = m["checkpoint_gb_per_s"] * m["checkpoint_write_s"]
+    assert written == pytest.approx(m["checkpoint_bytes"] / 1e9)
     steps = steps_of(saved)
     assert [s["step"] for s in steps if s.get("saved")] == [4, 9, 14, 19]
     from_10 = ["--resume", saved / "checkpoints/step-00000010", "--run-name", "r"]

@@ -132,17 +132,16 @@ def test_the_agent_gives_ranks_the_time_that_a_save_may_take(monkeypatch):
 
 
 def test_a_launchers_copy_of_a_signal_is_no_second_wish(monkeypatch):
+    rank = {"TORCHELASTIC_RUN_ID": "1"}
     for under, seconds, wishes, number in (
-        ("1", (0, 0.1, 2.9, 3.1), [False, False, False, True], signal.SIGTERM),  # at once, a copy
-        ("1", (0, 3.1), [False, True], signal.SIGTERM),
-        ("1", (0, 1), [False, True], signal.SIGQUIT),  # no launcher sends it
-        (None, (0, 0.1, 0.3), [False, False, True], signal.SIGTERM),
+        (rank, (0, 0.1, 2.9, 3.1), [False, False, False, True], signal.SIGTERM),  # at once, a copy
+        (rank, (0, 3.1), [False, True], signal.SIGTERM),
+        (rank, (0, 1), [False, True], signal.SIGQUIT),  # no launcher sends it
+        ({}, (0, 0.1, 0.3), [False, False, True], signal.SIGTERM),
     ):
-        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        if under:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", under)
-        heard, now = signals.Heard(), iter(seconds)
-        monkeypatch.setattr(time, "monotonic", lambda now=now: next(now))
+        monkeypatch.setattr(os, "environ", under)
+        heard = signals.Heard()
+        monkeypatch.setattr(time, "monotonic", iter(seconds).__next__)
         assert [heard.again(number) for _ in seconds] == wishes
 
 
