@@ -93,7 +93,7 @@ def show_comparison(rows: list[Compared], tokens: float | None) -> None:
             table.add_row(*line)
         show_whole(table)
         if more > 0:
-            print(f"{more} more settings: --output-dir DIR writes them all")
+            print(f"{more} more setting{'s' * (more > 1)}: --output-dir DIR writes all")
         for line in verdicts(groups[group]):
             print(line)
     if any(counted_otherwise(row.record) for row in rows):
