@@ -196,14 +196,14 @@ def filled(ranks, compiled, **metrics):
     return result
 
 
-@pytest.mark.parametrize("gathered", [0, 100])
-def test_slow_ranks_and_devices_are_named(gathered):
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "send", None])
+def test_slow_ranks_and_devices_are_named(exchange):
     ranks = [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)]
-    result = filled(ranks, False, all_gather_bytes=gathered)
+    result = filled(ranks, False, **{f"{exchange}_bytes": 100} if exchange else {})
     m = result.metrics
     assert m.slowest_device == 1 and m.device_imbalance == pytest.approx(1 - 630 / 665)
-    assert m.slowest_rank == (None if gathered else 1)
-    assert gathered or m.rank_imbalance == pytest.approx(2 / 1.5 - 1)
+    assert m.slowest_rank == (None if exchange else 1)
+    assert exchange or m.rank_imbalance == pytest.approx(2 / 1.5 - 1)
     slow, note = sorted(result.notes, key=lambda n: "cache" in n)
     assert "rank 1 on host: its GPU multiplies 5% slower" in slow
     assert "emptied its cache 1 times" in note and "expandable_segments" in note
