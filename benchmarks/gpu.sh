@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first half hour on a GPU, in calls of at most LIMIT seconds each (540), what matters most first.
+# The first half hour on a GPU, in calls of at most LIMIT seconds (540) each, what matters most first.
 #     OUT=FOLDER benchmarks/gpu.sh facts|compare|test        (make gpu-facts, gpu-compare, gpu-test)
 # Results, traces and logs go into one archive, OUT/NAME.tgz, whatever fails; one above 15 MiB is cut into
 # pieces, OUT/NAME.tgz.00 and so on (cat them). PY is the Python that has torch.

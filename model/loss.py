@@ -82,9 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            logits = aligned_logits(low_h[part], low_w)
-            chunk_loss, grad = chunk_fn(logits, labels[part], vocab_size)
-            logits, grad = None, grad[:, : low_w.shape[0]]
+            chunk_loss, grad = chunk_fn(aligned_logits(low_h[part], low_w), labels[part], vocab_size)
+            grad = grad[:, : low_w.shape[0]]
             loss = loss + chunk_loss
             if grad_hidden is None:
                 continue

@@ -28,7 +28,7 @@ class PowerMeter:
     """
 
     GPU_INTERVAL_S, CPU_INTERVAL_S = 0.2, 30.0
-    # A GPU's counters move every 0.1 s (H200) and lag by as much: 5 % of this.
+    # A GPU's counters are not used in shorter windows: they advance every 0.1 s (H200).
     SHORTEST_S = 2.0
     PROCESS_INTERVAL = 5  # samples between queries of other processes
 
@@ -91,9 +91,9 @@ class PowerMeter:
             self.samples.append(sample)  # the window was shorter than the interval
         self.close()
         joules = None  # also where the counter did not move
-        too_short = self.device.type != "cpu" and seconds < self.SHORTEST_S
-        if too_short:
+        if self.device.type != "cpu" and seconds < self.SHORTEST_S:
             self.source = f"none: the window is shorter than {self.SHORTEST_S:g} s"
+            self.counters = (0.0, {})
         elif now is not None and self.joules is not None and now > self.joules:
             joules = now - self.joules
         self.others.append(self._ask(self.sensor.other_processes, self.family))
@@ -119,21 +119,18 @@ class PowerMeter:
             temperature_max_c=max(sampled("temperature_c"), default=None),
             memory_mean_gib=memory_mean_gib,
             n_samples=len(self.samples),
-            throttled=self._throttled(not too_short),
+            throttled=self._throttled(),
             other_processes=max(others, default=None),
         )
 
-    def _throttled(self, counters: bool) -> dict[str, float] | None:
-        """Fraction of the window for which each reason held the clocks down; None if unknown.
-
-        From samples and, with `counters`, from the device's own counters.
-        """
+    def _throttled(self) -> dict[str, float] | None:
+        """Fraction of the window for which each reason held the clocks down; None if unknown."""
         sampled = [s.reasons for s in self.samples if s.reasons is not None]
         counted = Counter(reason for reasons in sampled for reason in reasons)
         parts = {reason: n / len(sampled) for reason, n in counted.items()}
         begin, before = self.counters
         end, after = self._ask(self.sensor.throttle_counters) or (0.0, {})
-        usable = {r for r in before if counters and r in after and end > begin}
+        usable = {r for r in before if r in after and end > begin}
         for reason in usable:
             part = (after[reason] - before[reason]) / (end - begin)
             if 0 < part <= 1.05 or (part == 0 and counted[reason] < max(2, OFTEN * len(sampled))):

@@ -76,7 +76,7 @@ def measure(
         run.log.start()
         for step in range(schedule.start, schedule.total):
             if saver:
-                saver.before(step)
+                saver.before(step)  # a stop need not wait for the window to open
             if step == schedule.window_begin:
                 synchronize(run.device)
                 run.log.drain()

@@ -126,7 +126,7 @@ class TorchCapture:
 
 
 def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profile:
-    """PyTorch's profiler of host and device."""
+    """PyTorch's profiler of host and device; without `acc_events` PyTorch warns."""
     quiet_profiler()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
