@@ -82,7 +82,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            chunk_loss, grad = chunk_fn(aligned_logits(low_h[part], low_w), labels[part], vocab_size)
+            chunk_loss, grad = chunk_fn(
+                aligned_logits(low_h[part], low_w), labels[part], vocab_size
+            )
             grad = grad[:, : low_w.shape[0]]
             loss = loss + chunk_loss
             if grad_hidden is None:
