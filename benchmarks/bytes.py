@@ -218,7 +218,7 @@ def execute(graph: GraphLowering) -> types.SimpleNamespace:
 
 
 aten = torch.ops.aten
-FREE = "empty detach alias _unsafe_view sym_ is_same_size _local_scalar_dense lift_fresh device"
+FREE = "empty new_empty detach alias _unsafe_view sym_ is_same_size _local_scalar_dense lift_fresh device"
 FREE = tuple(FREE.split())
 
 
