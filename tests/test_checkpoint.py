@@ -526,9 +526,9 @@ def test_time_parts_of_a_killed_attempt_and_its_restart(tmp_path):
              step | {"step": 2, "at": 109.5}, step | {"step": 3, "at": 111.0}]  # fmt: skip
     second = [step | {"step": 2, "at": 131.0, "saved": True}]
     raw = json.loads((ROOT / "tests/sample/plain/result.json").read_text())
-    for i, (started, steps) in enumerate(((100.0, first), (120.0, second))):
+    for i, (started, steps) in enumerate(((100.0, first), (120.0, second), (150.0, []))):
         lineage = {"id": "x", "name": "a", "attempt": i, "began": 95.0, "started": started}
-        again = {"run": "a", "step": 2, "path": "a"} if i else None
+        again = {"run": "a", "step": 2, "path": "a"} if i == 1 else None  # the third starts anew
         (tmp_path / str(i)).mkdir()
         content = raw | {"lineage": lineage, "ended_at": None, "resumed_from": again}
         (tmp_path / f"{i}/result.json").write_text(json.dumps(content))
@@ -538,6 +538,7 @@ def test_time_parts_of_a_killed_attempt_and_its_restart(tmp_path):
         "steps": 0.5 + 1 + 1, "start": 3.0, "restart": 10.0, "compile": 2.5, "save": 1.5 + 2.0,
         "lost steps": 2.0, "waiting": 9.0, "other": 45.0 - 32.5,
     })  # fmt: skip
+    assert time_parts([tmp_path / i for i in "012"], 170.0, None)["lost steps"] == 0.5 + 4
 
 
 def test_a_token_file_is_told_from_another_by_all_of_its_bytes(tmp_path, capsys):

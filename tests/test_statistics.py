@@ -201,6 +201,7 @@ def test_slow_ranks_and_devices_are_named(exchange):
     ranks = [rank_times(0, 1.0, 700.0), rank_times(1, 2.0, 630.0)]
     result = filled(ranks, False, **{f"{exchange}_bytes": 100} if exchange else {})
     m = result.metrics
+    assert [rank.peak_memory_gib for rank in result.ranks] == [1.0, 1.0]
     assert m.slowest_device == 1 and m.device_imbalance == pytest.approx(1 - 630 / 665)
     assert m.slowest_rank == (None if exchange else 1)
     assert exchange or m.rank_imbalance == pytest.approx(2 / 1.5 - 1)

@@ -183,8 +183,8 @@ def entry_of(results: list[Result]) -> Entry:
         noise=mean.std / mean.value if mean.degrees else None,
         noise_degrees=mean.degrees,
         samples_per_sec_per_gpu=mean.value / r.batch.seq_len,
-        memory_gib=max((each.peak_memory[0] or 0.0) for each in results) or None,
-        memory_mean_gib=max((d.memory_mean_gib or 0.0 for d in devices), default=0.0) or None,
+        memory_gib=max(filter(None, (each.peak_memory[0] for each in results)), default=None),
+        memory_mean_gib=max(filter(None, (d.memory_mean_gib for d in devices)), default=None),
         n_steps=r.metrics.n_measured_steps,
         power_limit_w=r.power_limit_w,
         provenance=Provenance.model_construct(**origin),
@@ -221,9 +221,8 @@ def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
         return "a single run against a single run shows no noise; make 3 runs, or a baseline of 3"
     for both in (False, True):
         for n in range(max(now.n, 2), MOST_RUNS + 1):
-            std = now.std or was.std * now.value / was.value
-            base = Mean(was.value, n, was.std or std, n - 1) if both and n > was.n else was
-            if answer(Mean(now.value, n, std, n - 1), base, tolerance) != "UNCERTAIN":
+            base = Mean(was.value, n, was.std or now.std, n - 1) if both and n > was.n else was
+            if answer(Mean(now.value, n, now.std, n - 1), base, tolerance) != "UNCERTAIN":
                 return f"{n} runs{' of it and of the baseline' if both else ''} would settle it"
     return f"it is so close to the tolerance that {MOST_RUNS} runs would not settle it"
 
