@@ -359,7 +359,8 @@ def check_second_signal(kind: str, top: Path) -> None:
         took = time.monotonic() - begin
     r = read_result(out / "r/result.json")
     assert took < 25 and set(codes) == {1}, (took, codes, log.read_text()[-2000:])
-    assert r.status == "interrupted", (r.status, r.error)
+    why = "a second signal" if kind in ("script", "agents") else "SIGTERM"
+    assert (r.status, r.error) == ("interrupted", f"interrupted by {why}"), r.error
     assert "Traceback" not in log.read_text() and not committed(out / "r/checkpoints")
 
 

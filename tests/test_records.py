@@ -229,7 +229,11 @@ def say_plan(argv: list[str]) -> None:
     script, ranks, model, *flags = argv
     model, _, changes = model.partition("+")
     family = config(model, **json.loads(changes or "{}")) if model in FAMILIES else None
-    plan = plan_of([model, *flags], script, int(ranks), config=family)
+    try:
+        plan = plan_of([model, *flags], script, int(ranks), config=family)
+    except UsageError as error:
+        print(error)
+        return
     work, args = plan.work, [plan.schedule, plan.flex, plan.notes, plan.optimizer]
     sizes = work.config, work.batch.seq_len
     counts = [flops_per_token(*sizes, causal, work.pass_type) for causal in (False, True)]
