@@ -165,6 +165,11 @@ def test_synthetic_tokens_are_uniform_seeded_and_independent():
 
 def test_ids_outside_the_vocabulary_are_found_before_the_first_step(counting_file):
     FileTokens(str(counting_file), 1000, 1, 37, 0).check(10**6)
+    # Of 499 samples 300 are used, and they do not hold the largest number.
+    used = FileTokens(str(counting_file), 1000, 1, 2, 0).rows(0, 300).max()
+    FileTokens(str(counting_file), used + 1, 1, 2, 0).check(300)
+    with pytest.raises(UsageError, match="holds token id 998"):
+        FileTokens(str(counting_file), used + 1, 1, 2, 0).check(499)
     small = FileTokens(str(counting_file), 500, 1, 37, 0)
     with pytest.raises(UsageError, match=r"token id \d+, but the model's vocabulary ends at 499"):
         small.check(27)

@@ -1,5 +1,6 @@
 """Statistics of step times and the figures made of them."""
 
+import dataclasses
 import functools
 import re
 import time
@@ -208,6 +209,16 @@ def test_slow_ranks_and_devices_are_named(exchange):
     slow, note = sorted(result.notes, key=lambda n: "cache" in n)
     assert "rank 1 on host: its GPU multiplies 5% slower" in slow
     assert "emptied its cache 1 times" in note and "expandable_segments" in note
+
+
+def test_cpu_time_that_others_took_is_that_of_the_worst_host():
+    """CPU seconds are of all cores, of them busy and stolen, and this rank's own; c's are too few."""
+    hosts = [("a", (100.0, 50.0, 2.0, 20.0)), ("a", (100.0, 52.0, 2.0, 20.0)), ("d", None)]
+    hosts += [("b", (1.5, 1.2, 0.3, 0.6)), ("c", (0.5, 0.5, 0.5, 0.0))]
+    plain = rank_times(0, 1.0, None)
+    ranks = [dataclasses.replace(plain, host=host, cpu_seconds=used) for host, used in hosts]
+    m = filled(ranks, False).metrics
+    assert (m.other_cpu_fraction, m.stolen_cpu_fraction) == pytest.approx((0.4, 0.2))
 
 
 def test_what_any_rank_compiled_inside_the_window_is_everybodys():

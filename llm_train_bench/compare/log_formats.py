@@ -246,7 +246,7 @@ def hugging_face(entries: Iterable[Mapping[str, Any]], text: str = "") -> Log:
             log.notes.append("axolotl counts trainable tokens, without prompts and padding")
     tokens, seconds = whole.get("num_input_tokens_seen"), whole.get("train_runtime")
     tokens, seconds = (tokens, seconds) if tokens and seconds else counters
-    if tokens and seconds:
+    if tokens:
         log.tokens_per_sec = tokens / seconds
         if not any(s.tokens_per_sec for s in steps):
             log.notes.append("tokens/s of the whole run, with its start, evaluations and saves")

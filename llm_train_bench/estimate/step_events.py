@@ -119,7 +119,6 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
     if work.trains:
         passes.append(("backward", layers[::-1], costs.backward, work.fsdp.reshard))
     for micro in range(work.batch.grad_acc_steps):
-        clock.free[0, "compute"] = end
         ready = network("gather the rest", units[-1][0], end)
         for name, order, seconds, gathers in passes:
             ready = network(f"gather {order[0]}", gathers * units[order[0]][0], ready)

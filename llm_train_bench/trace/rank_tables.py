@@ -97,6 +97,7 @@ def verdict_on_ranks(ranks: Sequence[Rank], waits: Waiting) -> list[str]:
 
 def ranks_as_json(ranks: Sequence[Rank], waits: Waiting) -> dict[str, Any]:
     """The same as plain data; seconds a step."""
+    steps = {r.rank: r.breakdown.n_steps for r in ranks}
     return {
         "ranks": [
             {"rank": r.rank, "trace": r.path, "device": r.device_name, **r.breakdown.model_dump(),
@@ -105,7 +106,7 @@ def ranks_as_json(ranks: Sequence[Rank], waits: Waiting) -> dict[str, Any]:
             for r in ranks
         ],
         "waiting": [
-            {"rank": who, "for": late, "seconds": us / ranks[0].breakdown.n_steps / 1e6}
+            {"rank": who, "for": late, "seconds": us / steps[who] / 1e6}
             for (who, late), us in waits.by_pair.most_common()
         ],
         "collectives": by_collective(ranks, waits),
