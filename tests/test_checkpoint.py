@@ -323,6 +323,8 @@ def test_checkpoints_that_cannot_be_read_are_not_passed_over(what, tmp_path, cap
     why = "is its disk mounted?" if what == "away" else "none of its checkpoints can be read"
     assert why in capsys.readouterr().err
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["r"]
+    assert train(tmp_path / "b", "--resume", place) == 2
+    assert what == "away" or "step-00000020: is left out" in capsys.readouterr().err
 
 
 def test_a_finished_run_that_is_typed_again_keeps_its_speed(tmp_path):

@@ -536,6 +536,8 @@ def test_errors_of_the_compiler_are_told_apart(monkeypatch):
     for directory, message in (("someone", tries), ("some one", spaced)):
         monkeypatch.setattr(torch, "__file__", f"/home/{directory}/torch/__init__.py")
         assert message in str(compile_error(error, "blocks.0"))
+    for text, why in (("x raised:\n\nA: b\nc", "x raised: A: b;"), ("A: b\nc", "blocks.0: A: b;")):
+        assert why in str(compile_error(RuntimeError(text), "blocks.0"))
     error.__cause__ = torch.OutOfMemoryError("no memory")
     assert compile_error(error, "blocks.0") is error.__cause__
 
