@@ -25,6 +25,11 @@ def printable_data(value: Any) -> Any:
     return type(value)(map(printable_data, value)) if isinstance(value, list | tuple) else value
 
 
+def one_line(error: object) -> str:
+    """What an exception of a library says, in one line that is not too long."""
+    return " ".join(str(error).split())[:500]
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6, prefix: str = "") -> str:
     """The end of a message on an unknown word: the nearest known one, if one is near."""
     near = difflib.get_close_matches(word, known, 1, cutoff)

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.files import ROOT
 from llm_train_bench.model.json_keys import parse_json, plain_file
 
@@ -127,7 +127,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(plain_file(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object")
     return content

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.compare.read_logs import read_lines, read_log
 from llm_train_bench.compare.read_results import read_csv, read_json
 from llm_train_bench.compare.records import LogFacts, Record, check_figures
@@ -143,7 +143,6 @@ def _parse(path: Path, facts: LogFacts) -> list[Record]:
     except json.JSONDecodeError as error:
         raise UsageError(f"{path}: is no JSON ({error}); was it cut off?") from None
     except (*UNEXPECTED, RecursionError) as error:
-        what = " ".join(str(error).split())[:150]
         raise UsageError(
-            f"{path}: is of a known kind, but cannot be parsed: {type(error).__name__}: {what}"
+            f"{path}: is of a known kind, but cannot be parsed: {type(error).__name__}: {one_line(error)}"
         ) from None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.results.result_files import Step, finite_numbers, read_steps, step_figures
 from llm_train_bench.results.schema import Result
@@ -35,7 +35,7 @@ def track(names: Iterable[str], r: Result, directory: Path) -> Iterator[str]:
             steps = [Step(**step) for step in read_steps(directory / "steps.jsonl")]
             yield f"{name}: {TRACKERS[name](r, steps, directory)}"
         except Exception as error:  # the run is measured and written: no tracker may take that away
-            yield f"{name}: not tracked: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            yield f"{name}: not tracked: {type(error).__name__}: {one_line(error)}"
 
 
 def final_figures(r: Result) -> dict[str, float]:

@@ -49,7 +49,7 @@ OOM_ADVICE = (
 
 def classify(error: BaseException) -> tuple[Status, str]:
     """Status of a run that ended with this exception, and its message on one line."""
-    text = " ".join(str(error).split())[:500] or type(error).__name__
+    text = errors.one_line(error) or type(error).__name__
     if isinstance(error, errors.Preempted) and error.step is not None:
         return "preempted", f"saved at step {error.step} and stopped by {error}"
     if isinstance(error, KeyboardInterrupt | errors.Interrupted):

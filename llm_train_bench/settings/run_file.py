@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from llm_train_bench.base.errors import UsageError, did_you_mean
+from llm_train_bench.base.errors import UsageError, did_you_mean, one_line
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.flags import (
     OUTPUT,
@@ -59,7 +59,7 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, UniqueKeys)
     except wrong as error:
-        raise ValueError(" ".join(str(error).split())[:200]) from None
+        raise ValueError(one_line(error)) from None
 
 
 @dataclasses.dataclass(frozen=True)

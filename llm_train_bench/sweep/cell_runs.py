@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base import start
-from llm_train_bench.base.errors import UsageError, printable, printable_data
+from llm_train_bench.base.errors import UsageError, one_line, printable, printable_data
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.machine import cpu_name, installed_version
 from llm_train_bench.model.config import ConfigError, load_config, model_name
@@ -74,7 +74,7 @@ def run_cell(cell: Cell, repeat: int | str, directory: Path, timeout_s: float) -
         result = _finished(run)
         if ended == "timeout" or result is None:
             text = log.read_text("utf-8", errors="replace").strip() or "ended without a word"
-            row |= {"status": ended, "error": why or printable(text.splitlines()[-1][:500])}
+            row |= {"status": ended, "error": why or printable(one_line(text.splitlines()[-1]))}
             return row | {"command": command}
     place, batch, device = _attempts(run)[-1], result.batch, result.device
     if repeat != "probe":

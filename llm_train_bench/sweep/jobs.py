@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep import cell_runs
@@ -61,7 +61,7 @@ def run_as_jobs(
         }
         executor.update_parameters(**general | sbatch)
     except (NameError, RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"--slurm: {' '.join(str(error).split())[:300]}") from None
+        raise UsageError(f"--slurm: {one_line(error)}") from None
     ids: dict[str, str] = {}
     if cluster == "slurm":
         with contextlib.suppress(OSError, ValueError):
@@ -86,9 +86,8 @@ def run_as_jobs(
                 except Exception as error:  # cancelled, out of time, or its node was lost
                     lines = [line for line in str(error).splitlines() if "Error" in line]
                     text = lines[-1] if lines else str(error) or type(error).__name__
-                    why = " ".join(text.split())[:500]
                     row = cell_runs.first_of_row(cell, repeat)
-                    row |= {"status": "failed", "error": f"job {job.job_id}: {why}"}
+                    row |= {"status": "failed", "error": f"job {job.job_id}: {one_line(text)}"}
                 yield row
             write_whole(known, json.dumps(ids) + "\n")
             time.sleep(POLL_S)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llm_train_bench import __version__
-from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted
+from llm_train_bench.base.errors import Interrupted, NotFinite, Preempted, one_line
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.model.layout import HasWeights
 from llm_train_bench.model.stored import NAMES, encoded
@@ -276,8 +276,7 @@ class Saver:
         except Exception as error:  # a failed save does not fail the run
             self.given_up |= ranks.world > 1  # who waits for whom is no longer known
             more = "; no more saves are made" * self.given_up
-            text = " ".join(str(error).split())[:200]
-            self._tell(f"step {save.step} was not saved: {text}{more}")
+            self._tell(f"step {save.step} was not saved: {one_line(error)}{more}")
 
     def _begin(self, part: Path) -> None:
         if part.exists():
