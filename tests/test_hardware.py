@@ -4,8 +4,10 @@ import io
 import itertools
 import json
 import os
+import resource
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from llm_train_bench.base.hardware import (
     threads_of,
 )
 from llm_train_bench.base.machine import cpu_name
-from llm_train_bench.measure.device import pick_device
+from llm_train_bench.measure import device
 from llm_train_bench.measure.matmul_rate import device_tflops
 from tests import fuzz
 from tests.helpers import trained
@@ -122,7 +124,7 @@ def test_why_there_is_no_gpu(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", None)
         monkeypatch.setattr(torch.version, "hip", hip)
         with pytest.raises(UsageError, match=why):
-            pick_device("cuda")
+            device.pick_device("cuda")
 
 
 def test_ranks_share_the_threads_of_a_cpu(own_hardware, monkeypatch):
@@ -201,3 +203,20 @@ def test_a_cpu_is_its_name_instruction_sets_and_cores(text, cores, identity, mon
     monkeypatch.setattr(Path, "open", lambda self, *args, **kwargs: io.StringIO(text))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     assert cpu_name() == identity
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux only")
+def test_memory_and_cpu_time_are_the_systems(monkeypatch):
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert device.memory_now(torch.device("cpu")) * 2**30 == pytest.approx(pages, rel=0.2)
+    peak = device.peak_resident_bytes()
+    assert 0.8 * pages < peak <= 1.01 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    stat = io.StringIO("cpu  100 20 30 400 50 6 7 8 99 99\ncpu0 1 1 1 1\n")
+    monkeypatch.setattr(Path, "open", lambda path, **_: stat)
+    monkeypatch.setattr(os, "sysconf", lambda name: 10)
+    *machine, own = device.cpu_seconds()
+    assert machine == pytest.approx([62.1, 16.3, 0.8])
+    assert own == pytest.approx(time.process_time(), abs=1.0)
+    monkeypatch.setattr(device, "_of_process", lambda name: None)
+    monkeypatch.setattr(resource, "getrusage", lambda who: mock.Mock(ru_maxrss=3))
+    assert device.peak_resident_bytes() == 3 * 1024

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -368,6 +369,16 @@ def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
     with (tmp_path / "x.csv").open() as f:
         first, second = csv.DictReader(f)
     assert (float(first["kwh"]), float(first["gco2"])) == (2.0, 890.0) and second["kwh"] == ""
+
+
+def test_a_sweep_says_how_long_it_takes(tmp_path, monkeypatch, output_of):
+    path = write(tmp_path / "e.yaml", training=FAST, cells=[{"bsz": n} for n in (1, 2, 4)])
+    row = {"status": "failed", "axes": {}, "model": "m", "error": "x"}
+    readings = iter([1000.0, 1080.0, 1100.0, 1105.0]).__next__
+    monkeypatch.setattr(jobs, "time", mock.Mock(monotonic=readings))
+    monkeypatch.setattr(jobs, "run_cell", lambda cell, *_: row | {"key": cell_key(cell, 0)})
+    out = output_of(sweep.main, [path, "--output-dir", tmp_path / "out"], code=1)
+    assert re.findall(r"\((.*) left\)", out) == ["2 min 40 s", "50 s", "0 s"]
 
 
 def test_a_disk_that_fails_keeps_the_rows(tmp_path, capsys):
