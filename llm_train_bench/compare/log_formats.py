@@ -14,7 +14,7 @@ from typing import Any
 N = r"([-+]?(?<![\d,.])(?:\d[\d,]{0,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,3})?)"
 LOSS = rf"((?i:nan|[-+]?inf)|{N[1:]}"
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "%": 0.01, "GiB": 1.0, "GB": 1e9 / 2**30, "B": 2**-30}
-UNITS |= {"TFLOP/s": 1.0, "GFLOP/s": 1e-3, "PFLOP/s": 1e3, "FLOP/s": 1e-12}
+UNITS |= {"TFLOP/s": 1.0, "FLOP/s": 1e-12}
 UNITS["%A100"] = 3.12  # of 312 TFLOP/s, whatever the GPU
 
 
