@@ -190,6 +190,12 @@ def test_what_failed_is_run_again_on_request(tmp_path, output_of, scripts, monke
     assert row["status"] == "ok"
 
 
+def test_a_search_grows_by_a_quarter_then_more_and_bisects():
+    tried = []
+    assert search_batch(lambda size: tried.append(size) or size <= 100, 10) == 99
+    assert tried == [10, 12, 18, 36, 72, 144, 108, 90, 99, 103, 101]
+
+
 def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
     path, name = tmp_path / "rows.jsonl", printable(fuzz.ESCAPE)
     row = {"model": "m", "status": "oom", "axes": {}}
@@ -198,12 +204,13 @@ def test_rows_survive_torn_deep_and_escaped_lines(tmp_path, capsys):
     without = [
         '{"key": "e"}',
         '{"key": "f", "model": "m", "status": "ok", "axes": {}}',
+        json.dumps(row | {"key": "g"})[:-1] + ', "wall_s": 1e999}',
         json.dumps(row),
     ]
     spoilt = row | {"key": fuzz.ESCAPE, "axes": {fuzz.ESCAPE: [{fuzz.ESCAPE: fuzz.ESCAPE}]}}
     path.write_text("\n".join([*deep, b, *without, json.dumps(spoilt), c[:-9]]))
     rows = Rows(path)
-    damaged = [f"{path}:{line}: is damaged; its setting runs again" for line in (1, 2, 4, 5, 6)]
+    damaged = [f"{path}:{line}: is damaged; its setting runs again" for line in (1, 2, 4, 5, 6, 7)]
     assert capsys.readouterr().out.splitlines() == damaged
     assert rows.rows[name] == row | {"key": name, "axes": {name: [{name: name}]}}
     rows.forget("failed")
