@@ -4,7 +4,7 @@
 
 First the suite runs under coverage, each test a context; the data stays in .mutants/ for further seeds.
 Then SEED draws COUNT operators and constants of the package and model/. Each is changed alone in a clone,
-and changes that no test notices are listed. Unchanged are texts, types of local
+and its line says which test detects it. Unchanged are texts, types of local
 variables, which are never evaluated, and `strict` and `frozen`: a right program does the same without.
 """
 
@@ -190,7 +190,8 @@ def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: 
 
     A module's fixture counts for the first test that asked for it, and what runs at import for the first
     that imported it, hence the files, and those that import the changed one. Either takes `limit`
-    seconds at most by what its tests took before; one that takes six times as long hangs.
+    seconds at most by what its tests took before; one that takes six times as long hangs. A test that
+    fails detects the change only if it passes without.
     """
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     files = {test.split("::")[0] for test in seconds if "::" in test}
@@ -210,11 +211,20 @@ def outcome(path: Path, change: Change, tests: list[str], seconds: dict, limit: 
             argv = ["env", f"{CHOSEN}={names}", sys.executable, *SOME]
             argv += sorted({test.split("::")[0] for test in chosen}) or [__file__]  # not every file
             try:
-                end = subprocess.run(argv, cwd=tree, capture_output=True, timeout=60 + 6 * limit)
+                end = subprocess.run(
+                    argv, cwd=tree, capture_output=True, text=True, timeout=60 + 6 * limit
+                )
             except subprocess.TimeoutExpired:
                 return "hung"
-            if end.returncode not in (0, 5):  # 5: no such test, perhaps since the change
+            if end.returncode in (0, 5):  # 5: no such test, perhaps since the change
+                continue
+            told = [t for t in chosen if f"FAILED {t}" in end.stdout or f"ERROR {t}" in end.stdout]
+            if not told:  # the changed file cannot be imported
                 return "caught"
+            names.write_text(test := max(told, key=len))
+            changed.write_bytes(source)  # or the test may fail now and then whatever the change
+            alone = subprocess.run(argv, cwd=tree, capture_output=True)
+            return f"UNCLEAR {test} fails without" if alone.returncode else f"caught by {test}"
     return "SURVIVED"
 
 
@@ -240,18 +250,19 @@ def main() -> int:
     sites = [site for site in sites if args.removals or site[1].new != "..."]
     drawn = random.Random(args.seed).sample(sites, args.count)
 
-    def judge(site: tuple[Path, Change]) -> str:
+    def judge(site: tuple[Path, Change]) -> bool:
         path, change = site
         before = path.read_bytes()[: change.begin].split(b"\n")
         line, column = len(before), len(before[-1]) + 1
         tests = tests_of(data, path, line, seconds)
         end = outcome(path, change, tests, seconds, args.limit)
         text = f"{change.old} -> {change.new or 'nothing'} ({len(tests)} tests)"
-        print(f"{end} {path.relative_to(ROOT)}:{line}:{column}: {text}", flush=True)
-        return end
+        state, _, why = end.partition(" ")
+        print(f"{state} {path.relative_to(ROOT)}:{line}:{column}: {text} {why}", flush=True)
+        return state in ("caught", "hung")
 
     with ThreadPoolExecutor(2) as pool:
-        survivors = [*pool.map(judge, drawn)].count("SURVIVED")
+        survivors = [*pool.map(judge, drawn)].count(False)
     print(f"{survivors} of {len(drawn)} changes survived, of {len(sites)} possible ones")
     return 0
 
