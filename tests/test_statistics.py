@@ -116,6 +116,8 @@ def test_one_run_against_one_has_no_answer_and_the_runs_that_settle_it_do():
     assert n > 3 and answer(*more, 0.05) == "SLOWER"
     near = ts.mean_of([0.9501, 0.9401, 0.9601])
     assert "so close to the tolerance" in what_settles(near, was, 0.05)
+    # A window of one step shows no noise: the baseline's counts.
+    assert "17 runs of it and of" in what_settles(ts.Mean(94.0, 1), ts.Mean(100.0, 5, 2.0, 4), 0.05)
 
 
 def test_intervals_are_no_wider_than_need_be():

@@ -219,10 +219,11 @@ def what_settles(now: Mean, was: Mean, tolerance: float) -> str:
     """The number of runs after which figures like these would give an answer, in words."""
     if not (now.degrees or was.degrees):
         return "a single run against a single run shows no noise; make 3 runs, or a baseline of 3"
+    std = now.std or was.std * now.value / was.value  # a window of one step shows no noise
     for both in (False, True):
         for n in range(max(now.n, 2), MOST_RUNS + 1):
-            base = Mean(was.value, n, was.std or now.std, n - 1) if both and n > was.n else was
-            if answer(Mean(now.value, n, now.std, n - 1), base, tolerance) != "UNCERTAIN":
+            base = Mean(was.value, n, was.std or std, n - 1) if both and n > was.n else was
+            if answer(Mean(now.value, n, std, n - 1), base, tolerance) != "UNCERTAIN":
                 return f"{n} runs{' of it and of the baseline' if both else ''} would settle it"
     return f"it is so close to the tolerance that {MOST_RUNS} runs would not settle it"
 
