@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
         changed = check(dataclasses.replace(args, **flags), script)
-        other = make_plan(changed, script, gpus, gpu.platform)
+        other = make_plan(changed, script, gpus, gpu.platform, memory_gib=gpu.memory_gib)
         return dataclasses.replace(other, work=adapted(other.work, wanted))
 
     for change in nearest_changes(planned, plan.work, gpu, wanted.per_node):

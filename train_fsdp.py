@@ -10,6 +10,7 @@ from llm_train_bench.apply.attention import select_attention
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.fp8.choose import apply_fp8
+from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -35,13 +36,17 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     kernel = select_attention(work, plan.flex, device)
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
-        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
+        model = Transformer(
+            work.config, work.batch.seq_len, plan.flex, work.balanced, layout,
+            chunk_elements=work.chunk_elements,
+        )  # fmt: skip
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     join(ranks, device, plan.ranks.dist_timeout, work.fsdp.cpu_offload)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
+        apply_kernels(model, work)
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)

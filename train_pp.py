@@ -10,6 +10,7 @@ from llm_train_bench.apply.attention import select_attention
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.fp8.base import Fp8
+from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -43,6 +44,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     with Run(plan, attempt, device, ranks, Fp8(), kernel) as run:
         meshes = layout.connect(device, plan.ranks.dist_timeout)
         for stage in model.stages:
+            apply_kernels(stage, work)
             apply_recompute(stage, work.recompute)
             apply_compile(stage, work.compile_mode)
             apply_fsdp(stage, meshes, work)

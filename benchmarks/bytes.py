@@ -94,8 +94,10 @@ from benchmarks.peer_models import Peer
 from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.optimizer import optimizer_of, optimizer_step
 from llm_train_bench.model import loss as loss_module
+from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import load_config
-from llm_train_bench.model.transformer import Transformer
+from llm_train_bench.model.transformer import Transformer, fuse_backward
+from llm_train_bench.model.triton_kernels import NORM_PROGRAMS, PROGRAM_ROWS
 from llm_train_bench.settings.flags import OptimizerFlags
 
 RESULTS = ROOT / "benchmarks/results/bytes.json"
@@ -308,6 +310,11 @@ class Counter(TorchDispatchMode):
         elif name in ("native_layer_norm_backward", "_fused_rms_norm_backward"):
             # One kernel for the input's gradient, one for the weights'.
             reads, kernels = reads + sum(map(storage_bytes, args[:2])), 2
+        elif func.namespace == "llm_train_bench":  # partial sums are written, and read once
+            first, sums = tensors_of(out)
+            rows = args[0].shape[:-2].numel() if name == "join_heads" else first.shape[0]
+            programs = NORM_PROGRAMS if name == "norm_backward" else math.ceil(rows / PROGRAM_ROWS)
+            writes, kernels = writes + 8 * programs * sums.numel(), 2
         elif name.startswith(("_foreach", "_fused_adam")):
             # A launch has at most 320 blocks of 65536 elements.
             blocks = sum(math.ceil(t.numel() / 65536) for t in args[0])
@@ -355,6 +362,8 @@ def peer_loss(model: Peer, kind: str):
     return chunked
 
 
+# Our step with --fused-backward, and without.
+OURS = ("ours", "ours-plain")
 Shape = namedtuple("Shape", "config B T peers")
 LLAMA_PEERS = ("transformers", "litgpt", "torchtitan")
 SHAPES = {
@@ -371,8 +380,11 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
-            if name == "ours":
-                model = Transformer(config, shape.T)
+            if name in OURS:
+                elements = chunk_elements(H200.total_memory / 2**30)
+                model = Transformer(config, shape.T, chunk_elements=elements)
+                if name == "ours":
+                    fuse_backward(model)
                 torch.set_default_dtype(torch.float32)
                 model.rope = model.rope_for(shape.T, torch.device("cuda"))
                 apply_compile(model, "default")
@@ -423,7 +435,7 @@ def step(name: str, shape: Shape, depth: int, half: bool) -> list[Launch]:
                     zeros = {k: torch.zeros_like(parameter) for k in ("exp_avg", "exp_avg_sq")}
                     optimizer.state[parameter] = zeros | {"step": torch.zeros((), device="cuda")}
             counter.phase = "optimizer"
-            if name == "ours":
+            if name in OURS:
                 optimizer_step(parameters, optimizer, 1e-4, 1.0, None)
             else:
                 nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -479,7 +491,7 @@ def main() -> None:
     steps = content["steps"]
     for key, format_ in itertools.product(SHAPES, ("autocast", "bf16")):
         shape = SHAPES[key]
-        for name in ("ours", *shape.peers):
+        for name in (*OURS, *shape.peers):
             label = f"{key}/{format_}/{name}"
             if args.only and not label.startswith(tuple(args.only)):
                 continue

@@ -62,7 +62,7 @@ def step_of(row: dict) -> tuple[Work, Hardware]:
     name = str(ROOT / model) if config is None else "configs/gpt2-tiny.json"
     argv = [name, "--bsz", str(row["bsz"]), *shlex.split(row["flags"])]
     args = parse_args([*argv, "--seq-len", str(row["seq_len"])], script)
-    work = make_plan(args, script, row["gpus"], gpu.platform, config).work
+    work = make_plan(args, script, row["gpus"], gpu.platform, config, gpu.memory_gib).work
     if recipe := row.get("fp8"):
         work = dataclasses.replace(work, fp8=Fp8Work("te", recipe))
     kinds, clock = ("bf16", "fp8", "measured_bf16", "measured_fp8"), row.get("clock", 1.0)

@@ -73,7 +73,10 @@ case $what in
     eager first $gpt_small --bsz 2 $T
     compiled gpt2-125m $gpt_small $bsz_small $T $pad --profile
     compiled gpt2-1.5b $gpt $bsz $T $pad --profile
+    compiled gpt2-125m-fused $gpt_small $bsz_small $T $pad --fused-backward --profile
+    compiled gpt2-1.5b-fused $gpt $bsz $T $pad --fused-backward --profile
     compiled llama-8b-16 "$llama" $bsz_llama --profile
+    compiled llama-8b-16-fused "$llama" $bsz_llama --fused-backward
     compiled llama-8b-16-fp8 "$llama" $bsz_llama --use-fp8
     compiled gpt2-1.5b-fp8 $gpt $bsz $T $pad --use-fp8
     run gemm 90 "$py" benchmarks/gemm.py $gpt "$llama" --seconds 0.15 --heat 10
@@ -97,6 +100,7 @@ case $what in
     part=${PART:-gpu and not transformer_engine}
     run gpu-test 440 $pytest ${JOBS:+-n $JOBS} -m "($part) and not alone"
     run gpu-test-alone 90 $pytest -m "($part) and alone"
+    run gpu-test-kernels 60 $py -m pytest tests/test_kernels.py -q
     ;;
 esac
 [ -n "${DRY:-}" ] || ! grep -q "exit code [^0]\|left out" "$summary"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.fused_backward import Gelu, SplitHeads
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.shapes import RopeScaling, Yarn
 
@@ -232,6 +233,7 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.scale = config.attention_scale
         self.whole_norm = config.whole_qk_norm
+        self.fused = False  # transformer.fuse_backward
         d, D = config.hidden_size, config.head_dim
         self.qkv = nn.Linear(d, (self.n_heads + 2 * self.n_kv_heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
@@ -247,7 +249,10 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         qkv = self.qkv(x).view(B, T, sum(heads), self.head_dim)
-        q, k, v = qkv.split(heads, dim=2)
+        if self.fused:
+            q, k, v = SplitHeads.apply(qkv, self.qkv.bias, heads)
+        else:
+            q, k, v = qkv.split(heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             whole = self.whole_norm
             q = self.q_norm(q.flatten(2)).view_as(q) if whole else self.q_norm(q)
@@ -337,10 +342,13 @@ class MLP(nn.Module):
         self.up = nn.Linear(d, f, bias=config.mlp_bias)
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
+        self.tanh = config.activation == "gelu_tanh"
+        self.fused = False  # transformer.fuse_backward
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.layout.gather(x)
-        return self.layout.reduce(self.down, self.activation(self.up(x)))
+        h = self.up(self.layout.gather(x))
+        y = Gelu.apply(h, self.up.bias, self.tanh) if self.fused else self.activation(h)
+        return self.layout.reduce(self.down, y)
 
 
 class GatedMLP(nn.Module):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from llm_train_bench.model.chunks import chunk_rows
+from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
+from llm_train_bench.model.paths import taken
 
 
 def aligned_logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def aligned_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Summed loss (fp32 scalar) and softmax minus one-hot, in the shape and dtype of the logits.
+    """Losses (n,) in fp32, and softmax minus one-hot in the shape and dtype of the logits.
 
     Columns from `vocab_size` on are padding and get no probability. The logits may be overwritten.
     """
@@ -44,7 +45,7 @@ def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor
         if padded:
             wide = wide.masked_fill(column >= vocab_size, float("-inf"))
         log_z = wide.logsumexp(dim=-1, keepdim=True)
-        loss = (log_z - wide.gather(1, target)).sum()
+        loss = (log_z - wide.gather(1, target)).squeeze(1)
         grad = (wide - log_z).exp() - (column == target).float()
         return loss, grad.to(logits.dtype)
     if padded:
@@ -55,7 +56,7 @@ def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor
 def in_few_passes(
     logits: Tensor, low: Tensor, target: Tensor, converts: bool
 ) -> tuple[Tensor, Tensor]:
-    """Summed loss of (n, V) logits for (n, 1) labels, and softmax minus one-hot, written to `low`.
+    """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot, written to `low`.
 
     `low` may be the logits' own memory. At most one fp32 copy of the logits is used (logsumexp and
     softmax use two). With `converts` the kernels convert as they read and write, as a GPU's do; on
@@ -68,7 +69,7 @@ def in_few_passes(
     z = grad.sum(dim=-1, keepdim=True)
     grad.scatter_add_(1, target, -z)
     low = torch.div(grad, z, out=low) if converts else low.copy_(grad.div_(z))
-    return (z.log() - at_target).sum(), low
+    return (z.log() - at_target).squeeze(1), low
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -76,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, want_grad):
         low_h, low_w = hidden.to(dtype), weight.to(dtype)
         n = hidden.shape[0]
-        loss = hidden.new_zeros((), dtype=torch.float32)
+        losses = []
         grad_hidden = torch.empty_like(low_h) if want_grad else None
         grad_weight = None
         for start in range(0, n, rows):
@@ -86,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 aligned_logits(low_h[part], low_w), labels[part], vocab_size
             )
             grad = grad[:, : low_w.shape[0]]
-            loss = loss + chunk_loss
+            losses.append(chunk_loss)
             if grad_hidden is None:
                 continue
             torch.mm(grad, low_w, out=grad_hidden[part])
@@ -96,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         ctx.grads, ctx.n = (grad_hidden, grad_weight), n
         ctx.dtypes = hidden.dtype, weight.dtype
-        return loss / n
+        return torch.cat(losses).mean()
 
     @staticmethod
     def backward(ctx, *grad_outputs):
@@ -125,7 +126,9 @@ def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype)
     if a.dtype == dtype:
         return a @ b if total is None else torch.addmm(total, a, b, out=total)
     fake = detect_fake_mode() is not None  # a step that is traced, not run
-    if dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype):
+    wide = dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype)
+    taken["sum of the head's gradient"] = "in the matmul" if wide else "apart"
+    if wide:
         if total is None:
             return torch.mm(a, b, out_dtype=dtype)
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
@@ -154,7 +157,7 @@ class LinearCrossEntropy(nn.Module):
     A module without parameters, so that the chunk function can be compiled in place.
     """
 
-    def __init__(self, vocab_size: int, chunk_elements: int | None = None):
+    def __init__(self, vocab_size: int, chunk_elements: int = CHUNK_ELEMENTS):
         super().__init__()
         self.vocab_size = vocab_size
         self.chunk_elements = chunk_elements
@@ -169,8 +172,7 @@ class LinearCrossEntropy(nn.Module):
         dtype = dtype or torch.promote_types(hidden.dtype, weight.dtype)
         want_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         (n, d), V = hidden.shape, weight.shape[0]
-        elements, d = self.chunk_elements, d if want_grad else 0
-        rows = chunk_rows(n, V, elements=elements) if elements else chunk_rows(n, V, d)
+        rows = chunk_rows(n, V, d if want_grad else 0, self.chunk_elements)
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
                 hidden, weight, labels, self.vocab_size, dtype, rows, self.chunk_fn, want_grad

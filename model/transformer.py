@@ -4,16 +4,20 @@ GPT-2 and Llama differ in the kind of norm and MLP, in where positions enter and
 config says which, and one block serves both.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
+from llm_train_bench.model.fused_backward import BiasApart, NormBeside
 from llm_train_bench.model.layers import (
+    ACTIVATIONS,
     MLP,
     Attention,
     Embedding,
@@ -24,6 +28,7 @@ from llm_train_bench.model.layers import (
     RMSNorm,
     Rope,
     autocast_dtype,
+    no_autocast,
     rope_tables,
     window_mask,
 )
@@ -65,6 +70,8 @@ class Block(nn.Module):
             self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, layout)
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
+        self.rotates &= not config.learned_positions
+        self.fused = False  # fuse_backward
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         """(B, T, d) to (B, T, d), with the rotary tables of T positions and a window's mask."""
@@ -72,13 +79,55 @@ class Block(nn.Module):
         if self.norm_after:
             x = x + self.drop(self.attn_norm(self.attn(x, rope, mask)))
             return x + self.drop(self.mlp_norm(self.mlp(x)))
-        x = x + self.drop(self.attn(self.attn_norm(x), rope, mask))
-        return x + self.drop(self.mlp(self.mlp_norm(x)))
+        x, h = self.normed(x, self.attn_norm, self.attn.out)
+        x = x + self.drop(self.attn(h, rope, mask))
+        x, h = self.normed(x, self.mlp_norm, getattr(self.mlp, "down", None))
+        return x + self.drop(self.mlp(h))
+
+    def normed(self, x: Tensor, norm: nn.Module, layer: nn.Module | None) -> tuple[Tensor, Tensor]:
+        """The residual stream and its norm; `layer` makes what is added to the stream next."""
+        if not self.fused:
+            return x, norm(x)
+        after = layer.bias if isinstance(layer, BiasApart) else None
+        with no_autocast(x.device):
+            bias = getattr(norm, "bias", None)
+            return NormBeside.apply(x, norm.weight, bias, after, norm.eps)
 
     def drop(self, x: Tensor) -> Tensor:
         """What is added to the residual stream: after dropout, and times the config's factor."""
         x = F.dropout(x, self.dropout, self.training) if self.dropout else x
         return x if self.scale == 1 else x * self.scale
+
+
+def fuse_backward(model: "Transformer") -> None:
+    """Let the functions of fused_backward.py compute what they can of each block, in place.
+
+    A part stays as it is where its layer is no plain linear one (FP8), where tensor parallelism divides
+    it, or where something lies between: rotary embedding, dropout, a norm after the sublayer.
+    """
+    blocks = model.blocks.children() if model.layout.tp == 1 else ()
+    for block in cast("Iterable[Any]", blocks):
+        attn, mlp = block.attn, block.mlp
+        plain = block.norm_after or block.dropout or block.scale != 1
+        block.fused = not plain and isinstance(block.attn_norm, RMSNorm | LayerNorm)
+        if isinstance(attn, Attention) and not attn.q_norm and not block.rotates:
+            attn.fused = _leaves_bias(attn.qkv)
+        if isinstance(mlp, MLP) and mlp.activation in (
+            ACTIVATIONS["gelu"],
+            ACTIVATIONS["gelu_tanh"],
+        ):
+            mlp.fused = _leaves_bias(mlp.up)
+        if block.fused and isinstance(block.attn_norm, LayerNorm):
+            _leaves_bias(attn.out)
+            _leaves_bias(getattr(mlp, "down", None))
+
+
+def _leaves_bias(layer: nn.Module | None) -> bool:
+    """Make a plain linear layer with a bias one that leaves its gradient to others."""
+    if type(layer) is not nn.Linear or layer.bias is None:
+        return False
+    layer.__class__ = BiasApart
+    return True
 
 
 class Transformer(HasWeights):
@@ -89,6 +138,7 @@ class Transformer(HasWeights):
     windows by FlexAttention (no backward on a CPU) instead of a dense mask. `balanced` deals experts out
     in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has the embedding
     with the first layer, norm and head with the last, and a tied head's weight at both ends.
+    `chunk_elements` are the most logits that the loss makes at a time (chunks.py).
     """
 
     embed: Embedding
@@ -102,6 +152,7 @@ class Transformer(HasWeights):
         balanced: bool = False,
         layout: Layout = ALONE,
         layers: range | None = None,
+        chunk_elements: int = CHUNK_ELEMENTS,
     ):
         super().__init__()
         self.config, self.seq_len, self.flex, self.layout = config, seq_len, flex, layout
@@ -121,7 +172,7 @@ class Transformer(HasWeights):
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
         self.lm_head = nn.Linear(d, V, bias=False) if self.last and not tied else None
-        self.loss = LinearCrossEntropy(config.vocab_size)
+        self.loss = LinearCrossEntropy(config.vocab_size, chunk_elements)
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.rope: Rope | None = None

@@ -110,6 +110,7 @@ TOGGLES = [
     *(f"--pt-compile --compile-mode {mode}" for mode in COMPILE_MODES),
     *(f"--attention {kernel}" for kernel in ("flash", "cudnn", "efficient", "math")),
     *("--sac-freq 1/2", "--sac-freq 1/1 --sac-policy op", "--pt-compile --sac-freq 1/2"),
+    *("--fused-backward", "--pt-compile --fused-backward"),
     *("--pad-vocab 384", "--bsz 2 --grad-acc-steps 2", "--amp fp16"),
     "--bsz 2 --grad-acc-steps 2 --pt-compile --compile-mode reduce-overhead",
 ]
@@ -122,6 +123,9 @@ def test_toggles_compute_the_same(flags, tmp_path, plain):
     r = only_result(tmp_path)
     if "--attention" in flags:
         assert r["attention_kernel"] == flags[1]
+    triton = [part for part, way in r["observed"]["paths"].items() if way == "triton"]
+    fused = ["gelu_backward", "join_heads", "norm_backward"]
+    assert sorted(triton) == fused * ("--fused-backward" in flags)
     if {"reduce-overhead", "max-autotune"} & set(flags):
         assert not any("recorded again" in note for note in r["notes"]), r["notes"]
         assert r["memory"] is None

@@ -1,7 +1,7 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,25 @@ def learning_rate(step: int, flags: OptimizerFlags, n_steps: int) -> float:
     return lowest + 0.5 * (flags.lr - lowest) * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def _divides_gradients(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its kernel divides gradients by `grad_scale`, as PyTorch's GradScaler uses it."""
-    fused = isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults.get("fused")
-    return bool(fused) and not is_sharded(parameters[0])
+    return isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults.get("fused"))
+
+
+def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
+    """The norm of all gradients, whole; those that FSDP divided are of one mesh.
+
+    PyTorch's function makes a chain of kernels for each sharded gradient.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not is_sharded(first := grads[0]):
+        return nn.utils.get_total_norm(grads)
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    # Of two dimensions the first holds replicas, whose gradients are the same.
+    over = [Replicate()] * (first.device_mesh.ndim - 1) + [Partial()]
+    square = nn.utils.get_total_norm([cast("DTensor", g).to_local() for g in grads]).square()
+    return DTensor.from_local(square, first.device_mesh, over).full_tensor().sqrt()
 
 
 def optimizer_step(
@@ -75,24 +90,19 @@ def optimizer_step(
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if gradients is not None:
-        norm = gradients.norm()
-        if max_norm:
-            gradients.clip(max_norm, norm)
-        optimizer.step()
-        return norm
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    norm = norm.full_tensor() if is_sharded(norm) else norm
+    norm = gradient_norm(parameters) if gradients is None else gradients.norm()
     scale = 1.0 if scaler is None else scaler.scale.clone()
     if scaler is not None:
         scaler.before_step(optimizer, norm)
-    if max_norm and scaler is None and _divides_gradients(optimizer, parameters):
+    if max_norm and scaler is None and _divides_gradients(optimizer):
         # The fused kernel reads the gradients anyway: no separate pass.
         optimizer.grad_scale = (norm / max_norm).clamp(min=1.0)
         optimizer.step()
         del optimizer.grad_scale
         return norm
-    if max_norm:
+    if max_norm and gradients is not None:
+        gradients.clip(max_norm, norm)
+    elif max_norm:
         # Scale and norm are on the device. Only a norm can be passed from there without a wait.
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm / scale)
     optimizer.step()

@@ -60,7 +60,8 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             even = _EvenLayout(work, rank) if work.fsdp else None
             layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
             config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
-            model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
+            chunk = work.chunk_elements
+            model = Transformer(config, seq_len, False, True, layout, layers, chunk)
         apply_recompute(model, work.recompute)
         if even:
             apply_fsdp(model, even.connect(CPU, 60.0), work)

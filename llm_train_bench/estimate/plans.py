@@ -58,7 +58,8 @@ def show_plans(wanted: EstimateFlags, changed: Callable[..., Args], config: Mode
 
         def make(flags: dict[str, Any], script: Script, n: int, gpu: Hardware = gpu) -> Work:
             args = check(changed(pt_compile=True, **flags), script)
-            return adapted(make_plan(args, script, n, gpu.platform, config).work, wanted)
+            plan = make_plan(args, script, n, gpu.platform, config, gpu.memory_gib)
+            return adapted(plan.work, wanted)
 
         gpus = wanted.per_node if wanted.days else wanted.gpus
         while True:

@@ -158,7 +158,8 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
     if not known:
         raise UsageError(f"{where} was measured on {hardware}, and --gpu is {gpu.name}")
     args = parse_args(["--from", str(path)], script)
-    work = make_plan(args, script, result.device.count, gpu.platform).work
+    memory = gpu.memory_gib
+    work = make_plan(args, script, result.device.count, gpu.platform, memory_gib=memory).work
     factor = speed_factor(work, gpu, wanted.per_node, measured)
     by = f"by {result.run_name} this device is {factor:.2f} times as fast as it is listed"
     return scaled(gpu, factor, factor), f"calibrated: {by}"

@@ -202,7 +202,7 @@ class _Sizes:
             self.block_copies = _low_precision_copies(work)
             self.copies = self.block_copies + 2.0 * self.vocabulary
         width = config.hidden_size if work.trains else 0
-        rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width)
+        rows = chunk_rows(work.own_tokens, config.padded_vocab_size, width, work.chunk_elements)
         self.rows = work.own_tokens if work.theirs.whole_logits else rows
 
 

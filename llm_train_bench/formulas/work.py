@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 
+from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 
 # The parts of a step, in their order.
@@ -201,6 +202,10 @@ class Work:
     optimizer: str
     balanced: bool
     """Whether experts are dealt out in turn in place of chosen."""
+    chunk_elements: int = CHUNK_ELEMENTS
+    """The most logits that the loss makes at a time (model/chunks.py)."""
+    fused_backward: bool = False
+    """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP

@@ -295,6 +295,8 @@ class Gradients:
             if name == "embed.weight" and model.config.tie_word_embeddings and layout.pp > 1:
                 self.tied, copies = parameter, 2 * copies  # of the first and of the last stage
             self.copies.append((parameter, copies))
+        device = self.copies[0][0].device
+        self.weights = torch.tensor([1 / n for _, n in self.copies], device=device)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -308,8 +310,9 @@ class Gradients:
             dist.all_reduce(flat, group=self.layout.groups["tp"])
             for part, values in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
                 part.copy_(values.view_as(part))
-        squares = [local_gradient(p).float().square().sum() / n for p, n in self.copies]
-        total = torch.stack(squares).sum()
+        parts = [local_gradient(p) for p, _ in self.copies]
+        norms = torch.stack(torch.ops.aten._foreach_norm(parts, 2, torch.float32))
+        total = (norms.square() * self.weights).sum()
         dist.all_reduce(total)
         return total.sqrt()
 

@@ -150,6 +150,11 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
         o = result.observed
         text = " / ".join(", ".join(names) or "unknown" for names in o.attention.values())
         rows.append(("kernels: attention; matmuls", f"{text}; {', '.join(o.matmuls) or 'unknown'}"))
+        rows += (
+            [("ways", "; ".join(f"{part}: {way}" for part, way in o.paths.items()))]
+            if o.paths
+            else []
+        )
         rows += [("fallbacks", "; ".join(o.fallbacks))] if o.fallbacks else []
         for kind, use in o.collectives.items():
             text = f"{use.calls:g}, {use.time_s:.4f} s, {number(use.bus_gb_per_s, '.3g')} GB/s"

@@ -24,6 +24,7 @@ from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import quiet_profiler
 from llm_train_bench.model import layers
 from llm_train_bench.model.layout import Attend
+from llm_train_bench.model.paths import taken
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
 from llm_train_bench.results.figures import matmul_work
@@ -138,6 +139,7 @@ def observed_in(trace: Trace, run: Run) -> Observed:
     """What ran in a trace of a run, and how that differs from what was asked for."""
     work, result = run.plan.work, run.result
     o = observe(trace, work.trains, work.world)
+    o.paths = dict(taken)
     compiled = compile_counts()
     if work.compiled or compiled.graphs:
         o.graphs_from_cache, o.graphs_generated = compiled.from_cache, compiled.generated

@@ -152,14 +152,17 @@ class Fp8Flags:
 
 @dataclasses.dataclass(frozen=True)
 class CompileFlags:
-    """Compilation.
+    """Compilation and kernels.
 
     pt_compile: Compile each block and the loss with torch.compile.
     compile_mode: Mode of torch.compile. reduce-overhead and max-autotune use CUDA graphs.
+    fused_backward: Compute the gradients of biases and norms inside other passes of the backward, with
+        Triton kernels on a GPU.
     """
 
     pt_compile: bool = flag(False, SPEED, headline=True)
     compile_mode: CompileMode = flag("default", SPEED)
+    fused_backward: bool = flag(False, SPEED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from llm_train_bench.formulas.collectives import traffic
 from llm_train_bench.formulas.memory_model import estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import Batch, Ddp, Fp8Work, Fsdp, Recompute, Work
+from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import ModelConfig, load_config
 from llm_train_bench.model.config_keys import TE_ACTIVATIONS
 from llm_train_bench.settings.flags import (
@@ -155,14 +156,15 @@ def make_plan(
     """Resolve checked arguments for `world` ranks on a platform.
 
     `config` is the model's, where it is read already; `memory_gib` is a device's memory, by which --bsz
-    auto becomes a number (without it, 1). UsageError or ConfigError where the run could not work.
+    auto becomes a number (without it, 1), and the loss is cut into chunks. UsageError or ConfigError
+    where the run could not work.
     """
     config = config or load_config(args.config, args.pad_vocab)
     if args.bsz == "auto":
 
         def sized(bsz: int) -> Plan:
             small = dataclasses.replace(args, bsz=bsz)
-            return make_plan(small, script, world, platform, config)
+            return make_plan(small, script, world, platform, config, memory_gib)
 
         return sized(1) if memory_gib is None else largest_plan(sized, args.global_bsz, memory_gib)
     if args.route == "balanced" and not config.experts:
@@ -204,9 +206,11 @@ def make_plan(
     resolved = resolve_batch(batch, seq_len, ranks)
     if script is Script.PP:
         check_pipeline(layout["fsdp"], config, resolved, args.global_bsz)
-    same = {n: getattr(args, n) for n in ("pass_type", "amp", "tf32", "attention", "optimizer")}
+    flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "fused_backward")
+    same = {name: getattr(args, name) for name in flags}
     work = Work(
         config, resolved, world, **same, **layout, balanced=args.route == "balanced",
+        chunk_elements=chunk_elements(None if platform == "cpu" else memory_gib),
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip

@@ -72,6 +72,8 @@ class Observed(Strict):
     fallbacks: list[str]
     mismatches: list[str] = Field(default_factory=list)
     collectives: dict[str, CollectiveUse] = Field(default_factory=dict)
+    paths: dict[str, str] = Field(default_factory=dict)
+    """By part of the model, which of several equal ways it took in this run."""
     graphs_from_cache: int | None = None
     graphs_generated: int | None = None
 
