@@ -97,7 +97,7 @@ from llm_train_bench.model import loss as loss_module
 from llm_train_bench.model.chunks import chunk_elements
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.transformer import Transformer, fuse_backward
-from llm_train_bench.model.triton_kernels import NORM_PROGRAMS, PROGRAM_ROWS
+from llm_train_bench.model.triton_kernels import PROGRAM_ROWS, norm_programs
 from llm_train_bench.settings.flags import OptimizerFlags
 
 RESULTS = ROOT / "benchmarks/results/bytes.json"
@@ -313,7 +313,8 @@ class Counter(TorchDispatchMode):
         elif func.namespace == "llm_train_bench":  # partial sums are written, and read once
             first, sums = tensors_of(out)
             rows = args[0].shape[:-2].numel() if name == "join_heads" else first.shape[0]
-            programs = NORM_PROGRAMS if name == "norm_backward" else math.ceil(rows / PROGRAM_ROWS)
+            programs = math.ceil(rows / PROGRAM_ROWS)
+            programs = norm_programs(first.shape[1]) if name == "norm_backward" else programs
             writes, kernels = writes + 8 * programs * sums.numel(), 2
         elif name.startswith(("_foreach", "_fused_adam")):
             # A launch has at most 320 blocks of 65536 elements.

@@ -6,15 +6,18 @@ operators. A linear layer then leaves the gradient of its bias to the function t
 anyway.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llm_train_bench.model.paths import taken
+from llm_train_bench.model.operators import operator, taken
 
 
-def _operator(fake):
-    """Register the operator `fake` with its fake implementation and the kernel of that name."""
+def _operator(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator by the Triton kernel of that name on a GPU, by PyTorch's operators on a CPU."""
     name = fake.__name__
 
     def kernel(*args):
@@ -27,12 +30,7 @@ def _operator(fake):
         taken[name] = "plain"
         return globals()[f"_plain_{name}"](*args)
 
-    schema = torch.library.infer_schema(fake, mutates_args=())
-    torch.library.define(f"llm_train_bench::{name}", schema)
-    torch.library.register_fake(f"llm_train_bench::{name}", fake)
-    torch.library.impl(f"llm_train_bench::{name}", "cuda", kernel)
-    torch.library.impl(f"llm_train_bench::{name}", "cpu", plain)
-    return getattr(torch.ops.llm_train_bench, name)
+    return operator(fake, cuda=kernel, cpu=plain)
 
 
 def _plain_gelu_backward(grad, h, tanh):

@@ -10,25 +10,25 @@ as the plain way, none repeated.
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
-from llm_train_bench.model.paths import taken
+from llm_train_bench.model.operators import taken
 
 
-def aligned_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """(rows, V) logits, with up to 7 more columns of any content.
+def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The head's weight (V, d) in a dtype, with rows of zeros up to a multiple of 16 bytes of logits.
 
-    Rows then begin at multiples of 16 bytes. The three matmuls of the head cannot load others (those
-    of a vocabulary of 50257) by tensor cores' wide instructions:
+    The three matmuls of the head then have no dimension that tensor cores cannot load by their wide
+    instructions, such as a vocabulary of 50257:
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
     """
-    n = weight.shape[0]
-    logits = hidden.new_empty(hidden.shape[0], n + -n % 8)
-    torch.mm(hidden, weight.t(), out=logits[:, :n])
-    return logits
+    if missing := -weight.shape[0] % (16 // dtype.itemsize):
+        weight = F.pad(weight, (0, 0, 0, missing))
+    return weight.to(dtype)
 
 
 def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def in_few_passes(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, want_grad):
-        low_h, low_w = hidden.to(dtype), weight.to(dtype)
+        low_h, low_w = hidden.to(dtype), aligned_weight(weight, dtype)
         n = hidden.shape[0]
         losses = []
         grad_hidden = torch.empty_like(low_h) if want_grad else None
@@ -83,10 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            chunk_loss, grad = chunk_fn(
-                aligned_logits(low_h[part], low_w), labels[part], vocab_size
-            )
-            grad = grad[:, : low_w.shape[0]]
+            chunk_loss, grad = chunk_fn(low_h[part] @ low_w.t(), labels[part], vocab_size)
             losses.append(chunk_loss)
             if grad_hidden is None:
                 continue
@@ -95,6 +92,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = _add_product(
                 grad_weight, grad.t(), low_h[part], torch.float32 if wide else weight.dtype
             )
+        if grad_weight is not None:
+            grad_weight = grad_weight[: weight.shape[0]]
         ctx.grads, ctx.n = (grad_hidden, grad_weight), n
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.cat(losses).mean()

@@ -55,3 +55,13 @@ def part_shape(
         return tuple(whole)
     kind, dim, _ = how
     return (*whole[:dim], whole[dim] // ranks[kind], *whole[dim + 1 :])
+
+
+def sharded_dimension(shape: Sequence[int], ranks: int) -> int:
+    """The dimension that FSDP shards of a parameter, or a layout's part of it, over `ranks`.
+
+    It pads the first to a multiple of the ranks: of 8 stacked experts on 64 ranks it would gather eight
+    times the bytes. Stacked matrices fewer than the ranks are sharded by their rows, if these divide:
+    FSDP2 pads no other dimension.
+    """
+    return int(len(shape) == 3 and shape[0] < ranks and shape[1] % ranks == 0)

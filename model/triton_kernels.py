@@ -12,10 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows of a tile, and rows of one program of the kernels that tile rows and columns.
-TILE_ROWS, PROGRAM_ROWS = 16, 512
-# Programs of the norm's backward, each of which takes every 528th row: four per multiprocessor.
-NORM_PROGRAMS = 528
+# Sizes and numbers of warps are the fastest of 4 to 35 that an H200 timed, for GPT-2 125M and 1.5B and,
+# for RMSNorm, Llama 8B (benchmarks/results/h200-20261126-2/kernel_sizes.txt).
+PROGRAM_ROWS = 512  # of a program, where programs also divide the columns
+
+
+def norm_programs(d: int) -> int:
+    """Programs of a norm's backward, each of which takes every so-manieth row of `d` numbers."""
+    return 132 * max(1, 8192 // triton.next_power_of_2(d))
 
 
 @triton.jit
@@ -58,7 +62,7 @@ def gelu_backward(grad: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     programs = triton.cdiv(N, PROGRAM_ROWS)
     out, sums = torch.empty_like(h), h.new_empty(programs, F, dtype=torch.float32)
     grid = programs, triton.cdiv(F, columns)
-    _gelu_backward[grid](grad, h, out, sums, N, F, tanh, PROGRAM_ROWS, TILE_ROWS, columns)
+    _gelu_backward[grid](grad, h, out, sums, N, F, tanh, PROGRAM_ROWS, 32, columns, num_warps=4)
     return out, sums.sum(0)
 
 
@@ -101,8 +105,9 @@ def join_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     strides = [s for t in (q, k, v) for s in t.stride()[:3]]
     block = triton.next_power_of_2(D)
     _join_heads[programs, heads](
-        q, k, v, out, sums, N, T, H, K, D, heads * D, *strides, PROGRAM_ROWS, 2 * TILE_ROWS, block
-    )
+        q, k, v, out, sums, N, T, H, K, D, heads * D, *strides, PROGRAM_ROWS, 128, block,
+        num_warps=8,
+    )  # fmt: skip
     return out, sums.sum(0)
 
 
@@ -155,10 +160,10 @@ def norm_backward(
     fp32: the gradient of the weight and, with a mean, that of the norm's bias and the stream's sums.
     """
     N, d = x.shape
-    n, programs = 1 if mean is None else 3, min(N, NORM_PROGRAMS)
+    n, programs = 1 if mean is None else 3, min(N, norm_programs(d))
     out, sums = torch.empty_like(x), x.new_empty(n, programs, d, dtype=torch.float32)
     block = triton.next_power_of_2(d)
-    warps = max(1, min(16, block // 256))
+    warps = 16 if block > 2048 else max(1, block // 1024)
     centred, mean = mean is not None, rstd if mean is None else mean
     _norm_backward[(programs,)](
         grad, x, mean, rstd, weight, stream, out, sums, N, d, programs, triton.cdiv(N, programs),

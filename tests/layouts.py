@@ -48,6 +48,9 @@ MODELS = {
     "gpt_oss": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, swiglu_limit=7.0),
     "deepseek": FAMILIES["deepseek_v3"] | SIZES | dict(num_key_value_heads=8) | BALANCED,
     # Five words and one expert for each: some ranks get no row.
+    # Fewer experts than shards, which FSDP then shards by rows; and with biases, which it does not.
+    "few": MOE | dict(num_experts=2) | ONE_EXPERT,
+    "few-biases": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, num_local_experts=3),
     "lopsided": MOE | dict(vocab_size=5, pad_token_id=None) | ONE_EXPERT,
 }
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
@@ -107,6 +110,13 @@ CASES = {
     "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
     "ep2-compiled": Case(2, "moe", "--ep 2 --pt-compile", True),
     "dp2-deepseek": Case(2, "deepseek", ""),
+    "dp4-few": Case(4, "few", ""),
+    "dp4-few-bf16": Case(4, "few", "--amp bf16 --reduce-dtype bf16"),
+    "dp4-few-biases": Case(4, "few-biases", ""),
+    "ep2-few": Case(4, "few", "--ep 2"),
+    "tp2-few": Case(4, "few", "--tp 2"),
+    "hsdp2x2-ep2-few": Case(8, "few", "--dp-replicate 2 --ep 2"),
+    "pp2-few": Case(8, "few", "--pp 2 --bsz 1 --grad-acc-steps 2"),
     "ep2-deepseek-bf16": Case(2, "deepseek", "--ep 2 --amp bf16"),
     "pp2": Case(2, "qwen3", "--pp 2"),
     "pp2-tied": Case(2, "gpt2", "--pp 2 --grad-acc-steps 2"),
@@ -143,6 +153,11 @@ CHECKPOINTS = {
     "cp2-resume-pp": (2, "moe", "--cp 2", "pp-resume-ep2", 10),
     "ep2-resume-pp": (2, "moe", "--ep 2", "pp-resume-ep2", 10),
     "one-resume-pp": (1, "moe", "", "pp-resume-ep2", 12),
+    "few-save": (4, "few", ""),
+    "few-resume": (2, "few", "", "few-save", 4),
+    "few-resume-ep2": (4, "few", "--ep 2", "few-resume", 6),
+    "few-resume-again": (4, "few", "", "few-resume-ep2", 8),
+    "few-resume-one": (1, "few", "", "few-resume-ep2", 10),
     "pp-save-tied": (2, "gpt2", "--pp 2"),
     "dp2-resume-tied": (2, "gpt2", "--tp 2", "pp-save-tied", 6),
     "pp-resume-tied": (4, "gpt2", "--pp 2", "dp2-resume-tied", 10),
@@ -163,7 +178,8 @@ GLOBAL = 8  # samples of a step
 SHORT = (
     "tp2-biases cp2 dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss dp2-ep2-accumulate "
     "cp4-gather ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half mutant-divided mutant-tied mutant-tie "
-    "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied"
+    "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
+    "few-save few-resume few-resume-ep2"
 ).split()
 
 

@@ -21,7 +21,7 @@ from llm_train_bench.model.experts import (
 )
 from llm_train_bench.model.init import fill, materialize
 from llm_train_bench.model.layout import ALONE
-from llm_train_bench.model.shares import divided, whole_shape
+from llm_train_bench.model.shares import divided, sharded_dimension, whole_shape
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.layout import Gradients, RankLayout
 from llm_train_bench.settings.flags import OptimizerFlags
@@ -72,6 +72,12 @@ def test_parts_are_those_that_the_model_builds_and_join_to_the_whole(family, mon
         assert whole_shape(shape, name, part[name].shape) == parameter.shape
         if divided(shape, name) is not None:
             assert torch.equal(layout.joined(shape, name, parts), full), name
+
+
+def test_experts_are_sharded_whole_unless_ranks_outnumber_them():
+    dimensions = [sharded_dimension((8, 48, 64), ranks) for ranks in (1, 7, 8, 9, 16, 32)]
+    assert dimensions == [0, 0, 0, 0, 1, 0]  # 48 rows do not divide by 9 and 32
+    assert sharded_dimension((8, 48), 16) == sharded_dimension((8,), 16) == 0  # biases
 
 
 def test_experts_are_computed_as_by_a_plain_loop():

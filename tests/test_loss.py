@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_train_bench.model.loss import LinearCrossEntropy, aligned_logits, chunk_rows, in_few_passes
+from llm_train_bench.model.loss import LinearCrossEntropy, aligned_weight, chunk_rows, in_few_passes
 from tests.helpers import python
 
 N, D, V = 75, 32, 211
@@ -38,11 +38,12 @@ def test_gradients_of_logits_have_aligned_rows(compiled):
     hidden, weight, labels = (t.detach() for t in tensors())
     fn = LinearCrossEntropy(V).chunk_fn
     fn = torch.compile(fn, backend="aot_eager") if compiled else fn
-    logits = aligned_logits(hidden, weight)
-    logits[:, V:] = float("nan")
-    loss, grad = fn(logits, labels, V)
-    assert loss.item() == pytest.approx(F.cross_entropy(hidden @ weight.t(), labels).item() * N)
-    assert grad.stride() == (216, 1) and not grad[:, V:].any()
+    wide = aligned_weight(weight, torch.bfloat16)
+    assert wide.shape == (216, D) and torch.equal(wide[:V], weight.bfloat16())
+    losses, grad = fn(hidden @ aligned_weight(weight, torch.float32).t(), labels, V)
+    plain = F.cross_entropy(hidden @ weight.t(), labels, reduction="none")
+    torch.testing.assert_close(losses, plain)
+    assert grad.shape == (N, 212) and not grad[:, V:].any()
     exact = (hidden @ weight.t()).softmax(-1)
     exact[torch.arange(N), labels] -= 1
     torch.testing.assert_close(grad[:, :V], exact, atol=1e-6, rtol=1e-5)
@@ -58,10 +59,11 @@ def test_few_passes_are_exact_in_every_format(converts, dtype):
     exact = logits.double()
     grad = exact.softmax(-1)
     grad[torch.arange(64), target[:, 0]] -= 1
-    loss, low = in_few_passes(logits, logits, target, converts)
+    losses, low = in_few_passes(logits, logits, target, converts)
     assert low.dtype == dtype and low.data_ptr() == logits.data_ptr()
-    plain = F.cross_entropy(exact, target[:, 0], reduction="sum")
-    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    plain = F.cross_entropy(exact, target[:, 0], reduction="none")
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses.double(), plain, rtol=1e-6, atol=1e-6)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(low.double(), grad, rtol=eps, atol=1e-6)
 

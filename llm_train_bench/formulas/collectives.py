@@ -16,7 +16,7 @@ from llm_train_bench.formulas.parameters import Shapes, layer_names, matrices, p
 from llm_train_bench.formulas.work import Fsdp, Work
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.shapes import NO_EXPERTS
-from llm_train_bench.model.shares import divided, part_shape
+from llm_train_bench.model.shares import divided, part_shape, sharded_dimension
 
 
 class Part(NamedTuple):
@@ -28,7 +28,7 @@ class Part(NamedTuple):
     shape: Sequence[int]
     mesh: int
     padded: int
-    """Numbers, with rows padded to a multiple of the ranks."""
+    """Numbers, with the sharded dimension padded to a multiple of the ranks."""
 
 
 def traffic(work: Work, pp_rank: int = 0) -> dict[str, int]:
@@ -140,7 +140,8 @@ def rank_parameters(
             how = divided(config, name)
             mesh //= fsdp.ep if how is not None and how[0] == "ep" else fsdp.tp
         part = part_shape(config, name, shape, {"tp": fsdp.tp, "ep": fsdp.ep})
-        yield Part(name, layer, part, mesh, -(-part[0] // mesh) * mesh * math.prod(part[1:]))
+        rows = part[sharded_dimension(part, mesh)]
+        yield Part(name, layer, part, mesh, -(-rows // mesh) * mesh * math.prod(part) // rows)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -185,8 +185,7 @@ class _Sizes:
         self.vocabulary = config.padded_vocab_size * config.hidden_size
         self.blocks, self.held = sum(work.block_parameters), 0.0
         numbers = dict.fromkeys((-1, *work.layers_of(pp_rank)), 0.0)
-        # Rows are what is sharded: fewer experts than shards leave whole ones on the first ranks,
-        # and gathers come padded.
+        # Shards and gathers come padded to a multiple of the ranks.
         for part in rank_matrices(config, fsdp, pp_rank):
             self.held += part.padded / part.mesh
             numbers[part.layer] += part.padded

@@ -24,7 +24,7 @@ from llm_train_bench.formulas.collectives import (
 from llm_train_bench.formulas.flops import attended_keys, attention_width
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
-from llm_train_bench.model.shares import part_shape
+from llm_train_bench.model.shares import part_shape, sharded_dimension
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,8 +154,11 @@ def _group_time(work: Work, pp_rank: int, gpu: Hardware) -> tuple[PartTime, floa
         memory += 6 * n / rate  # autocast casts every weight in every forward pass
     if work.fsdp.shards > 1:
         # What a gather brought is copied to where the block's weights lie: read and written.
+        # What is not sharded by its first dimension is put in order besides, and its gradient too.
         gathers = 2 if work.trains and work.fsdp.reshard else 1
-        memory += gathers * 2 * work.matmul_bytes * n / rate
+        twice = sum(math.prod(p.shape) for p in parts if sharded_dimension(p.shape, p.mesh))
+        copied = gathers * n + (gathers + work.trains) * twice
+        memory += 2 * work.matmul_bytes * copied / rate
     if work.trains:
         # Gradients are written, and cast to fp32: under FSDP all of them, before they are reduced.
         memory += 6 * n / rate

@@ -1,7 +1,6 @@
 """Sharding by FSDP2 (fully_shard), replicated too under HSDP."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, cast
@@ -11,10 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import AMP_DTYPES
@@ -23,7 +24,7 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.hf import Pretrained
 from llm_train_bench.model.init import fill
 from llm_train_bench.model.layout import HasWeights, own_part
-from llm_train_bench.model.shares import whole_shape
+from llm_train_bench.model.shares import sharded_dimension, whole_shape
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -45,7 +46,14 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
     )
     offload = CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy()
     common: dict[str, Any] = dict(ignored_params=fixed, mp_policy=policy, offload_policy=offload)
-    shard = functools.partial(fully_shard, reshard_after_forward=options.reshard, **common)
+    common["reshard_after_forward"] = options.reshard
+
+    def shard(module: nn.Module, mesh: DeviceMesh, **changed: Any) -> FSDPModule:
+        def placement(parameter: nn.Parameter) -> Shard:
+            return Shard(sharded_dimension(parameter.shape, mesh.shape[-1]))
+
+        return fully_shard(module, mesh=mesh, shard_placement_fn=placement, **common | changed)
+
     exact = dataclasses.replace(policy, param_dtype=None)
     ahead, units = options.prefetch, []
     for layer, block in cast(dict[str, Any], model.blocks).items():
@@ -103,7 +111,7 @@ def set_exact_values(
 def shard_values(
     model: HasWeights, device: torch.device, seed: int, weights: Pretrained | None
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-    """Each parameter of a sharded model with its first values [fp32]: this rank's rows, and all.
+    """Each parameter of a sharded model with its first values [fp32]: this rank's, and all.
 
     They are the values of an unsharded model. One parameter at a time is made whole (or read, with
     `weights` from check_pretrained): the model never exists whole anywhere.
@@ -113,8 +121,9 @@ def shard_values(
         full = torch.empty(shape, dtype=parameter.dtype, device=device)
         fill(full, name, model.config, seed, weights)
         part = own_part(model.config, name, full, model.layout)
-        _, (offset, *_), (length, *_), _, _ = place(parameter)
-        yield parameter, part[offset : offset + length], full
+        _, offsets, lengths, _, _ = place(parameter)
+        own = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
+        yield parameter, part[own], full
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:

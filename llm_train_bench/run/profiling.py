@@ -24,7 +24,7 @@ from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.memory import quiet_profiler
 from llm_train_bench.model import layers
 from llm_train_bench.model.layout import Attend
-from llm_train_bench.model.paths import taken
+from llm_train_bench.model.operators import taken
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import meet
 from llm_train_bench.results.figures import matmul_work

@@ -1,0 +1,118 @@
+"""Linear layers in fp32 by oneDNN on a CPU (--linear onednn).
+
+PyTorch takes MKL, which is half as fast on AMD's CPUs. oneDNN's operator belongs to Inductor's
+inference, and has no gradient. Here are one with a gradient, the layer that uses it, and the choice.
+"""
+
+import time
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llm_train_bench.model.operators import operator, taken
+
+# The part of a step's matmul time that oneDNN must save to be taken.
+LEAST_GAIN = 0.03
+
+
+def available() -> bool:
+    """Whether this build of PyTorch has oneDNN's operator."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _onednn_linear(x, w, b):
+    taken["linear layers"] = "onednn"
+    return torch.ops.mkldnn._linear_pointwise(x, w, b, "none", [], "")
+
+
+def onednn_linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """(..., K) times (N, K), a view of any strides, transposed; plus a bias (N,)."""
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+linear = operator(onednn_linear, cpu=_onednn_linear)
+
+
+def _onednn_grad_weight(g, x):
+    # The first operand is copied if it is transposed: the smaller one.
+    if g.shape[1] <= x.shape[1]:
+        return _onednn_linear(g.t(), x.t(), None)
+    return _onednn_linear(x.t(), g.t(), None).t().contiguous()
+
+
+def onednn_grad_weight(g: Tensor, x: Tensor) -> Tensor:
+    """The weight's gradient (N, K): (M, N) transposed times (M, K)."""
+    return g.new_empty(g.shape[1], x.shape[1])
+
+
+grad_weight = operator(onednn_grad_weight, cpu=_onednn_grad_weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, b):
+        ctx.save_for_backward(x, w)
+        ctx.bias = b is not None
+        return linear(x, w, b)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, w = ctx.saved_tensors
+        g, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
+        wanted = ctx.needs_input_grad
+        return (
+            linear(g, w.t(), None).view(x.shape) if wanted[0] else None,
+            grad_weight(g, rows) if wanted[1] else None,
+            g.sum(0) if ctx.bias and wanted[2] else None,
+        )
+
+
+class OnednnLinear(nn.Linear):
+    """nn.Linear by oneDNN where it can be: in fp32, on a CPU, without autocast."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        tensors = (input, self.weight) if self.bias is None else (input, self.weight, self.bias)
+        if (
+            torch.is_autocast_enabled("cpu")
+            or any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors)
+            or not input.numel()
+        ):
+            return super().forward(input)
+        return _Linear.apply(input, self.weight, self.bias)
+
+
+def use_onednn(model: nn.Module) -> None:
+    """Make the plain linear layers of a model OnednnLinear, in place; FP8 layers stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = OnednnLinear
+
+
+def faster_linear(shapes: Iterable[tuple[int, int]], rows: int, seconds: float = 0.3) -> str:
+    """`onednn` or `plain`: what is faster for layers (N, K) with an input of so many rows.
+
+    Forward and both gradients, in turn, each by its shortest time, in about `seconds` altogether.
+    """
+    total, pairs = {"plain": 0.0, "onednn": 0.0}, list(shapes)
+    for n, k in pairs:
+        x, w, g = torch.rand(rows, k), torch.rand(n, k), torch.rand(rows, n)
+        ways = {
+            "plain": lambda x=x, w=w, g=g: (F.linear(x, w), g @ w, g.t() @ x),
+            "onednn": lambda x=x, w=w, g=g: (
+                linear(x, w, None),
+                linear(g, w.t(), None),
+                grad_weight(g, x),
+            ),
+        }
+        least, end = dict.fromkeys(ways, float("inf")), time.perf_counter() + seconds / len(pairs)
+        for _ in range(8):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                least[name] = min(least[name], time.perf_counter() - start)
+            if time.perf_counter() > end:
+                break
+        total = {name: total[name] + least[name] for name in total}
+    return "onednn" if total["onednn"] < (1 - LEAST_GAIN) * total["plain"] else "plain"

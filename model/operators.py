@@ -1,0 +1,24 @@
+"""Operators of our own for PyTorch and its compiler, and which of several equal ways the model took."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# By what is computed, how, in this process. Noted by the code that runs, not by the one that decides.
+taken: dict[str, str] = {}
+
+
+def operator(fake: Callable[..., Any], **kernels: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of the name and the signature of `fake`, which makes its empty outputs.
+
+    `kernels` compute it, by type of device. The compiler keeps the strides of inputs. Autograd knows no
+    such operator, and would silently give no gradient: call it inside a torch.autograd.Function.
+    """
+    name = f"llm_train_bench::{fake.__name__}"
+    tags = torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag
+    torch.library.define(name, torch.library.infer_schema(fake, mutates_args=()), tags=tags)
+    torch.library.register_fake(name, fake)
+    for device, kernel in kernels.items():
+        torch.library.impl(name, device, kernel)
+    return getattr(torch.ops.llm_train_bench, fake.__name__).default
