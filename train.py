@@ -45,7 +45,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
-        apply_kernels(model, work)
+        linear = run.choose_linear()
+        apply_kernels(model, work, linear)
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)

@@ -46,7 +46,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
-        apply_kernels(model, work)
+        linear = run.choose_linear()
+        apply_kernels(model, work, linear)
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)

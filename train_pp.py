@@ -43,8 +43,9 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, Fp8(), kernel) as run:
         meshes = layout.connect(device, plan.ranks.dist_timeout)
+        linear = run.choose_linear()
         for stage in model.stages:
-            apply_kernels(stage, work)
+            apply_kernels(stage, work, linear)
             apply_recompute(stage, work.recompute)
             apply_compile(stage, work.compile_mode)
             apply_fsdp(stage, meshes, work)

@@ -33,6 +33,8 @@ class PeerBlock(nn.Module):
     def __init__(self, c: ModelConfig, kind: str):
         super().__init__()
         self.c, self.kind = c, kind
+        # GPT-2's own, by which all can be compared. nanoGPT's users run the exact one: "none".
+        self.gelu = "tanh"
         d, gpt = c.hidden_size, kind == "nanogpt"
         norm = NORMS[kind]
         self.norm_1, self.norm_2 = norm(d, eps=c.norm_eps), norm(d, eps=c.norm_eps)
@@ -45,9 +47,8 @@ class PeerBlock(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
         x = x + self.attend(self.norm_1(x), rope)
         h = self.norm_2(x)
-        # nanoGPT's GELU is the exact one; GPT-2's own, which all are given here, approximates it.
         if self.gate is None:
-            h = F.gelu(self.up(h), approximate="tanh")
+            h = F.gelu(self.up(h), approximate=self.gelu)
         else:
             h = F.silu(self.gate(h)) * self.up(h)
         return x + self.down(h)

@@ -1,13 +1,14 @@
 """Our train.py and train_ddp.py against other trainers: one model, weights, data, precision, in turn.
 
-    python benchmarks/peers.py [--shapes gpt2 llama ...] [--ranks 1|2] [--rounds N]
+    python benchmarks/peers.py [--shapes gpt2 llama ...] [--amps off bf16] [--ranks 1|2] [--rounds N]
 
-transformers in the barest loop and by its Trainer, nanoGPT (GPT-2), litgpt and torchtitan (Llama; all
-three written anew in peer_models.py), each as its users run it: eager, and compiled (torchtitan by
-block). Before anything is timed, each must give the loss and the gradient norm of ours for one batch;
-who does not is out. Each round of each has a process of its own; all are tuned alike (freed memory is
-kept, no garbage collection within steps). On a CPU 6 layers, 6 heads, 384 wide, T 256, B 8, vocabulary
-256, fp32; on a GPU GPT-2 124M and 1.5B, and an 8B Llama's shape of 16 layers, bf16.
+transformers in the barest loop and by its Trainer (which needs accelerate), nanoGPT (GPT-2), litgpt and
+torchtitan (Llama; all three written anew in peer_models.py), each as its users run it: eager, and
+compiled (torchtitan by block). Before anything is timed, each must give the loss and the gradient norm
+of ours for one batch; who does not is out. nanoGPT does so with GPT-2's GELU, and is timed with its own,
+the exact one. Each round of each has a process of its own; all are tuned alike (freed memory is kept, no
+garbage collection within steps). On a CPU 6 layers, 6 heads, 384 wide, T 256, B 8, vocabulary 256, in
+fp32 and in bf16 by autocast; on a GPU GPT-2 124M and 1.5B, and an 8B Llama's shape of 16 layers, bf16.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import transformers
 
 from benchmarks import common
-from benchmarks.peer_models import Peer
+from benchmarks.peer_models import Peer, PeerBlock
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.measure.device import keep_freed_memory, synchronize
 from llm_train_bench.model.hf import save_pretrained
@@ -39,7 +40,7 @@ from llm_train_bench.run.loop import uncollected
 # Not by pick_device, which tunes the process for our own runs.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 GPU = DEVICE.type == "cuda"
-AMP = "bf16" if GPU else "off"
+AMPS = ["bf16"] if GPU else ["off", "bf16"]
 SMALL = {"vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 384, "n_layer": 6, "n_head": 6, "n_positions": 256}
@@ -62,7 +63,7 @@ WARMUP = 10 if GPU else 3
 PEERS = {"gpt2": ("nanogpt",), "llama": ("litgpt", "torchtitan")}
 MODES = ["eager", "compiled"]
 HUGGING_FACE = ("transformers", "trainer")
-TOLERANCE = 2e-2 if GPU else 1e-4  # of loss and norm, relative
+TOLERANCES = {"off": 1e-4, "bf16": 2e-2}  # of loss and norm, relative
 
 
 def shape_of(name: str) -> tuple[dict[str, Any], int, int, int]:
@@ -80,9 +81,12 @@ def write_checkpoint(shape: str, directory: Path) -> None:
         (directory / name).write_text(json.dumps(raw))
     model, ids = common.fresh_model(directory / "config.json", T, DEVICE), first_batch(raw, B, T)
     save_pretrained(model, directory)
-    with autocast(AMP, DEVICE):
-        loss = model(ids[:, :-1], ids[:, 1:])
-    (directory / "ours.json").write_text(json.dumps(agreement(loss, model)))
+    ours = {}
+    for amp in AMPS:
+        with autocast(amp, DEVICE):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        ours[amp] = agreement(loss, model)
+    (directory / "ours.json").write_text(json.dumps(ours))
 
 
 def peer_model(peer: str, directory: Path, T: int) -> torch.nn.Module:
@@ -118,19 +122,26 @@ def first_batch(raw: dict[str, Any], B: int, T: int) -> torch.Tensor:
     return torch.randint(raw["vocab_size"], (B, T + 1), generator=generator).to(DEVICE)
 
 
-def time_peer(peer: str, compiled: bool, shape: str, directory: Path) -> float:
+def time_peer(peer: str, compiled: bool, amp: str, shape: str, directory: Path) -> float:
     """Seconds of a peer's step after its warm-up; its loss and norm are held against ours first."""
     raw, B, T, steps = shape_of(shape)
     module = peer_model(peer, directory, T).to(DEVICE)
     ids = first_batch(raw, B, T)
-    with autocast(AMP, DEVICE):
+    with autocast(amp, DEVICE):
         loss = loss_of(peer, module, ids)
     theirs = agreement(loss, module)
-    ours = json.loads((directory / "ours.json").read_text())
-    if any(abs(a / b - 1) > TOLERANCE for a, b in zip(theirs, ours, strict=True)):
+    ours = json.loads((directory / "ours.json").read_text())[amp]
+    if any(abs(a / b - 1) > TOLERANCES[amp] for a, b in zip(theirs, ours, strict=True)):
         raise SystemExit(f"{peer}: loss and gradient norm are {theirs}, ours {ours}; not timed")
+    print(f"{peer}, {amp}: loss and gradient norm {theirs}, ours {ours}", file=sys.stderr)
+    if peer == "nanogpt":
+        for block in module.get_submodule("blocks").children():
+            cast(PeerBlock, block).gelu = "none"
+        with autocast(amp, DEVICE):
+            loss = loss_of(peer, module, ids)
+        print(f"{peer}, timed with the exact GELU: {agreement(loss, module)}", file=sys.stderr)
     if peer == "trainer":
-        return trainer_steps(module, raw, B, T, steps, compiled)
+        return trainer_steps(module, raw, B, T, steps, compiled, amp)
     called = module
     if compiled and peer == "torchtitan":
         for block in module.get_submodule("blocks").children():
@@ -140,14 +151,14 @@ def time_peer(peer: str, compiled: bool, shape: str, directory: Path) -> float:
     if dist.is_initialized():
         called = torch.nn.parallel.DistributedDataParallel(called)
     draw = functools.partial(torch.randint, raw["vocab_size"], (B, T + 1), device=DEVICE)
-    step = common.bare_step(module, functools.partial(loss_of, peer, called), draw, AMP)
+    step = common.bare_step(module, functools.partial(loss_of, peer, called), draw, amp)
     common.time_steps(step, WARMUP, DEVICE)
     if dist.is_initialized():
         dist.barrier()
     return common.time_steps(step, steps, DEVICE)
 
 
-def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> float:
+def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool, amp: str) -> float:
     """transformers.Trainer over random ids: seconds of a step after its warm-up."""
     times: list[float] = []
 
@@ -160,7 +171,7 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
     data = [{"input_ids": x, "labels": x} for x in torch.randint(raw["vocab_size"], (n * B, T))]
     options: dict[str, Any] = {"learning_rate": common.LR, "adam_beta2": common.BETAS[1]}
     options |= {"optim": "adamw_torch_fused", "max_grad_norm": common.CLIP, "max_steps": n}
-    options |= {"bf16": GPU, "use_cpu": not GPU}
+    options |= {"bf16": amp == "bf16", "use_cpu": not GPU}
     options |= {"report_to": [], "save_strategy": "no", "logging_strategy": "no"}
     options |= {"per_device_train_batch_size": B, "torch_compile": compiled, "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as out:
@@ -169,10 +180,10 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool) -> fl
     return (times[-1] - times[WARMUP - 1]) / steps
 
 
-def time_ours(compiled: bool, shape: str, directory: Path, ranks: int) -> float:
+def time_ours(compiled: bool, amp: str, shape: str, directory: Path, ranks: int) -> float:
     """The same of our own scripts."""
     _, B, T, steps = shape_of(shape)
-    argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", AMP, "--lr", common.LR]
+    argv = [directory / "plain.json", "--bsz", B, "--seq-len", T, "--amp", amp, "--lr", common.LR]
     argv += ["--n-steps", steps, "--warmup-steps", WARMUP, "--warmup-seconds", 0]
     argv += ["--pt-compile"] * compiled + ["--nproc", ranks] * (ranks > 1)
     script = "train.py" if ranks == 1 else "train_ddp.py"
@@ -180,8 +191,8 @@ def time_ours(compiled: bool, shape: str, directory: Path, ranks: int) -> float:
 
 
 def contestant(name: str) -> None:
-    """Be a rank of a peer, `shape/peer/eager|compiled/directory`; rank 0 prints the seconds."""
-    shape, peer, mode, directory = name.split("/", 3)
+    """Be a rank of a peer, `shape/peer/eager|compiled/off|bf16/directory`; rank 0 prints the seconds."""
+    shape, peer, mode, amp, directory = name.split("/", 4)
     rank = int(os.environ.get("RANK", 0))
     if GPU:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -190,7 +201,7 @@ def contestant(name: str) -> None:
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if GPU else "gloo")
     with uncollected():
-        seconds = time_peer(peer, mode == "compiled", shape, Path(directory))
+        seconds = time_peer(peer, mode == "compiled", amp, shape, Path(directory))
     if rank == 0:
         print(seconds)
     if "RANK" in os.environ:
@@ -205,12 +216,12 @@ def contestants(args: argparse.Namespace, shape: str, peers: Sequence[str], top:
         threads = max(1, torch.get_num_threads() // args.ranks)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     functions, partial = {}, functools.partial
-    for mode in args.modes:
-        compiled = mode == "compiled"
-        functions[f"ours {mode}"] = partial(time_ours, compiled, shape, top, args.ranks)
+    for mode, amp in itertools.product(args.modes, args.amps):
+        ours = partial(time_ours, mode == "compiled", amp, shape, top, args.ranks)
+        functions[f"ours {mode} {amp}"] = ours
         for peer in peers:
-            command = (*launcher, __file__, "--contestant", f"{shape}/{peer}/{mode}/{top}")
-            functions[f"{peer} {mode}"] = partial(common.number_apart, *command)
+            command = (*launcher, __file__, "--contestant", f"{shape}/{peer}/{mode}/{amp}/{top}")
+            functions[f"{peer} {mode} {amp}"] = partial(common.number_apart, *command)
     return functions
 
 
@@ -219,6 +230,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--modes", nargs="*", default=MODES, choices=MODES)
+    parser.add_argument("--amps", nargs="*", default=AMPS, choices=AMPS)
     parser.add_argument("--peers", nargs="*", help="default: all of the shape's family")
     parser.add_argument("--contestant", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -237,12 +249,13 @@ def main() -> None:
             functions = contestants(args, shape, peers, Path(top))
             times = common.interleave(functions, args.rounds, first=1)
         pairs = {}
-        for mode, peer in itertools.product(args.modes, peers):
-            if {ours := f"ours {mode}", theirs := f"{peer} {mode}"} <= times.keys():
-                pairs[f"ours / {peer}, {mode}"] = ours, theirs
+        for cell in itertools.product(args.modes, args.amps, peers):
+            mode, amp, peer = cell
+            if {ours := f"ours {mode} {amp}", theirs := f"{peer} {mode} {amp}"} <= times.keys():
+                pairs[f"ours / {peer}, {mode}, {amp}"] = ours, theirs
         about = (
             f"a training step of {shape}: T {T}, B {B} a rank, V {raw['vocab_size']}, "
-            f"{'bf16' if GPU else 'fp32'}, {args.ranks} rank(s), tuned alike; transformers "
+            f"{args.ranks} rank(s), tuned alike; nanogpt with its exact GELU; transformers "
             f"{transformers.__version__}"
         )
         common.report(f"peers-{shape}-{args.ranks}", times, pairs, about)

@@ -11,18 +11,12 @@ from torch import Tensor
 
 from llm_train_bench.model.operators import operator, taken
 
-
-def serves(q: Tensor, seq_len: int) -> bool:
-    """Whether to take it for queries (B, H, T, D): probabilities of long sequences take too much memory.
-
-    At the limit they are a third of what else a block keeps.
-    """
-    return q.device.type == "cpu" and seq_len * q.element_size() <= 2048
+aten = torch.ops.aten
 
 
 def _ends(T: int, width: int) -> list[tuple[int, int]]:
     """First and last queries of the blocks: 64 to 128 in fp32, twice as many in 16 bits."""
-    size = max(64 if width == 4 else 128, T // 8)
+    size = max(256 // width, T // 8)
     return [(start, min(start + size, T)) for start in range(0, T, size)]
 
 
@@ -47,8 +41,8 @@ def block_attention(
     """(B, H, T, D), (B, K, T, D), (B, K, T, E) to (B, H, T, E); and the backward's p, q, k, v."""
     (B, H, T, D), E = q.shape, v.shape[3]
     n = sum((end - start) * end for start, end in _ends(T, q.element_size()))
-    rows = [q.new_empty(B * H, T, size) for size in (D, D, E)]
-    return q.new_empty(B, T, H, E).transpose(1, 2), q.new_empty(B * H * n), *rows
+    q_rows, k_rows, v_rows = (q.new_empty(B * H, T, size) for size in (D, D, E))
+    return q.new_empty(B, T, H, E).transpose(1, 2), q.new_empty(B * H * n), q_rows, k_rows, v_rows
 
 
 def _block_attention(q, k, v, scale):
@@ -65,7 +59,7 @@ def _block_attention(q, k, v, scale):
         torch.baddbmm(scores, wide_q[:, start:end], keys, beta=0, alpha=scale, out=scores)
         later = scores.new_full((end - start, end - start), float("-inf")).triu_(1)
         scores[:, :, start:].add_(later)
-        torch._softmax(scores, -1, False, out=scores)
+        aten._softmax(scores, -1, False, out=scores)
         if scores is not kept:
             kept.copy_(scores)
         y[:, :, start:end] = torch.bmm(kept, v[:, :end]).view(B, H, end - start, -1)
@@ -85,18 +79,19 @@ def block_attention_backward(
 def _block_attention_backward(grad, p, q, k, v, heads, scale):
     B, H, T, _ = grad.shape
     grads = block_attention_backward(grad, p, q, k, v, heads, scale)
-    g, dk, dv = _rows(grad), None, None
+    g = _rows(grad)
+    dk = dv = g.new_empty(0)
     for start, end, kept in reversed([*_kept(p, B * H, T)]):
         g_block, q_block = g[:, start:end], q[:, start:end]
         of_p = torch.bmm(g_block, v[:, :end].transpose(1, 2))
-        of_scores = torch._softmax_backward_data(of_p, kept, -1, q.dtype)
+        of_scores = aten._softmax_backward_data(of_p, kept, -1, q.dtype)
         part = torch.baddbmm(q_block, of_scores, k[:, :end], beta=0, alpha=scale)
         grads[0][:, :, start:end] = part.view(B, H, end - start, -1)
         of_k, of_v = (
             torch.bmm(of_scores.transpose(1, 2), q_block),
             torch.bmm(kept.transpose(1, 2), g_block),
         )
-        if dk is None or dv is None:  # the last block sees all keys
+        if end == T:  # the last block sees all keys
             dk, dv = of_k, of_v
         else:
             dk[:, :end].add_(of_k)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.fused_backward import Gelu, SplitHeads
 from llm_train_bench.model.layout import ALONE, Layout
@@ -113,6 +114,8 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     return blend * frequency + (1 - blend) * frequency / scaling.factor
 
 
+# Whether this process computes causal attention in blocks (apply/attention.py).
+in_blocks = False
 Rope = tuple[Tensor, Tensor]  # cosines and sines
 Mask = Tensor | BlockMask | None
 
@@ -195,6 +198,8 @@ def attend(
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
     causal = mask is None
+    if in_blocks and causal and not dropout and q.device.type == "cpu":
+        return attend_in_blocks(q, k, v, scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=gqa, scale=scale
     )
@@ -324,9 +329,18 @@ class LatentAttention(nn.Module):
         return apply_rope(x.contiguous(), *rope)
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU's tanh form; compiled, by the sigmoid of twice the argument, which is the same and faster."""
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()
+    slope = math.sqrt(8 / math.pi)
+    return (wide * torch.sigmoid(wide * (slope + slope * 0.044715 * wide * wide))).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "relu": F.relu,
 }

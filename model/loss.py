@@ -8,6 +8,7 @@ as the plain way, none repeated.
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,9 @@ from torch._guards import detect_fake_mode
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
 from llm_train_bench.model.operators import taken
+
+# (M, K) and (N, K) to (M, N), perhaps into a third tensor: the first times the second transposed.
+Times = Callable[..., Tensor]
 
 
 def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,7 +78,7 @@ def in_few_passes(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, want_grad):
+    def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, times, want_grad):
         low_h, low_w = hidden.to(dtype), aligned_weight(weight, dtype)
         n = hidden.shape[0]
         losses = []
@@ -83,14 +87,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, n, rows):
             grad = None  # frees the last chunk's before there are new logits
             part = slice(start, start + rows)
-            chunk_loss, grad = chunk_fn(low_h[part] @ low_w.t(), labels[part], vocab_size)
+            chunk_loss, grad = chunk_fn(times(low_h[part], low_w), labels[part], vocab_size)
             losses.append(chunk_loss)
             if grad_hidden is None:
                 continue
-            torch.mm(grad, low_w, out=grad_hidden[part])
+            times(grad, low_w.t(), grad_hidden[part])
             wide = n > rows or dtype == torch.float16  # several chunks are summed in fp32
             grad_weight = _add_product(
-                grad_weight, grad.t(), low_h[part], torch.float32 if wide else weight.dtype
+                grad_weight, grad.t(), low_h[part], torch.float32 if wide else weight.dtype, times
             )
         if grad_weight is not None:
             grad_weight = grad_weight[: weight.shape[0]]
@@ -106,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = grad_outputs[0] / ctx.n
         grad_hidden = _scaled(grad_hidden, scale, ctx.dtypes[0])
         grad_weight = _scaled(grad_weight, scale, ctx.dtypes[1])
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,14 +120,24 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+def plain_times(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """(M, K) times (N, K) transposed."""
+    return torch.mm(a, b.t(), out=out)
+
+
+def _add_product(
+    total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, times: Times = plain_times
+) -> Tensor:
     """`total + a @ b`, in place; without a total the product, in `dtype`.
 
     fp16's range is too small for a frequent label's sum, and no loss scale reaches it, so its products
     are made in fp32. Where a matmul can add to an fp32 sum of 16-bit inputs, nothing else passes over it.
     """
+    if a.dtype == dtype and total is not None and times is plain_times:
+        return torch.addmm(total, a, b, out=total)
     if a.dtype == dtype:
-        return a @ b if total is None else torch.addmm(total, a, b, out=total)
+        product = times(a, b.t())
+        return product if total is None else total.add_(product)
     fake = detect_fake_mode() is not None  # a step that is traced, not run
     wide = dtype == torch.float32 and not fake and adds_wide(a.device, a.dtype)
     taken["sum of the head's gradient"] = "in the matmul" if wide else "apart"
@@ -161,6 +175,7 @@ class LinearCrossEntropy(nn.Module):
         self.vocab_size = vocab_size
         self.chunk_elements = chunk_elements
         self.chunk_fn = logits_loss
+        self.times: Times = plain_times
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
@@ -174,5 +189,6 @@ class LinearCrossEntropy(nn.Module):
         rows = chunk_rows(n, V, d if want_grad else 0, self.chunk_elements)
         with no_autocast(hidden.device):
             return _LinearCrossEntropy.apply(
-                hidden, weight, labels, self.vocab_size, dtype, rows, self.chunk_fn, want_grad
-            )
+                hidden, weight, labels, self.vocab_size, dtype, rows,
+                self.chunk_fn, self.times, want_grad,
+            )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
 from llm_train_bench.model.operators import operator, taken
 
 # The part of a step's matmul time that oneDNN must save to be taken.
@@ -36,10 +37,7 @@ linear = operator(onednn_linear, cpu=_onednn_linear)
 
 
 def _onednn_grad_weight(g, x):
-    # The first operand is copied if it is transposed: the smaller one.
-    if g.shape[1] <= x.shape[1]:
-        return _onednn_linear(g.t(), x.t(), None)
-    return _onednn_linear(x.t(), g.t(), None).t().contiguous()
+    return product(g.t(), x.t()).contiguous()
 
 
 def onednn_grad_weight(g: Tensor, x: Tensor) -> Tensor:
@@ -84,20 +82,33 @@ class OnednnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> None:
-    """Make the plain linear layers of a model OnednnLinear, in place; FP8 layers stay."""
+    """Make the plain linear layers of a model OnednnLinear, in place, and its loss use oneDNN."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = OnednnLinear
+        elif isinstance(module, LinearCrossEntropy):
+            module.times = product
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """(M, K) times (N, K) transposed, without a gradient: the matmuls inside the loss."""
+    if a.dtype != torch.float32 or a.device.type != "cpu":
+        return plain_times(a, b, out)
+    # The first operand is copied if it is transposed: the smaller one.
+    swaps = not a.is_contiguous() and a.shape[0] > b.shape[0]
+    result = linear(b, a, None).t() if swaps else linear(a, b, None)
+    return result if out is None else out.copy_(result)
 
 
 def faster_linear(shapes: Iterable[tuple[int, int]], rows: int, seconds: float = 0.3) -> str:
-    """`onednn` or `plain`: what is faster for layers (N, K) with an input of so many rows.
+    """`onednn` or `plain`: what is faster for layers (N, K) with an input of at most so many rows.
 
     Forward and both gradients, in turn, each by its shortest time, in about `seconds` altogether.
     """
-    total, pairs = {"plain": 0.0, "onednn": 0.0}, list(shapes)
+    total, pairs = {"plain": 0.0, "onednn": 0.0}, list(shapes) if available() else []
     for n, k in pairs:
-        x, w, g = torch.rand(rows, k), torch.rand(n, k), torch.rand(rows, n)
+        m = max(32, min(rows, 2048, int(3e8 / n / k)))  # some ms
+        x, w, g = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
         ways = {
             "plain": lambda x=x, w=w, g=g: (F.linear(x, w), g @ w, g.t() @ x),
             "onednn": lambda x=x, w=w, g=g: (

@@ -10,6 +10,7 @@ from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
+from llm_train_bench.model import layers
 
 KERNELS = ("flash", "cudnn", "efficient", "math")
 
@@ -17,18 +18,19 @@ KERNELS = ("flash", "cudnn", "efficient", "math")
 def select_attention(work: Work, flex: bool, device: torch.device) -> str | None:
     """Allow only the named kernel in this process, and see that it can run the model.
 
-    Returns the kernel that will run: flash, cudnn, efficient, math or flex; None where PyTorch does
-    not tell. UsageError for a kernel that cannot serve this model on this device.
+    Returns the kernel that will run: flash, cudnn, efficient, math, flex or blocks; None where PyTorch
+    does not tell. UsageError for a kernel that cannot serve this model on this device.
     """
-    name = work.attention
-    torch.backends.cuda.enable_flash_sdp(name in ("auto", "flex", "flash"))
-    torch.backends.cuda.enable_cudnn_sdp(name in ("auto", "flex", "cudnn"))
-    torch.backends.cuda.enable_mem_efficient_sdp(name in ("auto", "flex", "efficient"))
-    torch.backends.cuda.enable_math_sdp(name in ("auto", "flex", "math"))
+    name, free = work.attention, ("auto", "flex", "blocks")
+    torch.backends.cuda.enable_flash_sdp(name in (*free, "flash"))
+    torch.backends.cuda.enable_cudnn_sdp(name in (*free, "cudnn"))
+    torch.backends.cuda.enable_mem_efficient_sdp(name in (*free, "efficient"))
+    torch.backends.cuda.enable_math_sdp(name in (*free, "math"))
+    layers.in_blocks = name == "blocks"
     key_compiled_code(work.fp8.emulated)
     if name in KERNELS:
         _probe(work, device)
-    return "flex" if flex else _chosen_kernel(work, device)
+    return "flex" if flex else name if name == "blocks" else _chosen_kernel(work, device)
 
 
 def _chosen_kernel(work: Work, device: torch.device) -> str | None:

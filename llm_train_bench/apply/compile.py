@@ -15,6 +15,7 @@ import torch
 import torch.compiler.config
 
 from llm_train_bench.base.errors import CompileError
+from llm_train_bench.model import layers
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -35,7 +36,7 @@ class CompileCounts:
         return CompileCounts(*map(operator.sub, vars(self).values(), vars(before).values()))
 
 
-def code_switches(fp8_emulated: bool) -> dict[str, Any]:
+def code_switches(fp8_emulated: bool, linear: str) -> dict[str, Any]:
     """The process-wide switches that change compiled code, and that PyTorch's cache keys leave out.
 
     Code that another process compiled under other switches would be reused (pytorch/pytorch#185449).
@@ -53,12 +54,14 @@ def code_switches(fp8_emulated: bool) -> dict[str, Any]:
         "flash_version": flash and flash.current_flash_attention_impl(),
         "onednn": [mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision],
         "fp8_emulated": fp8_emulated,
+        "linear": linear,
+        "blocks": layers.in_blocks,
     }
 
 
-def key_compiled_code(fp8_emulated: bool) -> None:
+def key_compiled_code(fp8_emulated: bool, linear: str = "plain") -> None:
     """Make `code_switches` a part of the key of every compiler cache, beside the user's own tag."""
-    text = json.dumps(code_switches(fp8_emulated), sort_keys=True)
+    text = json.dumps(code_switches(fp8_emulated, linear), sort_keys=True)
     tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
     torch.compiler.config.cache_key_tag = tag + hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -9,6 +9,7 @@ allocator's gaps.
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 
 from llm_train_bench.formulas.collectives import fp8_gather_bytes, rank_matrices
@@ -274,6 +275,11 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     values = heads * config.value_dim
     other = 4 * heads + (d if te else 0)  # log-sum-exp; inputs of one byte each in FP8
     numbers = d if _keeps_inputs(work) and not te else 0
+    if (
+        work.attention == "blocks"
+    ):  # probabilities, and copies of q, k and v (model/block_attention.py)
+        n = math.ceil(work.batch.seq_len / max(256 // work.matmul_bytes, work.batch.seq_len // 8))
+        numbers += heads * work.batch.seq_len * (n + 1) / (2 * n) + 2 * a + values
     if m := config.latent:
         low = 2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim  # narrow layers, norms around them
         numbers += low + a + heads * (m.nope_dim + m.value_dim) + a + values

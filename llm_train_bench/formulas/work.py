@@ -204,6 +204,8 @@ class Work:
     """Whether experts are dealt out in turn in place of chosen."""
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
+    linear: str = "plain"
+    """Library of linear layers: plain, onednn, or auto where the run is to choose."""
     fused_backward: bool = False
     """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
     fp8: Fp8Work = NO_FP8

@@ -190,6 +190,7 @@ class Result(Strict):
     batch: Batch
     fp8: Fp8Info | None = None
     attention_kernel: str | None = None
+    linear: str | None = None
     environment: dict[str, Any]
     observed: Observed | None = None
     metrics: Metrics = Field(default_factory=Metrics)

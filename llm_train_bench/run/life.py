@@ -18,6 +18,7 @@ from llm_train_bench.base.errors import CompileError, UsageError
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.measure.device import peak_memory
 from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.model.onednn import available, faster_linear
 from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main
 from llm_train_bench.results.console import ProgressDisplay, print_header, print_result, say
 from llm_train_bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
@@ -131,6 +132,22 @@ class Run:
     def _release(self) -> None:
         for lease in self.attempt.leases:
             lease.release()
+
+    def choose_linear(self) -> str:
+        """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.
+
+        Otherwise rank 0 times both. UsageError where this PyTorch has no oneDNN and it was asked for.
+        """
+        work, before = self.plan.work, self.attempt.manifest
+        if (way := work.linear) == "auto":
+            shapes = {shape for i in work.layers for shape in work.config.block_shapes(i).values()}
+            way = (before and before.linear) or on_main(
+                self.ranks, lambda: faster_linear(shapes, work.own_tokens)
+            )
+        if way == "onednn" and not available():
+            raise UsageError("--linear onednn: this PyTorch has no oneDNN; use --linear plain")
+        self.result.linear = way
+        return way
 
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""

@@ -61,7 +61,8 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(kind, **declared)})
 
 
-Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex"]
+Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
+Linear = Literal["auto", "plain", "onednn"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -119,13 +120,17 @@ class PrecisionFlags:
     device: auto uses a GPU (NVIDIA or AMD, both named cuda) if there is one.
     amp: Mixed precision of matmuls; parameters stay in fp32. off is plain fp32.
     tf32: Allow TF32 tensor cores in fp32 matmuls (NVIDIA).
-    attention: Attention kernel. auto lets PyTorch choose; flex is for sliding windows.
+    attention: Attention kernel. auto: blocks for short sequences on a CPU; otherwise PyTorch chooses.
+        flex is for sliding windows. blocks is for a CPU, and keeps the probabilities for backward.
+    linear: Library of the linear layers in fp32 on a CPU: PyTorch's choice (plain) or oneDNN. auto
+        times both at the start; a resumed run keeps the choice.
     """
 
     device: Literal["auto", "cuda", "cpu"] = flag("auto", OUTPUT)
     amp: Literal["bf16", "fp16", "off"] = flag("bf16", SPEED, headline=True)
     tf32: bool = flag(False, SPEED)
     attention: Attention = flag("auto", SPEED)
+    linear: Linear = flag("auto", SPEED)
 
 
 @dataclasses.dataclass(frozen=True)

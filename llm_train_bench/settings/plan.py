@@ -215,6 +215,11 @@ def make_plan(
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
     flex = resolve_flex(work, platform)
+    attention, linear = (
+        resolve_attention(work, platform),
+        resolve_linear(work, args.linear, platform),
+    )
+    work = dataclasses.replace(work, attention=attention, linear=linear)
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
@@ -411,6 +416,36 @@ def resolve_flex(work: Work, platform: Platform) -> bool:
             "FlexAttention, which applies the sliding window; set it to 0, or use --attention math"
         )
     return flex
+
+
+def resolve_attention(work: Work, platform: Platform) -> str:
+    """The attention kernel asked for, or `blocks`; UsageError where those cannot serve.
+
+    Up to the limit of `auto` the probabilities that they keep are a third of what else a block keeps.
+    """
+    config, name = work.config, work.attention
+    masked = work.windowed or config.sinks or (work.fsdp.cp > 1 and not work.fsdp.ulysses)
+    able = platform == "cpu" and not masked and not config.attention_dropout
+    if name == "blocks" and not able:
+        raise UsageError(
+            "--attention blocks: works on a CPU alone, and without windows, sinks, attention_dropout and "
+            "keys gathered by --cp; use --attention auto"
+        )
+    short = work.batch.seq_len * work.matmul_bytes <= 2048
+    return "blocks" if name == "auto" and able and short else name
+
+
+# Matmul operations of a micro batch below which `--linear auto` does not spend 0.3 s on a choice.
+SMALL_STEP = 2e10
+
+
+def resolve_linear(work: Work, name: str, platform: Platform) -> str:
+    """`plain`, `onednn`, or `auto` where the run is to time both; UsageError where there is no choice."""
+    able = platform == "cpu" and work.amp == "off"
+    if name == "onednn" and not able:
+        raise UsageError("--linear onednn: is for fp32 on a CPU; add --device cpu --amp off")
+    small = 6 * sum(work.block_parameters) * work.batch.micro_tokens < SMALL_STEP
+    return "plain" if name == "auto" and (small or not able) else name
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:

@@ -49,10 +49,10 @@ _VIEWS = (
 _OPERATOR_CLASSES = (
     (COMMUNICATION, _COMMUNICATION),
     (MATMUL, r"^aten::(mm|addmm_?|bmm|baddbmm_?|_scaled_mm|_?grouped_mm|_scaled_grouped_mm|mv|dot)$"
-     r"|mkldnn::_linear|mkl::_mkl_linear|mkldnn_linear|onednn::.*linear"),
+     r"|mkldnn::_linear|onednn_(linear|grad_weight)|mkl::_mkl_linear|mkldnn_linear|onednn::.*linear"),
     (CONVOLUTION, r"(?-i:convolution)"),
     (ELEMENTWISE, r"CompiledFxGraph"),
-    (ATTENTION, r"^aten::_(scaled_dot_product|flash_attention)"),
+    (ATTENTION, r"^aten::_(scaled_dot_product|flash_attention)|block_attention"),
     (COPIES, r"^aten::(copy_|_to_copy|clone)$"),
     (None, rf"{_VIEWS}|^(torch::)?autograd::"),
     (LOSS, _LOSS),

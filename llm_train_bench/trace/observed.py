@@ -21,8 +21,8 @@ from llm_train_bench.trace.read_trace import Span, Trace
 
 # PyTorch's operators of attention. They tell more than kernels: AOTriton serves two of them.
 _OPERATOR = re.compile(
-    r"^aten::_scaled_dot_product_(?:(flash|efficient|cudnn)_attention(?:_for_cpu)?|attention_(math))"
-    r"(_backward)?$"
+    r"^(?:aten::_scaled_dot_product_(?:(flash|efficient|cudnn)_attention(?:_for_cpu)?|attention_(math))"
+    r"|llm_train_bench::(block)_attention)(_backward)?$"
 )
 # Kernels, for steps whose operators are not recorded, as those inside CUDA graphs.
 _KERNELS = {
@@ -110,7 +110,8 @@ def _attention(names: set[str]) -> dict[str, set[str]]:
     """Names of kernels by side; nothing where no kernel of attention was seen."""
     found: dict[str, set[str]] = defaultdict(set)
     for match in filter(None, map(_OPERATOR.match, names)):
-        found["backward" if match[3] else "forward"].add(match[1] or match[2])
+        name = match[1] or match[2] or "blocks"
+        found["backward" if match[4] else "forward"].add(name)
     kernels = ("flex",) if found else _KERNELS  # operators name all kernels except FlexAttention's
     for name in (name for name in names if "::_" not in name):
         kernel = next((k for k in kernels if _KERNELS[k].search(name)), None)

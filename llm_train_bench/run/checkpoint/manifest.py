@@ -70,6 +70,8 @@ class Manifest(Strict):
     data: dict[str, StoredData]
     loss: float | None
     scaler: dict[str, float] | None
+    linear: str | None = None
+    """Library of linear layers, with which a resumed run goes on."""
     versions: dict[str, str]
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]

@@ -330,6 +330,7 @@ class Saver:
             config=work.config.raw,
             data=self.data,
             **content,
+            linear=run.result.linear,
             versions={"llm-train-bench": __version__, "torch": torch.__version__},
             tensors=tensors,
             files={s.name: manifests.StoredFile(bytes=s.size, crc32=s.crc) for s in shares},
