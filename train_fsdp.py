@@ -16,7 +16,7 @@ from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.model.hf import check_pretrained, save_pretrained
 from llm_train_bench.model.transformer import Transformer
-from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, set_exact_values
+from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, no_sync, set_exact_values
 from llm_train_bench.parallel.layout import RankLayout
 from llm_train_bench.parallel.ranks import Ranks, join
 from llm_train_bench.run import loop
@@ -57,7 +57,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
         micro_batches = batches(data, samples, device, files.n_workers)
-        passes = loop.build_passes(run, model, micro_batches)
+        passes = loop.build_passes(run, model, micro_batches, no_sync(model, work))
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)
         loop.measure(run, model, optimizer, step, evaluate, saver)

@@ -105,6 +105,10 @@ CASES = {
     "tp2-cp2-gpt-oss": Case(4, "gpt_oss", "--tp 2 --cp 2 --ep 2"),
     "tp2-cp2-deepseek": Case(4, "deepseek", "--tp 2 --cp 2 --ep 4"),
     "dp2-ep2-accumulate": Case(2, "moe", "--ep 2 --bsz 2 --grad-acc-steps 2"),
+    "tp2-reduce-last": Case(4, "qwen3", "--tp 2 --grad-acc-steps 2 --reduce-last"),
+    "hsdp2x2-ep2-reduce-last": Case(
+        4, "moe", "--dp-replicate 2 --ep 2 --grad-acc-steps 2 --reduce-last"
+    ),
     "hsdp2x2-tp2": Case(8, "qwen3", "--dp-replicate 2 --tp 2"),
     "tp2-compiled": Case(2, "qwen3", "--tp 2 --pt-compile", True),
     "cp2-compiled-op": Case(2, "llama", "--cp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
@@ -176,7 +180,8 @@ MUTANTS = {
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = (
-    "tp2-biases cp2 dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss dp2-ep2-accumulate "
+    "tp2-biases cp2 tp2-reduce-last dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
+    "dp2-ep2-accumulate "
     "cp4-gather ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half mutant-divided mutant-tied mutant-tie "
     "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
     "few-save few-resume few-resume-ep2"

@@ -50,6 +50,7 @@ CASES = {
     "ddp2-zero1-sgd": (2, DDP, f"{SGD} --zero1 --ddp-mode parameter"),
     "fsdp2": (2, FSDP, ""),
     "fsdp2-accumulate2": (2, FSDP, "--global-bsz 16 --bsz 4"),
+    "fsdp2-reduce-last": (2, FSDP, "--bsz 4 --grad-acc-steps 2 --reduce-last"),
     "fsdp2-keep": (2, FSDP, "--reshard-after-forward never --prefetch 0"),
     "fsdp2-sac1of2": (2, FSDP, "--sac-freq 1/2 --prefetch 2"),
     "fsdp2-sac-op": (2, FSDP, "--sac-freq 1/1 --sac-policy op"),

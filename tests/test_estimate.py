@@ -64,6 +64,7 @@ SETTINGS = [
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 1"),
     ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 4 --sac-freq 1/1"),
     ("train_fsdp.py", 16, 4096, "llama-3.1-8b-proxy --bsz 2 --dp-replicate 2 --grad-acc-steps 2"),
+    ("train_fsdp.py", 8, 4096, "llama-3.1-8b-proxy --bsz 1 --grad-acc-steps 2 --reduce-last"),
     ("train_fsdp.py", 256, 4096, "llama-70b-proxy --bsz 2 --sac-freq 1/4"),
     ("train_fsdp.py", 8, 2048, "llama-3.1-8b-proxy --bsz 1 --reshard-after-forward never"),
     ("train.py", 1, 256, "llama-tiny --bsz 1 --optimizer sgd"),

@@ -9,6 +9,7 @@ the allocator's rounding, and memory outside PyTorch (CUDA context, communicatio
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from typing import cast
 from unittest import mock
 
 import torch
@@ -16,6 +17,7 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import autocast
@@ -98,7 +100,10 @@ def _track(model: Transformer, work: Work, flags: OptimizerFlags | None) -> int:
         with tracker:
             if layout.pp > 1:
                 _pipelined(model, work, inputs, labels, tracker.reset_mod_stats)
-            for _ in range((batch.grad_acc_steps if step else 1) if layout.pp == 1 else 0):
+            n_micro = batch.grad_acc_steps if step else 1
+            for micro in range(n_micro if layout.pp == 1 else 0):
+                if work.fsdp.reduce_last:
+                    cast(FSDPModule, model).set_requires_gradient_sync(micro == n_micro - 1)
                 with autocast("off" if fsdp else work.amp, CPU), torch.set_grad_enabled(train):
                     loss = model(inputs, labels)
                 if train:

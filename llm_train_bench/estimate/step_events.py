@@ -118,7 +118,9 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
     passes = [("forward", layers, costs.forward, True)]
     if work.trains:
         passes.append(("backward", layers[::-1], costs.backward, work.fsdp.reshard))
-    for micro in range(work.batch.grad_acc_steps):
+    n_micro = work.batch.grad_acc_steps
+    for micro in range(n_micro):
+        reduces = micro + 1 == n_micro or not work.fsdp.reduce_last
         ready = network("gather the rest", units[-1][0], end)
         for name, order, seconds, gathers in passes:
             ready = network(f"gather {order[0]}", gathers * units[order[0]][0], ready)
@@ -127,11 +129,11 @@ def _sharded(work: Work, costs: _Costs, clock: _Clock) -> float:
                 if gathers and coming is not None:
                     ready = network(f"gather {coming}", units[coming][0], start)
                 end = compute(f"{name} {layer} #{micro}", seconds[layer], start)
-                if name == "backward":
+                if name == "backward" and reduces:
                     network(f"reduce {layer}", units[layer][1], end)
             if name == "forward":
                 end = ready = compute(f"head and loss #{micro}", costs.head)
-            else:
+            elif reduces:
                 end = network("reduce the rest", units[-1][1], end)
     return compute("optimizer", costs.optimizer, end)
 

@@ -93,11 +93,13 @@ def bucket_bytes(work: Work, size: float) -> float:
 def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
     """FSDP2 gathers every group in forward, blocks again in backward, and reduces every gradient.
 
-    All of it in every micro step, over up to three meshes, besides what tokens move. In a pipeline the
-    bytes are of one of its groups of ranks, which gathers and reduces its stages once a step.
+    All of it in every micro step (with `reduce_last` gradients in the last alone), over up to three
+    meshes, besides what tokens move. In a pipeline the bytes are of one of its groups of ranks, which
+    gathers and reduces its stages once a step.
     """
     fsdp, config, n_micro = work.fsdp, work.config, work.batch.grad_acc_steps
     micro_steps = 1 if fsdp.pp > 1 else n_micro
+    reductions = 1 if fsdp.reduce_last else micro_steps
     moved: Counter[str] = Counter()
     partial, layers, in_fp8 = 0, work.layers_of(pp_rank), _gathered_in_fp8(work)
     for part in rank_parameters(shapes, config, fsdp, pp_rank):
@@ -105,8 +107,8 @@ def fsdp_bytes(shapes: Shapes, work: Work, pp_rank: int = 0) -> dict[str, int]:
         gathered, reduced, replicated = _fsdp_bytes_of(work, part, in_fp8)
         gathers = 2 if block and work.trains and fsdp.reshard else 1
         moved["all_gather"] += micro_steps * gathers * gathered
-        moved["reduce_scatter"] += micro_steps * reduced
-        moved["all_reduce"] += micro_steps * replicated
+        moved["reduce_scatter"] += reductions * reduced
+        moved["all_reduce"] += reductions * replicated
         if block and divided(config, part.name) is None and fsdp.tp > 1:
             rows, *rest = part.shape
             partial += min(-(-rows // part.mesh), rows) * math.prod(rest)
@@ -249,6 +251,7 @@ def communication_time(
 ) -> tuple[float, float]:
     """Seconds of communication of weights and gradients of one micro step, and its exposed part.
 
+    With `reduce_last` each micro step has its share of the reductions.
     Under DDP and in a pipeline they are of a whole step. `compute` is what a micro step's time may hide
     [s], of which the forward is `forward_part`. FSDP hides a block's gather behind the block before, and
     its reduction behind the next. The first gather of each pass and the last reductions of the blocks,
@@ -273,8 +276,10 @@ def communication_time(
         return total + blocks, exposed + blocks / fsdp.virtual
     behind = 0.0  # reductions may fall behind the backward, and catch up
     numbers = sum(work.block_parameters[i] for i in layers)
+    share = 1 / work.batch.grad_acc_steps if fsdp.reduce_last else 1.0
+    total = exposed = units[-1][0] + units[-1][1] * share
     for i in layers:
-        gather, reduce = units[i]
+        gather, reduce = units[i][0], units[i][1] * share
         total += gather * (2 if again else 1) + reduce
         part = compute * work.block_parameters[i] / numbers
         forward, backward = part * (forward_part if train else 1), part * (1 - forward_part)

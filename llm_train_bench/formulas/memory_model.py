@@ -76,7 +76,11 @@ def estimate_memory(
     passed = sizes.width + (fsdp.reduce_bytes if train else 0) if fsdp else 0
     apart = sizes.root * passed if sizes.root_gathered else 0.0
     lasting = parameters + optimizer
-    lasting += gradients if work.batch.grad_acc_steps > 1 or work.ddp.buckets else 0.0
+    several = work.batch.grad_acc_steps > 1
+    lasting += gradients if several or work.ddp.buckets else 0.0
+    if several and train and fsdp.reduce_last:  # whole gradients take the place of shards
+        whole = (fsdp.reduce_bytes if sizes.width == 2 else 4) * (sizes.root + sizes.blocks_here)
+        lasting += whole - gradients
 
     width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.own_tokens
     kept = _kept(work, work.layers, fused_norm) if train else stream

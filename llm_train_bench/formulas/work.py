@@ -106,6 +106,8 @@ class Fsdp:
     reduce_dtype: str = "fp32"
     prefetch: int = 1
     cpu_offload: bool = False
+    reduce_last: bool = False
+    """Whether gradients are reduced after the last micro batch alone, and are whole until then."""
     tp: int = 1
     cp: int = 1
     ep: int = 1

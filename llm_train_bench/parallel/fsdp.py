@@ -1,8 +1,9 @@
 """Sharding by FSDP2 (fully_shard), replicated too under HSDP."""
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -72,6 +73,18 @@ def apply_fsdp(model: Transformer, meshes: dict[str, DeviceMesh], work: Work) ->
         for module in sharded_modules(model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def no_sync(model: nn.Module, work: Work) -> Callable[[], contextlib.AbstractContextManager]:
+    """The context of micro batches before a step's last: --reduce-last leaves gradients whole in it."""
+
+    @contextlib.contextmanager
+    def unreduced() -> Iterator[None]:
+        cast(FSDPModule, model).set_requires_gradient_sync(False)
+        yield
+        cast(FSDPModule, model).set_requires_gradient_sync(True)
+
+    return unreduced if work.fsdp.reduce_last else contextlib.nullcontext
 
 
 @torch.no_grad()

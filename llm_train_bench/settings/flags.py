@@ -318,6 +318,8 @@ class FsdpFlags:
     cp: Split the tokens of every sample over N ranks (context parallelism).
     ep: Split the experts of every layer over N ranks (expert parallelism).
     cpu_offload: Keep sharded parameters, gradients and optimizer state in host memory.
+    reduce_last: Reduce gradients after the last micro batch alone. Until then each rank keeps all
+        gradients whole.
     """
 
     reshard_after_forward: Literal["always", "never"] = flag(
@@ -330,6 +332,7 @@ class FsdpFlags:
     cp: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
     ep: int = flag(1, SPEED, scripts=SHARDED, at_least=1, headline=True)
     cpu_offload: bool = flag(False, SPEED, scripts=(Script.FSDP,))
+    reduce_last: bool = flag(False, SPEED, scripts=(Script.FSDP,))
 
 
 @dataclasses.dataclass(frozen=True)

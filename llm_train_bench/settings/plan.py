@@ -357,7 +357,7 @@ def resolve_layout(
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     # The stages of a pipeline stay gathered over all micro batches of a step.
     reshard = flags.reshard_after_forward == "always" and pp == 1
-    names = ("reduce_dtype", "prefetch", "cpu_offload", "tp", "cp", "ep")
+    names = ("reduce_dtype", "prefetch", "cpu_offload", "reduce_last", "tp", "cp", "ep")
     same: dict[str, Any] = {name: getattr(flags, name) for name in names}
     return Fsdp(
         shards, flags.dp_replicate, reshard, ulysses=ulysses, pp=pp, virtual=virtual, **same

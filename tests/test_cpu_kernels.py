@@ -1,0 +1,187 @@
+"""Kernels of our own for a CPU against PyTorch's: oneDNN's linear layers, attention in blocks, GELU."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.model import onednn
+from llm_train_bench.model.block_attention import attend_in_blocks
+from llm_train_bench.model.layers import gelu_tanh
+from llm_train_bench.model.loss import LinearCrossEntropy
+from llm_train_bench.run.checkpoint.manifest import read_manifest
+from tests.helpers import FAMILIES, only_result, plan_of, read_steps, run_train, write_config
+
+needs_onednn = pytest.mark.skipif(not onednn.available(), reason="a PyTorch without oneDNN")
+SHAPES = [(1, 1, 1), (3, 7, 5), (33, 48, 80), (130, 257, 64), (64, 80, 1024)]
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def gradients(function, inputs, grad):
+    """The output, and the gradients of all inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    y = function(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad)]
+
+
+def error(actual, exact):
+    return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_onednn_linear_layers_and_gradients_are_plain_ones(shape, bias):
+    m, n, k = shape
+    plain, x, grad = nn.Linear(k, n, bias=bias), normal(2, m, k), normal(2, m, n)
+    onednn.use_onednn(model := nn.Sequential(copy.deepcopy(plain)))
+    assert type(model[0]) is onednn.OnednnLinear
+    for layer in (plain, model[0]):
+        layer.requires_grad_()
+    results = []
+    for layer in (plain, model[0]):
+        y = layer(inputs := x.clone().requires_grad_())
+        y.backward(grad)
+        results.append([y.detach(), inputs.grad, *(p.grad for p in layer.parameters())])
+    for ours, right in zip(*reversed(results), strict=True):
+        assert ours.shape == right.shape and error(ours, right) < 2e-6
+
+
+@needs_onednn
+def test_onednn_layers_leave_other_formats_and_frozen_weights_alone():
+    layer, x = nn.Linear(24, 40), normal(6, 24)
+    right = layer(x)
+    onednn.use_onednn(nn.Sequential(layer))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    assert torch.equal(layer(x[:0]), right[:0])
+    layer.weight.requires_grad_(False)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None and layer.bias.grad is not None
+    assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+
+
+@needs_onednn
+@pytest.mark.parametrize("elements", [16 * 211, 10**9])
+def test_the_loss_by_onednn_is_the_plain_one(elements):
+    hidden, weight, labels = normal(75, 32), normal(211, 32), torch.arange(75) % 211
+    losses = [LinearCrossEntropy(211, elements) for _ in range(2)]
+    onednn.use_onednn(nn.Sequential(losses[1]))
+    plain, ours = (
+        gradients(lambda h, w, f=f: f(h, w, labels), (hidden, weight), torch.tensor(0.5))
+        for f in losses
+    )
+    assert all(error(a, b) < 2e-6 for a, b in zip(ours, plain, strict=True))
+
+
+@needs_onednn
+def test_onednn_layers_compile_in_one_graph():
+    layer, x, grad = nn.Linear(24, 40), normal(3, 6, 24), normal(3, 6, 40)
+    right = gradients(lambda x, w, b: F.linear(x, w, b), (x, layer.weight, layer.bias), grad)
+    onednn.use_onednn(nn.Sequential(layer))
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(x := x.requires_grad_()).backward(grad)
+    for ours, plain in zip((x.grad, layer.weight.grad, layer.bias.grad), right[1:], strict=True):
+        assert error(ours, plain) < 2e-6
+
+
+HEADS = [(2, 3, 3, 256, 16, 16), (1, 6, 2, 131, 8, 8), (2, 4, 1, 64, 24, 8), (1, 2, 2, 5, 8, 8)]
+HEADS += [(1, 1, 1, 1, 8, 8), (1, 2, 1, 1030, 8, 8)]
+
+
+@pytest.mark.parametrize("sizes", HEADS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_in_blocks_is_exact(dtype, sizes):
+    """Against fp64: as exact as PyTorch's in fp32; in bf16 within the roundings of flash attention."""
+    B, H, K, T, D, E = sizes
+    inputs = [normal(B, T, n, d, dtype=dtype).transpose(1, 2) for n, d in ((H, D), (K, D), (K, E))]
+    grad = normal(B, T, H, E + 1, dtype=dtype)[..., :E].transpose(1, 2)
+
+    def plain(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H != K, scale=0.3)
+
+    exact = gradients(plain, [x.double() for x in inputs], grad.double())
+    ours = gradients(lambda q, k, v: attend_in_blocks(q, k, v, 0.3), inputs, grad)
+    for a, b in zip(ours, exact, strict=True):
+        assert a.dtype == dtype
+        if b.any():  # one key alone gives its query no gradient
+            assert error(a, b) < {torch.float32: 1e-6, torch.bfloat16: 6e-3}[dtype]
+
+
+def test_compiled_gelu_is_the_tanh_form():
+    x, grad = normal(5, 300) * 4, normal(5, 300)
+    plain = gradients(lambda x: F.gelu(x, approximate="tanh"), [x.double()], grad.double())
+    compiled = torch.compile(gelu_tanh, backend="aot_eager", fullgraph=True)
+    for ours, right in zip(gradients(compiled, [x], grad), plain, strict=True):
+        assert error(ours, right) < 1e-6
+
+
+def plan(tmp_path, *flags, platform="cpu", **changes):
+    path = write_config(tmp_path, FAMILIES["gpt2"] | changes)
+    return plan_of([path, *flags], "train.py", 1, platform)
+
+
+def test_who_takes_blocks_and_onednn(tmp_path):
+    short, long = ("--seq-len", 32, "--amp", "off"), ("--seq-len", 1024, "--amp", "off")
+    wide = dict(n_positions=4096)
+    assert plan(tmp_path, *short).work.attention == "blocks"
+    assert plan(tmp_path, *long, **wide).work.attention == "auto"
+    assert plan(tmp_path, "--seq-len", 1024, **wide).work.attention == "blocks"  # bf16
+    assert plan(tmp_path, *short, "--attention", "flash").work.attention == "flash"
+    assert plan(tmp_path, *short, platform="nvidia").work.attention == "auto"
+    assert plan(tmp_path, *short, attn_pdrop=0.1).work.attention == "auto"
+    assert plan(tmp_path, *long, "--attention", "blocks", **wide).work.attention == "blocks"
+    # A step of so little work is not worth a choice.
+    assert plan(tmp_path, *short).work.linear == "plain"
+    assert plan(tmp_path, *short, "--bsz", 10**6).work.linear == "auto"
+    assert plan(tmp_path, "--bsz", 10**6).work.linear == "plain"  # bf16
+    for flags, options in (
+        (("--attention", "blocks"), dict(platform="nvidia")),
+        (("--attention", "blocks"), dict(attn_pdrop=0.1)),
+        (("--linear", "onednn"), dict(platform="nvidia")),
+        (("--linear", "onednn", "--amp", "bf16"), {}),
+    ):
+        with pytest.raises(UsageError, match=f"{flags[0]} {flags[1]}: "):
+            plan(tmp_path, *flags, "--seq-len", 32, **options)
+
+
+@needs_onednn
+def test_the_faster_library_is_taken_and_a_gain_of_less_than_three_percent_is_none(monkeypatch):
+    def chosen(onednn_s):
+        # What a clock reads: at the start, before and after each way, and to see if there is time left.
+        readings = [0.0, *(0.0, 1.0, 0.0, onednn_s, 0.1) * 2, 0.4]
+        monkeypatch.setattr(onednn.time, "perf_counter", lambda: readings.pop(0))
+        readings[10] = 0.4
+        return onednn.faster_linear([(8, 8)], 64)
+
+    assert chosen(0.96) == "onednn"
+    assert chosen(0.98) == chosen(1.5) == "plain"
+
+
+@needs_onednn
+def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
+    """The choice is timed once; what was stored is taken, whatever is faster now."""
+    config = write_config(tmp_path, FAMILIES["gpt2"])
+    flags = [config, *"--device cpu --amp off --bsz 2 --seq-len 32 --warmup-steps 1".split()]
+    flags += ["--n-steps", 5, "--save-every", 3, "--no-tensorboard", "--output-dir", tmp_path]
+    monkeypatch.setattr("llm_train_bench.settings.plan.SMALL_STEP", 0)
+    monkeypatch.setattr("llm_train_bench.run.life.faster_linear", lambda *_: "onednn")
+    assert run_train(*flags, "--run-name", "whole") == 0
+    whole = only_result(tmp_path)
+    assert whole["linear"] == "onednn"
+    assert whole["observed"]["paths"]["linear layers"] == "onednn"
+    saved = tmp_path / "whole/checkpoints/step-00000003"
+    assert read_manifest(saved).linear == "onednn"
+    monkeypatch.setattr("llm_train_bench.run.life.faster_linear", lambda *_: "plain")
+    out = tmp_path / "again"
+    assert run_train(*flags, "--output-dir", out, "--run-name", "rest", "--resume", saved) == 0
+    assert only_result(out)["linear"] == "onednn"
+    assert read_steps(out)[-1]["loss"] == read_steps(tmp_path)[-1]["loss"]
+    assert run_train(*flags, "--output-dir", tmp_path / "new", "--run-name", "new") == 0
+    assert only_result(tmp_path / "new")["linear"] == "plain"
