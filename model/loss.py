@@ -79,7 +79,8 @@ def in_few_passes(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, labels, vocab_size, dtype, rows, chunk_fn, times, want_grad):
-        low_h, low_w = hidden.to(dtype), aligned_weight(weight, dtype)
+        low_h = hidden.to(dtype)
+        low_w = aligned_weight(weight, dtype) if weight.is_cuda else weight.to(dtype)
         n = hidden.shape[0]
         losses = []
         grad_hidden = torch.empty_like(low_h) if want_grad else None

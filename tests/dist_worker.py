@@ -45,7 +45,7 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.fp8.te import TransformerEngineFp8
 from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
-from llm_train_bench.model import te
+from llm_train_bench.model import layers, te
 from llm_train_bench.model.experts import Router, fullest_expert
 from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
@@ -181,7 +181,9 @@ class Traffic(TorchDispatchMode):
             if name == "all_to_all_single" and not sum(args[1]):
                 self.calls["exchanges that brought nothing"] += 1
             self.bytes[TOKENS[name]] += size * whole
-        elif "_scaled_dot_product" in name and "backward" not in name:
+        elif (
+            "_scaled_dot_product" in name or name == "block_attention"
+        ) and "backward" not in name:
             self.kernels += 1
             self.calls.setdefault("gathers before attention", self.calls["all_gather"])
         made = func(*args, **(kwargs or {}))
@@ -191,15 +193,15 @@ class Traffic(TorchDispatchMode):
         return made
 
 
-def watched(name: str, fact: Callable[[torch.Tensor], str], facts: list[str]):
-    """Lists a fact at each eager call of a function of torch.nn.functional, from its first argument."""
-    function = getattr(F, name)
+def watched(name: str, fact: Callable[[torch.Tensor], str], facts: list[str], module=F):
+    """Lists a fact at each eager call of a function of a module, from its first argument."""
+    function = getattr(module, name)
 
     def called(first, *args, **kwargs):
         facts.append(fact(first))
         return function(first, *args, **kwargs)
 
-    return mock.patch.object(F, name, called)
+    return mock.patch.object(module, name, called)
 
 
 def generator_digest(_) -> str:
@@ -375,7 +377,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
     for name, script, flags, _, traced, mutant in jobs:
         argv = [*map(str, flags), "--output-dir", str(out), "--run-name", name]
         traffic, formats, states = Traffic(gradients), [], []
-        attention = "scaled_dot_product_attention", lambda query: str(query.dtype), formats
+        attention = "attend", lambda query: str(query.dtype), formats, layers
         traffic.looking = script == "train_fsdp.py"
         with contextlib.ExitStack() as stack:
             if "--pt-compile" in argv:  # Dynamo compiles nothing while a dispatch mode looks on

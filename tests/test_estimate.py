@@ -153,7 +153,7 @@ def test_peaks_are_those_of_pytorchs_own_allocator(record_property, monkeypatch)
 
     The loss had chunks of one size then, for every head.
     """
-    monkeypatch.setattr(memory_model, "chunk_rows", lambda n, v, _: chunk_rows(n, v))
+    monkeypatch.setattr(memory_model, "chunk_rows", lambda n, v, *_: chunk_rows(n, v))
     errors = {}
     for line in (ROOT / "tests/results/allocated_peaks.txt").read_text().splitlines():
         if line.startswith("#"):

@@ -15,6 +15,7 @@ import compare
 import train
 from llm_train_bench.apply.attention import _inputs
 from llm_train_bench.apply.compile import key_compiled_code
+from llm_train_bench.model import layers
 from llm_train_bench.run import loop
 from llm_train_bench.run.profiling import observed_in
 from llm_train_bench.trace.observed import observe
@@ -121,11 +122,11 @@ def test_compiled_code_of_one_kernel_is_not_another_s(switches):
 
 @pytest.mark.parametrize(
     ("flags", "attention", "matmuls"),
-    [("", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"}),
-     ("--amp off", {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
+    [("", {"forward": ["blocks"], "backward": ["blocks"]}, {"aten bf16"}),
+     ("--amp off --attention flash", {"forward": ["flash"], "backward": ["flash"]}, {"aten fp32"}),
      ("--attention math --amp off", {"forward": ["math"], "backward": ["math"]}, {"aten fp32"}),
-     ("--pass-type forward", {"forward": ["flash"]}, {"aten bf16"}),
-     ("--profile", {"forward": ["flash"], "backward": ["flash"]}, {"aten bf16"})],
+     ("--pass-type forward", {"forward": ["blocks"]}, {"aten bf16"}),
+     ("--profile", {"forward": ["blocks"], "backward": ["blocks"]}, {"aten bf16"})],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path):
@@ -141,6 +142,7 @@ def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path
 
 def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, output_of):
     """Whatever let another kernel run: the table, compare.py, the gate and the report say it."""
+    monkeypatch.setattr(layers, "in_blocks", False)
     monkeypatch.setattr(train, "select_attention", lambda work, flex, device: "math")
     runs = tmp_path / "runs"
     argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]

@@ -196,7 +196,8 @@ def test_the_table_says_what_the_result_does(run):
         "loss: first, last": "7.1000, 7.2000",
         "validation loss: before, after": "7.3000, 7.4000",
         "step time: drift over the window": "+15.0%",
-        "kernels: attention; matmuls": "flash / flash; aten fp32",
+        "kernels: attention; matmuls": "blocks / blocks; aten fp32",
+        "ways": "attention: blocks",
         "fallbacks": "attention in plain matmuls (math)",
         "unfit for comparison": "asked for math attention, flash ran",
     }
@@ -234,7 +235,7 @@ def test_toggles_do_not_change_what_is_computed(tmp_path, learnable):
         assert other == pytest.approx(plain, rel=tolerance), name
     assert only_result(tmp_path / "compile")["metrics"]["compile_s"] > 0.1
     kernels = {n: only_result(tmp_path / n)["attention_kernel"] for n in ("plain", "math", "flash")}
-    assert kernels == {"plain": "flash", "math": "math", "flash": "flash"}
+    assert kernels == {"plain": "blocks", "math": "math", "flash": "flash"}
 
 
 def test_a_run_that_diverges_leaves_a_result(tmp_path, learnable):
@@ -383,7 +384,7 @@ def test_a_trained_or_exported_model_writes_text(tmp_path, capsys, refused):
     bytes_256 |= {"num_hidden_layers": 1, "vocab_size": 256}
     (tmp_path / "c.json").write_text(json.dumps(bytes_256))
     common = words("--seq-len 16 --amp off --no-tensorboard --sample 24 --warmup-steps 0")
-    flags = "--bsz 16 --lr 1e-2 --n-steps 60 --lr-warmup-steps 0 --weight-decay 0 --run-name x"
+    flags = "--bsz 16 --lr 1e-2 --n-steps 90 --lr-warmup-steps 0 --weight-decay 0 --run-name x"
     data = ["--export", "--data-dtype", "uint16", "--data", tmp_path / "t.bin"]
     trained(tmp_path / "a", tmp_path / "c.json", common, data, flags)
     written = re.search(r"generated text:\n(.*)\n", capsys.readouterr().out)[1]

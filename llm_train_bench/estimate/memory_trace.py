@@ -73,6 +73,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
                 F, "rms_norm", lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)
             ),
             mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
+            mock.patch("llm_train_bench.model.layers.in_blocks", False),
             mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
         ):
             return _track(model, work, optimizer)

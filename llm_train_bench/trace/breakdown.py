@@ -13,6 +13,7 @@ from typing import NamedTuple
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.work import STEP_PARTS
 from llm_train_bench.trace.kernel_names import (
+    ATTENTION,
     COMMUNICATION,
     COPIES,
     ELEMENTWISE,
@@ -241,14 +242,13 @@ def _cpu_parts(trace: Trace) -> _Parts:
             classes[COMMUNICATION] += waiting
             length -= waiting
         classes[label] += length
-    matmuls = outermost(s for s in spans if operator_class(s.name) == MATMUL)
     return _Parts(
         (begin, end),
         classes,
         union(elsewhere) - exposed,
         Counter((s.name, labels[id(s)]) for s in spans),
         times,
-        _flops_of(s.args for s in matmuls),
+        _flops_of(s.args for s in host_matmuls(spans)),
         [],
     )
 
@@ -298,8 +298,17 @@ def outermost(spans: Iterable[Span]) -> list[Span]:
     return outer
 
 
+def host_matmuls(spans: Iterable[Span]) -> list[Span]:
+    """One thread's matmuls, without those that are a part of attention in blocks."""
+    kinds = ((s, _mark_of(s) == ATTENTION) for s in spans)
+    outer = outermost(s for s, blocks in kinds if blocks or operator_class(s.name) == MATMUL)
+    return [span for span in outer if operator_class(span.name) == MATMUL]
+
+
 def _mark_of(span: Span) -> str | None:
-    """The class that a range of the host gives its elementwise work."""
+    """The class that a range of the host gives its elementwise work; attention in blocks gives all."""
+    if "block_attention" in span.name:
+        return ATTENTION
     if span.category != "user_annotation":
         return None
     if span.name == LOSS:
@@ -309,6 +318,8 @@ def _mark_of(span: Span) -> str | None:
 
 def _marked(label: str, mark: str | None) -> str:
     """An optimizer range claims all computation, matmuls too; a loss range all except those."""
+    if mark == ATTENTION:
+        return ATTENTION
     if mark == OPTIMIZER and label in (MATMUL, ELEMENTWISE, LOSS):
         return OPTIMIZER
     return LOSS if mark == LOSS and label == ELEMENTWISE else label

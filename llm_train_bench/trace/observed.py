@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pydantic import Field
 
 from llm_train_bench.base.strict import Strict
-from llm_train_bench.trace.breakdown import outermost, union
+from llm_train_bench.trace.breakdown import host_matmuls, union
 from llm_train_bench.trace.kernel_names import (
     COMMUNICATION,
     MATMUL,
     collective_kind,
     kernel_class,
     matmul_format,
-    operator_class,
 )
 from llm_train_bench.trace.read_trace import Span, Trace
 
@@ -132,9 +131,7 @@ def _matmuls(trace: Trace) -> Counter[str]:
         )
     else:
         matmuls = (
-            (span.name, span.args)
-            for spans in trace.host.values()
-            for span in outermost(s for s in spans if operator_class(s.name) == MATMUL)
+            (span.name, span.args) for spans in trace.host.values() for span in host_matmuls(spans)
         )
     calls: Counter[str] = Counter()
     for kernel, args in matmuls:
