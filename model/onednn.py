@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
@@ -58,27 +57,22 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, w = ctx.saved_tensors
-        g, rows = grads[0].flatten(0, -2), x.flatten(0, -2)
-        wanted = ctx.needs_input_grad
-        return (
-            linear(g, w.t(), None).view(x.shape) if wanted[0] else None,
-            grad_weight(g, rows) if wanted[1] else None,
-            g.sum(0) if ctx.bias and wanted[2] else None,
-        )
+        g, wanted = grads[0].flatten(0, -2), ctx.needs_input_grad
+        of_x = linear(g, w.t(), None).view(x.shape) if wanted[0] else None
+        of_w = grad_weight(g, x.flatten(0, -2)) if wanted[1] else None
+        return of_x, of_w, g.sum(0) if ctx.bias and wanted[2] else None
 
 
 class OnednnLinear(nn.Linear):
     """nn.Linear by oneDNN where it can be: in fp32, on a CPU, without autocast."""
 
     def forward(self, input: Tensor) -> Tensor:
-        tensors = (input, self.weight) if self.bias is None else (input, self.weight, self.bias)
-        if (
-            torch.is_autocast_enabled("cpu")
-            or any(t.dtype != torch.float32 or t.device.type != "cpu" for t in tensors)
-            or not input.numel()
-        ):
-            return super().forward(input)
-        return _Linear.apply(input, self.weight, self.bias)
+        fits = all(
+            t.dtype == torch.float32 and t.device.type == "cpu" for t in (input, self.weight)
+        )
+        if fits and input.numel() and not torch.is_autocast_enabled("cpu"):
+            return _Linear.apply(input, self.weight, self.bias)
+        return super().forward(input)
 
 
 def use_onednn(model: nn.Module) -> None:
@@ -105,25 +99,18 @@ def faster_linear(shapes: Iterable[tuple[int, int]], rows: int, seconds: float =
 
     Forward and both gradients, in turn, each by its shortest time, in about `seconds` altogether.
     """
-    total, pairs = {"plain": 0.0, "onednn": 0.0}, list(shapes) if available() else []
+    pairs, ways = list(shapes) if available() else [], {"plain": plain_times, "onednn": product}
+    total = dict.fromkeys(ways, 0.0)
     for n, k in pairs:
         m = max(32, min(rows, 2048, int(3e8 / n / k)))  # some ms
         x, w, g = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
-        ways = {
-            "plain": lambda x=x, w=w, g=g: (F.linear(x, w), g @ w, g.t() @ x),
-            "onednn": lambda x=x, w=w, g=g: (
-                linear(x, w, None),
-                linear(g, w.t(), None),
-                grad_weight(g, x),
-            ),
-        }
         least, end = dict.fromkeys(ways, float("inf")), time.perf_counter() + seconds / len(pairs)
         for _ in range(8):
-            for name, way in ways.items():
+            for name, times in ways.items():
                 start = time.perf_counter()
-                way()
+                times(x, w), times(g, w.t()), times(g.t(), x.t())
                 least[name] = min(least[name], time.perf_counter() - start)
             if time.perf_counter() > end:
                 break
-        total = {name: total[name] + least[name] for name in total}
+        total = {name: total[name] + least[name] for name in ways}
     return "onednn" if total["onednn"] < (1 - LEAST_GAIN) * total["plain"] else "plain"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from llm_train_bench.model import block_attention
+from llm_train_bench.model import block_attention, onednn
 from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
@@ -53,7 +53,7 @@ def saved_ops(attention: bool) -> set:
     matmuls = "mm addmm bmm baddbmm linear _scaled_mm _grouped_mm max"
     collectives = "reduce_scatter_tensor all_gather_into_tensor all_reduce all_to_all_single"
     ops |= {getattr(aten, name).default for name in matmuls.split()}
-    ops.add(block_attention.forward)
+    ops |= {block_attention.forward, onednn.linear}
     return ops | {getattr(c10d, name).default for name in collectives.split()}
 
 

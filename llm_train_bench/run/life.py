@@ -19,6 +19,7 @@ from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.measure.device import peak_memory
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.onednn import available, faster_linear
+from llm_train_bench.model.operators import taken
 from llm_train_bench.parallel.ranks import Ranks, broken_group, on_main
 from llm_train_bench.results.console import ProgressDisplay, print_header, print_result, say
 from llm_train_bench.results.figures import fill_flop_metrics, fill_rank_metrics, fill_step_metrics
@@ -83,6 +84,7 @@ class Run:
         self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile] = []
         on_main(self.ranks, self._open_files)
         self.started = time.perf_counter()
+        taken.clear()
         self.compiled_at_start = compile_counts()
         seconds = (lambda: compile_counts().seconds) if self.plan.work.compiled else lambda: 0.0
         self.log = StepLog(self.device, self.plan.schedule.total, [*self.sinks], held, seconds)
