@@ -314,7 +314,7 @@ class Counter(TorchDispatchMode):
             first, sums = tensors_of(out)
             rows = args[0].shape[:-2].numel() if name == "join_heads" else first.shape[0]
             programs = math.ceil(rows / PROGRAM_ROWS)
-            programs = norm_programs(first.shape[1]) if name == "norm_backward" else programs
+            programs = norm_programs(first.shape[-1]) if name == "norm_backward" else programs
             writes, kernels = writes + 8 * programs * sums.numel(), 2
         elif name.startswith(("_foreach", "_fused_adam")):
             # A launch has at most 320 blocks of 65536 elements.

@@ -44,13 +44,13 @@ def _plain_join_heads(q, k, v):
 
 
 def _plain_norm_backward(grad, x, mean, rstd, weight, stream):
-    normed = x.float() if mean is None else x.float() - mean[:, None]
-    normed, g = normed * rstd[:, None], grad * weight.float()
+    normed = x.float() if mean is None else x.float() - mean
+    normed, g, rows = normed * rstd, grad * weight.float(), [*range(x.ndim - 1)]
     part = g - normed * (g * normed).mean(-1, keepdim=True)
     part = part if mean is None else part - g.mean(-1, keepdim=True)
-    sums = [(grad * normed).sum(0)]
-    sums += [] if mean is None else [t.sum(0, dtype=torch.float32) for t in (grad, stream)]
-    return (stream + rstd[:, None] * part).to(x.dtype), torch.stack(sums)
+    sums = [(grad * normed).sum(rows)]
+    sums += [] if mean is None else [t.sum(rows, dtype=torch.float32) for t in (grad, stream)]
+    return (stream + rstd * part).to(x.dtype), torch.stack(sums)
 
 
 @_operator
@@ -73,7 +73,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a norm's input and vectors; triton_kernels.norm_backward has the shapes."""
     n = 1 if mean is None else 3
-    return torch.empty_like(x), x.new_empty(n, x.shape[1], dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty(n, x.shape[-1], dtype=torch.float32)
 
 
 class BiasApart(nn.Linear):
@@ -131,20 +131,18 @@ class NormBeside(torch.autograd.Function):
             offset = bias.to(x.dtype)
             normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], scale, offset, eps)
         ctx.save_for_backward(x, mean, rstd, weight)
-        ctx.dtypes = (
-            weight.dtype,
-            bias is not None and bias.dtype,
-            after is not None and after.dtype,
-        )
+        ctx.has = True, bias is not None, after is not None
         return x.view_as(x), normed
 
     @staticmethod
     def backward(ctx, *grads):
+        # Saved as it is, not as rows: of a view the compiler would make another copy.
         x, mean, rstd, weight = ctx.saved_tensors
-        stream, grad = (g.flatten(0, 1).contiguous() for g in grads)
-        rows, mean = x.flatten(0, 1), None if mean is None else mean.flatten()
-        out, sums = norm_backward(grad, rows, mean, rstd.flatten(), weight, stream)
-        of_vectors = [
-            s.to(dtype) if dtype else None for s, dtype in zip(sums, ctx.dtypes, strict=False)
-        ]
-        return out.view_as(x), *[*of_vectors, None, None][:3], None
+        stream, grad = (g.contiguous() for g in grads)
+        out, sums = norm_backward(grad, x, mean, rstd, weight, stream)
+        of_vectors = [*sums.to(weight.dtype), None, None][:3]
+        return (
+            out,
+            *(v if wanted else None for v, wanted in zip(of_vectors, ctx.has, strict=True)),
+            None,
+        )

@@ -153,13 +153,15 @@ def _norm_backward(
 def norm_backward(
     grad: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor, stream: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Backward of a norm of `x` (N, d) beside which `x` goes on as the residual stream.
+    """Backward of a norm of `x` (..., d) beside which `x` goes on as the residual stream.
 
-    `grad` (N, d) is the norm's gradient, `stream` (N, d) the stream's; `mean` and `rstd` (N,) are the
-    rows' statistics, without a mean those of RMSNorm. Returns the gradient of `x` and the sums (n, d) in
-    fp32: the gradient of the weight and, with a mean, that of the norm's bias and the stream's sums.
+    `grad` (..., d) is the norm's gradient, `stream` the stream's, both dense; `mean` and `rstd` (..., 1)
+    are the rows' statistics, without a mean those of RMSNorm. Returns the gradient of `x` and the sums
+    (n, d) in fp32: the gradient of the weight and, with a mean, that of the norm's bias and the stream's
+    sums.
     """
-    N, d = x.shape
+    x, d = x.contiguous(), x.shape[-1]
+    N = x.numel() // d
     n, programs = 1 if mean is None else 3, min(N, norm_programs(d))
     out, sums = torch.empty_like(x), x.new_empty(n, programs, d, dtype=torch.float32)
     block = triton.next_power_of_2(d)

@@ -105,6 +105,11 @@ CASES = {
     "tp2-cp2-gpt-oss": Case(4, "gpt_oss", "--tp 2 --cp 2 --ep 2"),
     "tp2-cp2-deepseek": Case(4, "deepseek", "--tp 2 --cp 2 --ep 4"),
     "dp2-ep2-accumulate": Case(2, "moe", "--ep 2 --bsz 2 --grad-acc-steps 2"),
+    "dp2-fused": Case(2, "gpt2", "--fused-backward"),
+    "dp2-fused-compiled": Case(2, "gpt2", "--fused-backward --pt-compile --sac-freq 1/2", True),
+    "cp2-fused": Case(2, "llama", "--cp 2 --fused-backward"),
+    "pp2-fused": Case(2, "gpt2", "--pp 2 --grad-acc-steps 2 --fused-backward"),
+    "dp2-onednn": Case(2, "qwen3", "--linear onednn"),
     "tp2-reduce-last": Case(4, "qwen3", "--tp 2 --grad-acc-steps 2 --reduce-last"),
     "hsdp2x2-ep2-reduce-last": Case(
         4, "moe", "--dp-replicate 2 --ep 2 --grad-acc-steps 2 --reduce-last"
@@ -181,7 +186,7 @@ CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = (
     "tp2-biases cp2 tp2-reduce-last dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
-    "dp2-ep2-accumulate "
+    "dp2-ep2-accumulate pp2-fused "
     "cp4-gather ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half mutant-divided mutant-tied mutant-tie "
     "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
     "few-save few-resume few-resume-ep2"

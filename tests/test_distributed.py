@@ -47,6 +47,7 @@ CASES = {
     "ddp2-parameter": (2, DDP, "--ddp-mode parameter"),
     "ddp2-parameter-after": (2, DDP, "--ddp-mode parameter-after"),
     "ddp2-buckets-after": (2, DDP, "--ddp-mode bucketed-after --bucket-cap-mb 0.125"),
+    "ddp2-fused": (2, DDP, "--fused-backward"),
     "ddp2-zero1-sgd": (2, DDP, f"{SGD} --zero1 --ddp-mode parameter"),
     "fsdp2": (2, FSDP, ""),
     "fsdp2-accumulate2": (2, FSDP, "--global-bsz 16 --bsz 4"),

@@ -72,11 +72,11 @@ def test_norm_backward(kernels, shape, dtype, centred):
     x, wide, w = x.contiguous(), x.double().requires_grad_(), weight.double().requires_grad_()
     bias = torch.zeros_like(w, requires_grad=True)
     if centred:
-        mean, normed = x.float().mean(1), F.layer_norm(wide, d, w, bias, 1e-5)
-        rstd = torch.rsqrt(x.float().var(1, unbiased=False) + 1e-5)
+        mean, normed = x.float().mean(1, keepdim=True), F.layer_norm(wide, d, w, bias, 1e-5)
+        rstd = torch.rsqrt(x.float().var(1, unbiased=False, keepdim=True) + 1e-5)
     else:
         mean, normed = None, F.rms_norm(wide, d, w, 1e-5) + 0 * bias
-        rstd = torch.rsqrt(x.float().square().mean(1) + 1e-5)
+        rstd = torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-5)
     grad, stream = grad.contiguous(), stream.contiguous()
     out, sums = kernels.norm_backward(grad, x, mean, rstd, weight, stream)
     exact, *vectors = torch.autograd.grad(normed, (wide, w, bias), grad.double())
@@ -92,12 +92,12 @@ def test_plain_operators_compute_the_same(kernels, tanh):
     """What runs where there is no Triton."""
     grad, h = normal(40, 24), normal(24, 40).T.contiguous()
     heads = normal(2, 9, 4, 8), normal(2, 9, 2, 8), normal(2, 2, 9, 8).transpose(1, 2)
-    rows = normal(40, 24), normal(40).abs(), normal(24), normal(24, 40).T.contiguous()
+    rows = normal(40, 24), normal(40, 1).abs(), normal(24), normal(24, 40).T.contiguous()
     for name, inputs in (
         ("gelu_backward", (grad, h, tanh)),
         ("join_heads", heads),
         ("norm_backward", (grad, h, None, *rows[1:])),
-        ("norm_backward", (grad, h, normal(40), *rows[1:])),
+        ("norm_backward", (grad, h, normal(40, 1), *rows[1:])),
     ):
         plain = getattr(fused_backward, f"_plain_{name}")(*inputs)
         for actual, right in zip(getattr(kernels, name)(*inputs), plain, strict=True):
