@@ -73,6 +73,7 @@ test-cells: $(READY)
 # Count bytes and kernels of a step on an H200, of ours and other trainers, without a GPU: ten minutes.
 bytes:
 	$(MAKE) .venv-oldest/.ready VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q tests/test_kernels.py
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -W ignore benchmarks/bytes.py
 
 # Changed files for every reader: a million cases, or CASES of each kind in KINDS.

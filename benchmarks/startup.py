@@ -45,15 +45,15 @@ def first_step() -> float:
 def main() -> int:
     args = parser_of(__doc__, 5).parse_args()
     helps = {f"{name} --help": functools.partial(whole, name, "--help") for name in SCRIPTS + TOOLS}
-    limits = {name: 0.5 if name.split()[0] in SCRIPTS else 0.4 for name in helps}
     torch_alone = functools.partial(whole, "-c", "import torch")
     first = "first step of gpt2-tiny"
-    limits[first] = 6.0
     times = interleave(helps | {"import torch": torch_alone, first: first_step}, args.rounds)
     report("startup", times, {}, "from the prompt")
+    tools = 0.4 * min(times["import torch"]) / 2.3
+    limits = {name: 0.5 if name.split()[0] in SCRIPTS else tools for name in helps} | {first: 6.0}
     late = [n for n, seconds in times.items() if n in limits and min(seconds) > limits[n]]
     for name in late:
-        print(f"{name}: above the limit of {limits[name]} s")
+        print(f"{name}: above the limit of {limits[name]:.2f} s")
     return int(bool(late))
 
 
