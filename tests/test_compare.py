@@ -542,6 +542,15 @@ def test_repeats_are_judged_together_and_entries_have_tolerances(judged, tmp_pat
     assert single.n_runs == 1 and single.noise == noise > 0 and single.tolerance == 0.1
 
 
+def test_runs_for_which_auto_chose_another_library_are_no_repeats(run_of, judged, tmp_path):
+    """Whether --linear auto took oneDNN is not in the flags, and is a matter of speed."""
+    runs = [run_of(f"a-{i}", linear=way) for i, way in enumerate(("plain", "onednn", "onednn"))]
+    rows = rows_of(*runs).values()
+    assert sorted(row.record.setting for row in rows) == ["linear onednn", "linear plain"]
+    judged(path := tmp_path / "b.json", runs[0], "--update-baselines")
+    judged(path, runs[2], code=5)
+
+
 def test_verdicts_for_a_pull_request_and_for_a_chart(baselines, tmp_path, output_of, run_of):
     slow = run_of("slow/slow|x", speed=0.8)
     files = tmp_path / "gate.md", tmp_path / "benchmark.json"

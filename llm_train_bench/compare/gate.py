@@ -134,6 +134,8 @@ def baseline_key(r: Result) -> str:
     around = settings_of(r)
     if r.device.type == "cpu":
         around["threads"] = str(r.environment.get("torch_threads"))
+    if r.linear == "onednn":
+        around["linear"] = r.linear
     text = json.dumps([r.model.hash, r.entrypoint, settings, around], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return f"{r.device.hardware} / {r.model.name} / {r.device.count} / {digest}"

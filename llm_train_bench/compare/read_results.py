@@ -111,7 +111,9 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
-        | {"global_batch": r.batch.global_batch, "script": r.entrypoint},
+        | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
+        # What `auto` chose: runs with another library are no repeats.
+        | ({"linear": r.linear} if r.linear and a.get("linear") == "auto" else {}),
     )
 
 
