@@ -108,7 +108,8 @@ def faster_linear(shapes: Iterable[tuple[int, int]], rows: int, seconds: float =
         for _ in range(8):
             for name, times in ways.items():
                 start = time.perf_counter()
-                times(x, w), times(g, w.t()), times(g.t(), x.t())
+                for left, right in ((x, w), (g, w.t()), (g.t(), x.t())):
+                    times(left, right)
                 least[name] = min(least[name], time.perf_counter() - start)
             if time.perf_counter() > end:
                 break
