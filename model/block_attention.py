@@ -8,6 +8,7 @@ attention on a GPU.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from llm_train_bench.model.operators import operator, taken
 
@@ -21,9 +22,13 @@ def _ends(T: int, width: int) -> list[tuple[int, int]]:
 
 
 def _rows(x: Tensor, group: int = 1) -> Tensor:
-    """(B, K, T, D) of any strides as dense (B K group, T, D), each head `group` times in turn."""
-    x = x.repeat_interleave(group, 1) if group > 1 else x
-    return x.contiguous().flatten(0, 1)
+    """(B, K, T, D) of any strides as dense (B K group, T, D), each head `group` times in turn; a copy.
+
+    The compiler reuses the memory of an operator's inputs: no output may be a view of one.
+    """
+    if group > 1:
+        return x.repeat_interleave(group, 1).contiguous().flatten(0, 1)
+    return x.clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _kept(p: Tensor, n: int, T: int):
@@ -115,6 +120,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         return *backward(grads[0], *ctx.saved_tensors, ctx.heads, ctx.scale), None
 

@@ -8,10 +8,10 @@ CHUNK_ELEMENTS = 2**27
 def chunk_elements(memory_gib: float | None) -> int:
     """Elements of one chunk's logits on a GPU with so much memory.
 
-    A power of two, so that logits and gradient take at most 1/32 of it in 16 bits. Fewer chunks launch
-    fewer kernels, and add to the gradient of the head less often.
+    A power of two, so that logits and gradient take about 1/32 of it at most, in 16 bits. Fewer chunks
+    launch fewer kernels, and add to the gradient of the head less often.
     """
-    most = int((memory_gib or 0) * 2**30 / 128)
+    most = round(memory_gib or 0) * 2**30 // 128
     return max(CHUNK_ELEMENTS, 2 ** (most.bit_length() - 1) if most else 0)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from llm_train_bench.model.operators import operator, taken
 
@@ -73,7 +74,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a norm's input and vectors; triton_kernels.norm_backward has the shapes."""
     n = 1 if mean is None else 3
-    return torch.empty_like(x), x.new_empty(n, x.shape[-1], dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(n, x.shape[-1], dtype=torch.float32)
 
 
 class BiasApart(nn.Linear):
@@ -93,6 +94,7 @@ class Gelu(torch.autograd.Function):
         return F.gelu(h, approximate="tanh" if tanh else "none")
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         (h,) = ctx.saved_tensors
         grad = grads[0].flatten(0, 1).contiguous()
@@ -109,6 +111,7 @@ class SplitHeads(torch.autograd.Function):
         return qkv.split(heads, dim=2)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         out, of_bias = join_heads(*(g if g.stride(-1) == 1 else g.contiguous() for g in grads))
         return out, of_bias.to(ctx.dtype), None
@@ -135,6 +138,7 @@ class NormBeside(torch.autograd.Function):
         return x.view_as(x), normed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         # Saved as it is, not as rows: of a view the compiler would make another copy.
         x, mean, rstd, weight = ctx.saved_tensors

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
 from llm_train_bench.model.operators import operator, taken
@@ -55,6 +56,7 @@ class _Linear(torch.autograd.Function):
         return linear(x, w, b)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         x, w = ctx.saved_tensors
         g, wanted = grads[0].flatten(0, -2), ctx.needs_input_grad
@@ -70,7 +72,7 @@ class OnednnLinear(nn.Linear):
         fits = all(
             t.dtype == torch.float32 and t.device.type == "cpu" for t in (input, self.weight)
         )
-        if fits and input.numel() and not torch.is_autocast_enabled("cpu"):
+        if fits and input.dim() > 1 and input.numel() and not torch.is_autocast_enabled("cpu"):
             return _Linear.apply(input, self.weight, self.bias)
         return super().forward(input)
 

@@ -101,17 +101,19 @@ class Block(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
-def fuse_backward(model: "Transformer") -> None:
-    """Let the functions of fused_backward.py compute what they can of each block, in place.
+def fuse_backward(model: "Transformer") -> bool:
+    """Let the functions of fused_backward.py compute what they can of each block, in place; whether any.
 
     A part stays as it is where its layer is no plain linear one (FP8), where tensor parallelism divides
     it, or where something lies between: rotary embedding, dropout, a norm after the sublayer.
     """
     blocks = model.blocks.children() if model.layout.tp == 1 else ()
+    fused = False
     for block in cast("Iterable[Any]", blocks):
         attn, mlp = block.attn, block.mlp
         plain = block.norm_after or block.dropout or block.scale != 1
-        block.fused = not plain and isinstance(block.attn_norm, RMSNorm | LayerNorm)
+        norms = block.attn_norm, block.mlp_norm  # Transformer Engine has them inside its modules
+        block.fused = not plain and all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms)
         if isinstance(attn, Attention) and not attn.q_norm and not block.rotates:
             attn.fused = _leaves_bias(attn.qkv)
         if isinstance(mlp, MLP) and mlp.activation in (
@@ -122,6 +124,8 @@ def fuse_backward(model: "Transformer") -> None:
         if block.fused and isinstance(block.attn_norm, LayerNorm):
             _leaves_bias(attn.out)
             _leaves_bias(getattr(mlp, "down", None))
+        fused = fused or any(getattr(part, "fused", False) for part in (block, attn, mlp))
+    return fused
 
 
 def _leaves_bias(layer: nn.Module | None) -> bool:

@@ -27,7 +27,8 @@ from tests.helpers import FAMILIES, ROOT, plan_of
 
 STEPS = 16  # tests/test_layouts.py takes 8
 COMMON = (
-    "--device cpu --amp off --warmup-steps 1 --lr 2e-3 --lr-warmup-steps 0 --seq-len 32 --no-tensorboard"
+    "--device cpu --amp off --warmup-steps 1 --lr 2e-3 --lr-warmup-steps 0 --seq-len 32 --no-tensorboard "
+    "--linear plain"
 ).split()
 SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
 SIZES |= dict(num_attention_heads=8, num_key_value_heads=4)

@@ -63,7 +63,7 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     PyTorch's function makes a chain of kernels for each sharded gradient.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if not is_sharded(first := grads[0]):
+    if not grads or not is_sharded(first := grads[0]):
         return nn.utils.get_total_norm(grads)
     from torch.distributed.tensor import DTensor, Partial, Replicate
 

@@ -36,6 +36,9 @@ from llm_train_bench.run.signals import handled_by, held
 from llm_train_bench.run.window import Window
 from llm_train_bench.settings.plan import Plan
 
+# Matmul operations of a micro batch below which `--linear auto` does not spend 0.3 s on a choice.
+SMALL_STEP = 2e10
+
 
 class Run:
     """The record of one run: `with Run(...) as run` leaves a result.json behind in every case.
@@ -138,16 +141,22 @@ class Run:
     def choose_linear(self) -> str:
         """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.
 
-        Otherwise rank 0 times both. UsageError where this PyTorch has no oneDNN and it was asked for.
+        Otherwise rank 0 times both, if a step is long. UsageError where this PyTorch lacks oneDNN.
         """
         work, before = self.plan.work, self.attempt.manifest
-        if (way := work.linear) == "auto":
+        small = 6 * sum(work.block_parameters) * work.batch.micro_tokens < SMALL_STEP
+        if (way := work.linear) == "auto" and small:
+            way = (before and before.linear) or "plain"
+        elif way == "auto":
             shapes = {shape for i in work.layers for shape in work.config.block_shapes(i).values()}
             way = (before and before.linear) or on_main(
                 self.ranks, lambda: faster_linear(shapes, work.own_tokens)
             )
         if way == "onednn" and not available():
-            raise UsageError("--linear onednn: this PyTorch has no oneDNN; use --linear plain")
+            raise UsageError(
+                "this PyTorch has no oneDNN, by which linear layers ran; use --linear plain"
+            )
+        taken.clear()  # timing is no step
         self.result.linear = way
         return way
 

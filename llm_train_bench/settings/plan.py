@@ -435,17 +435,12 @@ def resolve_attention(work: Work, platform: Platform) -> str:
     return "blocks" if name == "auto" and able and short else name
 
 
-# Matmul operations of a micro batch below which `--linear auto` does not spend 0.3 s on a choice.
-SMALL_STEP = 2e10
-
-
 def resolve_linear(work: Work, name: str, platform: Platform) -> str:
     """`plain`, `onednn`, or `auto` where the run is to time both; UsageError where there is no choice."""
     able = platform == "cpu" and work.amp == "off"
     if name == "onednn" and not able:
         raise UsageError("--linear onednn: is for fp32 on a CPU; add --device cpu --amp off")
-    small = 6 * sum(work.block_parameters) * work.batch.micro_tokens < SMALL_STEP
-    return "plain" if name == "auto" and (small or not able) else name
+    return "plain" if name == "auto" and not able else name
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:
