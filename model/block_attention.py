@@ -6,6 +6,8 @@ in fp32. Probabilities are rounded to the format of the values before they multi
 attention on a GPU.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable

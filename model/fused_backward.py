@@ -6,6 +6,8 @@ operators. A linear layer then leaves the gradient of its bias to the function t
 anyway.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Callable
 from typing import Any
 

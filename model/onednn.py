@@ -4,6 +4,8 @@ PyTorch takes MKL, which is half as fast on AMD's CPUs. oneDNN's operator belong
 inference, and has no gradient. Here are one with a gradient, the layer that uses it, and the choice.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 import time
 from collections.abc import Iterable
 
