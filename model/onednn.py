@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
 from llm_train_bench.model.operators import operator, taken
@@ -58,7 +57,7 @@ class _Linear(torch.autograd.Function):
         return linear(x, w, b)
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         x, w = ctx.saved_tensors
         g, wanted = grads[0].flatten(0, -2), ctx.needs_input_grad
