@@ -3,8 +3,6 @@
 `make test-oldest` and `make bytes` have an environment with Triton; the CPU build of torch has none.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,12 +15,13 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture(scope="module")
 def kernels():
-    if not CUDA:
-        os.environ["TRITON_INTERPRET"] = "1"
-    pytest.importorskip("triton")
-    from llm_train_bench.model import triton_kernels
+    with pytest.MonkeyPatch.context() as patch:
+        if not CUDA:
+            patch.setenv("TRITON_INTERPRET", "1")
+        pytest.importorskip("triton")
+        from llm_train_bench.model import triton_kernels
 
-    return triton_kernels
+        yield triton_kernels
 
 
 def normal(*shape, dtype=torch.float32):
