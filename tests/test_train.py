@@ -514,11 +514,16 @@ def test_a_directory_removed_during_a_run_costs_only_the_files(tmp_path, monkeyp
 
 def test_secrets_and_what_launchers_set_stay_out_of_results(monkeypatch):
     secrets = "OMP_API_KEY NCCL_AUTH TORCH_TOKEN CUDA_PASSWORD GLOO_SECRET".split()
-    shown = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0"}
+    shown = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "TORCH_HOME": "~/torch"}
+    monkeypatch.setenv("HOME", "/home/alice")
     for name, value in (shown | dict.fromkeys(secrets, "x") | {"GLOO_SOCKET_IFNAME": "lo"}).items():
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value.replace("~", "/home/alice"))
     settings = describe_environment(torch.device("cpu"))["settings"]
     assert shown.items() <= settings.items() and not {"x", "lo"} & {*settings.values()}
+    monkeypatch.setenv("HOME", "/")
+    assert (
+        describe_environment(torch.device("cpu"))["settings"]["TORCH_HOME"] == "/home/alice/torch"
+    )
 
 
 @pytest.mark.parametrize(("script", "library"), [("train", "torch"), ("compare", "pydantic")])

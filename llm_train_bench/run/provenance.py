@@ -145,6 +145,7 @@ def _is_setting(name: str) -> bool:
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Plain JSON data on host, software and revision; what cannot be read is None."""
+    home = os.environ.get("HOME", "").rstrip("/")
     return {
         "hostname": platform.node(),
         "os": platform.platform(),
@@ -161,7 +162,9 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
         "settings": {
-            k: v for k, v in sorted(os.environ.items() - LAUNCHED.items()) if _is_setting(k)
+            k: v.replace(home, "~") if home else v  # a path of one machine says nothing
+            for k, v in sorted(os.environ.items() - LAUNCHED.items())
+            if _is_setting(k)
         },
         **source_revision(),
     }
