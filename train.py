@@ -35,18 +35,14 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     kernel = select_attention(work, plan.flex, device)
     data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
     with torch.device("meta"):
-        model = Transformer(
-            work.config, work.batch.seq_len, plan.flex, work.balanced,
-            chunk_elements=work.chunk_elements,
-        )  # fmt: skip
+        model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
     fp8 = apply_fp8(model, work, device)
     weights = check_pretrained(work.config, files.init_from)
     write_text = text_writer(plan.output.sample, files, work)
 
     plan, attempt = resolve_attempt(plan, ranks)
     with Run(plan, attempt, device, ranks, fp8, kernel) as run:
-        linear = run.choose_linear()
-        apply_kernels(model, work, linear)
+        apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
         materialize(model, device, files.seed, weights)

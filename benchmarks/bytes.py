@@ -382,8 +382,8 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
     try:
         with torch.device("cuda"):
             if name in OURS:
-                elements = chunk_elements(H200.total_memory / 2**30)
-                model = Transformer(config, shape.T, chunk_elements=elements)
+                model = Transformer(config, shape.T)
+                model.loss.chunk_elements = chunk_elements(H200.total_memory / 2**30)
                 if name != "ours-plain":
                     fuse_backward(model)
                 torch.set_default_dtype(torch.float32)

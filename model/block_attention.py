@@ -59,9 +59,7 @@ def _block_attention(q, k, v, scale):
     q, k, v = _rows(q), _rows(k, group), _rows(v, group)
     wide_q, wide_k = q.float(), k.float()
     for start, end, kept in _kept(p, B * H, T):
-        scores = (
-            kept if kept.dtype == torch.float32 else kept.new_empty(kept.shape, dtype=torch.float32)
-        )
+        scores = kept if q is wide_q else torch.empty_like(kept, dtype=torch.float32)
         keys = wide_k[:, :end].transpose(1, 2)
         torch.baddbmm(scores, wide_q[:, start:end], keys, beta=0, alpha=scale, out=scores)
         later = scores.new_full((end - start, end - start), float("-inf")).triu_(1)
@@ -94,10 +92,8 @@ def _block_attention_backward(grad, p, q, k, v, heads, scale):
         of_scores = aten._softmax_backward_data(of_p, kept, -1, q.dtype)
         part = torch.baddbmm(q_block, of_scores, k[:, :end], beta=0, alpha=scale)
         grads[0][:, :, start:end] = part.view(B, H, end - start, -1)
-        of_k, of_v = (
-            torch.bmm(of_scores.transpose(1, 2), q_block),
-            torch.bmm(kept.transpose(1, 2), g_block),
-        )
+        of_k = torch.bmm(of_scores.transpose(1, 2), q_block)
+        of_v = torch.bmm(kept.transpose(1, 2), g_block)
         if end == T:  # the last block sees all keys
             dk, dv = of_k, of_v
         else:

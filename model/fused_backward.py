@@ -136,7 +136,7 @@ class NormBeside(torch.autograd.Function):
             offset = bias.to(x.dtype)
             normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], scale, offset, eps)
         ctx.save_for_backward(x, mean, rstd, weight)
-        ctx.has = True, bias is not None, after is not None
+        ctx.after = after is not None
         return x.view_as(x), normed
 
     @staticmethod
@@ -146,9 +146,5 @@ class NormBeside(torch.autograd.Function):
         x, mean, rstd, weight = ctx.saved_tensors
         stream, grad = (g.contiguous() for g in grads)
         out, sums = norm_backward(grad, x, mean, rstd, weight, stream)
-        of_vectors = [*sums.to(weight.dtype), None, None][:3]
-        return (
-            out,
-            *(v if wanted else None for v, wanted in zip(of_vectors, ctx.has, strict=True)),
-            None,
-        )
+        of_weight, of_bias, of_after = [*sums.to(weight.dtype), None, None][:3]
+        return out, of_weight, of_bias, of_after if ctx.after else None, None

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.fused_backward import Gelu, SplitHeads
+from llm_train_bench.model.fused_backward import BiasApart, Gelu, SplitHeads
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.shapes import RopeScaling, Yarn
 
@@ -114,8 +114,6 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     return blend * frequency + (1 - blend) * frequency / scaling.factor
 
 
-# Whether this process computes causal attention in blocks (apply/attention.py).
-in_blocks = False
 Rope = tuple[Tensor, Tensor]  # cosines and sines
 Mask = Tensor | BlockMask | None
 
@@ -181,7 +179,7 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float | None, blocks=False
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -198,7 +196,7 @@ def attend(
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
     causal = mask is None
-    if in_blocks and causal and not dropout and q.device.type == "cpu":
+    if blocks and causal:
         return attend_in_blocks(q, k, v, scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=gqa, scale=scale
@@ -226,8 +224,11 @@ def attend_with_sinks(
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads; one fused q, k, v projection.
 
-    A layout of several ranks has a part of the heads on each.
+    A layout of several ranks has a part of the heads on each. With `blocks`, which apply_kernels sets,
+    causal attention without dropout is computed by block_attention.py.
     """
+
+    blocks = False
 
     def __init__(self, config: ModelConfig, layout: Layout = ALONE):
         super().__init__()
@@ -238,7 +239,6 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.scale = config.attention_scale
         self.whole_norm = config.whole_qk_norm
-        self.fused = False  # transformer.fuse_backward
         d, D = config.hidden_size, config.head_dim
         self.qkv = nn.Linear(d, (self.n_heads + 2 * self.n_kv_heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
@@ -254,7 +254,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
         qkv = self.qkv(x).view(B, T, sum(heads), self.head_dim)
-        if self.fused:
+        if isinstance(self.qkv, BiasApart):
             q, k, v = SplitHeads.apply(qkv, self.qkv.bias, heads)
         else:
             q, k, v = qkv.split(heads, dim=2)
@@ -272,7 +272,7 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         if self.sinks is None:
-            y = attend(q, k, v, mask, dropout, self.scale)
+            y = attend(q, k, v, mask, dropout, self.scale, self.blocks)
         else:
             scale, sinks = self.scale or self.head_dim**-0.5, self.sinks[first : first + q.shape[1]]
             y = attend_with_sinks(q, k, v, mask, dropout, scale, sinks)
@@ -320,7 +320,7 @@ class LatentAttention(nn.Module):
         y = self.layout.attend(self.attend, q, k, v, mask)
         return self.layout.reduce(self.out, y.flatten(2))
 
-    attend = Attention.attend
+    attend, blocks = Attention.attend, False
 
     def rotate(self, x: Tensor, rope: Rope) -> Tensor:
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""
@@ -357,11 +357,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
         self.tanh = config.activation == "gelu_tanh"
-        self.fused = False  # transformer.fuse_backward
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(self.layout.gather(x))
-        y = Gelu.apply(h, self.up.bias, self.tanh) if self.fused else self.activation(h)
+        apart = isinstance(self.up, BiasApart)
+        y = Gelu.apply(h, self.up.bias, self.tanh) if apart else self.activation(h)
         return self.layout.reduce(self.down, y)
 
 

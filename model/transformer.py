@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from llm_train_bench.model import block_attention, onednn
-from llm_train_bench.model.chunks import CHUNK_ELEMENTS
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.fused_backward import BiasApart, NormBeside
@@ -107,33 +106,24 @@ def fuse_backward(model: "Transformer") -> bool:
     A part stays as it is where its layer is no plain linear one (FP8), where tensor parallelism divides
     it, or where something lies between: rotary embedding, dropout, a norm after the sublayer.
     """
+    gelus = ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"]
     blocks = model.blocks.children() if model.layout.tp == 1 else ()
-    fused = False
     for block in cast("Iterable[Any]", blocks):
         attn, mlp = block.attn, block.mlp
-        plain = block.norm_after or block.dropout or block.scale != 1
         norms = block.attn_norm, block.mlp_norm  # Transformer Engine has them inside its modules
-        block.fused = not plain and all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms)
+        plain = all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms)
+        block.fused = plain and not block.norm_after and not block.dropout and block.scale == 1
+        layers = []
         if isinstance(attn, Attention) and not attn.q_norm and not block.rotates:
-            attn.fused = _leaves_bias(attn.qkv)
-        if isinstance(mlp, MLP) and mlp.activation in (
-            ACTIVATIONS["gelu"],
-            ACTIVATIONS["gelu_tanh"],
-        ):
-            mlp.fused = _leaves_bias(mlp.up)
-        if block.fused and isinstance(block.attn_norm, LayerNorm):
-            _leaves_bias(attn.out)
-            _leaves_bias(getattr(mlp, "down", None))
-        fused = fused or any(getattr(part, "fused", False) for part in (block, attn, mlp))
-    return fused
-
-
-def _leaves_bias(layer: nn.Module | None) -> bool:
-    """Make a plain linear layer with a bias one that leaves its gradient to others."""
-    if type(layer) is not nn.Linear or layer.bias is None:
-        return False
-    layer.__class__ = BiasApart
-    return True
+            layers.append(attn.qkv)
+        if isinstance(mlp, MLP) and mlp.activation in gelus:
+            layers.append(mlp.up)
+        if block.fused and isinstance(norms[0], LayerNorm):
+            layers += [attn.out, getattr(mlp, "down", None)]
+        for layer in layers:
+            if type(layer) is nn.Linear and layer.bias is not None:
+                layer.__class__ = BiasApart
+    return any(isinstance(m, BiasApart) or getattr(m, "fused", False) for m in model.modules())
 
 
 class Transformer(HasWeights):
@@ -144,7 +134,6 @@ class Transformer(HasWeights):
     windows by FlexAttention (no backward on a CPU) instead of a dense mask. `balanced` deals experts out
     in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has the embedding
     with the first layer, norm and head with the last, and a tied head's weight at both ends.
-    `chunk_elements` are the most logits that the loss makes at a time (chunks.py).
     """
 
     embed: Embedding
@@ -158,7 +147,6 @@ class Transformer(HasWeights):
         balanced: bool = False,
         layout: Layout = ALONE,
         layers: range | None = None,
-        chunk_elements: int = CHUNK_ELEMENTS,
     ):
         super().__init__()
         self.config, self.seq_len, self.flex, self.layout = config, seq_len, flex, layout
@@ -178,7 +166,7 @@ class Transformer(HasWeights):
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
         self.lm_head = nn.Linear(d, V, bias=False) if self.last and not tied else None
-        self.loss = LinearCrossEntropy(config.vocab_size, chunk_elements)
+        self.loss = LinearCrossEntropy(config.vocab_size)
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.rope: Rope | None = None

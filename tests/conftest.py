@@ -10,7 +10,6 @@ import os
 import runpy
 import shutil
 import signal
-import sys
 import tempfile
 from pathlib import Path
 
@@ -90,13 +89,11 @@ def few_objects_to_collect():
 
 @pytest.fixture(autouse=True)
 def as_it_was():
-    """What a test changes in this process is as it was for the next: directory, handlers, attention."""
+    """A test that changes the directory or signals' handlers leaves them as they were for the next."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before, handlers = Path.cwd(), {n: signal.getsignal(n) for n in numbers}
     yield
     os.chdir(before)
-    if layers := sys.modules.get("llm_train_bench.model.layers"):
-        layers.in_blocks = False
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

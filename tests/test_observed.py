@@ -15,7 +15,6 @@ import compare
 import train
 from llm_train_bench.apply.attention import _inputs
 from llm_train_bench.apply.compile import key_compiled_code
-from llm_train_bench.model import layers
 from llm_train_bench.run import loop
 from llm_train_bench.run.profiling import observed_in
 from llm_train_bench.trace.observed import observe
@@ -142,7 +141,6 @@ def test_a_result_names_the_kernels_that_ran(flags, attention, matmuls, tmp_path
 
 def test_kernels_that_were_not_asked_for_make_a_run_unfit(tmp_path, monkeypatch, output_of):
     """Whatever let another kernel run: the table, compare.py, the gate and the report say it."""
-    monkeypatch.setattr(layers, "in_blocks", False)
     monkeypatch.setattr(train, "select_attention", lambda work, flex, device: "math")
     runs = tmp_path / "runs"
     argv = [*TINY, "--attention", "math", "--output-dir", runs, "--run-name", "a"]

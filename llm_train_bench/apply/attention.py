@@ -10,7 +10,6 @@ from llm_train_bench.apply.compile import key_compiled_code
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.model import layers
 
 KERNELS = ("flash", "cudnn", "efficient", "math")
 
@@ -26,7 +25,6 @@ def select_attention(work: Work, flex: bool, device: torch.device) -> str | None
     torch.backends.cuda.enable_cudnn_sdp(name in (*free, "cudnn"))
     torch.backends.cuda.enable_mem_efficient_sdp(name in (*free, "efficient"))
     torch.backends.cuda.enable_math_sdp(name in (*free, "math"))
-    layers.in_blocks = name == "blocks"
     key_compiled_code(work.fp8.emulated)
     if name in KERNELS:
         _probe(work, device)

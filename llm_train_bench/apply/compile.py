@@ -15,7 +15,6 @@ import torch
 import torch.compiler.config
 
 from llm_train_bench.base.errors import CompileError
-from llm_train_bench.model import layers
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -55,7 +54,6 @@ def code_switches(fp8_emulated: bool, linear: str) -> dict[str, Any]:
         "onednn": [mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision],
         "fp8_emulated": fp8_emulated,
         "linear": linear,
-        "blocks": layers.in_blocks,
     }
 
 

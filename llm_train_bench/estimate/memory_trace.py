@@ -62,8 +62,8 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             even = _EvenLayout(work, rank) if work.fsdp else None
             layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
             config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
-            chunk = work.chunk_elements
-            model = Transformer(config, seq_len, False, True, layout, layers, chunk)
+            model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
+        model.loss.chunk_elements = work.chunk_elements
         apply_recompute(model, work.recompute)
         if even:
             apply_fsdp(model, even.connect(CPU, 60.0), work)
@@ -73,7 +73,6 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
                 F, "rms_norm", lambda x, shape, weight, eps: _FusedRmsNorm.apply(x, weight)
             ),
             mock.patch.object(Transformer, "look_up", lambda model, tokens: model.embed(tokens)),
-            mock.patch("llm_train_bench.model.layers.in_blocks", False),
             mock.patch.object(F, "scaled_dot_product_attention", _attention_as_on_gpu),
         ):
             return _track(model, work, optimizer)

@@ -43,9 +43,8 @@ class Pipeline(HasWeights):
         super().__init__()
         self.config, self.work, self.layout, self.ranks = work.config, work, layout, layout
         self.numbers = range(layout.pp_rank, work.fsdp.stages, layout.pp)
-        shared = work.batch.seq_len, flex, work.balanced
         self.stages = [
-            Transformer(work.config, *shared, layout, layers, work.chunk_elements)
+            Transformer(work.config, work.batch.seq_len, flex, work.balanced, layout, layers)
             for layers in map(work.stage_layers, self.numbers)
         ]
         self.registered = nn.ModuleList(self.stages)

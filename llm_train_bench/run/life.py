@@ -145,17 +145,13 @@ class Run:
         """
         work, before = self.plan.work, self.attempt.manifest
         small = 6 * sum(work.block_parameters) * work.batch.micro_tokens < SMALL_STEP
-        if (way := work.linear) == "auto" and small:
-            way = (before and before.linear) or "plain"
-        elif way == "auto":
+        way = work.linear if work.linear != "auto" else (before and before.linear)
+        if way is None and not small:
             shapes = {shape for i in work.layers for shape in work.config.block_shapes(i).values()}
-            way = (before and before.linear) or on_main(
-                self.ranks, lambda: faster_linear(shapes, work.own_tokens)
-            )
+            way = on_main(self.ranks, lambda: faster_linear(shapes, work.own_tokens))
+        way = way or "plain"
         if way == "onednn" and not available():
-            raise UsageError(
-                "this PyTorch has no oneDNN, by which linear layers ran; use --linear plain"
-            )
+            raise UsageError("linear layers by oneDNN: this PyTorch has none; use --linear plain")
         taken.clear()  # timing is no step
         self.result.linear = way
         return way

@@ -237,7 +237,7 @@ def draw_ranges(run: Run, model: nn.Module, draw: Draw) -> contextlib.ExitStack:
 
 
 def attend_in_parts(
-    draw: Draw, fused: Attend, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout=0.0, scale=None
+    draw: Draw, fused: Attend, q: Tensor, k: Tensor, v: Tensor, mask, dropout=0.0, scale=None, *_
 ) -> Tensor:
     """What model.layers.attend computes, each part of it as a range; the softmax is fp32."""
     if mask is not None and not isinstance(mask, Tensor):

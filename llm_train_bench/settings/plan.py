@@ -215,11 +215,8 @@ def make_plan(
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",
         recompute=resolve_recompute(args.sac_freq, args.sac_policy, config))  # fmt: skip
     flex = resolve_flex(work, platform)
-    attention, linear = (
-        resolve_attention(work, platform),
-        resolve_linear(work, args.linear, platform),
-    )
-    work = dataclasses.replace(work, attention=attention, linear=linear)
+    linear = resolve_linear(work, args.linear, platform)
+    work = dataclasses.replace(work, attention=resolve_attention(work, platform), linear=linear)
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
