@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     args = check(args, script)
     if wanted.fit:
         platform = "cpu" if args.device == "cpu" else detect_platform()
-        return fit_memory(make_plan(args, script, wanted.gpus, platform).work, list(argv))
+        resolved = functools.partial(make_plan, args, script, wanted.gpus, platform)
+        return fit_memory(lambda gib: resolved(memory_gib=gib).work, list(argv))
     if wanted.gpu is None:
         raise UsageError("--gpu is missing: h100, h200, b200, mi300x, ..., cpu (or --fit)")
     if wanted.plan:

@@ -168,10 +168,11 @@ def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool, amp: 
             times.append(time.perf_counter())
 
     n = WARMUP + steps
-    data = [{"input_ids": x, "labels": x} for x in torch.randint(raw["vocab_size"], (n * B, T))]
+    size = n * B * (dist.get_world_size() if dist.is_initialized() else 1), T
+    data = [{"input_ids": x, "labels": x} for x in torch.randint(raw["vocab_size"], size)]
     options: dict[str, Any] = {"learning_rate": common.LR, "adam_beta2": common.BETAS[1]}
     options |= {"optim": "adamw_torch_fused", "max_grad_norm": common.CLIP, "max_steps": n}
-    options |= {"bf16": amp == "bf16", "use_cpu": not GPU}
+    options |= {"bf16": amp == "bf16", "use_cpu": not GPU, "ddp_find_unused_parameters": False}
     options |= {"report_to": [], "save_strategy": "no", "logging_strategy": "no"}
     options |= {"per_device_train_batch_size": B, "torch_compile": compiled, "disable_tqdm": True}
     with tempfile.TemporaryDirectory() as out:
@@ -239,8 +240,6 @@ def main() -> None:
         return
     for shape in args.shapes:
         peers = args.peers or (*HUGGING_FACE, *PEERS["gpt2" if "gpt2" in shape else "llama"])
-        if args.ranks > 1:
-            peers = [peer for peer in peers if peer != "trainer"]
         raw, B, T, _ = shape_of(shape)
         with tempfile.TemporaryDirectory() as top:
             write_checkpoint(shape, Path(top))

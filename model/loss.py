@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
@@ -30,9 +29,13 @@ def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     instructions, such as a vocabulary of 50257:
     https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication
     """
-    if missing := -weight.shape[0] % (16 // dtype.itemsize):
-        weight = F.pad(weight, (0, 0, 0, missing))
-    return weight.to(dtype)
+    (V, d), missing = weight.shape, -weight.shape[0] % (16 // dtype.itemsize)
+    if not missing:
+        return weight.to(dtype)
+    padded = weight.new_empty(V + missing, d, dtype=dtype)
+    padded[:V].copy_(weight)
+    padded[V:].zero_()
+    return padded
 
 
 def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

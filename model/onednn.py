@@ -7,7 +7,7 @@ inference, and has no gradient. Here are one with a gradient, the layer that use
 # pyright: reportIncompatibleMethodOverride=false
 
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -97,15 +97,16 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return result if out is None else out.copy_(result)
 
 
-def faster_linear(shapes: Iterable[tuple[int, int]], rows: int, seconds: float = 0.3) -> str:
-    """`onednn` or `plain`: what is faster for layers (N, K) with an input of at most so many rows.
+def faster_linear(shapes: Mapping[tuple[int, int], int], rows: int, seconds: float = 0.3) -> str:
+    """`onednn` or `plain`: what is faster for so many layers (N, K) each, with an input of so many rows.
 
-    Forward and both gradients, in turn, each by its shortest time, in about `seconds` altogether.
+    Parts of them are timed in turn, forward and both gradients, in about `seconds` altogether.
     """
-    pairs, ways = list(shapes) if available() else [], {"plain": plain_times, "onednn": product}
+    pairs, ways = shapes if available() else {}, {"plain": plain_times, "onednn": product}
     total = dict.fromkeys(ways, 0.0)
-    for n, k in pairs:
-        m = max(32, min(rows, 2048, int(3e8 / n / k)))  # some ms
+    for (N, K), count in pairs.items():
+        m, k = min(rows, 256), min(K, 1024)
+        n = min(N, 2**20 // k)  # some ms
         x, w, g = torch.ones(m, k), torch.ones(n, k), torch.ones(m, n)
         least, end = dict.fromkeys(ways, float("inf")), time.perf_counter() + seconds / len(pairs)
         for _ in range(8):
@@ -116,5 +117,5 @@ def faster_linear(shapes: Iterable[tuple[int, int]], rows: int, seconds: float =
                 least[name] = min(least[name], time.perf_counter() - start)
             if time.perf_counter() > end:
                 break
-        total = {name: total[name] + least[name] for name in ways}
+        total = {name: total[name] + least[name] * count * N * K / n / k for name in ways}
     return "onednn" if total["onednn"] < (1 - LEAST_GAIN) * total["plain"] else "plain"

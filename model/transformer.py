@@ -103,12 +103,11 @@ class Block(nn.Module):
 def fuse_backward(model: "Transformer") -> bool:
     """Let the functions of fused_backward.py compute what they can of each block, in place; whether any.
 
-    A part stays as it is where its layer is no plain linear one (FP8), where tensor parallelism divides
-    it, or where something lies between: rotary embedding, dropout, a norm after the sublayer.
+    A part stays as it is where its layer is no plain linear one (FP8), or where something lies between:
+    rotary embedding, dropout, a norm after the sublayer.
     """
     gelus = ACTIVATIONS["gelu"], ACTIVATIONS["gelu_tanh"]
-    blocks = model.blocks.children() if model.layout.tp == 1 else ()
-    for block in cast("Iterable[Any]", blocks):
+    for block in cast("Iterable[Any]", model.blocks.children()):
         attn, mlp = block.attn, block.mlp
         norms = block.attn_norm, block.mlp_norm  # Transformer Engine has them inside its modules
         plain = all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms)

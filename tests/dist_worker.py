@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,7 +44,7 @@ import train_fsdp
 import train_pp
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.fp8.te import TransformerEngineFp8
-from llm_train_bench.apply.optimizer import build_optimizer, optimizer_step
+from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.model import layers, te
 from llm_train_bench.model.experts import Router, fullest_expert
@@ -333,6 +334,17 @@ def skips_for_an_overflow_elsewhere(ranks) -> bool:
     return scaler.skipped.item() == 1 and all(map(torch.equal, before, after))
 
 
+def norm_of_offloaded(ranks) -> float:
+    """The norm of gradients of 1, over its size, where they lie beside a mesh of another device."""
+    model, _ = sharded(ranks, "--amp", "off")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    another = mock.PropertyMock(return_value="meta")
+    with mock.patch.object(DeviceMesh, "device_type", another):
+        norm = gradient_norm(list(model.parameters()))
+    return norm.item() / sum(p.numel() for p in model.parameters()) ** 0.5
+
+
 def hsdp_timeouts(ranks) -> list[float]:
     """Timeouts [s] of the groups of a 2 x n mesh with --dist-timeout 7, and of a layout with --tp 2."""
     groups = []
@@ -361,6 +373,7 @@ def check_shards(ranks, out: Path) -> None:
     checks = {
         "differing": differing_after_load(ranks, out / "save-fsdp2/checkpoints/step-00000002"),
         "held": held_bytes(ranks),
+        "offloaded": norm_of_offloaded(ranks),
         "skipped": skips_for_an_overflow_elsewhere(ranks),
         "timeouts": hsdp_timeouts(ranks),
         "converted": [converted_losses(ranks, config) for config in (GPT2, LLAMA)],

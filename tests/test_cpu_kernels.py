@@ -199,12 +199,14 @@ def test_who_takes_blocks_and_onednn(tmp_path):
     assert plan(tmp_path, *short, attn_pdrop=0.1).work.attention == "auto"
     assert plan(tmp_path, *long, "--attention", "blocks", **wide).work.attention == "blocks"
     assert plan(tmp_path, *short).work.linear == "auto"
-    assert plan(tmp_path).work.linear == "plain"  # bf16
+    assert plan(tmp_path).work.linear is None  # bf16
+    assert plan(tmp_path, *short, "--fused-backward").work.linear is None
     for flags, options in (
         (("--attention", "blocks"), dict(platform="nvidia")),
         (("--attention", "blocks"), dict(attn_pdrop=0.1)),
         (("--linear", "onednn"), dict(platform="nvidia")),
         (("--linear", "onednn", "--amp", "bf16"), {}),
+        (("--linear", "onednn", "--amp", "off", "--fused-backward"), {}),
     ):
         with pytest.raises(UsageError, match=f"{flags[0]} {flags[1]}: "):
             plan(tmp_path, *flags, "--seq-len", 32, **options)
@@ -217,10 +219,19 @@ def test_the_faster_library_is_taken_and_a_gain_of_less_than_three_percent_is_no
         readings = [0.0, *(0.0, 1.0, 0.0, onednn_s, 0.1) * 2, 0.4]
         monkeypatch.setattr(onednn.time, "perf_counter", lambda: readings.pop(0))
         readings[10] = 0.4
-        return onednn.faster_linear([(8, 8)], 64)
+        return onednn.faster_linear({(8, 8): 1}, 64)
 
     assert chosen(0.96) == "onednn"
     assert chosen(0.98) == chosen(1.5) == "plain"
+
+
+@needs_onednn
+@pytest.mark.parametrize(("count", "library"), [(1, "plain"), (9, "onednn")])
+def test_libraries_are_compared_by_the_time_of_all_layers(count, library, monkeypatch):
+    """OneDNN takes 0.5 s instead of 1 for one shape, and 4 s instead of 1 for the other."""
+    readings = [0.0, *(0.0, 1.0, 0.0, 0.5, 9.0), 0.0, *(0.0, 1.0, 0.0, 4.0, 9.0)]
+    monkeypatch.setattr(onednn.time, "perf_counter", lambda: readings.pop(0))
+    assert onednn.faster_linear({(8, 8): count, (16, 8): 1}, 64) == library
 
 
 @needs_onednn
@@ -245,7 +256,8 @@ def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
     assert only_result(out)["linear"] == "onednn"
     assert read_steps(out)[-1]["loss"] == read_steps(tmp_path)[-1]["loss"]
     assert run_train(*flags, "--output-dir", tmp_path / "new", "--run-name", "new") == 0
-    assert only_result(tmp_path / "new")["linear"] == "plain"
+    assert only_result(tmp_path / "new")["linear"] is None  # nothing was chosen, or is kept
+    assert read_manifest(tmp_path / "new/new/checkpoints/step-00000003").linear is None
     # A choice against oneDNN tried it, and names it nowhere.
     monkeypatch.undo()
     monkeypatch.setattr(small, 0)

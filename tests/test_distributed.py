@@ -276,6 +276,7 @@ def test_shards_are_what_they_should_be(world, runs):
     assert checks["differing"] == [[]] * world  # a checkpoint is loaded bitwise under any layout
     assert checks["held"] == [3 * 4 * PARAMETERS / world] * world
     assert checks["skipped"] == [True] * world  # an fp16 step that overflows on one of them
+    assert checks["offloaded"] == pytest.approx([1.0] * world)
     assert checks["timeouts"] == [[7.0] * (2 + 1 + 6)] * world
     for losses in itertools.chain(*checks["converted"]):
         assert losses["converted"] == pytest.approx(losses["plain"], abs=1e-5)

@@ -101,6 +101,31 @@ def test_formula_and_trace_agree(setting, record_property):
         assert formula == pytest.approx(traced, rel=limit[0] if limit else 0.10)
 
 
+@pytest.mark.parametrize(
+    "flags", ["", "--sac-freq 1/1 --sac-policy op", "--pass-type forward --bsz 64"]
+)
+@pytest.mark.parametrize("model", ["gpt2-125m --amp off", "llama-3.2-1b"])
+def test_formula_and_trace_agree_on_attention_in_blocks(model, flags):
+    """Its probabilities are a large part of what is kept, also where only matmuls are, or nothing."""
+    model, *more = model.split()
+    argv = [f"configs/{model}.json", *more, *"--bsz 8 --seq-len 512".split(), *flags.split()]
+    plan = plan_of(argv, platform="cpu")
+    assert plan.work.attention == "blocks"
+    # The trace's RMS norm is a GPU's.
+    formula = estimate_memory(plan.work, fused_norm=plan.work.config.rms_norm).peak
+    assert formula == pytest.approx(traced_memory(plan.work, plan.optimizer), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("flags", "numbers"), [("--amp off", 50257 * 768), ("--amp off --pad-vocab 8", 0), ("", 0)]
+)
+def test_the_aligned_copy_of_the_heads_weight_is_counted_on_a_gpu(flags, numbers):
+    """Not where autocast makes a copy anyway."""
+    work = work_of(f"gpt2-125m.json --bsz 1 {flags}")
+    on_gpu, on_cpu = (estimate_memory(work, fused_norm=gpu).logits for gpu in (True, False))
+    assert on_gpu - on_cpu == 4 * numbers
+
+
 # Ranks of Mixtral 8x7B, or of Grok-1's sizes in its form; how many times the experts are gathered.
 MIXTRAL = "configs/mixtral-8x7b.json"
 GROK = dict(hidden_size=6144, intermediate_size=32768, num_attention_heads=48)

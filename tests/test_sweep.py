@@ -252,14 +252,18 @@ def test_grid_list_and_platform_make_the_cells():
 
 
 def test_auto_batch_begins_with_what_fits_and_has_a_bound_without_a_gpu(monkeypatch):
-    (cell,) = make_cells(experiment(training={"bsz": 3, "seq_len": 256}), "cpu")
+    models = [experiment().models[0], "configs/llama-3.2-1b.json"]
+    training = {"bsz": 3, "seq_len": 256}
+    cell, large = make_cells(experiment(models=models, training=training), "cpu")
 
-    def fits(bsz, gib, platform="cpu"):
-        plan = plan_of(cell.argv(), cell.script, platform=platform)
+    def fits(bsz, gib, cell=cell, **options):
+        plan = plan_of(cell.argv(), cell.script, **{"platform": "cpu"} | options)
         return plan.needs(plan.work.with_micro_batch(bsz)) <= gib * 2**30
 
-    first, most = guess_batch(cell, "h100")
-    assert fits(first, 79.1, "nvidia") and not fits(first + 1, 79.1, "nvidia") and most == math.inf
+    # The loss's chunks are as large as the GPU's memory allows.
+    first, most = guess_batch(large, "h100")
+    gpu = {"cell": large, "platform": "nvidia", "memory_gib": 79.1}
+    assert fits(first, 79.1, **gpu) and not fits(first + 1, 79.1, **gpu) and most == math.inf
     for lines, gib in (("MemTotal: 9 kB\nMemAvailable: 4194304 kB", 3.2), ("", 0.8 * 1024)):
         read = mock.Mock(read_text=lambda lines=lines, **_: lines)
         monkeypatch.setattr(auto_batch, "Path", lambda path, read=read: read)
@@ -550,13 +554,14 @@ def test_nothing_that_failed_or_is_unfit_is_tuned(row, monkeypatch):
 
 def test_tune_leaves_out_what_does_not_fit_on_the_gpu():
     e = experiment(
-        models=["configs/llama-3.1-8b-proxy.json"], grid={"bsz": [1, 2, 512]},
+        models=["configs/llama-3.1-8b-proxy.json"], grid={"bsz": [1, 2, 512, "auto"]},
         script="train_fsdp.py", hardware={"nvidia": {"gpus": 8, "gpu": "h100"}},
     )  # fmt: skip
     field = tune.by_estimate(make_cells(e, "nvidia"), e, "nvidia")
-    assert [dict(cell.flags)["bsz"] for _, cell in field] == [2, 1]
+    # auto is the largest that fits: by the GPU's memory more than 2.
+    assert [dict(cell.flags)["bsz"] for _, cell in field] == ["auto", 2]
     with pytest.raises(UsageError, match="no setting is estimated to fit"):
-        tune.by_estimate(make_cells(e, "nvidia")[2:], e, "nvidia")
+        tune.by_estimate(make_cells(e, "nvidia")[2:3], e, "nvidia")
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,13 @@ def test_flops_of_recorded_shapes(dims, flops):
     assert matmul_flops_of(dims) == flops
 
 
+def test_flops_of_onednns_operators():
+    """Their second matrix is transposed: forward with a bias, and the weight's gradient."""
+    forward, grad = [[8, 64, 32], [16, 32], [16]], [[512, 16], [512, 32]]
+    assert matmul_flops_of(forward, "llm_train_bench::onednn_linear") == 2 * 8 * 64 * 32 * 16
+    assert matmul_flops_of(grad, "llm_train_bench::onednn_grad_weight") == 2 * 512 * 16 * 32
+
+
 def rasterized(trace, begin: float, end: float) -> dict[str, float]:
     """Time [us] with computation, exposed communication, exposed copies, none: by marking a grid."""
     grid = 50  # per microsecond: between kernels there is often less than half of one

@@ -1,15 +1,19 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.apply.sharded import by_mesh, is_sharded
 from llm_train_bench.settings.flags import OptimizerFlags
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def build_optimizer(
@@ -65,12 +69,11 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads or not is_sharded(first := grads[0]):
         return nn.utils.get_total_norm(grads)
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    # Of two dimensions the first holds replicas, whose gradients are the same.
-    over = [Replicate()] * (first.device_mesh.ndim - 1) + [Partial()]
     square = nn.utils.get_total_norm([cast("DTensor", g).to_local() for g in grads]).square()
-    return DTensor.from_local(square, first.device_mesh, over).full_tensor().sqrt()
+    # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the sum
+    # stays on the CPU: the fused optimizer would not wait for a factor that comes from the GPU.
+    dist.all_reduce(square, group=first.device_mesh.get_group(first.device_mesh.ndim - 1))
+    return square.sqrt()
 
 
 def optimizer_step(

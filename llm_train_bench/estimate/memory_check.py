@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
@@ -14,11 +15,14 @@ from llm_train_bench.formulas.work import Work
 from llm_train_bench.settings.flags import declared, flag_of
 
 
-def fit_memory(work: Work, argv: list[str]) -> int:
-    """Run the same flags here for a moment, and print measured against estimated memory by kind."""
+def fit_memory(work_on: Callable[[float | None], Work], argv: list[str]) -> int:
+    """Run the same flags here for a moment, and print measured against estimated memory by kind.
+
+    `work_on(memory_gib)` is the step on a device with that memory.
+    """
     from llm_train_bench.results.result_files import read_result
 
-    if work.world != 1:
+    if work_on(None).world != 1:
         raise UsageError("--fit runs train.py on one device; leave out --gpus")
     own = {flag_of(name) for name in declared(EstimateFlags)}
     given = {word.partition("=")[0].replace("_", "-") for word in argv} - {"--fit"}
@@ -36,6 +40,7 @@ def fit_memory(work: Work, argv: list[str]) -> int:
         (path,) = Path(out).glob("*/result.json")
         result = read_result(path)
     seen, batch = result.memory, result.batch
+    work = work_on(result.device.memory_gib).with_micro_batch(batch.micro_batch)
     e = estimate_memory(work, fused_norm=result.device.type == "cuda")
     table = markdown_table("memory", "measured", "estimate", "error")
     # The gradients of the head are made with the loss and kept like activations.

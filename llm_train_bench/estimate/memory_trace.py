@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
+from llm_train_bench.apply.kernels import apply_kernels
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.recompute import apply_recompute
@@ -63,7 +64,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             layers = work.stage_layers(pp_rank) if work.fsdp.pp > 1 else None
             config, seq_len, layout = work.config, work.batch.seq_len, even or ALONE
             model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
-        model.loss.chunk_elements = work.chunk_elements
+        apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
         if even:
             apply_fsdp(model, even.connect(CPU, 60.0), work)

@@ -85,7 +85,7 @@ def estimate_memory(
     width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.own_tokens
     kept = _kept(work, work.layers, fused_norm) if train else stream
     activations = kept + (2 if train else 1) * stream + sizes.copies  # the last norm's output too
-    logits, head_gradient = _loss(work, sizes)
+    logits, head_gradient = _loss(work, sizes, fused_norm)
     in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
     if fsdp and not fsdp.reshard:
         in_loss += sizes.gathered_blocks
@@ -137,7 +137,7 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     # What each stage returns is kept too.
     kept = flying * (_kept(work, layers, fused_norm) + stream * len(stages))
     last = config.num_hidden_layers - 1 in layers
-    logits, head_gradient = _loss(work, sizes) if last else (0.0, 0.0)
+    logits, head_gradient = _loss(work, sizes, fused_norm) if last else (0.0, 0.0)
     gathered = sizes.root_gathered + sizes.gathered_blocks
     whole = (fsdp.reduce_bytes if w == 2 else 4) * (sizes.root + sizes.blocks_here) * work.trains
     lasting = parameters + optimizer + gathered + boundaries
@@ -225,24 +225,29 @@ def _low_precision_copies(work: Work) -> float:
     return copies
 
 
-def _loss(work: Work, sizes: _Sizes) -> tuple[float, float]:
+def _loss(work: Work, sizes: _Sizes, gpu: bool) -> tuple[float, float]:
     """Bytes of the chunked loss: its temporary buffers, and the gradients it leaves behind."""
-    w, chunk = sizes.width, sizes.rows * work.config.padded_vocab_size
+    w, V = sizes.width, work.config.padded_vocab_size
+    chunk = sizes.rows * V
     # Compiled: logits and their gradient. Eager: fp32 logits; their gradient takes the same memory.
     logits = chunk * (2 * w if work.compiled else 4 if w == 4 else 4 + w)
     if work.theirs.whole_logits and not work.compiled:
         logits = chunk * (w + 8)  # an fp32 copy, and its log-softmax
+    # A GPU gets a copy of the weight with rows to a multiple of 16 bytes, unless autocast has made one.
+    padded = gpu and V % (16 // w) and not (sizes.copies or work.theirs.whole_logits)
+    copy = w * sizes.vocabulary if padded else 0
     if not work.trains:
-        return logits, 0.0
+        return logits + copy, 0.0
     several = work.own_tokens > sizes.rows
     summed = (4 if several or not sizes.root_gathered else w) * sizes.vocabulary
     if several:
         # From the second chunk on, a chunk's product with the hidden states is added to the sum.
-        logits = max(logits, w * chunk + (2 * sizes.vocabulary if w == 2 else 0))
+        product = 2 if w == 2 else 4 * (work.linear in ("auto", "onednn"))
+        logits = max(logits, w * chunk + product * sizes.vocabulary)
     else:
         # When the sum is made, only the gradient of the logits is left.
         logits = max(logits, w * chunk + summed + (2 * sizes.vocabulary if w == 2 else 0)) - summed
-    return logits, summed + w * work.own_tokens * work.config.hidden_size
+    return logits + copy, summed + w * work.own_tokens * work.config.hidden_size
 
 
 def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
@@ -279,11 +284,7 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     values = heads * config.value_dim
     other = 4 * heads + (d if te else 0)  # log-sum-exp; inputs of one byte each in FP8
     numbers = d if _keeps_inputs(work) and not te else 0
-    if (
-        work.attention == "blocks"
-    ):  # probabilities, and copies of q, k and v (model/block_attention.py)
-        n = math.ceil(work.batch.seq_len / max(256 // work.matmul_bytes, work.batch.seq_len // 8))
-        numbers += heads * work.batch.seq_len * (n + 1) / (2 * n) + 2 * a + values
+    numbers += _blocks_kept(work)
     if m := config.latent:
         low = 2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim  # narrow layers, norms around them
         numbers += low + a + heads * (m.nope_dim + m.value_dim) + a + values
@@ -299,6 +300,9 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     if config.sinks:  # padded copies of q, k and v in the place of q, k and v
         wider = 8 / config.head_dim
         numbers += (a + kv) * (1 + wider) + kv + a
+    elif work.attention == "blocks" and cp == 1:  # its copies in the place of q, k and v
+        numbers += (fused if config.qk_norm else 0) + a
+        other -= 4 * heads
     elif cp == 1:
         numbers += fused + (a + kv if rotated else 0) + a
     else:
@@ -309,6 +313,19 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     own = work.batch.seq_len / cp
     mask = own * own * (2 * cp + 1) / 4 if cp > 1 and not fsdp.ulysses else 0.0  # its rows
     return numbers * work.gathered_tokens, other * work.gathered_tokens + mask
+
+
+def _blocks_kept(work: Work) -> float:
+    """Numbers a token that attention in blocks makes for its backward (model/block_attention.py).
+
+    Probabilities, and copies of q, k and v, the latter two once for each head.
+    """
+    if work.attention != "blocks":
+        return 0.0
+    config, T = work.config, work.batch.seq_len
+    n = math.ceil(T / max(256 // work.matmul_bytes, T // 8))
+    sizes = 2 * config.query_size + config.num_attention_heads * config.value_dim
+    return (config.num_attention_heads * T * (n + 1) / (2 * n) + sizes) / work.fsdp.tp
 
 
 def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
@@ -357,7 +374,7 @@ def _passing_activations(work: Work, layer: int) -> float:
         mlp = (3 if config.gated_mlp else 2) * f + 4 * f  # to FP8 by way of two fp32 copies
     if config.has_experts(layer):
         mlp += 2 * config.hidden_size
-    attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a
+    attention = (a + 2 * kv) + (0 if config.learned_positions else a + kv) + a + _blocks_kept(work)
     passing = max(mlp * tokens, attention * work.gathered_tokens)
     return work.matmul_bytes * (3 * config.hidden_size * work.own_tokens + passing)
 
@@ -377,6 +394,7 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             part = 1.0 if work.recompute.policy == "op" else 0.5
             outputs = part * (1 if work.compiled else 2) * d  # compiled, not the last matmul's
             elements = part * (a + 2 * kv) + a + part * (2 * f if config.gated_mlp else f) / tp
+            elements += _blocks_kept(work)
             other = 4 * config.num_attention_heads / tp
             total += times * work.gathered_tokens * (w * elements + other)
             total += times * w * work.own_tokens * (d + outputs)

@@ -206,8 +206,8 @@ class Work:
     """Whether experts are dealt out in turn in place of chosen."""
     chunk_elements: int = CHUNK_ELEMENTS
     """The most logits that the loss makes at a time (model/chunks.py)."""
-    linear: str = "plain"
-    """Library of linear layers: plain, onednn, or auto where the run is to choose."""
+    linear: str | None = None
+    """Library of linear layers: plain, onednn, auto where the run is to choose, None without a choice."""
     fused_backward: bool = False
     """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
     fp8: Fp8Work = NO_FP8

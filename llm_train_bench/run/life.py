@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from typing import Self
 
 import torch
@@ -141,20 +142,22 @@ class Run:
     def choose_linear(self) -> str:
         """The library of linear layers, the same on all ranks: the one asked for, or a checkpoint's.
 
-        Otherwise rank 0 times both, if a step is long. UsageError where this PyTorch lacks oneDNN.
+        Otherwise rank 0 times both, if a step is long. The result and checkpoints hold what was asked
+        for or chosen. UsageError where this PyTorch lacks oneDNN.
         """
         work, before = self.plan.work, self.attempt.manifest
         small = 6 * sum(work.block_parameters) * work.batch.micro_tokens < SMALL_STEP
-        way = work.linear if work.linear != "auto" else (before and before.linear)
-        if way is None and not small:
-            shapes = {shape for i in work.layers for shape in work.config.block_shapes(i).values()}
+        way = (before and before.linear) if work.linear == "auto" else work.linear
+        if work.linear == "auto" and way is None and not small:
+            config = work.config
+            shapes = [shape for i in work.layers for shape in config.block_shapes(i).values()]
+            shapes = Counter([*shapes, (config.padded_vocab_size, config.hidden_size)])
             way = on_main(self.ranks, lambda: faster_linear(shapes, work.own_tokens))
-        way = way or "plain"
         if way == "onednn" and not available():
             raise UsageError("linear layers by oneDNN: this PyTorch has none; use --linear plain")
         taken.clear()  # timing is no step
         self.result.linear = way
-        return way
+        return way or "plain"
 
     def begin_micro_step(self, step: int) -> None:
         """The host begins a micro batch; those of the first two steps may compile for long."""

@@ -432,12 +432,17 @@ def resolve_attention(work: Work, platform: Platform) -> str:
     return "blocks" if name == "auto" and able and short else name
 
 
-def resolve_linear(work: Work, name: str, platform: Platform) -> str:
-    """`plain`, `onednn`, or `auto` where the run is to time both; UsageError where there is no choice."""
-    able = platform == "cpu" and work.amp == "off"
+def resolve_linear(work: Work, name: str, platform: Platform) -> str | None:
+    """`plain`, `onednn`, or `auto` where the run is to time both; None where there is no choice.
+
+    UsageError where oneDNN is asked for and there is none.
+    """
+    able = platform == "cpu" and work.amp == "off" and not work.fused_backward
     if name == "onednn" and not able:
-        raise UsageError("--linear onednn: is for fp32 on a CPU; add --device cpu --amp off")
-    return "plain" if name == "auto" and not able else name
+        raise UsageError(
+            "--linear onednn: is for fp32 on a CPU, without --fused-backward; use --device cpu --amp off"
+        )
+    return name if able else None
 
 
 def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Work:

@@ -199,10 +199,15 @@ def _resolved(cell: Cell, platform: Platform) -> dict[str, Any]:
     return content
 
 
-def plan_of(args: Args, script: str, world: int | None, platform: Platform) -> Plan:
-    """The plan of a cell; where the number of ranks is not known, without what hangs on it."""
+def plan_of(
+    args: Args, script: str, world: int | None, platform: Platform, memory_gib: float | None = None
+) -> Plan:
+    """The plan of a cell; where the number of ranks is not known, without what hangs on it.
+
+    `memory_gib` is that of a GPU, where it is known: the size of the loss's chunks hangs on it.
+    """
     platform = "cpu" if args.device == "cpu" else platform
     if world is None:
         alone = {"global_bsz": None, "dp_replicate": 1, "fp8_all_gather": False}
         args = dataclasses.replace(args, **alone)
-    return make_plan(args, Script(script), world or 1, platform)
+    return make_plan(args, Script(script), world or 1, platform, memory_gib=memory_gib)

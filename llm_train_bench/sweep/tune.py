@@ -6,7 +6,7 @@ in full, in turn, for an interval.
 
 import itertools
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.hardware import Hardware, find_cpu, find_hardware
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.base.tables import grouped
@@ -51,8 +51,12 @@ def by_estimate(cells: list[Cell], e: Experiment, platform: Platform) -> list[tu
         machine = e.hardware.get(on, Machine())
         world = args.nproc or machine.gpus
         gpu = _device(machine.gpu, on, world)
-        work = plan_of(args, cell.script, world, on).work
-        if on != "cpu" and estimate_memory(work).on_device(world) > gpu.memory_gib * 2**30:
+        memory = None if on == "cpu" else gpu.memory_gib
+        try:
+            work = plan_of(args, cell.script, world, on, memory).work
+        except DoesNotFit:  # bsz auto, and not even 1 fits
+            continue
+        if memory and estimate_memory(work).on_device(world) > memory * 2**30:
             continue
         rate = work.batch.tokens_per_step / estimate_speed(work, gpu).step_s
         rated.append((rate, cell))

@@ -141,7 +141,7 @@ def _gpu_parts(trace: Trace) -> _Parts:
     matmuls = {
         trace.operator_id(s) for s, k in zip(trace.gpu, labels, strict=True) if k.startswith(MATMUL)
     }
-    flops = _flops_of(trace.operators.get(id) for id in matmuls)
+    flops = _flops_of(("", trace.operators.get(id)) for id in matmuls)
     return _Parts((begin, end), classes, overlapped, calls, times, flops, gaps)
 
 
@@ -178,11 +178,11 @@ def _with_format(label: str, name: str, types: list[str] | None) -> str:
     return f"{label} {known}" if known else label
 
 
-def _flops_of(matmuls: Iterable[dict | None]) -> float | None:
-    """FLOPs of matmuls by the recorded shapes in their arguments; None unless each one has shapes."""
+def _flops_of(matmuls: Iterable[tuple[str, dict | None]]) -> float | None:
+    """FLOPs of matmuls by name and the shapes in their arguments; None unless each one has shapes."""
     total = 0.0
-    for arguments in matmuls:
-        flops = matmul_flops_of((arguments or {}).get("Input Dims"))
+    for name, arguments in matmuls:
+        flops = matmul_flops_of((arguments or {}).get("Input Dims"), name)
         if flops is None:
             return None
         total += flops
@@ -248,7 +248,7 @@ def _cpu_parts(trace: Trace) -> _Parts:
         union(elsewhere) - exposed,
         Counter((s.name, labels[id(s)]) for s in spans),
         times,
-        _flops_of(s.args for s in host_matmuls(spans)),
+        _flops_of((s.name, s.args) for s in host_matmuls(spans)),
         [],
     )
 
@@ -325,11 +325,13 @@ def _marked(label: str, mark: str | None) -> str:
     return LOSS if mark == LOSS and label == ELEMENTWISE else label
 
 
-def matmul_flops_of(dims: list | None) -> float | None:
+def matmul_flops_of(dims: list | None, name: str = "") -> float | None:
     """2 x M x N x K (x batch) of the first two matrices among an operator's input shapes."""
     lists = [d for d in dims or [] if isinstance(d, list) and 2 <= len(d) < 8]
     shapes = [d for d in lists if all(isinstance(n, int) and 0 <= n < 2**48 for n in d)]
     for a, b in itertools.pairwise(shapes):
+        if "onednn_" in name:  # (..., K) and (N, K), or (M, N) and (M, K): model/onednn.py
+            return 2.0 * math.prod(a) * b["grad_weight" in name]
         if a[-1] == b[-2] and a[:-2] == b[:-2]:
             return 2.0 * math.prod(a) * b[-1]
     return None
