@@ -79,12 +79,9 @@ def config(family: str, **changes) -> ModelConfig:
     return parse_config(FAMILIES[family] | changes, f"{family}.json")
 
 
-def plan_of(
-    argv, script="train.py", world=1, platform="nvidia", config=None, memory_gib=None
-) -> Plan:
+def plan_of(argv, script="train.py", world=1, platform="nvidia", config=None) -> Plan:
     """The plan of a command line, on a model that is read already if `config` is given."""
-    args = parse_args([*map(str, argv)], script)
-    return make_plan(args, Script(script), world, platform, config, memory_gib)
+    return make_plan(parse_args([*map(str, argv)], script), Script(script), world, platform, config)
 
 
 def write_config(directory: Path, values: dict) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.model import block_attention, fused_backward, onednn
 from llm_train_bench.model.block_attention import attend_in_blocks
+from llm_train_bench.model.config import load_config
 from llm_train_bench.model.layers import gelu_tanh
 from llm_train_bench.model.loss import LinearCrossEntropy
 from llm_train_bench.run.checkpoint.manifest import read_manifest
@@ -242,8 +243,13 @@ def test_a_resumed_run_keeps_the_library_and_the_bits(tmp_path, monkeypatch):
     flags += ["--n-steps", 5, "--save-every", 3, "--no-tensorboard", "--output-dir", tmp_path]
     small = "llm_train_bench.run.life.SMALL_STEP"
     monkeypatch.setattr(small, 0)
-    monkeypatch.setattr("llm_train_bench.run.life.faster_linear", lambda *_: "onednn")
+    timed = {}
+    choice = "llm_train_bench.run.life.faster_linear"
+    monkeypatch.setattr(choice, lambda shapes, rows: timed.update(shapes) or "onednn")
     assert run_train(*flags, "--run-name", "whole") == 0
+    model = load_config(config)
+    head = {(model.padded_vocab_size, model.hidden_size): 1}
+    assert timed == dict.fromkeys(model.block_shapes().values(), model.num_hidden_layers) | head
     whole = only_result(tmp_path)
     assert whole["linear"] == "onednn"
     assert whole["observed"]["paths"]["linear layers"] == "onednn"

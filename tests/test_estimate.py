@@ -8,6 +8,8 @@ import io
 import json
 import re
 import statistics
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from benchmarks.estimate_vs_published import by_family, covering, published_rows
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
+from llm_train_bench.estimate import memory_check
 from llm_train_bench.estimate.memory_trace import traced_memory
 from llm_train_bench.estimate.step_events import simulate_step
 from llm_train_bench.formulas import memory_model
@@ -124,6 +127,15 @@ def test_the_aligned_copy_of_the_heads_weight_is_counted_on_a_gpu(flags, numbers
     work = work_of(f"gpt2-125m.json --bsz 1 {flags}")
     on_gpu, on_cpu = (estimate_memory(work, fused_norm=gpu).logits for gpu in (True, False))
     assert on_gpu - on_cpu == 4 * numbers
+
+
+def test_a_chunks_product_by_onednn_is_counted():
+    """MKL adds to the sum inside the matmul; whether it is taken is known in the run alone."""
+    work = work_of("gpt2-125m.json --amp off --bsz 16", platform="cpu")
+    assert work.linear == "auto"
+    plain = dataclasses.replace(work, linear="plain")
+    with_product, without = (estimate_memory(w, fused_norm=False).logits for w in (work, plain))
+    assert with_product - without == 4 * 50257 * 768
 
 
 # Ranks of Mixtral 8x7B, or of Grok-1's sizes in its form; how many times the experts are gathered.
@@ -619,6 +631,31 @@ def test_measured_here_against_the_formula(output_of):
     error = {row[1].strip(): float(row[4].strip().rstrip("%")) for row in rows}
     assert set(error) == {"parameters", "gradients", "optimizer", "peak"}
     assert all(abs(e) <= 10 for e in error.values()), error
+
+
+def test_fit_plans_with_the_devices_own_memory_and_batch(monkeypatch, capsys):
+    """A GPU's memory sets the chunks of the loss, and --bsz auto."""
+    flags = "--device cpu --seq-len 32 --n-steps 1 --warmup-steps 2 --memory-snapshot --amp off"
+
+    def run(command, **_):
+        out = Path(command[-1])
+        trained(out, "configs/gpt2-tiny.json --bsz 2", flags)
+        (path,) = out.glob("*/result.json")
+        content = json.loads(path.read_text())
+        content["device"]["memory_gib"] = 141.0
+        path.write_text(json.dumps(content))
+        return types.SimpleNamespace(returncode=0)
+
+    asked = []
+
+    def work_on(gib):
+        asked.append(gib)
+        return work_of("gpt2-tiny.json --bsz 64 --seq-len 32 --amp off")
+
+    monkeypatch.setattr(memory_check, "subprocess", types.SimpleNamespace(run=run))
+    assert memory_check.fit_memory(work_on, []) == 0 and asked[-1] == 141.0
+    errors = re.findall(r"([-+][\d.]+)%", capsys.readouterr().out)
+    assert len(errors) == 4 and all(abs(float(e)) < 15 for e in errors)
 
 
 STEPS = [

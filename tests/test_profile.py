@@ -21,7 +21,7 @@ from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.measure.memory import HISTORY, AllocatorRecord, n_bytes
 from llm_train_bench.measure.steps import StepLog
-from llm_train_bench.model import layers
+from llm_train_bench.model import layers, onednn
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.ranks import ALONE
 from llm_train_bench.results.schema import Result
@@ -112,6 +112,14 @@ def test_formula_and_recorded_shapes_agree_on_the_matmuls(run):
     """
     stopped, by_formula = 2 * 256 * 688 * 256, run.result["profile"]["matmul_flops"]
     assert break_down(run.trace).matmul_flops - stopped == pytest.approx(by_formula, rel=1e-9)
+
+
+@pytest.mark.skipif(not onednn.available(), reason="a PyTorch without oneDNN")
+def test_they_agree_on_onednns_matmuls_too(tmp_path):
+    r = trained(tmp_path, TINY, "--profile --profile-steps 1 --linear onednn")
+    (path,) = tmp_path.glob("*/trace/rank0.pt.trace.json.gz")
+    by_formula = r["profile"]["matmul_flops"]
+    assert break_down(read_trace(path)).matmul_flops == pytest.approx(by_formula, rel=1e-9)
 
 
 def test_the_report_of_a_stored_trace_says_what_the_run_said(run, tmp_path, output_of):

@@ -252,18 +252,14 @@ def test_grid_list_and_platform_make_the_cells():
 
 
 def test_auto_batch_begins_with_what_fits_and_has_a_bound_without_a_gpu(monkeypatch):
-    models = [experiment().models[0], "configs/llama-3.2-1b.json"]
-    training = {"bsz": 3, "seq_len": 256}
-    cell, large = make_cells(experiment(models=models, training=training), "cpu")
+    (cell,) = make_cells(experiment(training={"bsz": 3, "seq_len": 256}), "cpu")
 
-    def fits(bsz, gib, cell=cell, **options):
-        plan = plan_of(cell.argv(), cell.script, **{"platform": "cpu"} | options)
+    def fits(bsz, gib, platform="cpu"):
+        plan = plan_of(cell.argv(), cell.script, platform=platform)
         return plan.needs(plan.work.with_micro_batch(bsz)) <= gib * 2**30
 
-    # The loss's chunks are as large as the GPU's memory allows.
-    first, most = guess_batch(large, "h100")
-    gpu = {"cell": large, "platform": "nvidia", "memory_gib": 79.1}
-    assert fits(first, 79.1, **gpu) and not fits(first + 1, 79.1, **gpu) and most == math.inf
+    first, most = guess_batch(cell, "h100")
+    assert fits(first, 79.1, "nvidia") and not fits(first + 1, 79.1, "nvidia") and most == math.inf
     for lines, gib in (("MemTotal: 9 kB\nMemAvailable: 4194304 kB", 3.2), ("", 0.8 * 1024)):
         read = mock.Mock(read_text=lambda lines=lines, **_: lines)
         monkeypatch.setattr(auto_batch, "Path", lambda path, read=read: read)

@@ -55,14 +55,13 @@ def guess_batch(cell: Cell, gpu: str | None) -> tuple[int, float]:
         raise UsageError("--auto-bsz tries batches, and bsz is auto, the estimate's; leave one out")
     hardware = find_hardware(gpu) if gpu is not None else None
     platform = hardware.platform if hardware else detect_platform()
-    has = hardware.memory_gib if hardware else None
-    plan = plan_of(args, cell.script, args.nproc, platform, has)
+    plan = plan_of(args, cell.script, args.nproc, platform)
 
     def memory(bsz: int) -> float:
         return plan.needs(plan.work.with_micro_batch(bsz))
 
-    if has is not None:
-        return max(1, largest_batch(memory, has * 2**30)), math.inf
+    if hardware is not None:
+        return max(1, largest_batch(memory, hardware.memory_gib * 2**30)), math.inf
     if platform != "cpu":
         return args.bsz, math.inf
     free = 2.0**40
