@@ -121,8 +121,8 @@ CONTRADICTIONS = (
      lambda a, s: s is Script.DDP and a.reduce_dtype != "fp32" and a.pass_type != "step"),
     ("--bucket-cap-mb: --ddp-mode flat and parameter have no buckets; leave it out",
      lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
-    ("--reduce-last with --reduce-dtype bf16 sums micro batches in bf16; leave out one of the two",
-     lambda a, s: a.reduce_last and a.reduce_dtype != "fp32"),
+    ("--reduce-dtype bf16 with --reduce-last or train_pp.py sums micro batches in bf16; leave it out",
+     lambda a, s: (a.reduce_last or s is Script.PP) and a.reduce_dtype != "fp32"),
     ("--reduce-last needs several micro batches and a backward; use --grad-acc-steps 2 or more, or leave "
      "it out",
      lambda a, s: a.reduce_last and (a.pass_type == "forward"
