@@ -23,7 +23,9 @@ from llm_train_bench.apply.precision import autocast
 from llm_train_bench.base.errors import DoesNotFit
 from llm_train_bench.base.hardware import accuracy_of, constants, family_of, find_hardware
 from llm_train_bench.estimate import memory_check
+from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.memory_trace import traced_memory
+from llm_train_bench.estimate.predict import make_estimate
 from llm_train_bench.estimate.step_events import simulate_step
 from llm_train_bench.formulas import memory_model
 from llm_train_bench.formulas.collectives import collective_time, fsdp_bytes, rank_parameters
@@ -138,6 +140,13 @@ def test_a_chunks_product_by_onednn_is_counted():
     assert with_product - without == 4 * 50257 * 768
 
 
+def test_an_estimate_for_a_cpu_is_that_of_its_own_kernels():
+    plan = plan_of([GPT2, "--amp", "off"], platform="cpu")
+    made = make_estimate(plan, EstimateFlags(), dataclasses.replace(H100, name="X, 2 threads"))
+    assert made.memory == estimate_memory(plan.work, fused_norm=False)
+    assert made.memory != estimate_memory(plan.work)
+
+
 # Ranks of Mixtral 8x7B, or of Grok-1's sizes in its form; how many times the experts are gathered.
 MIXTRAL = "configs/mixtral-8x7b.json"
 GROK = dict(hidden_size=6144, intermediate_size=32768, num_attention_heads=48)
@@ -220,28 +229,36 @@ def test_what_streams_keep_apart_is_needed_too():
     ("model", "changed", "flags"),
     [("gpt2-tiny", {}, ""), ("gpt2-tiny", {}, "--pt-compile"), ("llama-tiny", {}, ""),
      ("llama-tiny", {}, "--amp off"), ("llama-tiny", {}, "--pt-compile"),
-     ("llama-tiny", {"qk_norm": True}, "--pt-compile")],
+     ("llama-tiny", {"qk_norm": True}, "--pt-compile"),
+     ("gpt2-tiny", {}, "--amp off --attention blocks"), ("llama-tiny", {}, "--attention blocks"),
+     ("llama-tiny", {"qk_norm": True}, "--pt-compile --attention blocks"),
+     ("moonlight-16b-a3b", {}, "--amp off --attention blocks")],
 )  # fmt: skip
 def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     """Tensors that autograd saves in one block, or if compiled those torch's partitioner keeps."""
     T, cpu, sizes = 24, torch.device("cpu"), {}
     shape = load_config(f"configs/{model}.json")
     config = dataclasses.replace(shape, num_hidden_layers=1, windows=(None,), **changed)
-    work = work_of(f"{model}.json --bsz 2 --seq-len {T} {flags}", config=config)
+    blocks = "blocks" in flags
+    platform = "cpu" if blocks else "nvidia"
+    work = work_of(f"{model}.json --bsz 2 --seq-len {T} {flags}", config=config, platform=platform)
     with torch.device("meta"):
         whole = Transformer(config, T)
     block = whole.blocks["0"]
+    block.attn.blocks = blocks
     if work.compiled:
         torch._dynamo.reset()
         block.compile(backend="aot_eager_decomp_partition", fullgraph=True, dynamic=False)
     materialize(whole, cpu, seed=0)
 
     def saved(tensor):
-        if {T, 2 * T} & set(tensor.shape):  # no size of a weight
+        # No size of a weight; probabilities of blocks lie in a row.
+        if {T, 2 * T} & set(tensor.shape) or tensor.numel() == probabilities:
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    probabilities = 2 * config.num_attention_heads * T * T
     low = torch.bfloat16 if work.amp == "bf16" else torch.float32
     x = torch.zeros(2, T, config.hidden_size, dtype=low, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):

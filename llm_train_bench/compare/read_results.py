@@ -113,7 +113,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
         # What `auto` chose: runs with another library are no repeats.
-        | ({"linear": r.linear} if r.linear and a.get("linear") == "auto" else {}),
+        | ({"linear": r.linear or "plain"} if a.get("linear") == "auto" else {}),
     )
 
 

@@ -1,5 +1,6 @@
 """--fit: a short run here against the memory formula. Needs no torch."""
 
+import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def fit_memory(work_on: Callable[[float | None], Work], argv: list[str]) -> int:
         (path,) = Path(out).glob("*/result.json")
         result = read_result(path)
     seen, batch = result.memory, result.batch
-    work = work_on(result.device.memory_gib).with_micro_batch(batch.micro_batch)
+    work = dataclasses.replace(work_on(result.device.memory_gib), batch=batch)
     e = estimate_memory(work, fused_norm=result.device.type == "cuda")
     table = markdown_table("memory", "measured", "estimate", "error")
     # The gradients of the head are made with the loss and kept like activations.

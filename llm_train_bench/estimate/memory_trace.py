@@ -3,7 +3,8 @@
 The scripts' own model is built with their own `apply_*` functions, for a fake process group of any
 size. Torch's memory trackers (MemTracker, FSDPMemTracker) follow one forward and backward. This
 takes seconds on a CPU, whatever the model's size. It leaves out compilation, Transformer Engine,
-the allocator's rounding, and memory outside PyTorch (CUDA context, communication buffers).
+the copy of the head's weight with aligned rows on a GPU, the allocator's rounding, and memory outside
+PyTorch (CUDA context, communication buffers).
 """
 
 import contextlib

@@ -67,10 +67,12 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     if work.fp8 and work.fp8.recipe == "mxfp8" and not gpu.mxfp8:
         raise UsageError(f"--fp8-recipe mxfp8: {gpu.name} has none; use another recipe")
 
-    def whole(bsz: int) -> float:
-        return estimate_memory(work.with_micro_batch(bsz)).on_device(world)
+    on_gpu = gpu.platform != "cpu"
 
-    memory, needed = estimate_memory(work), whole(batch.micro_batch)
+    def whole(bsz: int) -> float:
+        return estimate_memory(work.with_micro_batch(bsz), on_gpu).on_device(world)
+
+    memory, needed = estimate_memory(work, on_gpu), whole(batch.micro_batch)
     limit = gpu.memory_gib * BYTES_PER_GIB
     speed = estimate_speed(work, gpu, wanted.per_node)
     per_second = batch.tokens_per_step / speed.step_s

@@ -176,6 +176,8 @@ def _in_backward(work: Work, layers: Iterable[int], reduced: float, fused_norm: 
     most = 0.0
     for layer, _ in alike(work, layers):
         again = block_activations(work, fused_norm, layer) if work.recompute.blocks else 0.0
+        if again and work.recompute.policy == "op":  # these are kept, not recomputed
+            again -= work.matmul_bytes * work.gathered_tokens * _blocks_kept(work)
         # Weight gradients are there when most of the block's activations are gone.
         most = max(most, again + _backward_buffers(work, layer), reduced + again / 2)
     return most
@@ -284,12 +286,14 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     values = heads * config.value_dim
     other = 4 * heads + (d if te else 0)  # log-sum-exp; inputs of one byte each in FP8
     numbers = d if _keeps_inputs(work) and not te else 0
-    numbers += _blocks_kept(work)
+    in_blocks = _blocks_kept(work)  # in the place of q, k and v
+    if in_blocks:
+        other -= 4 * heads
     if m := config.latent:
         low = 2 * (m.q_rank or 0) + 2 * m.kv_rank + m.rope_dim  # narrow layers, norms around them
-        numbers += low + a + heads * (m.nope_dim + m.value_dim) + a + values
+        numbers += low + (in_blocks or a + heads * (m.nope_dim + m.value_dim) + a) + values
         other += 4 * 2
-        if cp > 1:  # what was exchanged in place of what was sent
+        if cp > 1 and not in_blocks:  # what was exchanged in place of what was sent
             numbers += values - heads * m.nope_dim
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     fused, rotated = a + 2 * kv, config.qk_norm or not config.learned_positions
@@ -300,9 +304,8 @@ def _attention_kept(work: Work) -> tuple[float, float]:
     if config.sinks:  # padded copies of q, k and v in the place of q, k and v
         wider = 8 / config.head_dim
         numbers += (a + kv) * (1 + wider) + kv + a
-    elif work.attention == "blocks" and cp == 1:  # its copies in the place of q, k and v
-        numbers += (fused if config.qk_norm else 0) + a
-        other -= 4 * heads
+    elif in_blocks:
+        numbers += (fused if config.qk_norm else 0) + in_blocks + a
     elif cp == 1:
         numbers += fused + (a + kv if rotated else 0) + a
     else:

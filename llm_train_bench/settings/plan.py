@@ -204,6 +204,10 @@ def make_plan(
         overlap = not after and mode != "flat"
         layout["ddp"] = Ddp(args.bucket_cap_mb, args.reduce_dtype, mode, overlap, args.zero1)
     resolved = resolve_batch(batch, seq_len, ranks)
+    if args.reduce_last and resolved.grad_acc_steps == 1:
+        raise UsageError(
+            "--reduce-last: a step has one micro batch; raise --grad-acc-steps, or leave it out"
+        )
     if script is Script.PP:
         check_pipeline(layout["fsdp"], config, resolved, args.global_bsz)
     flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "fused_backward")

@@ -123,12 +123,8 @@ CONTRADICTIONS = (
      lambda a, s: not a.ddp_mode.startswith("bucketed") and changed(a, ["bucket_cap_mb"])),
     ("--reduce-dtype bf16 with --reduce-last or train_pp.py sums micro batches in bf16; leave it out",
      lambda a, s: (a.reduce_last or s is Script.PP) and a.reduce_dtype != "fp32"),
-    ("--reduce-last needs several micro batches and a backward; use --grad-acc-steps 2 or more, or leave "
-     "it out",
-     lambda a, s: a.reduce_last and (a.pass_type == "forward"
-                                     or (a.grad_acc_steps == 1 and a.global_bsz is None))),
-    ("--fused-backward needs a backward; use --pass-type forward-backward or step",
-     lambda a, s: a.fused_backward and a.pass_type == "forward"),
+    ("--reduce-last and --fused-backward need a backward; use --pass-type forward-backward or step",
+     lambda a, s: (a.reduce_last or a.fused_backward) and a.pass_type == "forward"),
     ("--fused-backward with --tp or --fp8-backend te: other code computes these layers; leave it out",
      lambda a, s: a.fused_backward and (a.tp > 1 or (a.use_fp8 and a.fp8_backend == "te"))),
     ("--zero1 needs --pass-type step: nothing else has an optimizer",

@@ -71,7 +71,7 @@ class Manifest(Strict):
     loss: float | None
     scaler: dict[str, float] | None
     linear: str | None = None
-    """Library of linear layers, with which a resumed run goes on."""
+    """Library of linear layers, with which a resumed run goes on; None if none was chosen."""
     versions: dict[str, str]
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
