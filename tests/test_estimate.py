@@ -140,6 +140,15 @@ def test_a_chunks_product_by_onednn_is_counted():
     assert with_product - without == 4 * 50257 * 768
 
 
+def test_what_the_op_policy_keeps_of_attention_is_not_counted_twice():
+    """In two blocks that would be a tenth more."""
+    values = json.loads((ROOT / GPT2).read_text()) | dict(vocab_size=256, n_layer=2)
+    argv = [GPT2, *"--amp off --bsz 8 --seq-len 512 --sac-freq 1/1 --sac-policy op".split()]
+    plan = plan_of(argv, platform="cpu", config=parse_config(values, "x.json"))
+    formula = estimate_memory(plan.work, fused_norm=False).peak
+    assert 1 < formula / traced_memory(plan.work, plan.optimizer) < 1.2
+
+
 def test_an_estimate_for_a_cpu_is_that_of_its_own_kernels():
     plan = plan_of([GPT2, "--amp", "off"], platform="cpu")
     made = make_estimate(plan, EstimateFlags(), dataclasses.replace(H100, name="X, 2 threads"))
@@ -264,7 +273,8 @@ def test_a_block_keeps_what_the_formula_says(model, changed, flags):
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t), autocast(work.amp, cpu):
         output = block(x, whole.rope_for(T, cpu), None)
     formula = block_activations(work, False, 0)
-    assert sum(sizes.values()) == pytest.approx(formula, rel=0.02)
+    exact = blocks and not (work.compiled or config.latent)
+    assert sum(sizes.values()) == pytest.approx(formula, rel=1e-3 if exact else 0.02)
     output.sum().backward()
 
 
