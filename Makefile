@@ -39,6 +39,7 @@ test: lint
 # The tests with the oldest supported torch, in a separate environment.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -q tests/test_kernels.py
 
 docs: $(READY)
 	$(BIN)/python docs/tables.py

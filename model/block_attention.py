@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llm_train_bench.model.operators import operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator, taken
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ forward = operator(block_attention, cpu=_block_attention)
 backward = operator(block_attention_backward, cpu=_block_attention_backward)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(OwnFunction):
     @staticmethod
     def forward(ctx, q, k, v, scale):
         y, *kept = forward(q, k, v, scale)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from llm_train_bench.model.operators import operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator, taken
 
 
 def _operator(fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ class BiasApart(nn.Linear):
         return F.linear(input, self.weight, None if self.bias is None else self.bias.detach())
 
 
-class Gelu(torch.autograd.Function):
+class Gelu(OwnFunction):
     """GELU of a BiasApart's output (B, T, F), and the gradient of that layer's bias."""
 
     @staticmethod
@@ -104,7 +104,7 @@ class Gelu(torch.autograd.Function):
         return out.view_as(h), of_bias.to(ctx.dtype), None
 
 
-class SplitHeads(torch.autograd.Function):
+class SplitHeads(OwnFunction):
     """A BiasApart's output (B, T, H + 2 K, D) as q, k and v, and the gradient of that layer's bias."""
 
     @staticmethod
@@ -119,7 +119,7 @@ class SplitHeads(torch.autograd.Function):
         return out, of_bias.to(ctx.dtype), None
 
 
-class NormBeside(torch.autograd.Function):
+class NormBeside(OwnFunction):
     """The residual stream (B, T, d) as it is, and its norm.
 
     `after` is the bias of the layer whose output is added to the stream next: the stream's gradient,

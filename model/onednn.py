@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llm_train_bench.model.loss import LinearCrossEntropy, plain_times
-from llm_train_bench.model.operators import operator, taken
+from llm_train_bench.model.operators import OwnFunction, operator, taken
 
 # The part of a step's matmul time that oneDNN must save to be taken.
 LEAST_GAIN = 0.03
@@ -49,7 +49,7 @@ def onednn_grad_weight(g: Tensor, x: Tensor) -> Tensor:
 grad_weight = operator(onednn_grad_weight, cpu=_onednn_grad_weight)
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(OwnFunction):
     @staticmethod
     def forward(ctx, x, w, b):
         ctx.save_for_backward(x, w)

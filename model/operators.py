@@ -22,3 +22,7 @@ def operator(fake: Callable[..., Any], **kernels: Callable[..., Any]) -> Callabl
     for device, kernel in kernels.items():
         torch.library.impl(name, device, kernel)
     return getattr(torch.ops.llm_train_bench, fake.__name__).default
+
+
+class OwnFunction(torch.autograd.Function):
+    """A function with a backward of its own, inside blocks; apply_compile looks for its subclasses."""

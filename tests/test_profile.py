@@ -248,15 +248,16 @@ def test_attention_in_parts_is_attention():
     assert drawn == ["attention scores", "attention softmax", "attention values"] * 2
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_memory_falls_as_more_blocks_recompute(compiled, tmp_path, record_property):
-    argv = words(TINY, "--pt-compile" * compiled, "--memory-snapshot --n-steps 1")
+@pytest.mark.parametrize("how", ["", "--pt-compile", "--pt-compile --fused-backward"])
+def test_memory_falls_as_more_blocks_recompute(how, tmp_path, record_property):
+    compiled = bool(how)
+    argv = words(TINY, how, "--memory-snapshot --n-steps 1")
     flags = ["", "--sac-freq 1/1", "--sac-freq 1/1 --sac-policy op"]
     flags += [] if compiled else ["--sac-freq 1/4", "--sac-freq 1/2"]
     with without_inductor():
         runs = [trained(tmp_path / str(i), argv, more) for i, more in enumerate(flags)]
     bytes_held = [run["memory"]["activations_gib"] * GIB for run in runs]
-    record_property("figure", f"activation bytes, compiled {compiled}: {flags} {bytes_held}")
+    record_property("figure", f"activation bytes, {how}: {flags} {bytes_held}")
     none, block, op, *parts = bytes_held
     assert 0 < block < 0.3 * none and 2 * block < op < 0.8 * none
     # Each of the four blocks saves the same amount.

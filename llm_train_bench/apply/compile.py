@@ -15,6 +15,7 @@ import torch
 import torch.compiler.config
 
 from llm_train_bench.base.errors import CompileError
+from llm_train_bench.model.operators import OwnFunction
 from llm_train_bench.model.transformer import Transformer
 
 
@@ -82,6 +83,9 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         from torch._inductor import config
 
         config.emulate_precision_casts = exact_casts or asked
+        # Traced by Dynamo, they would keep for the backward what is to be recomputed (seen with 2.11).
+        for function in OwnFunction.__subclasses__():
+            torch._dynamo.allow_in_graph(function)
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
