@@ -83,7 +83,7 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         from torch._inductor import config
 
         config.emulate_precision_casts = exact_casts or asked
-        # Traced by Dynamo, they would keep for the backward what is to be recomputed (seen with 2.11).
+        # Dynamo would trace them, and then keep what is to be recomputed (seen with 2.11).
         for function in OwnFunction.__subclasses__():
             torch._dynamo.allow_in_graph(function)
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:

@@ -1,7 +1,7 @@
 """Optimizer, learning-rate schedule, gradient clipping and the step that joins them."""
 
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.apply.sharded import by_mesh, is_sharded
 from llm_train_bench.settings.flags import OptimizerFlags
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def build_optimizer(
@@ -69,7 +66,7 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads or not is_sharded(first := grads[0]):
         return nn.utils.get_total_norm(grads)
-    square = nn.utils.get_total_norm([cast("DTensor", g).to_local() for g in grads]).square()
+    square = nn.utils.get_total_norm([cast(Any, g).to_local() for g in grads]).square()
     # Of two dimensions the first holds replicas, whose gradients are the same. With --cpu-offload the sum
     # stays on the CPU: the fused optimizer would not wait for a factor that comes from the GPU.
     dist.all_reduce(square, group=first.device_mesh.get_group(first.device_mesh.ndim - 1))
