@@ -23,6 +23,7 @@ from pathlib import Path
 import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import printable
+from llm_train_bench.base.files import how_to_install
 from llm_train_bench.base.machine import detect_platform, installed_version, n_cores
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import parse_json
@@ -187,7 +188,7 @@ def amd() -> Iterator[Finding]:
 def libraries(kind: str) -> Iterator[Finding]:
     """Installed libraries, and the purpose of each missing one."""
     for line in LIBRARIES.strip().splitlines():
-        name, purpose, advice = line.removeprefix("*").split(" | ")
+        name, purpose, advice = how_to_install(line.removeprefix("*")).split(" | ")
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue
         if name == "transformer-engine" and kind == "amd":

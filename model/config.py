@@ -14,6 +14,7 @@ from typing import Any
 
 from llm_train_bench.model.families import FAMILIES, NOT_IMPLEMENTED, from_first_dialect
 from llm_train_bench.model.json_keys import (
+    CONFIGS,
     ConfigError,
     Keys,
     is_directory,
@@ -177,7 +178,7 @@ def load_config(path: str | Path, vocab_multiple: int = 1) -> ModelConfig:
     try:
         raw = parse_json(plain_file(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        shipped = sorted(p.stem for p in Path("configs").glob("*-*.json"))
+        shipped = sorted(p.stem for p in CONFIGS.glob("*-*.json"))
         near = difflib.get_close_matches(path.stem, shipped, n=1, cutoff=0.7)
         hint = f"; configs/ has: {', '.join(shipped)}" if shipped else ""
         hint = f"; did you mean configs/{near[0]}.json?" if near else hint

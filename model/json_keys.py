@@ -10,6 +10,8 @@ from llm_train_bench.model import config_keys
 
 # No file that a tool reads is nested deeper; its readers may recurse.
 DEEPEST = 64
+# The model configs and tables that come with the project.
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 class ConfigError(ValueError):
@@ -17,8 +19,14 @@ class ConfigError(ValueError):
 
 
 def plain_file(path: str | Path) -> Path:
-    """The path, if a plain file is there; OSError otherwise: a FIFO could block for ever."""
+    """The path, if a plain file is there; OSError otherwise: a FIFO could block for ever.
+
+    Where the directory has no `configs/...`, as beside an installed wheel, it is the project's own file.
+    """
     path = Path(path)
+    if path.parts[:1] == (CONFIGS.name,) and not path.exists():
+        own = CONFIGS.parent / path
+        path = own if own.exists() else path
     if not stat.S_ISREG(path.stat().st_mode):
         kind = "is a directory" if is_directory(path) else "is no plain file"
         raise OSError(errno.EINVAL, kind, str(path))

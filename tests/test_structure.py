@@ -64,8 +64,7 @@ def test_there_are_just_these_rooms():
 @pytest.mark.parametrize("path", BENCH, ids=name_of)
 def test_imports_run_downward(path):
     """A room imports itself and the rooms below it."""
-    if path.parent == PACKAGE:
-        assert not imports(path)
+    if path.parent == PACKAGE:  # the public names, and the console command
         return
     floor = ROOMS.index(path.relative_to(PACKAGE).parts[0])
     for imported in imports(path):

@@ -4,10 +4,16 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from llm_train_bench.base.start import ROOT
+
 from llm_train_bench.base.errors import UsageError
 
-# The top of this project's tree.
-ROOT = Path(__file__).resolve().parents[2]
+
+def how_to_install(command: str) -> str:
+    """A `pip install -e ...` of this source tree; beside an installed wheel that of the package."""
+    if (ROOT / "pyproject.toml").exists():
+        return command
+    return command.replace("-e '.[", "'llm-train-bench[").replace("-e .", "llm-train-bench")
 
 
 def write_whole(path: Path, text: str) -> None:

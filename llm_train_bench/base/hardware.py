@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.base.files import ROOT
-from llm_train_bench.model.json_keys import parse_json, plain_file
+from llm_train_bench.model.json_keys import CONFIGS, parse_json, plain_file
 
-ROOFS_FILE = ROOT / "configs" / "roofs.json"
-ACCURACY_FILE = ROOT / "configs" / "accuracy.json"
-HARDWARE_FILE = ROOT / "configs" / "hardware.json"
+ROOFS_FILE = CONFIGS / "roofs.json"
+ACCURACY_FILE = CONFIGS / "accuracy.json"
+HARDWARE_FILE = CONFIGS / "hardware.json"
 
 # A whole device has at least this part of its listed memory.
 WHOLE = 0.8

@@ -16,7 +16,9 @@ from pathlib import Path
 # Process id of a script that starts its ranks itself. Its ranks write errors into their error
 # files, and the parent prints the first one.
 PARENT = "LLM_TRAIN_BENCH_PARENT"
-_TOP = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
+# The directory of the scripts and of configs/: the top of a source tree, or a part of a wheel.
+ROOT = _PACKAGE / "scripts" if (_PACKAGE / "scripts").exists() else _PACKAGE.parent
 _agent: int | None = None
 _wish: int | None = None
 
@@ -24,7 +26,7 @@ _wish: int | None = None
 def is_script() -> bool:
     """Whether one of our scripts is what this process runs."""
     main = getattr(sys.modules["__main__"], "__file__", None)
-    return main is not None and Path(main).resolve().parent == _TOP
+    return main is not None and Path(main).resolve().parent == ROOT
 
 
 def _begin() -> None:
@@ -108,12 +110,17 @@ def _interrupted(number: int, frame) -> None:
 
 def _explain_missing(kind, error, trace) -> None:
     name = getattr(error, "name", None)
-    if kind is not ModuleNotFoundError or not name or (_TOP / name.partition(".")[0]).exists():
+    if (
+        kind is not ModuleNotFoundError
+        or not name
+        or (_PACKAGE.parent / name.partition(".")[0]).exists()
+    ):
         sys.__excepthook__(kind, error, trace)
         return
+    make = "" if ROOT.parent == _PACKAGE else ": make .venv/.ready && . .venv/bin/activate"
     _say(
         f"this Python ({sys.executable}) has no {name}; activate the environment that has it, or make "
-        "one: make .venv/.ready && . .venv/bin/activate"
+        f"one{make}"
     )
 
 

@@ -184,7 +184,7 @@ def entry_of(results: list[Result]) -> Entry:
         n_runs=mean.n,
         noise=mean.std / mean.value if mean.degrees else None,
         noise_degrees=mean.degrees,
-        samples_per_sec_per_gpu=mean.value / r.batch.seq_len,
+        samples_per_sec_per_gpu=mean.value / r.batch.seq_len if r.batch.seq_len else None,
         memory_gib=max(filter(None, (each.peak_memory[0] for each in results)), default=None),
         memory_mean_gib=max(filter(None, (d.memory_mean_gib for d in devices)), default=None),
         n_steps=r.metrics.n_measured_steps,
@@ -196,7 +196,7 @@ def entry_of(results: list[Result]) -> Entry:
 def setting_of(r: Result) -> str:
     """A setting in words: model, script, and the flags that are not at their defaults."""
     passed_over, default = of_kind(OUTPUT, LENGTH), defaults(Args)
-    words = [r.model.name, r.entrypoint, f"T {r.batch.seq_len}"]
+    words = [r.model.name, r.entrypoint, *([f"T {r.batch.seq_len}"] if r.batch.seq_len else [])]
     for name, value in r.args.items():
         known = name not in passed_over and name in default and name not in ("seq_len", "config")
         if known and value != default[name]:

@@ -62,16 +62,18 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         why = first_problem(error)
         raise UsageError(f"{path}: not a result of this version: {why}") from None
     m, a = r.metrics, r.args
-    settings = [a["amp"]]
+    settings = [a["amp"]] if a.get("amp") else []
     if r.fp8:
         settings.append(f"fp8 {r.fp8.backend} {r.fp8.recipe}")
-    if a["pt_compile"]:
-        settings.append("compile" if a["compile_mode"] == "default" else a["compile_mode"])
-    if a["sac_freq"]:
-        settings.append(f"sac {a['sac_freq']} {a['sac_policy']}")
-    batch = f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}"
-    settings += [r.entrypoint.removesuffix(".py"), batch]
-    if a["pass_type"] != "step":
+    if a.get("pt_compile"):
+        mode = a.get("compile_mode", "default")
+        settings.append("compile" if mode == "default" else mode)
+    if a.get("sac_freq"):
+        settings.append(f"sac {a['sac_freq']} {a.get('sac_policy', 'block')}")
+    settings.append(r.entrypoint.removesuffix(".py"))
+    if r.batch.micro_batch:
+        settings.append(f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}")
+    if a.get("pass_type", "step") != "step":
         settings.append(a["pass_type"])
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}

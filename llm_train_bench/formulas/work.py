@@ -20,8 +20,6 @@ PASS_FORWARDS = {"forward": 1, "forward-backward": 3, "step": 3}
 class Batch:
     """Samples and tokens of one optimizer step."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (it is part of result.json's schema)
-
     micro_batch: int
     grad_acc_steps: int
     data_parallel_size: int

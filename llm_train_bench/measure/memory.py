@@ -79,7 +79,7 @@ class MemoryReport:
         buckets = self.gradients if isinstance(self.model, DistributedDataParallel) else 0
         start = parameters + states + buckets if self.meter.start is None else self.meter.start
         peak = start + rise
-        together = buckets or self.result.batch.grad_acc_steps > 1
+        together = buckets or (self.result.batch.grad_acc_steps or 1) > 1
         either = sum if together else max
         workspace = peak - parameters - states - either((activations, self.gradients))
         sizes = (parameters, self.gradients, states, activations, workspace, peak)

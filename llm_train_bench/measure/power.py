@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from llm_train_bench.base.files import how_to_install
 from llm_train_bench.measure.device import memory_now
 from llm_train_bench.measure.sensors.sensor import RaplSensor, Sample, Sensor
 from llm_train_bench.results.schema import DeviceUse
@@ -46,7 +47,8 @@ class PowerMeter:
             where = (
                 "${ROCM_PATH:-/opt/rocm}/share/amd_smi" if torch.version.hip else "-e '.[energy]'"
             )
-            self.source = f"none: {error.name} is not installed (pip install {where})"
+            get = how_to_install(f"pip install {where}")
+            self.source = f"none: {error.name} is not installed ({get})"
         except Exception as error:  # a driver without the counter must not end the run
             self.source = f"none: {type(error).__name__}: {error}".splitlines()[0]
         self.thread: threading.Thread | None = None

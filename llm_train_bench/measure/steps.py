@@ -19,6 +19,8 @@ from llm_train_bench.formulas.work import STEP_PARTS
 from llm_train_bench.results.result_files import Step
 
 Stamp = torch.cuda.Event | float
+# What is left of a step in a loop of others, besides the parts that it marks.
+REST = "rest"
 
 
 def _stamp(device: torch.device) -> Stamp:
@@ -106,19 +108,31 @@ class StepLog:
         self.marks.append((part, _stamp(self.device)))
 
     def finish(
-        self, step: int, phase: str, lr: float, tokens: int, values: Tensor, norm: Tensor | None
+        self,
+        step: int,
+        phase: str,
+        lr: float | None,
+        tokens: int,
+        values: Tensor | None,
+        norm: Tensor | None = None,
+        last: str = "optimizer",
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed.
 
-        `values` are the loss and, if the run saves, the stop request; `norm` is the gradient's.
+        `values` are the loss and, if the run saves, the stop request; None where they are unknown.
+        `norm` is the gradient's. `last` is the part that ends here; REST says that the step's parts are
+        unknown, except those that were marked.
         """
-        # If gradients are offloaded to the CPU, their norm is there too.
-        norm = values.new_full((), -1.0) if norm is None else norm.to(values.device)
-        on_host = self.values[step, : 1 + len(values)]
-        on_host.copy_(torch.cat((norm[None], values)), non_blocking=True)
-        self.mark("optimizer")
+        on_host = self.values[step]
+        if values is not None:
+            # If gradients are offloaded to the CPU, their norm is there too.
+            norm = values.new_full((), -1.0) if norm is None else norm.to(values.device)
+            on_host = on_host[: 1 + len(values)]
+            on_host.copy_(torch.cat((norm[None], values)), non_blocking=True)
+        self.mark(last)
         known = dict[str, Any](step=step, phase=phase, lr=lr, tokens=tokens)
         known["at"] = round(time.time(), 6)
+        known["loss_known"] = values is not None
         if phase != "measure":
             before, self.compiled_s = self.compiled_s, self.compile_s()
             known["compile_s"] = self.compiled_s - before
@@ -158,19 +172,26 @@ class StepLog:
                     sink(finished)
 
     def _read(self, pending: _Pending) -> Step:
-        parts: dict[str, Any] = dict.fromkeys(STEP_PARTS, 0.0)
+        unknown = None if pending.marks[-1][0] == REST else 0.0
+        parts: dict[str, Any] = dict.fromkeys(STEP_PARTS, unknown) | {
+            "data": 0.0,
+            "idle": 0.0,
+            REST: 0.0,
+        }
         for (_, begin), (part, end) in zip(pending.marks, pending.marks[1:], strict=False):
-            parts[part] += _seconds(begin, end)
+            parts[part] = (parts[part] or 0.0) + _seconds(begin, end)
+        del parts[REST]
         # A micro batch ends with its backward, or its forward where there is none.
         ends = [stamp for part, stamp in pending.marks if part == "backward"]
         ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
         begins = [pending.marks[0][1], *ends]
         micro = [_seconds(begin, end) for begin, end in zip(begins, ends, strict=False)]
         grad_norm, loss, *_ = pending.values.tolist()
+        known = pending.known.pop("loss_known")
         return Step(
             **pending.known,
-            loss=loss,
-            grad_norm=None if grad_norm == -1.0 else grad_norm,
+            loss=loss if known else None,
+            grad_norm=grad_norm if known and grad_norm != -1.0 else None,
             step_time_s=_seconds(pending.marks[0][1], pending.end),
             micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},

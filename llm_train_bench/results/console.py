@@ -42,7 +42,7 @@ PHASES = {"warmup": "warm-up", "resume": "resumed", "measure": "measured", "prof
 class ProgressDisplay:
     """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
 
-    def __init__(self, n_steps: int, flops_per_token: float, peak_tflops: float | None):
+    def __init__(self, n_steps: int, flops_per_token: float | None, peak_tflops: float | None):
         """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU."""
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
         self.bar = None
@@ -65,8 +65,10 @@ class ProgressDisplay:
     def show(self, step: Step) -> None:
         """Show where the run is."""
         done, rate = step.step + 1, step.tokens / step.step_time_s
-        figures = f"loss {step.loss:.4f}  {rate:,.0f} tok/s"
-        if self.peak_tflops:
+        figures = f"{rate:,.0f} tok/s"
+        if step.loss is not None:
+            figures = f"loss {step.loss:.4f}  {figures}"
+        if self.peak_tflops and self.flops_per_token:
             tflops = rate * self.flops_per_token / 1e12
             figures += f"  {tflops:,.1f} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
         name = PHASES[step.phase]
@@ -140,7 +142,7 @@ def table_rows(result: Result) -> list[tuple[str, str]]:
     commit = (result.environment["git_sha"] or "no git")[:10]
     dirty = "+changes" if result.environment["git_dirty"] else ""
     rows = [
-        ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)"),
+        ("model", f"{s.name} ({s.n_parameters / 1e6:,.1f} M)" if s.n_parameters else s.name),
         ("device", f"{result.device.count} x {result.device.name}"),
         ("torch, commit", f"{result.environment['libraries']['torch']}, {commit}{dirty}"),
         *([("unfit for comparison", "; ".join(result.unfit))] if result.unfit else []),

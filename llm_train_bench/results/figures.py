@@ -39,9 +39,12 @@ class RankTimes:
 
 
 def mean_part_times(steps: list[Step]) -> dict[str, Any]:
-    """Mean time [s] of each part of a step; waiting is None where there is no pipeline."""
+    """Mean time [s] of each part of a step, None where unknown; of waiting without a pipeline too."""
     fields = {part: [getattr(s, f"{part}_time_s") for s in steps] for part in STEP_PARTS}
-    means = {part: statistics.fmean(seconds) for part, seconds in fields.items()}
+    means = {
+        part: None if None in seconds else statistics.fmean(seconds)
+        for part, seconds in fields.items()
+    }
     return means | {"idle": means["idle"] or None}
 
 
@@ -81,7 +84,8 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
             / (r.part_means_s["forward"] + r.part_means_s["backward"])
             for r in ranks
         )
-    if not (m.all_gather_bytes or m.all_to_all_bytes or m.send_bytes):
+    forward_known = all(r.part_means_s["forward"] is not None for r in ranks)
+    if forward_known and not (m.all_gather_bytes or m.all_to_all_bytes or m.send_bytes):
         # Ranks wait for each other in backward, so all have the same step time. A late rank shows
         # in the parts before backward, unless it waits for weights there.
         before = [r.part_means_s["data"] + r.part_means_s["forward"] for r in ranks]
@@ -103,7 +107,7 @@ def _fill_compile_metrics(result: Result, ranks: list[RankTimes]) -> None:
     """Compiling and recording inside the window, on any rank: all others waited for it."""
     m = result.metrics
     spent = max(r.compile_s for r in ranks)
-    if result.args["pt_compile"] or spent:  # FlexAttention compiles without being asked
+    if result.args.get("pt_compile") or spent:  # FlexAttention compiles without being asked
         m.window_compile_s = spent
     if spent:
         again = max(r.n_recompilations for r in ranks)
@@ -174,7 +178,7 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         m.first_step_s = steps[0].step_time_s
         m.warmup_s = sum(result.warmup_step_times_s)
         m.first_loss, m.final_loss = finite(steps[0].loss), finite(steps[-1].loss)
-        broken = [s.step for s in steps if finite(s.loss) is None]
+        broken = [s.step for s in steps if s.loss is not None and finite(s.loss) is None]
         if broken:
             result.notes.append(f"the loss is not finite from step {broken[0]} on")
     m.n_measured_steps = len(times)
@@ -189,7 +193,8 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     m.steps_per_sec = len(times) / m.window_s
     m.tokens_per_sec = tokens / m.window_s
     m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count
-    m.samples_per_sec = result.batch.global_batch * m.steps_per_sec
+    if result.batch.global_batch:
+        m.samples_per_sec = result.batch.global_batch * m.steps_per_sec
     if m.energy_j:
         m.average_power_w = m.energy_j / m.window_s
         m.tokens_per_joule = tokens / m.energy_j
@@ -200,30 +205,38 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
 
 def fill_flop_metrics(result: Result, work: Work) -> None:
     """FLOPs per token, the rate they ran at, and that rate against the peak, into `result`."""
-    m, config, T = result.metrics, work.config, work.batch.seq_len
-    m.flops_per_token_palm = flops_per_token(config, T, False, work.pass_type)
-    m.flops_per_token_causal = flops_per_token(config, T, True, work.pass_type)
+    m, d, config, T = result.metrics, result.device, work.config, work.batch.seq_len
+    palm, causal = (flops_per_token(config, T, masked, work.pass_type) for masked in (False, True))
+    fill_flop_rates(result, palm, causal)
     if m.tokens_per_sec_per_gpu is None:
         return
-    m.model_tflops_per_gpu = m.tokens_per_sec_per_gpu * m.flops_per_token_palm / 1e12
-    m.model_tflops_per_gpu_causal = m.tokens_per_sec_per_gpu * m.flops_per_token_causal / 1e12
-    d = result.device
     m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)
-    if d.peak_bf16_tflops is None:
+    if m.mfu is None or m.mfu_causal is None:
+        return
+    again = recomputed_flops_per_token(work)
+    m.hfu = m.mfu * (1 + again / palm)
+    again = recomputed_flops_per_token(work, causal=True)
+    m.hfu_causal = m.mfu_causal * (1 + again / causal)
+    m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, d.peak_fp8_tflops)
+    if why is not None:
+        result.notes.append(f"ideal_time_fraction is null: {why}")
+
+
+def fill_flop_rates(result: Result, palm: float, causal: float | None) -> None:
+    """The rates at which FLOPs per token ran in both conventions, against the peak, into `result`."""
+    m, d = result.metrics, result.device
+    m.flops_per_token_palm, m.flops_per_token_causal = palm, causal
+    if (rate := m.tokens_per_sec_per_gpu) is None:
+        return
+    tflops, causal_tflops = rate * palm / 1e12, None if causal is None else rate * causal / 1e12
+    m.model_tflops_per_gpu, m.model_tflops_per_gpu_causal = tflops, causal_tflops
+    if (peak := d.peak_bf16_tflops) is None:
         cpu = ", and benchmarks/gemm.py measures it" if d.type == "cpu" else ""
         result.notes.append(
             f"mfu is null: no known peak for {d.name!r}; --peak-tflops gives one{cpu}"
         )
         return
-    m.mfu = m.model_tflops_per_gpu / d.peak_bf16_tflops
-    m.mfu_causal = m.model_tflops_per_gpu_causal / d.peak_bf16_tflops
-    again = recomputed_flops_per_token(work)
-    m.hfu = m.mfu * (1 + again / m.flops_per_token_palm)
-    again = recomputed_flops_per_token(work, causal=True)
-    m.hfu_causal = m.mfu_causal * (1 + again / m.flops_per_token_causal)
-    m.ideal_time_fraction, why = _time_fraction(result, work, d.peak_bf16_tflops, d.peak_fp8_tflops)
-    if why is not None:
-        result.notes.append(f"ideal_time_fraction is null: {why}")
+    m.mfu, m.mfu_causal = tflops / peak, None if causal_tflops is None else causal_tflops / peak
 
 
 def matmul_work(result: Result, work: Work) -> tuple[float, float | None]:

@@ -198,19 +198,22 @@ def software(r: Result) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One finished step, as a line of steps.jsonl; times in seconds, tokens over all ranks."""
+    """One finished step, as a line of steps.jsonl; times in seconds, tokens over all ranks.
+
+    None is what a loop of others did not tell.
+    """
 
     step: int
     phase: str
-    loss: float
-    lr: float
+    loss: float | None
+    lr: float | None
     grad_norm: float | None
     step_time_s: float
     tokens: int
     data_time_s: float
-    forward_time_s: float
-    backward_time_s: float
-    optimizer_time_s: float
+    forward_time_s: float | None
+    backward_time_s: float | None
+    optimizer_time_s: float | None
     idle_time_s: float = 0.0
     saved: bool = False
     at: float = 0.0

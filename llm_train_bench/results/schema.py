@@ -1,14 +1,12 @@
 """The schema of a result. docs/METRICS.md defines each field. Needs no torch."""
 
-import dataclasses
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.time_statistics import drift
-from llm_train_bench.formulas.work import Batch
 from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.settings.flags import GRAPH_MODES
 from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps
@@ -32,11 +30,25 @@ class ModelInfo(Strict):
     name: str
     path: str
     hash: str
-    n_parameters: int
-    n_matmul_parameters: int
+    n_parameters: int | None
+    n_matmul_parameters: int | None
     shape: dict[str, Any]
     config: dict[str, Any]
     ignored_keys: list[str]
+
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class StepSize(Strict):
+    """Samples and tokens of one optimizer step; None for what a loop of others did not tell."""
+
+    micro_batch: Size | None
+    grad_acc_steps: Size | None
+    data_parallel_size: Size | None
+    global_batch: Size | None
+    seq_len: Size | None
+    tokens_per_step: Size
 
 
 class Device(Strict):
@@ -76,9 +88,9 @@ class RankInfo(Strict):
     host: str
     step_time_mean_s: float
     data_time_mean_s: float
-    forward_time_mean_s: float
-    backward_time_mean_s: float
-    optimizer_time_mean_s: float
+    forward_time_mean_s: float | None
+    backward_time_mean_s: float | None
+    optimizer_time_mean_s: float | None
     idle_time_mean_s: float | None = None
     peak_memory_gib: float | None
     probe_tflops: float | None = None
@@ -187,7 +199,8 @@ class Result(Strict):
     args: dict[str, Any]
     model: ModelInfo
     device: Device
-    batch: Batch
+    batch: StepSize
+    loss_known: bool = True
     fp8: Fp8Info | None = None
     attention_kernel: str | None = None
     linear: str | None = None
@@ -200,12 +213,6 @@ class Result(Strict):
     warmup_step_times_s: list[float] = Field(default_factory=list)
     ranks: list[RankInfo] = Field(default_factory=list)
     devices: list[DeviceUse] = Field(default_factory=list)
-
-    @model_validator(mode="after")
-    def _has_a_batch(self) -> "Result":
-        if min(dataclasses.astuple(self.batch)) < 1:
-            raise ValueError("batch: a size is below 1")
-        return self
 
     @property
     def unfit(self) -> list[str]:
@@ -221,7 +228,10 @@ class Result(Strict):
             "saved in the window": m.window_saves,
             "evaluated in the window": m.window_evaluations,
             "CUDA graphs recorded in the window": m.window_graphs_recorded,
-            "loss not finite": self.status == "ok" and m.final_loss is None and self.step_times_s,
+            "loss not finite": self.status == "ok"
+            and self.loss_known
+            and m.final_loss is None
+            and self.step_times_s,
             "FP8 emulated": self.fp8 and self.fp8.emulated,
         }
         mismatches = self.observed.mismatches if self.observed else []
@@ -319,7 +329,7 @@ class Result(Strict):
         m, args = self.metrics, self.args
         if m.peak_allocated_gib is None:
             return m.peak_rss_gib, "resident"
-        if args["pt_compile"] and args["compile_mode"] in GRAPH_MODES:
+        if args.get("pt_compile") and args.get("compile_mode") in GRAPH_MODES:
             return m.peak_reserved_gib, "reserved"
         return m.peak_allocated_gib, "allocated"
 

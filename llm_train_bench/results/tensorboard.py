@@ -24,8 +24,7 @@ Summary: Any = vars(summary_pb2)["Summary"]
 class TensorBoardFile:
     """A sink of steps that writes their figures to an event file.
 
-    Rates are derived from `flops_per_token` (palm) and, where known, `peak_tflops` of each of
-    `n_devices`; `memory` gives figures in GiB, asked for about once a second.
+    Rates are derived from `flops_per_token` (palm) and `peak_tflops` of each of `n_devices`, where known; `memory` gives figures in GiB, asked for about once a second.
     """
 
     MEMORY_INTERVAL_S = 1.0
@@ -33,7 +32,7 @@ class TensorBoardFile:
     def __init__(
         self,
         directory: Path,
-        flops_per_token: float,
+        flops_per_token: float | None,
         peak_tflops: float | None,
         n_devices: int,
         memory: Callable[[], dict[str, float | None]],
@@ -58,8 +57,9 @@ class TensorBoardFile:
     def write(self, step: Step) -> None:
         """Write the event of one step."""
         rate = step.tokens / step.step_time_s
-        tflops = rate * self.flops_per_token / 1e12 / self.n_devices
-        mfu = tflops / self.peak_tflops if self.peak_tflops else None
+        flops = self.flops_per_token
+        tflops = rate * flops / 1e12 / self.n_devices if flops else None
+        mfu = tflops / self.peak_tflops if tflops and self.peak_tflops else None
         scalars = step_figures(step) | {"speed/model_tflops_per_gpu": tflops, "speed/mfu": mfu}
         if time.perf_counter() - self.last_memory > self.MEMORY_INTERVAL_S:
             self._add_memory(step.step)
@@ -104,7 +104,7 @@ class TensorBoardFile:
         settings: dict[str, Any] = {"model": result.model.name}
         default = defaults(Args)
         for name, flag in declared(Args).items():
-            value = result.args[name]
+            value = result.args.get(name, default[name])
             if flag.kind is not OUTPUT and (flag.headline or value != default[name]):
                 plain = isinstance(value, bool | int | float | str)
                 settings[name] = value if plain else str(value).lower()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.files import how_to_install, write_whole
 from llm_train_bench.results.result_files import Step, finite_numbers, read_steps, step_figures
 from llm_train_bench.results.schema import Result
 
@@ -25,7 +25,8 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         library = PACKAGES.get(name)
         if library and importlib.util.find_spec(library) is None:
-            raise UsageError(f"--track {name}: needs {library}: pip install -e '.[track]'")
+            get = how_to_install("pip install -e '.[track]'")
+            raise UsageError(f"--track {name}: needs {library}: {get}")
 
 
 def track(names: Iterable[str], r: Result, directory: Path) -> Iterator[str]:

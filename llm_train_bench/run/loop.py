@@ -25,8 +25,8 @@ from llm_train_bench.results.result_files import seconds_alive
 from llm_train_bench.run.checkpoint.saver import Saver
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.life import Run
-from llm_train_bench.run.profiling import build_capture, build_profiler, observed_in
-from llm_train_bench.trace.read_trace import read_trace
+from llm_train_bench.run.profiling import build_capture, observed_in, traced
+from llm_train_bench.trace.read_trace import Trace
 
 if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
     from llm_train_bench.parallel.pipeline import Pipeline
@@ -106,7 +106,7 @@ def measure(
                 run.log.start()
             if step == schedule.window_end - 1 and step >= schedule.window_begin:
                 synchronize(run.device)
-                run.end_window()
+                run.close_window()
                 run.log.start()
             for watcher in captures:
                 watcher.write(step)
@@ -132,20 +132,17 @@ def observe_kernels(run: Run, step_fn: Callable[[int, str], None]) -> None:
     if run.plan.profile.no_observe or observed or schedule.total <= schedule.start:
         return
     run.count()
-    path = run.directory / "observed.json"
+
+    def look(trace: Trace) -> None:
+        run.result.observed = observed_in(trace, run)
+
     try:
-        profiler = build_profiler(run.device, record_shapes=True) if run.ranks.main else None
-        with profiler or contextlib.nullcontext():
+        with traced(run, look):
             step_fn(schedule.total, OBSERVE)
-            synchronize(run.device)
-        if profiler is not None:
-            profiler.export_chrome_trace(str(path))
-            run.result.observed = observed_in(read_trace(path), run)
     except Exception as error:
         run.result.notes.append(f"the kernels that ran were not observed: {classify(error)[1]}")
     finally:
         run.end_steps()
-        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import ctypes
 import functools
 import gzip
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from llm_train_bench.parallel.ranks import meet
 from llm_train_bench.results.figures import matmul_work
 from llm_train_bench.results.schema import Profile
 from llm_train_bench.run.life import Run
+from llm_train_bench.run.record import RunRecord
 from llm_train_bench.trace.breakdown import break_down
 from llm_train_bench.trace.observed import Observed, observe
 from llm_train_bench.trace.read_trace import Trace, read_trace
@@ -133,6 +134,22 @@ def build_profiler(device: torch.device, **options: Any) -> torch.profiler.profi
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     return torch.profiler.profile(activities=activities, acc_events=True, **options)
+
+
+@contextlib.contextmanager
+def traced(record: RunRecord, seen: Callable[[Trace], None]) -> Iterator[None]:
+    """Trace the block on rank 0, until its device is idle, and give `seen` the trace there."""
+    path = record.directory / "observed.json"
+    profiler = build_profiler(record.device, record_shapes=True) if record.ranks.main else None
+    try:
+        with profiler or contextlib.nullcontext():
+            yield
+            synchronize(record.device)
+        if profiler is not None:
+            profiler.export_chrome_trace(str(path))
+            seen(read_trace(path))
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def observed_in(trace: Trace, run: Run) -> Observed:

@@ -21,9 +21,10 @@ from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.device import device_memory_gib, device_name
+from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.results.result_files import now, this_process
-from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result
-from llm_train_bench.settings.flags import GRAPH_MODES, Args, PeakFlags, declared, defaults
+from llm_train_bench.results.schema import Device, Fp8Info, Lineage, ModelInfo, Result, StepSize
+from llm_train_bench.settings.flags import GRAPH_MODES, Args, declared, defaults
 from llm_train_bench.settings.plan import Plan, Schedule
 
 
@@ -56,18 +57,9 @@ def open_result(
         command=[plan.script, *sys.argv[1:]],
         started_at=now(),
         args=dataclasses.asdict(plan.args) | resolved,
-        model=ModelInfo(
-            name=config.name,
-            path=config.path,
-            hash=config.hash,
-            n_parameters=count_parameters(config),
-            n_matmul_parameters=sum(linear_parameters(config).values()),
-            shape=config.shape(),
-            config=config.raw,
-            ignored_keys=list(config.unknown_keys),
-        ),
-        device=_device(device, work.world, plan.peaks),
-        batch=work.batch,
+        model=describe_model(config),
+        device=describe_device(device, work.world, plan.peaks.peak_tflops),
+        batch=StepSize(**dataclasses.asdict(work.batch)),
         fp8=fp8,
         attention_kernel=attention_kernel,
         writer=this_process(),
@@ -85,12 +77,27 @@ def open_result(
     return result
 
 
-def _device(device: torch.device, ranks: int, flags: PeakFlags) -> Device:
+def describe_model(config: ModelConfig) -> ModelInfo:
+    """A model of a config in a result."""
+    return ModelInfo(
+        name=config.name,
+        path=config.path,
+        hash=config.hash,
+        n_parameters=count_parameters(config),
+        n_matmul_parameters=sum(linear_parameters(config).values()),
+        shape=config.shape(),
+        config=config.raw,
+        ignored_keys=list(config.unknown_keys),
+    )
+
+
+def describe_device(device: torch.device, ranks: int, peak_tflops: float | None) -> Device:
+    """The device of each rank with its peaks; `peak_tflops` is a user's for dense BF16."""
     memory = device_memory_gib(device)
     part = hardware.name_of_part(device_name(device), memory)
     threads = hardware.threads_of(part, torch.get_num_threads())
     known = device.type == "cpu" and hardware.device_called(threads)
-    peaks = hardware.find_peaks(threads if known else part, flags.peak_tflops)
+    peaks = hardware.find_peaks(threads if known else part, peak_tflops)
     roof = hardware.find_roof(part)
     return Device(
         type="cuda" if device.type == "cuda" else "cpu",

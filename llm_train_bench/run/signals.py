@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,9 +27,10 @@ def handled_by(handler: Handler, numbers: Sequence[int] = ENDING) -> Iterator[di
     """Give these signals to a handler inside the block; yields the handlers before, which come back.
 
     Signals that are ignored stay so, as under nohup: whoever started this wants it. A handler that the
-    block sets for a signal stays. Only in the main thread, where Python's handlers run.
+    block sets for a signal stays. Nothing happens outside the main thread, where Python's handlers run.
     """
-    before = {number: signal.getsignal(number) for number in numbers}
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in numbers} if main else {}
     for number, old in before.items():
         if old is not signal.SIG_IGN:
             signal.signal(number, handler)

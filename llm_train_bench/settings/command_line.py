@@ -7,11 +7,11 @@ import shutil
 import textwrap
 import types
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.machine import version_text
+from llm_train_bench.model.json_keys import CONFIGS
 from llm_train_bench.settings.flags import (
     Args,
     Script,
@@ -25,7 +25,6 @@ from llm_train_bench.settings.flags import (
 from llm_train_bench.settings.rules import check, foreign
 
 Parsed = TypeVar("Parsed")
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def parse_args(argv: Sequence[str], script: str) -> Args:

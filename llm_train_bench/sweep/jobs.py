@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.base.files import ROOT, write_whole
+from llm_train_bench.base.files import ROOT, how_to_install, write_whole
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.sweep import cell_runs
 from llm_train_bench.sweep.auto_batch import with_largest_batch
@@ -48,7 +48,8 @@ def run_as_jobs(
     try:
         import submitit
     except ImportError:
-        raise UsageError("--slurm needs submitit: pip install -e '.[slurm]'") from None
+        get = how_to_install("pip install -e '.[slurm]'")
+        raise UsageError(f"--slurm needs submitit: {get}") from None
     cluster, folder = options.pop("cluster", "slurm"), directory / "jobs"
     known = folder / "submitted.json"
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model import te as te_blocks
 from llm_train_bench.model.transformer import Transformer
@@ -140,7 +141,7 @@ def import_te(device: torch.device) -> types.ModuleType:
         return importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # besides ImportError, whatever its search for cuDNN raises
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        get = "pip install --no-build-isolation -e '.[te]'"
+        get = how_to_install("pip install --no-build-isolation -e '.[te]'")
         if torch.version.hip:
             get = "take an image with ROCm's build of it (rocm/primus)"
         raise UsageError(

@@ -8,6 +8,7 @@ from torch import nn
 
 from llm_train_bench.apply.fp8.base import Fp8, describe_fp8
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import how_to_install
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.model.transformer import Transformer
@@ -36,7 +37,8 @@ def apply_torchao(model: Transformer, work: Work, device: torch.device) -> Torch
         import torchao
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
-        raise UsageError(f"--fp8-backend torchao: {error}; pip install -e '.[fp8]'") from None
+        get = how_to_install("pip install -e '.[fp8]'")
+        raise UsageError(f"--fp8-backend torchao: {error}; {get}") from None
     fp8, names = work.fp8, layer_names(work.config)
     if not fp8.emulated:
         _check_device(device, fp8.recipe)
