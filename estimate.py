@@ -21,7 +21,7 @@ from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import device_called
 from llm_train_bench.base.machine import detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
-from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, device_of
 from llm_train_bench.estimate.memory_check import fit_memory
 from llm_train_bench.estimate.plans import refuse_beside_plan, show_plans
 from llm_train_bench.estimate.predict import (
@@ -29,6 +29,8 @@ from llm_train_bench.estimate.predict import (
     draw_timeline,
     make_estimate,
     nearest_changes,
+    plan_on,
+    script_of,
     show_estimate,
 )
 from llm_train_bench.model.config import load_config
@@ -50,13 +52,9 @@ def main(argv: Sequence[str]) -> int:
     wanted = args.part(EstimateFlags)
     if args.nproc:
         raise UsageError("--nproc: give the number of devices by --gpus")
-    several = Script[wanted.parallel.upper()]
     if file and file.script not in (None, Script.ONE) and wanted.gpus == 1:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
-    if args.pp and several is Script.DDP:
-        raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
-    several = Script.PP if args.pp else several
-    script = Script.ONE if wanted.gpus == 1 else several
+    script = script_of(args, wanted)
     if not wanted.plan:
         refuse_foreign(words, script)
     args = check(args, script)
@@ -73,8 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if "," in wanted.gpu and device_called(wanted.gpu) is None:
         raise UsageError(f"--gpu {wanted.gpu}: several GPUs go with --plan; name one")
     gpu = device_of(wanted.gpu, wanted)
-    plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=gpu.memory_gib)
-    plan = dataclasses.replace(plan, work=adapted(plan.work, wanted))
+    plan = plan_on(gpu, args, script, wanted)
     if wanted.calibrate:
         gpu, note = calibrated(gpu, Path(wanted.calibrate), wanted)
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -98,8 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
     def planned(flags: dict[str, Any], gpus: int) -> Plan:
         changed = check(dataclasses.replace(args, **flags), script)
-        other = make_plan(changed, script, gpus, gpu.platform, memory_gib=gpu.memory_gib)
-        return dataclasses.replace(other, work=adapted(other.work, wanted))
+        return plan_on(gpu, changed, script, dataclasses.replace(wanted, gpus=gpus))
 
     for change in nearest_changes(planned, plan.work, gpu, wanted.per_node):
         print(f"would fit: {change}")

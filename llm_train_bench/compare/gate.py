@@ -152,8 +152,8 @@ def unfit(r: Result) -> str | None:
         return f"step time changed by {m.step_time_drift:+.1%} over the window: no steady state"
     if not r.step_times_s or min(r.step_times_s) <= 0:
         return "impossible step times: was the file edited?"
-    tokens = r.batch.tokens_per_step * len(r.step_times_s) / r.device.count
-    if not 0.99 < m.tokens_per_sec_per_gpu * sum(r.step_times_s) / tokens < 1.01:
+    tokens = (r.batch.tokens_per_step or 0) * len(r.step_times_s) / r.device.count
+    if not tokens or not 0.99 < m.tokens_per_sec_per_gpu * sum(r.step_times_s) / tokens < 1.01:
         return "the rate does not match the step times: was the file edited?"
     times = 0, m.step_time_ci95_low_s, m.step_time_ci95_high_s, math.inf
     if not 0 < m.tokens_per_sec_per_gpu < math.inf or list(times) != sorted(set(times)):
@@ -169,7 +169,7 @@ def entry_of(results: list[Result]) -> Entry:
         wide = student_t(0.975, mean.degrees) * math.sqrt(mean.error)
         low, high = mean.value - wide, mean.value + wide
     else:
-        tokens = r.batch.tokens_per_step / r.device.count
+        tokens = (r.batch.tokens_per_step or 0) / r.device.count
         times = r.metrics.step_time_ci95_high_s, r.metrics.step_time_ci95_low_s
         low, high = (tokens / seconds if seconds else mean.value for seconds in times)
     origin: dict[str, Any] = {name: r.environment.get(name) for name in ("git_sha", "git_dirty")}

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, accuracy_of, scaled, threads_of
 from llm_train_bench.base.tables import markdown_table, number, show_whole
-from llm_train_bench.estimate.estimate_flags import EstimateFlags
+from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
 from llm_train_bench.estimate.step_events import simulate_step, write_trace
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.settings.flags import Script, to_argv
+from llm_train_bench.settings.command_line import parse_args, parse_dataclass, refuse_foreign
+from llm_train_bench.settings.flags import Args, Script, to_argv
 from llm_train_bench.settings.plan import Plan, make_plan
+from llm_train_bench.settings.rules import check
 
 BYTES_PER_GIB = 2**30
 # Power of a busy GPU against its limit.
@@ -111,6 +113,40 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
         traced_peak=traced,
         accuracy=accuracy_of(gpu.name, work.fsdp.divided),
     )
+
+
+def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> Estimate:
+    """Memory, speed and cost of a training step by formula: what estimate.py prints.
+
+    `flags` are those of estimate.py, as in `gpus=64, bsz=8, pt_compile=True`. UsageError or ConfigError
+    for what cannot be.
+    """
+    asked = {"gpu": gpu} | flags
+    for name in ("plan", "days", "fit", "timeline", "calibrate", "json"):
+        if name in asked:
+            raise UsageError(f"estimate_step: {name} is only for estimate.py")
+    words = [os.fspath(config), *to_argv(asked)]
+    args = parse_dataclass(EstimateArgs, words, "estimate_step")
+    wanted = args.part(EstimateFlags)
+    script = script_of(args, wanted)
+    refuse_foreign(words, script)
+    device = device_of(gpu, wanted)
+    return make_estimate(plan_on(device, check(args, script), script, wanted), wanted, device)
+
+
+def script_of(args: EstimateArgs, wanted: EstimateFlags) -> Script:
+    """The script that the flags mean; UsageError for replicas with stages."""
+    several = Script[wanted.parallel.upper()]
+    if args.pp and several is Script.DDP:
+        raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
+    several = Script.PP if args.pp else several
+    return Script.ONE if wanted.gpus == 1 else several
+
+
+def plan_on(gpu: Hardware, args: Args, script: Script, wanted: EstimateFlags) -> Plan:
+    """The plan of a step on this device, adapted to the trainer that the flags describe."""
+    plan = make_plan(args, script, wanted.gpus, gpu.platform, memory_gib=gpu.memory_gib)
+    return dataclasses.replace(plan, work=adapted(plan.work, wanted))
 
 
 def draw_timeline(work: Work, gpu: Hardware, wanted: EstimateFlags) -> float:

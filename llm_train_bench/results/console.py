@@ -1,9 +1,12 @@
 """Output for people: a progress bar during the run, and a table to paste into a report."""
 
 import contextlib
+import datetime
 import io
+import math
 import os
 import sys
+import time
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -40,14 +43,25 @@ PHASES = {"warmup": "warm-up", "resume": "resumed", "measure": "measured", "prof
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere a line every tenth of the run. Both on standard error."""
+    """A bar on a terminal; elsewhere a line for the first step, then every 30 s. On standard error."""
 
-    def __init__(self, n_steps: int, flops_per_token: float | None, peak_tflops: float | None):
-        """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU."""
+    LINE_S = 30.0
+
+    def __init__(
+        self,
+        n_steps: int,
+        flops_per_token: float | None,
+        peak_tflops: float | None,
+        bar: bool = True,
+    ):
+        """`flops_per_token` (palm) is per device; with its dense `peak_tflops` steps show MFU.
+
+        Without `bar` a terminal has lines too: another program may draw there.
+        """
         self.n_steps, self.flops_per_token, self.peak_tflops = n_steps, flops_per_token, peak_tflops
         self.bar = None
         console = Console(stderr=True)
-        if console.is_terminal:
+        if bar and console.is_terminal:
             # Drawn only when steps are handed on: a separate drawing thread would take time from
             # the loop.
             text, figures = "{task.description}", "{task.fields[figures]}"
@@ -55,16 +69,15 @@ class ProgressDisplay:
             self.bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self.task = self.bar.add_task("warm-up", total=n_steps, figures="")
             self.bar.start()
-        self.tenth = max(1, n_steps // 10)
+        self.line_at = -math.inf
 
     def __call__(self, steps: list[Step]) -> None:
         with contextlib.suppress(OSError, ValueError):
-            for step in steps if self.bar is None else steps[-1:]:
-                self.show(step)
+            self.show(steps[-1])
 
     def show(self, step: Step) -> None:
         """Show where the run is."""
-        done, rate = step.step + 1, step.tokens / step.step_time_s
+        done, rate, now = step.step + 1, step.tokens / step.step_time_s, time.monotonic()
         figures = f"{rate:,.0f} tok/s"
         if step.loss is not None:
             figures = f"loss {step.loss:.4f}  {figures}"
@@ -72,18 +85,24 @@ class ProgressDisplay:
             tflops = rate * self.flops_per_token / 1e12
             figures += f"  {tflops:,.1f} TFLOP/s  MFU {tflops / self.peak_tflops:.1%}"
         name = PHASES[step.phase]
-        if self.bar is None:
-            if done % self.tenth == 0 or done == self.n_steps:
-                say(f"step {done}/{self.n_steps}  {name}  {figures}")
-            return
-        self.bar.update(self.task, completed=done, description=name, figures=figures)
-        self.bar.refresh()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done, description=name, figures=figures)
+            self.bar.refresh()
+        elif now >= self.line_at + self.LINE_S or done == self.n_steps:
+            left = "" if done == self.n_steps else f"  {time_left(self.n_steps - done, step)} left"
+            say(f"step {done}/{self.n_steps}  {name}  {figures}{left}")
+            self.line_at = now
 
     def close(self) -> None:
         """Take the bar off the screen."""
         if self.bar is not None:
             with contextlib.suppress(OSError, ValueError):
                 self.bar.stop()
+
+
+def time_left(n_steps: int, step: Step) -> str:
+    """The time that steps like this one take, as h:mm:ss."""
+    return str(datetime.timedelta(seconds=round(n_steps * step.step_time_s)))
 
 
 def print_header(result: Result, work: Work) -> None:

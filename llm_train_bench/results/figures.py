@@ -189,7 +189,8 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     for part, mean in mean_part_times(measured).items():
         setattr(m, f"{part}_time_mean_s", mean)
     m.window_s = sum(times)
-    tokens = result.batch.tokens_per_step * len(times)
+    # Of this rank's steps, which may differ in a loop of others.
+    tokens = statistics.fmean(s.tokens for s in measured) * len(times)
     m.steps_per_sec = len(times) / m.window_s
     m.tokens_per_sec = tokens / m.window_s
     m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count

@@ -48,7 +48,7 @@ class StepSize(Strict):
     data_parallel_size: Size | None
     global_batch: Size | None
     seq_len: Size | None
-    tokens_per_step: Size
+    tokens_per_step: Size | None
 
 
 class Device(Strict):
@@ -277,14 +277,14 @@ class Result(Strict):
         nat on both sides, and five standard errors of a mean over the step's tokens.
         """
         a, shape = self.args, self.model.shape
-        if a.get("init_from") or self.resumed_from or a.get("data", "synthetic") != "synthetic":
+        if a.get("init_from") or self.resumed_from or a.get("data") != "synthetic":
             return None
         keys = ("vocab_size", "hidden_size", "initializer_range")
         if not all(isinstance(shape.get(k), int | float) and shape[k] > 0 for k in keys):
             return None
         s = shape["initializer_range"] * shape["hidden_size"] ** 0.5 * shape.get("logit_scale", 1.0)
         middle = math.log(shape["vocab_size"]) + s * s / 2
-        wide = s * s / 2 + 0.5 + 5 * s / self.batch.tokens_per_step**0.5
+        wide = s * s / 2 + 0.5 + 5 * s / (self.batch.tokens_per_step or 1) ** 0.5
         # With a tied head a token's logit for itself is up to d x initializer_range.
         self_logit = s * shape["hidden_size"] ** 0.5 if shape.get("tie_word_embeddings") else 0.0
         return middle - wide, max(middle, self_logit) + wide

@@ -24,7 +24,8 @@ Summary: Any = vars(summary_pb2)["Summary"]
 class TensorBoardFile:
     """A sink of steps that writes their figures to an event file.
 
-    Rates are derived from `flops_per_token` (palm) and `peak_tflops` of each of `n_devices`, where known; `memory` gives figures in GiB, asked for about once a second.
+    Rates are derived from `flops_per_token` (palm) and `peak_tflops` of each of `n_devices`, where
+    known. `memory` gives figures in GiB, asked for about once a second.
     """
 
     MEMORY_INTERVAL_S = 1.0

@@ -104,5 +104,5 @@ def _openmetrics(r: Result, steps: list[Step], directory: Path) -> str:
     return str(path)
 
 
-Tracker = Callable[[Result, list[Step], Path], str]
-TRACKERS: dict[str, Tracker] = {"wandb": _wandb, "mlflow": _mlflow, "openmetrics": _openmetrics}
+Export = Callable[[Result, list[Step], Path], str]
+TRACKERS: dict[str, Export] = {"wandb": _wandb, "mlflow": _mlflow, "openmetrics": _openmetrics}

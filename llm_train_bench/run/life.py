@@ -73,7 +73,7 @@ class Run(RunRecord):
         if self.ranks.world > 1:
             limit = patience(self.device, self.plan.ranks.dist_timeout)
             self.hang = HangWatch(self._end_hanging, limit, broken_group)
-        if self.file:
+        if self.file and not self.output.quiet:
             print_header(self.result, self.plan.work)
             if before := self.result.resumed_from:
                 say(f"goes on from step {before.step} of {before.run}")

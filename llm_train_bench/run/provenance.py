@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,11 +32,16 @@ def default_name(model: str, args: dict[str, Any]) -> str:
     """The default --run-name: time, model, changed headline flags, process."""
     default, words = defaults(Args), ""
     for name, flag in declared(Args).items():
-        if flag.headline and args[name] != default[name]:
+        if flag.headline and args.get(name, default[name]) != default[name]:
             value = "" if args[name] is True else str(args[name]).replace("/", "_")
             words += f"-{name.replace('_', '-')}{value}"
     now = datetime.datetime.now(datetime.UTC)
     return f"{now:%Y%m%d-%H%M%S}-{model}{words[:100]}-{os.getpid()}"
+
+
+def digest_of(text: str) -> str:
+    """A model's hash where there is no config: the first 16 hex digits of a SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def open_result(
@@ -150,8 +155,11 @@ def _is_setting(name: str) -> bool:
     return name.startswith(SETTINGS) and not secret
 
 
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Plain JSON data on host, software and revision; what cannot be read is None."""
+def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict[str, Any]:
+    """Plain JSON data on host, software and revision; what cannot be read is None.
+
+    `more` libraries are named if they are loaded.
+    """
     home = os.environ.get("HOME", "").rstrip("/")
     return {
         "hostname": platform.node(),
@@ -160,7 +168,10 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cpu_count": n_cores(),
         "torch_threads": torch.get_num_threads(),
-        "libraries": {name: installed_version(name) for name in LIBRARIES},
+        "libraries": {
+            name: installed_version(name)
+            for name in (*LIBRARIES, *(name for name in more if name in sys.modules))
+        },
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,

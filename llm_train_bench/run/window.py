@@ -33,13 +33,16 @@ class Window:
         self.probe_tflops = None
         reset_peak_memory(device)
 
-    def open(self, heat_s: float) -> None:
-        """The window begins, after so many seconds of matmuls; with several ranks all must come here."""
+    def open(self, heat_s: float, probe: bool = True) -> None:
+        """The window begins, after so many seconds of matmuls; with several ranks all must come here.
+
+        `probe` measures the device of each of several ranks by itself, which takes memory.
+        """
         heat(self.device, heat_s)
         self.compiled_before = compile_counts()
         if self.allocator:
             self.allocator.stop()
-        if self.ranks.world > 1:
+        if probe and self.ranks.world > 1:
             self.probe_tflops = device_tflops(self.device)
         reset_peak_memory(self.device)
         meet(self.ranks)  # or the energy would include waiting for others

@@ -63,6 +63,7 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
 Linear = Literal["auto", "plain", "onednn"]
+Tracker = Literal["wandb", "mlflow", "openmetrics"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -240,6 +241,7 @@ class OutputFlags:
     no_tensorboard: Do not write TensorBoard scalars.
     track: Export the run at its end to W&B (offline if not logged in), MLflow or an OpenMetrics
         file.
+    quiet: Print only the final table, and errors.
     """
 
     output_dir: str = flag("runs", OUTPUT, metavar="DIR")
@@ -247,7 +249,8 @@ class OutputFlags:
     export: bool = flag(False, OUTPUT)
     sample: int = flag(0, OUTPUT, scripts=(Script.ONE,), at_least=0)
     no_tensorboard: bool = flag(False, OUTPUT)
-    track: tuple[Literal["wandb", "mlflow", "openmetrics"], ...] = flag((), OUTPUT)
+    track: tuple[Tracker, ...] = flag((), OUTPUT)
+    quiet: bool = flag(False, OUTPUT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The kernels that a traced step ran: attention, matmuls, and what fell back. Needs no torch."""
 
+import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -82,15 +83,18 @@ class Observed(Strict):
         return {name for names in self.attention.values() for name in names}
 
 
-def observe(trace: Trace, trains: bool, ranks: int = 1) -> Observed:
+def observe(trace: Trace, trains: bool, ranks: int = 1, assume_math: bool = True) -> Observed:
     """What ran in the steps of a trace; `trains` says whether they have a backward.
 
-    `ranks` is the size of a collective's group where the trace does not tell it.
+    `ranks` is the size of a collective's group where the trace does not tell it. Where no kernel of
+    attention ran, attention is plain matmuls, or unknown without `assume_math`.
     """
     n = max(1, len(trace.steps))
     names = {s.name for s in (*trace.host_spans, *trace.gpu)}
     sides = ("forward", "backward") if trains else ("forward",)
-    kernels = _attention(names) or {side: {"math"} for side in sides}
+    kernels = _attention(names)
+    if not kernels and assume_math:
+        kernels = {side: {"math"} for side in sides}
     fallbacks = []
     if not any(map(_FUSED_OPTIMIZER.search, names)):
         fallbacks.append("optimizer that is not fused")
@@ -103,6 +107,24 @@ def observe(trace: Trace, trains: bool, ranks: int = 1) -> Observed:
         fallbacks=fallbacks,
         collectives=_collectives(trace, ranks, n) if ranks > 1 else {},
     )
+
+
+def sequence_length(trace: Trace) -> int | None:
+    """Tokens of a sample: the queries of attention's operators, or else of the embedding's look-up.
+
+    None where a compiler fused them, or none recorded its shapes.
+    """
+    lengths: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+    for span in trace.host_spans:
+        of_attention = bool(_OPERATOR.match(span.name))
+        if not of_attention and span.name != "aten::embedding":
+            continue
+        with contextlib.suppress(LookupError, TypeError):
+            dims = span.args["Input Dims"]  # queries: batch, heads, T, size; ids: batch, T
+            length = dims[0][2] if of_attention else dims[1][-1]
+            lengths[of_attention][length] += isinstance(length, int)
+    found = lengths[True] or lengths[False]
+    return found.most_common(1)[0][0] if found else None
 
 
 def _attention(names: set[str]) -> dict[str, set[str]]:

@@ -1,0 +1,143 @@
+"""A callback for the Trainer of transformers that measures its steps with a Meter.
+
+trainer = Trainer(..., callbacks=[HFMeterCallback(warmup_steps=10, n_steps=50)])
+"""
+
+import atexit
+import contextlib
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from llm_train_bench.model.config import ConfigError
+from llm_train_bench.run.meter import Meter, MeterStep
+
+
+class HFMeterCallback(TrainerCallback):
+    """Measures steps `warmup_steps` to `warmup_steps + n_steps` of `trainer.train()`.
+
+    One more step is traced, if the training is longer. Tokens are those of `input_ids` (with padding),
+    losses those that the model returns, on rank 0. FLOPs follow from `model.config`; they are unknown
+    for models of other families and where parameters are frozen, as with LoRA. `options` are the
+    Meter's other arguments; `flops_per_token` among them replaces the config.
+    """
+
+    def __init__(self, warmup_steps: int = 10, n_steps: int = 50, **options: Any):
+        self.options: dict[str, Any] = {"warmup_steps": warmup_steps, "n_steps": n_steps} | options
+        self.meter: Meter | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._end(RuntimeError("the training began again"))
+        model: nn.Module = kwargs["model"]
+        notes: list[str] = []
+        options: dict[str, Any] = {"settings": _settings(args, model), "device": args.device}
+        options |= self.options
+        if not {"config", "flops_per_token"} & options.keys():
+            if any(not p.requires_grad for p in model.parameters()):
+                notes.append("FLOPs are unknown: some parameters are frozen; pass flops_per_token")
+            else:
+                options["config"] = getattr(model, "config", None)
+        options.setdefault("name", type(model).__name__)
+        try:
+            meter = Meter(**options)
+        except ConfigError as error:
+            notes.append(f"FLOPs are unknown: {error}; pass flops_per_token")
+            options["config"] = None
+            meter = Meter(**options)
+        meter.result.notes += notes
+        self.losses: list[Tensor] = []
+        self.tokens, self.whole_batch = 0, False
+        hook = model.register_forward_hook(self._look, with_kwargs=True)
+        self.running = contextlib.ExitStack()
+        self.running.callback(hook.remove)
+        self.running.push(meter.__exit__)
+        self.meter = meter.__enter__()
+        atexit.register(self._left)
+
+    def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """After a forward pass: its tokens and its loss."""
+        if not module.training or self.meter is None or self.meter.done:
+            return
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if isinstance(ids, Tensor):
+            self.tokens += ids.numel()
+            self.meter.seq_len = self.meter.seq_len or ids.shape[-1]
+        loss = getattr(output, "loss", None)
+        if loss is not None:
+            self.losses.append(loss.detach())
+        # The Trainer then divides by the tokens of all micro batches: their losses add up.
+        self.whole_batch = kwargs.get("num_items_in_batch") is not None
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.meter is None:
+            return
+        self.tokens = 0
+        self.losses.clear()
+        self.step = self.meter.step()
+        self.told: MeterStep = self.step.__enter__()
+        self.told.lr = float(kwargs["optimizer"].param_groups[0]["lr"])
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.meter is None:
+            return
+        self.told.tokens = self.tokens * self.meter.ranks.world
+        if self.losses:
+            total = sum(self.losses[1:], self.losses[0])
+            self.told.loss = total if self.whole_batch else total / len(self.losses)
+        self.step.__exit__(None, None, None)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.meter is not None:
+            self.meter.paused("evaluation")
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.meter is not None:
+            self.meter.paused("save")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._end(None)
+
+    def _left(self) -> None:
+        """The process ends within a training: the Trainer tells its callbacks of no exception."""
+        error = getattr(sys, "last_value", None)
+        self._end(error or RuntimeError("the process ended before the training did"))
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.meter is None:
+            return
+        self.meter = None
+        atexit.unregister(self._left)
+        self.running.__exit__(type(error) if error else None, error, None)
+
+
+def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
+    """What tells this run from others, by the names of our own flags."""
+    amp = "bf16" if args.bf16 else "fp16" if args.fp16 else "off"
+    return {
+        "amp": amp,
+        "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
+        "pt_compile": bool(args.torch_compile),
+        "sac_freq": "1/1" if args.gradient_checkpointing else None,
+        "bsz": args.per_device_train_batch_size,
+        "grad_acc_steps": args.gradient_accumulation_steps,
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "lr": args.learning_rate,
+        "weight_decay": args.weight_decay,
+        "grad_clip": args.max_grad_norm,
+        "seed": args.seed,
+        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
+    }

@@ -1,0 +1,191 @@
+"""The record of one run on one rank: its files, its step log and its window, whatever ends it."""
+
+import contextlib
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from llm_train_bench.apply.compile import CompileCounts, compile_counts
+from llm_train_bench.base.errors import CompileError, UsageError
+from llm_train_bench.measure.device import peak_memory
+from llm_train_bench.measure.steps import StepLog
+from llm_train_bench.parallel.ranks import Ranks, on_main
+from llm_train_bench.results.console import ProgressDisplay, print_result, say
+from llm_train_bench.results.figures import fill_rank_metrics, fill_step_metrics
+from llm_train_bench.results.result_files import ResultFile, StepsFile, now
+from llm_train_bench.results.schema import Result, Status
+from llm_train_bench.results.tensorboard import TensorBoardFile
+from llm_train_bench.results.trackers import check_trackers, track
+from llm_train_bench.run.failures import NO_CAUSE, classify, first_error, keep_error
+from llm_train_bench.run.signals import handled_by, held
+from llm_train_bench.run.window import Window
+from llm_train_bench.settings.flags import OutputFlags
+
+
+class RunRecord:
+    """`with RunRecord(...)`: a result.json is left behind in every case.
+
+    Entering makes the run's directory. Leaving by an exception writes what was measured until then
+    with the status that fits, and the exception passes. Every rank has a record; only rank 0's writes.
+    Training scripts use a `Run` (life.py), and loops of others a `Meter` (meter.py).
+    """
+
+    def __init__(
+        self,
+        result: Result,
+        directory: Path,
+        device: torch.device,
+        ranks: Ranks,
+        n_steps: int,
+        output: OutputFlags,
+        flops_per_token: float | None,
+        compiles: bool = False,
+        cuda_graphs: bool = False,
+        history: bool = False,
+        bar: bool = True,
+    ):
+        """`flops_per_token` (palm) is for the screen and TensorBoard, `bar` for the screen.
+
+        `compiles` asks for each step's seconds of compilation, `history` for the allocator's history.
+        """
+        self.result, self.directory, self.device, self.ranks = result, directory, device, ranks
+        self.n_steps, self.output, self.flops_per_token = n_steps, output, flops_per_token
+        self.compiles, self.cuda_graphs, self.history = compiles, cuda_graphs, history
+        self.bar, self.shows_table = bar, True
+
+    def __enter__(self) -> Self:
+        self.file: ResultFile | None = None
+        try:
+            self.open()
+        except BaseException as error:
+            if self.file:
+                self.result.status, self.result.error = classify(error)
+                self.file.write(self.result, last=True)
+            self.release()
+            raise
+        return self
+
+    def open(self) -> None:
+        """Make the directory with its files, the step log and the meters."""
+        self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile] = []
+        on_main(self.ranks, self.open_files)
+        self.started = time.perf_counter()
+        self.compiled_at_start = compile_counts()
+        seconds = (lambda: compile_counts().seconds) if self.compiles else lambda: 0.0
+        self.log = StepLog(self.device, self.n_steps, [*self.sinks], held, seconds)
+        name = f"memory-rank{self.ranks.rank}.pickle" if self.ranks.rank else "memory.pickle"
+        path = self.directory / name
+        self.window = Window(self.device, self.ranks, self.cuda_graphs, path, self.history)
+        self.ending = threading.Lock()
+        if self.file:
+            self.file.write(self.result)
+
+    def open_files(self) -> None:
+        """Make the run's directory and files; UsageError where that cannot be."""
+        check_trackers(self.output.track)
+        try:
+            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir()
+            self.file = ResultFile(self.directory, self.n_steps)
+            self.steps = StepsFile(self.directory / "steps.jsonl")
+        except FileExistsError as error:
+            raise UsageError(
+                f"{error.filename}: exists already; nothing was touched, choose another --run-name "
+                "or --output-dir"
+            ) from None
+        except OSError as error:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise UsageError(
+                f"--output-dir {self.output.output_dir}: cannot be written: {error.strerror}; "
+                "choose another"
+            ) from None
+        r = self.result
+        count, peak = r.device.count, r.device.peak_bf16_tflops
+        flops = self.flops_per_token
+        self.sinks.append(self.steps)
+        if not self.output.quiet:
+            own = flops and flops / count
+            self.sinks.append(ProgressDisplay(self.n_steps, own, peak, self.bar))
+        if not self.output.no_tensorboard:
+            directory, memory = self.directory / "tensorboard", lambda: peak_memory(self.device)
+            board = TensorBoardFile(directory, flops, peak, count, memory)
+            self.sinks.append(board)
+            board.describe(r)
+
+    def release(self) -> None:
+        """Give back what the run holds besides its files."""
+
+    def close_window(self) -> None:
+        """The measured window has ended; the device is idle. With several ranks all must come here."""
+        fill_rank_metrics(self.result, self.window.close(self.log))
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        when = time.time()
+        # While the result is written, a second Ctrl-C must not cut it off.
+        with handled_by(signal.SIG_IGN):
+            self.window.release()
+            if error is not None and (self.ranks.world > 1 or isinstance(error, CompileError)):
+                keep_error(self.directory, self.ranks.rank, error)
+            if self.file:
+                with self.ending:
+                    self.finish(error, when, self.file)
+            self.release()
+
+    def how_it_ended(self, error: BaseException, when: float) -> tuple[Status, str]:
+        """Status and error of the run, which ended at `when`; later failures are not its cause."""
+        status, text = classify(error)
+        # A rank that lost another, or that the agent ended, is not the cause.
+        interrupted = status == "interrupted"
+        if text.startswith(NO_CAUSE) or interrupted:
+            return first_error(self.directory, when, interrupted) or (status, text)
+        return status, text
+
+    def finish(self, error: BaseException | None, when: float, file: ResultFile) -> None:
+        """Write the result of a run that ended at `when` [s since 1970], and close its files."""
+        r, m = self.result, self.result.metrics
+        r.status, r.error = self.how_it_ended(error, when) if error else ("ok", None)
+        with contextlib.suppress(Exception):  # a second failure must not hide the first
+            self.log.drain()
+        fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
+        m.energy_source = self.window.power.source
+        self.fill(error)
+        if m.peak_allocated_gib is None and m.peak_rss_gib is None:
+            with contextlib.suppress(Exception):
+                for key, value in peak_memory(self.device).items():
+                    setattr(m, key, value)
+        if m.peak_reserved_gib and r.device.memory_gib:
+            m.memory_utilization = m.peak_reserved_gib / r.device.memory_gib
+        r.notes += [*r.disturbances.values(), *r.impossible.values()]
+        if r.observed:
+            r.notes += [f"unfit for comparison: {mismatch}" for mismatch in r.observed.mismatches]
+        r.ended_at = now()
+        for sink in self.sinks:
+            with contextlib.suppress(Exception):
+                if isinstance(sink, TensorBoardFile):
+                    sink.conclude(r)
+            with contextlib.suppress(Exception):
+                sink.close()
+        try:
+            file.write(r, last=True)
+        finally:  # the directory may be gone, or the disk full
+            if error is None and self.shows_table:
+                print_result(r)
+        if self.shows_table:
+            say(f"{r.status}: {file.path}")
+        for line in track(self.output.track, r, self.directory):
+            say(line)
+
+    def fill(self, error: BaseException | None) -> None:
+        """Fill in what the run's owner knows besides times: FLOPs, compilations, checkpoints."""
+
+    def fill_compile_counts(self) -> CompileCounts:
+        """The compilations since the run's start, into the result too."""
+        m, counts = self.result.metrics, compile_counts() - self.compiled_at_start
+        m.compile_s, m.n_compiled_graphs = counts.seconds, counts.graphs
+        m.n_graph_breaks, m.n_recompilations = counts.graph_breaks, max(0, counts.recompilations)
+        return counts

@@ -1,0 +1,358 @@
+"""Meter and HFMeterCallback: measured loops of others, and that their results are read as any run's."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import llm_train_bench
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.compare.ratios import _key
+from llm_train_bench.compare.read_results import read_ours
+from llm_train_bench.model.json_keys import ConfigError
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.run import meter as meter_module
+from llm_train_bench.run.meter import Meter
+from tests.helpers import FAMILIES, ROOT, only_result, read_steps, trained
+
+TINY = str(ROOT / "configs/gpt2-tiny.json")
+SMALL = {"tokens_per_step": 32, "warmup_steps": 2, "n_steps": 3}
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Run a loop of `steps` under a Meter, and return its result."""
+
+    def run(steps, body=lambda step, i: None, config=TINY, **options):
+        with Meter(config, output_dir=tmp_path, quiet=True, **SMALL | options) as meter:
+            for i in range(steps):
+                with meter.step() as step:
+                    body(step, i)
+        return only_result(tmp_path)
+
+    return run
+
+
+def transformer(path=TINY):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**json.loads(Path(path).read_text()))
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_a_loop_has_the_figures_of_train_py(tmp_path):
+    """Of the same model: FLOPs, tokens, and the same fields; its kernels are those that ran."""
+    own = trained(tmp_path / "own", TINY, "--device cpu --amp off --bsz 2 --seq-len 32 --n-steps 3")
+    model = transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Meter(TINY, output_dir=tmp_path, tokens_per_step=64, warmup_steps=1, n_steps=3) as meter:
+        while not meter.done:
+            ids = torch.randint(model.config.vocab_size, (2, 32))
+            with meter.step() as step:
+                step.loss = model(input_ids=ids, labels=ids).loss
+                step.loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    theirs = json.loads((meter.directory / "result.json").read_text())
+    assert theirs["status"] == "ok" and theirs.keys() == own.keys()
+    assert theirs["model"]["hash"] == own["model"]["hash"]
+    same = ("flops_per_token_palm", "flops_per_token_causal", "n_measured_steps")
+    assert {k: theirs["metrics"][k] for k in same} == {k: own["metrics"][k] for k in same}
+    assert theirs["batch"]["global_batch"] == 2 and theirs["batch"]["seq_len"] == 32
+    assert theirs["metrics"]["tokens_per_sec"] == pytest.approx(
+        3 * 64 / sum(theirs["step_times_s"])
+    )
+    ideal = theirs["metrics"]["tokens_per_sec"] * theirs["metrics"]["flops_per_token_palm"] / 1e12
+    assert theirs["metrics"]["model_tflops_per_gpu"] == pytest.approx(ideal)
+    # One product of each linear layer and the head forward, and two backward (but not the first's).
+    assert sum(theirs["observed"]["matmuls"].values()) == sum(own["observed"]["matmuls"].values())
+    assert theirs["observed"]["fallbacks"] == []
+    lines = read_steps(tmp_path)
+    assert [s["phase"] for s in lines] == ["warmup"] + 3 * ["measure"]
+    assert theirs["metrics"]["first_loss"] == lines[0]["loss"] > 0
+    assert list((meter.directory / "tensorboard").iterdir())
+    record = read_ours(theirs, meter.directory / "result.json")
+    assert record.marks == [] and record.tokens_per_sec_per_gpu and record.step_times_s
+
+
+def test_step_times_add_up_and_hold_the_time_between_steps(tmp_path):
+    with Meter(flops_per_token=1e6, output_dir=tmp_path, quiet=True, **SMALL) as meter:
+        began = time.perf_counter()
+        for _ in range(5):
+            time.sleep(0.02)  # as a loader does
+            with meter.step():
+                time.sleep(0.01)
+                with meter.part("forward"):
+                    time.sleep(0.01)
+        elapsed = time.perf_counter() - began
+    r, steps = only_result(tmp_path), read_steps(tmp_path)
+    assert all(s["data_time_s"] >= 0.02 and s["forward_time_s"] >= 0.02 for s in steps)
+    assert all(s["step_time_s"] >= 0.04 and s["backward_time_s"] is None for s in steps)
+    assert sum(s["step_time_s"] for s in steps) <= elapsed
+    assert r["metrics"]["window_s"] == pytest.approx(sum(s["step_time_s"] for s in steps[2:]))
+    assert r["metrics"]["model_tflops_per_gpu"] == pytest.approx(
+        r["metrics"]["tokens_per_sec"] / 1e6
+    )
+    assert r["metrics"]["flops_per_token_causal"] is r["metrics"]["mfu_causal"] is None
+
+
+def test_the_device_is_waited_for_at_the_windows_ends_alone(measured, monkeypatch):
+    waited, n = [], []
+    monkeypatch.setattr(meter_module, "synchronize", lambda device: waited.append(len(n)))
+    measured(6, lambda step, i: n.append(i))
+    assert set(waited) <= {2, 5, 6} and {2, 5} <= set(waited)
+
+
+def test_a_failure_leaves_what_was_measured(tmp_path, measured):
+    def broken(step, i):
+        step.loss = 2.5
+        if i == 4:
+            raise ValueError("the loader broke")
+
+    with pytest.raises(ValueError, match="the loader broke"):
+        measured(9, broken)
+    r = only_result(tmp_path)
+    assert r["status"] == "failed" and r["error"] == "ValueError: the loader broke"
+    assert r["metrics"]["n_measured_steps"] == 2 and len(read_steps(tmp_path)) == 4
+
+
+def test_a_failure_in_the_traced_step_is_the_loops(tmp_path, measured):
+    def broken(step, i):
+        if i == 5:
+            raise KeyError("key")
+
+    with pytest.raises(KeyError):
+        measured(9, broken)
+    assert only_result(tmp_path)["metrics"]["n_measured_steps"] == 3
+
+
+@pytest.mark.parametrize("steps, measured_steps, note", [
+    (1, 0, "the loop ended in step 1 of the warm-up: nothing was measured"),
+    (4, 2, "the loop ended after 2 of 3 measured steps"),
+    (5, 3, "mfu and TFLOP/s are null: Meter was given no seq_len"),
+    (9, 3, None),
+])  # fmt: skip
+def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
+    """After the measured steps and the traced one nothing is written."""
+    embed = nn.Embedding(9, 4)
+    r = measured(steps, lambda step, i: embed(torch.arange(8).view(2, 4)).sum().backward())
+    assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == measured_steps
+    assert len(read_steps(tmp_path)) == min(steps, 5)
+    assert note is None or note in r["notes"]
+    assert (r["observed"] is not None) == (steps > 5)
+    if steps > 5:  # no attention ran, and the look-up has four tokens a sample
+        assert r["observed"]["attention"] == {"forward": [], "backward": []}
+        assert r["batch"]["seq_len"] == 4 and r["metrics"]["flops_per_token_palm"]
+
+
+def test_losses_that_are_unknown_and_not_finite(measured, tmp_path):
+    assert read_result(tmp_path / measured(6)["run_name"] / "result.json").unfit == []
+    for path in tmp_path.iterdir():
+        path.rename(tmp_path.with_name("moved"))
+    r = measured(6, lambda step, i: setattr(step, "loss", torch.tensor(float("nan"))))
+    assert read_result(tmp_path / r["run_name"] / "result.json").unfit == ["loss not finite"]
+
+
+def test_steps_of_unequal_numbers_of_tokens(measured, tmp_path):
+    r = measured(6, lambda step, i: setattr(step, "tokens", 10 * (i + 1)), tokens_per_step=None)
+    assert [s["tokens"] for s in read_steps(tmp_path)] == [10, 20, 30, 40, 50]
+    assert r["batch"]["tokens_per_step"] == 40
+    assert r["metrics"]["tokens_per_sec"] == pytest.approx(120 / r["metrics"]["window_s"])
+
+
+def test_an_evaluation_between_steps_belongs_to_none(tmp_path):
+    with Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL) as meter:
+        for _ in range(6):
+            with meter.step():
+                pass
+            time.sleep(0.05)
+            meter.paused("evaluation")
+    r = only_result(tmp_path)
+    assert r["metrics"]["window_evaluations"] == 3 and r["metrics"]["window_s"] < 0.05
+    path = tmp_path / r["run_name"] / "result.json"
+    assert read_result(path).unfit == ["evaluated in the window"]
+
+
+def test_runs_are_repeats_if_their_settings_are_equal(tmp_path, monkeypatch):
+    """Without settings the words of the command line tell."""
+    keys = []
+    for argv, settings in (
+        (["a.py", "--lr", "1"], None), (["a.py", "--lr", "1"], None), (["a.py", "--lr", "2"], None),
+        (["a.py", "--out", "x"], {"lr": 1}), (["a.py", "--out", "y"], {"lr": 1}), (["a.py"], {"lr": 2}),
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", argv)
+        with Meter(TINY, output_dir=tmp_path, run_name=f"r{len(keys)}", settings=settings, quiet=True,
+                   **SMALL) as meter:  # fmt: skip
+            for _ in range(5):
+                with meter.step():
+                    pass
+        path = meter.directory / "result.json"
+        keys.append(_key(read_ours(json.loads(path.read_text()), path)))
+    assert keys[0] == keys[1] and keys[3] == keys[4] and len(set(keys)) == 4
+
+
+@pytest.mark.parametrize("options, error", [
+    ({"n_steps": 0}, "n_steps=0: must be a whole number above 0"),
+    ({"tokens_per_step": 32.5}, "tokens_per_step=32.5: must be a whole number above 0"),
+    ({"warmup_steps": -1}, "warmup_steps=-1: must be a whole number from 0"),
+    ({"seq_len": 5}, "tokens_per_step=32 is no multiple of seq_len=5"),
+    ({"flops_per_token": 1e9}, "give a config or flops_per_token, not both"),
+    ({"config": None, "flops_per_token": 0.0}, "flops_per_token=0.0: must be above 0 and finite"),
+    ({"track": ["wandbb"]}, "track='wandbb': must be among wandb, mlflow, openmetrics"),
+])  # fmt: skip
+def test_bad_arguments_are_one_line(tmp_path, options, error):
+    with pytest.raises(UsageError, match=re.escape(error)):
+        Meter(**{"config": TINY, "output_dir": tmp_path} | SMALL | options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_bad_use_is_one_line(tmp_path, monkeypatch):
+    meter = Meter(TINY, output_dir=tmp_path, run_name="once", quiet=True, **SMALL)
+    with pytest.raises(UsageError, match="enter the meter first"), meter.step():
+        pass
+    with meter, meter.step() as step:
+        with pytest.raises(UsageError, match="not nested"), meter.step():
+            pass
+        with pytest.raises(UsageError, match="is not data, forward, backward or optimizer"):
+            meter.part("loss")
+        step.loss = 1.0
+    again = Meter(TINY, output_dir=tmp_path, run_name="once", quiet=True, **SMALL)
+    with pytest.raises(UsageError, match="exists already"), again:
+        pass
+    two = Meter(TINY, output_dir=tmp_path, run_name="two", quiet=True, **SMALL)
+    with pytest.raises(UsageError, match="a step's loss has 2 elements"), two, two.step() as step:
+        step.loss = torch.zeros(2)
+    with pytest.raises(ConfigError, match="no such file"):
+        Meter("no-model.json", **SMALL)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="a launcher started 2 ranks"):
+        Meter(TINY, **SMALL)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
+    """The library writes more keys than a file has, and its own names of some."""
+    from transformers import AutoConfig
+
+    try:
+        theirs = AutoConfig.for_model(**FAMILIES[family])
+    except Exception as error:
+        pytest.skip(f"transformers does not read it: {error}")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(FAMILIES[family]))
+    ours, read = (Meter(config, seq_len=16, **SMALL) for config in (path, theirs))
+    assert read.flops_per_token == ours.flops_per_token and ours.flops_per_token
+
+
+def trainer_of(tmp_path, model, callback, n=6, **options):
+    from transformers import Trainer, TrainingArguments
+
+    ids = torch.randint(model.config.vocab_size, (40, 16))
+    samples = [{"input_ids": x, "labels": x} for x in ids]
+    args = TrainingArguments(
+        str(tmp_path / "trainer"), max_steps=n, per_device_train_batch_size=2, report_to=[],
+        gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True, use_cpu=True, **options,
+    )  # fmt: skip
+    return Trainer(
+        model, args, train_dataset=samples, eval_dataset=samples[:4], callbacks=[callback]
+    )
+
+
+def test_the_trainers_steps(tmp_path):
+    from llm_train_bench import HFMeterCallback
+
+    callback = HFMeterCallback(1, 4, output_dir=tmp_path / "runs", quiet=True)
+    trainer = trainer_of(tmp_path, transformer(), callback, logging_steps=1)
+    trainer.train()
+    r, steps = only_result(tmp_path / "runs"), read_steps(tmp_path / "runs")
+    assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 4
+    assert [s["tokens"] for s in steps] == 5 * [2 * 2 * 16]
+    logged = [e["loss"] for e in trainer.state.log_history if "loss" in e]
+    assert [s["loss"] for s in steps] == pytest.approx(logged[:5], rel=1e-4)
+    rates = [e["learning_rate"] for e in trainer.state.log_history if "loss" in e]
+    assert [s["lr"] for s in steps] == pytest.approx(rates[:5])
+    own = trained(tmp_path / "own", TINY, "--device cpu --amp off --bsz 2 --seq-len 16 --n-steps 1")
+    assert r["metrics"]["flops_per_token_palm"] == own["metrics"]["flops_per_token_palm"]
+    assert r["args"]["grad_acc_steps"] == 2 and r["args"]["amp"] == "off"
+    assert r["environment"]["libraries"]["transformers"] and r["observed"]["matmuls"]
+
+
+def test_the_trainer_evaluates_in_the_window_and_frozen_parameters_have_no_flops(tmp_path):
+    from llm_train_bench import HFMeterCallback
+
+    model = transformer()
+    model.get_input_embeddings().weight.requires_grad = False
+    callback = HFMeterCallback(1, 3, output_dir=tmp_path / "runs", quiet=True)
+    trainer_of(tmp_path, model, callback, 5, eval_strategy="steps", eval_steps=2).train()
+    r = only_result(tmp_path / "runs")
+    assert r["metrics"]["window_evaluations"] == 1 and r["metrics"]["flops_per_token_palm"] is None
+    assert "FLOPs are unknown: some parameters are frozen; pass flops_per_token" in r["notes"]
+    assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
+
+
+def test_a_training_that_fails_is_no_finished_one(tmp_path, monkeypatch):
+    """The Trainer tells callbacks of no exception: the end of the process does, or the next training."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    from llm_train_bench import HFMeterCallback
+
+    small = dict(hidden_size=16, ffn_dim=16, num_attention_heads=2, num_hidden_layers=1, vocab_size=50,
+                 word_embed_proj_dim=16, max_position_embeddings=32)  # fmt: skip
+    callback = HFMeterCallback(1, 3, output_dir=tmp_path / "runs", run_name="one", quiet=True)
+    trainer = trainer_of(tmp_path, OPTForCausalLM(OPTConfig(**small)), callback, 9)
+    right, calls = trainer.training_step, []
+
+    def broken(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 8:
+            raise ValueError("broken")
+        return right(*args, **kwargs)
+
+    trainer.training_step = broken
+    with pytest.raises(ValueError) as raised:
+        trainer.train()
+    monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
+    callback._left()
+    r = only_result(tmp_path / "runs")
+    assert r["status"] == "failed" and r["error"] == "ValueError: broken"
+    assert r["metrics"]["n_measured_steps"] == 2 and r["metrics"]["mfu"] is None
+    assert any("FLOPs are unknown" in note and "model_type" in note for note in r["notes"])
+
+
+@pytest.mark.parametrize("command, ranks", [
+    ("examples/trainer.py", 1), ("examples/lightning_loop.py", 1),
+    ("-m torch.distributed.run --nproc-per-node 2 examples/accelerate_loop.py", 2),
+])  # fmt: skip
+def test_examples_measure_what_they_run(tmp_path, command, ranks):
+    import subprocess
+
+    words = [str(ROOT / w) if w.startswith("examples") else w for w in command.split()]
+    words = [sys.executable, *words, TINY]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    r = only_result(tmp_path / "runs")
+    tokens = {1: 4 * 128, 2: 4 * 128 * 2 * 2}[ranks]
+    own = trained(
+        tmp_path / "own", TINY, "--device cpu --amp off --bsz 1 --seq-len 128 --n-steps 1"
+    )
+    assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 20
+    assert r["device"]["count"] == ranks and r["batch"]["tokens_per_step"] == tokens
+    assert r["metrics"]["flops_per_token_causal"] == own["metrics"]["flops_per_token_causal"]
+    assert len(r["ranks"]) == (ranks if ranks > 1 else 0)
+    assert r["metrics"]["first_loss"] == pytest.approx(5.55, abs=0.2)
+    assert bool(r["observed"]["collectives"]) == (ranks > 1)
+
+
+def test_the_public_names_are_those_of_the_page():
+    page = (ROOT / "docs/PYTHON.md").read_text()
+    assert set(re.findall(r"^## `(\w+)`", page, re.MULTILINE)) == set(llm_train_bench.__all__)
+    for name in llm_train_bench.__all__:
+        assert getattr(llm_train_bench, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'Meters'"):
+        llm_train_bench.Meters  # noqa: B018

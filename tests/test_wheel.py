@@ -1,0 +1,105 @@
+"""The wheel, installed into a fresh environment, used beside a `model/` of the user."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+
+import pytest
+
+from tests.helpers import ROOT
+
+TINY = "--device cpu --amp off --n-steps 2 --warmup-steps 1 --bsz 1 --seq-len 16".split()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this tree, built from a copy: the build leaves files behind."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    skipped = shutil.ignore_patterns("__pycache__", "roofs.json")
+    for name in ("llm_train_bench", "model", "configs"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=skipped)
+    for path in [
+        *ROOT.glob("*.py"),
+        *(ROOT / n for n in ("pyproject.toml", "README.md", "LICENSE")),
+    ]:
+        shutil.copy(path, tree)
+    build = "pip wheel -q --no-deps --no-build-isolation --disable-pip-version-check".split()
+    subprocess.run([sys.executable, "-m", *build, "-w", out, tree], check=True)
+    (path,) = out.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(wheel, tmp_path_factory):
+    """Run the installed command in an empty directory; the dependencies are those of this environment."""
+    env, here = tmp_path_factory.mktemp("env"), tmp_path_factory.mktemp("here")
+    venv.create(env)
+    site = env / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        env / "bin/python",
+        "install",
+        "-q",
+        "--no-deps",
+    ]
+    subprocess.run([*pip, wheel], check=True)
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    (here / "model").mkdir()
+    (here / "model/__init__.py").write_text("raise ImportError('the model of the user')")
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def command(*words):
+        words = [str(env / "bin/llm-train-bench"), *words]
+        done = subprocess.run(words, cwd=here, env=environ, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    command.here, command.site, command.python = here, site, env / "bin/python"
+    return command
+
+
+def test_the_wheel_has_every_file_under_one_name(wheel):
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    tree = {f"llm_train_bench/{p.relative_to(ROOT)}" for p in (ROOT / "model").glob("*.py")}
+    for pattern in ("**/*.py", "py.typed", "compare/*.html", "compare/*.toml"):
+        tree |= {str(p.relative_to(ROOT)) for p in (ROOT / "llm_train_bench").glob(pattern)}
+    for pattern in ("*.json", "sweeps/*.yaml"):
+        tree |= {f"llm_train_bench/configs/{p.relative_to(ROOT / 'configs')}"
+                 for p in (ROOT / "configs").glob(pattern) if p.name != "roofs.json"}  # fmt: skip
+    tree |= {f"llm_train_bench/scripts/{p.name}" for p in ROOT.glob("*.py")}
+    assert names == tree
+
+
+def test_a_run_a_sweep_and_their_comparison_from_an_empty_directory(run):
+    done = run("train-ddp", "configs/gpt2-tiny.json", *TINY, "--nproc", "2", "--run-name", "two")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((run.here / "runs/two/result.json").read_text())
+    assert result["status"] == "ok" and result["device"]["count"] == 2
+    assert result["environment"]["git_sha"] is None
+    done = run("sweep", "--models", "configs/llama-tiny.json", "--output-dir", "swept",
+               "--set", "device=cpu", "amp=off", "bsz=1", "seq-len=16", "n-steps=2")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    done = run("compare", "runs", "swept/runs", "--output-dir", "compared")
+    assert done.returncode == 0 and (run.here / "compared/report.html").exists(), done.stderr
+
+
+def test_the_tools_and_their_help(run):
+    shown = run("--help").stdout
+    for command in ("train-fsdp", "train-pp", "estimate", "trace", "doctor", "prepare-data"):
+        assert f"  {command} " in shown
+    done = run("estimate", "configs/llama-3.1-8b.json", "--gpu", "h100", "--gpus", "8", "--json")
+    assert done.returncode in (0, 4) and json.loads(done.stdout)["gpu"] == "H100 SXM"
+    done = run("train", "configs/gpt2-125.json")
+    assert done.returncode == 2 and "did you mean configs/gpt2-125m.json?" in done.stderr
+    done = run("trains", "x")
+    assert done.returncode == 2 and "'trains' is no command" in done.stderr
+    advice = run("doctor", "--json").stdout
+    assert "'llm-train-bench[te]'" in advice and "-e ." not in advice
