@@ -59,7 +59,7 @@ faults: $(READY)
 
 # Read back what --track writes, with each tracker's library; `make test` does not install these.
 test-track: $(READY)
-	test -d .venv-track || $(PY) -m venv .venv-track
+	test -d .venv-track || $(PYTHON) -m venv .venv-track
 	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
 

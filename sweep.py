@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-import llm_train_bench.base.start  # noqa: F401
+from llm_train_bench.base.start import INTERRUPTED
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
@@ -34,7 +34,7 @@ from llm_train_bench.sweep.sweep_flags import SweepArgs, experiment_of
 
 @tool("sweep.py")
 def main(argv: Sequence[str]) -> int:
-    """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok, or on Ctrl-C."""
+    """Sweep, and return the exit code: 0; 2 for bad input; 1 if no run was ok; 130 on Ctrl-C."""
     args = parse_dataclass(SweepArgs, argv, "sweep.py")
     experiment, where = experiment_of(args)
     platform = detect_platform() if args.platform == "auto" else args.platform
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
             why = f"sweep.py: {error.filename or directory}: {error.strerror}"
         again = "the same command goes on from there"
         print(f"{why}; rows kept: {len(rows.rows)}; {again}", file=sys.stderr)
-        return 1
+        return 1 if isinstance(error, OSError) else INTERRUPTED
     return 0 if any(row["status"] == "ok" for row in measured) else 1
 
 

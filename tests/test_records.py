@@ -46,9 +46,9 @@ from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import ConfigError, parse_config
 from llm_train_bench.results.console import print_result
 from llm_train_bench.results.figures import matmul_work
-from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.result_files import Step, read_result, read_steps
 from llm_train_bench.results.schema import Lineage, Result
-from llm_train_bench.results.trackers import TRACKERS, track
+from llm_train_bench.results.trackers import TRACKERS, TrackedRun
 from llm_train_bench.run.provenance import default_name, open_result
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import conftest
@@ -295,8 +295,11 @@ def say_tracked(argv: list[str]) -> None:
     run, library = Path(shutil.copytree(*argv)), mock.MagicMock()
     calls = mock.patch("importlib.import_module", lambda name: getattr(library, name))
     with counting_clock(), calls:
-        for line in track(TRACKERS, read_result(run / "result.json"), run):
-            print(line, *library.mock_calls, sep="\n")
+        result = read_result(run / "result.json")
+        for name in TRACKERS:
+            tracked = TrackedRun(name, result, run)
+            tracked([Step(**step) for step in read_steps(run / "steps.jsonl")])
+            print(tracked.finish(result), *library.mock_calls, sep="\n")
             library.reset_mock()
     for name in ("result.json", "steps.jsonl"):
         (run / name).unlink()

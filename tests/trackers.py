@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_train_bench.results.result_files import read_result
-from llm_train_bench.results.trackers import TRACKERS, final_figures, track
+from llm_train_bench.results.result_files import Step, read_result
+from llm_train_bench.results.trackers import TRACKERS, TrackedRun, final_figures
 
 RUN = Path(__file__).parent / "sample" / "plain"
 
@@ -26,9 +26,12 @@ def run(tmp_path, monkeypatch):
 
 def handed_on(name, run):
     directory, result = run
-    (line,) = track([name], result, directory)
-    assert "not tracked" not in line, line
     steps = [json.loads(text) for text in (directory / "steps.jsonl").read_text().splitlines()]
+    tracked = TrackedRun(name, result, directory)
+    for step in steps:
+        tracked([Step(**step)])
+    line = tracked.finish(result)
+    assert "not tracked" not in line, line
     return line, steps, final_figures(result)
 
 
@@ -44,6 +47,10 @@ def test_openmetrics(run):
     text = (run[0] / "metrics.prom").read_text()
     families = {f.name: f.samples for f in text_string_to_metric_families(text)}
     assert len(families) == len(final)
+    kinds = {f.name: f for f in text_string_to_metric_families(text)}
+    window = kinds["llm_train_bench_window_seconds"]
+    assert window.unit == "seconds" and window.documentation.startswith("Sum of the times")
+    assert kinds["llm_train_bench_peak_rss_bytes"].samples[0].value == final["peak_rss_gib"] * 2**30
     (sample,) = families["llm_train_bench_tokens_per_sec"]
     assert sample.value == final["tokens_per_sec"] and sample.labels["run"] == run[1].run_name
 
@@ -60,6 +67,8 @@ def test_mlflow(run):
     assert [m.value for m in sorted(history, key=lambda m: m.step)] == [s["loss"] for s in steps]
     assert logged.data.metrics["final/tokens_per_sec"] == final["tokens_per_sec"]
     assert logged.data.params["bsz"] == str(run[1].args["bsz"])
+    files = {file.path for file in client.list_artifacts(logged.info.run_id)}
+    assert files == {"result.json", "steps.jsonl"}
 
 
 def records_of(data: bytes):
@@ -84,12 +93,14 @@ def test_wandb(run):
     line, steps, final = handed_on("wandb", run)
     assert "offline; send it by: wandb sync" in line
     (path,) = run[0].glob("wandb/offline-run-*/*.wandb")
-    losses, summary = [], {}
+    losses, summary, artifacts = [], {}, []
     for data in records_of(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
+        if record.HasField("artifact"):
+            artifacts.append({entry.path for entry in record.artifact.manifest.contents})
         items = {i.key or "/".join(i.nested_key): i.value_json for i in record.history.item}
         losses += [json.loads(items["train/loss"])] if "train/loss" in items else []
         summary |= {i.key or "/".join(i.nested_key): i.value_json for i in record.summary.update}
-    assert losses == [s["loss"] for s in steps]
+    assert losses == [s["loss"] for s in steps] and artifacts == [{"result.json", "steps.jsonl"}]
     assert json.loads(summary["tokens_per_sec"]) == final["tokens_per_sec"]

@@ -19,6 +19,8 @@ PARENT = "LLM_TRAIN_BENCH_PARENT"
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The directory of the scripts and of configs/: the top of a source tree, or a part of a wheel.
 ROOT = _PACKAGE / "scripts" if (_PACKAGE / "scripts").exists() else _PACKAGE.parent
+# The exit code after Ctrl-C, or another signal that ended a run: a shell's for SIGINT.
+INTERRUPTED = 130
 _agent: int | None = None
 _wish: int | None = None
 
@@ -105,7 +107,7 @@ def end_with(parent: int) -> None:
 def _interrupted(number: int, frame) -> None:
     # An exception would pass through modules that are half imported, which print about it.
     _say("interrupted by SIGINT")
-    os._exit(1)
+    os._exit(INTERRUPTED)
 
 
 def _explain_missing(kind, error, trace) -> None:

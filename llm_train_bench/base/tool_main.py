@@ -46,4 +46,4 @@ def run_tool(main: Main) -> NoReturn:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         print(f"{Path(sys.argv[0]).name}: interrupted by SIGINT", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(start.INTERRUPTED)

@@ -1,23 +1,29 @@
-"""--track: exports a finished run to W&B, MLflow or Prometheus. Needs no torch.
+"""--track: sends a run to W&B, MLflow or Prometheus while it goes on. Needs no torch.
 
-Everything is written after the run has ended, outside the measured window.
+A thread hands finished steps to the tracker's library, as often as the step log hands them on: about once
+a second. At the end come the final figures, and result.json and steps.jsonl as artifacts.
 """
 
+import functools
 import importlib
 import importlib.util
 import os
+import queue
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, Protocol
 
 from llm_train_bench.base.errors import UsageError, one_line
-from llm_train_bench.base.files import how_to_install, write_whole
-from llm_train_bench.results.result_files import Step, finite_numbers, read_steps, step_figures
+from llm_train_bench.base.files import ROOT, how_to_install, write_whole
+from llm_train_bench.results.result_files import Step, finite_numbers, step_figures
 from llm_train_bench.results.schema import Result
 
 PROJECT = "llm-train-bench"
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow"}
+FILES = ("result.json", "steps.jsonl")
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -27,16 +33,6 @@ def check_trackers(names: Iterable[str]) -> None:
         if library and importlib.util.find_spec(library) is None:
             get = how_to_install("pip install -e '.[track]'")
             raise UsageError(f"--track {name}: needs {library}: {get}")
-
-
-def track(names: Iterable[str], r: Result, directory: Path) -> Iterator[str]:
-    """Export a run; yields a line for each tracker: where the run is, or why it failed."""
-    for name in names:
-        try:
-            steps = [Step(**step) for step in read_steps(directory / "steps.jsonl")]
-            yield f"{name}: {TRACKERS[name](r, steps, directory)}"
-        except Exception as error:  # the run is measured and written: no tracker may take that away
-            yield f"{name}: not tracked: {type(error).__name__}: {one_line(error)}"
 
 
 def final_figures(r: Result) -> dict[str, float]:
@@ -53,56 +49,181 @@ def facts_of(r: Result) -> dict[str, str]:
     )
 
 
-def _wandb(r: Result, steps: list[Step], directory: Path) -> str:
+class Tracker(Protocol):
+    """A run at a tracker: made at the run's start, from its result and directory."""
+
+    def log(self, steps: list[Step]) -> None:
+        """Send the figures of finished steps."""
+
+    def finish(self, result: Result) -> str:
+        """Send the final figures and the files of the directory; where the run is."""
+        ...
+
+
+class TrackedRun:
+    """A sink of steps that a thread hands to a tracker.
+
+    No failure of a tracker ends the run: `finish` returns a line that says it.
+    """
+
+    # A tracker that does not answer may delay the end by so long [s].
+    PATIENCE_S = 60.0
+
+    def __init__(self, name: str, result: Result, directory: Path):
+        self.name, self.problem = name, ""
+        self.waiting: queue.SimpleQueue[list[Step] | None] = queue.SimpleQueue()
+        self.tracker = self._try(lambda: TRACKERS[name](result, directory))
+        self.thread = threading.Thread(target=self._hand_on, daemon=True)
+        self.thread.start()
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """What the action returns; None where it failed, or one before it did."""
+        if not self.problem:
+            try:
+                return action()
+            except Exception as error:
+                self.problem = f"{type(error).__name__}: {one_line(error)}"
+        return None
+
+    def _hand_on(self) -> None:
+        while (steps := self.waiting.get()) is not None:
+            self._try(functools.partial(self.tracker.log, steps) if self.tracker else int)
+
+    def __call__(self, steps: list[Step]) -> None:
+        self.waiting.put(steps)
+
+    def finish(self, result: Result) -> str:
+        """End the run there, once its result.json is written; a line that says where it is."""
+        self.waiting.put(None)
+        self.thread.join(self.PATIENCE_S)
+        if self.thread.is_alive():
+            return f"{self.name}: not tracked to the end: no answer for {self.PATIENCE_S:g} s"
+        where = self._try(lambda: self.tracker.finish(result))
+        return (
+            f"{self.name}: not tracked: {self.problem}" if self.problem else f"{self.name}: {where}"
+        )
+
+
+class WandbTracker:
     """A run of the project; offline where nobody is logged in: `wandb sync` sends it later."""
-    wandb = importlib.import_module("wandb")
-    mode = os.environ.get("WANDB_MODE") or (None if wandb.api.api_key else "offline")
-    project, settings = os.environ.get("WANDB_PROJECT", PROJECT), wandb.Settings(console="off")
-    place = dict(project=project, name=r.run_name, dir=str(directory))
-    run = wandb.init(**place, mode=mode, config=r.args | facts_of(r), settings=settings)
-    for step in steps:
-        run.log(finite_numbers(step_figures(step)), step=step.step)
-    run.summary.update(final_figures(r))
-    where = str(Path(run.dir).parent)
-    run.finish()
-    return f"offline; send it by: wandb sync {where}" if mode == "offline" else where
+
+    def __init__(self, r: Result, directory: Path):
+        wandb = self.library = importlib.import_module("wandb")
+        self.mode = os.environ.get("WANDB_MODE") or (None if wandb.api.api_key else "offline")
+        project = os.environ.get("WANDB_PROJECT", PROJECT)
+        place = dict(project=project, name=r.run_name, dir=str(directory), mode=self.mode)
+        settings = wandb.Settings(console="off")
+        self.run = wandb.init(**place, config=r.args | facts_of(r), settings=settings)
+        self.directory = directory
+
+    def log(self, steps: list[Step]) -> None:
+        for step in steps:
+            self.run.log(finite_numbers(step_figures(step)), step=step.step)
+
+    def finish(self, result: Result) -> str:
+        self.run.summary.update(final_figures(result) | {"status": result.status})
+        name = re.sub(r"[^\w.-]", "-", result.run_name)[:120]
+        artifact = self.library.Artifact(name, type="run")
+        for file in FILES:
+            artifact.add_file(str(self.directory / file))
+        self.run.log_artifact(artifact)
+        where = str(Path(self.run.dir).parent)
+        self.run.finish(exit_code=int(result.status != "ok"))
+        return f"offline; send it by: wandb sync {where}" if self.mode == "offline" else where
 
 
-def _mlflow(r: Result, steps: list[Step], directory: Path) -> str:
+class MlflowTracker:
     """A run of the experiment at MLFLOW_TRACKING_URI, or in a file store beside the runs."""
-    entities = importlib.import_module("mlflow.entities")
-    # Release 3 wants a word before it writes into files.
-    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or (directory.parent / "mlruns").resolve().as_uri()
-    client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name(PROJECT)
-    number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
-    run = client.create_run(number, run_name=r.run_name).info.run_id
-    params = [entities.Param(name, str(value)[:500]) for name, value in r.args.items()]
-    tags = [entities.RunTag(name, value) for name, value in facts_of(r).items()]
-    client.log_batch(run, params=params, tags=tags)
-    figures = [(s.step, finite_numbers(step_figures(s))) for s in steps]
-    figures.append((0, {f"final/{name}": value for name, value in final_figures(r).items()}))
-    now = int(time.time() * 1000)
-    metrics = [entities.Metric(n, v, now, step) for step, row in figures for n, v in row.items()]
-    for i in range(0, len(metrics), 1000):
-        client.log_batch(run, metrics=metrics[i : i + 1000])
-    client.set_terminated(run, "FINISHED" if r.status == "ok" else "FAILED")
-    return f"run {run} at {uri}"
+
+    def __init__(self, r: Result, directory: Path):
+        self.entities = importlib.import_module("mlflow.entities")
+        # Release 3 wants a word before it writes into files.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        beside = (directory.parent / "mlruns").resolve().as_uri()
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or beside
+        client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=self.uri)
+        experiment = client.get_experiment_by_name(PROJECT)
+        number = experiment.experiment_id if experiment else client.create_experiment(PROJECT)
+        self.run = client.create_run(number, run_name=r.run_name).info.run_id
+        self.client, self.directory = client, directory
+        params = [self.entities.Param(name, str(value)[:500]) for name, value in r.args.items()]
+        client.log_batch(self.run, params=params)
+
+    def log(self, steps: list[Step]) -> None:
+        self._metrics([(s.step, finite_numbers(step_figures(s))) for s in steps])
+
+    def _metrics(self, rows: list[tuple[int, dict[str, float]]]) -> None:
+        now, metric = int(time.time() * 1000), self.entities.Metric
+        metrics = [metric(n, v, now, step) for step, row in rows for n, v in row.items()]
+        for i in range(0, len(metrics), 1000):
+            self.client.log_batch(self.run, metrics=metrics[i : i + 1000])
+
+    def finish(self, result: Result) -> str:
+        self._metrics([(0, {f"final/{n}": v for n, v in final_figures(result).items()})])
+        tags = [self.entities.RunTag(name, value) for name, value in facts_of(result).items()]
+        self.client.log_batch(self.run, tags=tags)
+        for file in FILES:
+            self.client.log_artifact(self.run, str(self.directory / file))
+        self.client.set_terminated(self.run, "FINISHED" if result.status == "ok" else "FAILED")
+        return f"run {self.run} at {self.uri}"
 
 
-def _openmetrics(r: Result, steps: list[Step], directory: Path) -> str:
-    """A text file for node_exporter's textfile collector, or any reader of OpenMetrics."""
-    escaped = {k: re.sub(r'(["\\])', r"\\\1", v).replace("\n", " ") for k, v in facts_of(r).items()}
-    labels = ",".join(f'{key}="{value}"' for key, value in escaped.items())
-    lines = []
-    for name, value in final_figures(r).items():
-        metric = f"llm_train_bench_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
-        lines += [f"# TYPE {metric} gauge", f"{metric}{{{labels}}} {value!r}"]
-    path = directory / "metrics.prom"
-    write_whole(path, "\n".join([*lines, "# EOF"]) + "\n")
-    return str(path)
+# Endings of our names, the unit of OpenMetrics that replaces each, and the factor to it.
+UNITS = {
+    "_gb_per_s": ("_bytes_per_second", 1e9),
+    "_gib": ("_bytes", 2.0**30),
+    "_bytes": ("_bytes", 1.0),
+    "_s": ("_seconds", 1.0),
+    "_j": ("_joules", 1.0),
+    "_w": ("_watts", 1.0),
+    "_fraction": ("_ratio", 1.0),
+}
 
 
-Export = Callable[[Result, list[Step], Path], str]
-TRACKERS: dict[str, Export] = {"wandb": _wandb, "mlflow": _mlflow, "openmetrics": _openmetrics}
+class OpenMetricsTracker:
+    """metrics.prom, for node_exporter's textfile collector or any reader of OpenMetrics.
+
+    During the run it has the last step's figures, and afterwards the final ones.
+    """
+
+    def __init__(self, r: Result, directory: Path):
+        self.facts, self.path = facts_of(r), directory / "metrics.prom"
+        self.meanings: dict[str, str] = {}
+        page = ROOT / "docs/METRICS.md"
+        if page.exists():
+            rows = re.findall(
+                r"^\| `(\w+)` \| [^|]* \| (.*) \|$", page.read_text(encoding="utf-8"), re.M
+            )
+            self.meanings = {name: text.replace("`", "").replace("\\", "") for name, text in rows}
+
+    def log(self, steps: list[Step]) -> None:
+        figures = {f"step_{k.split('/')[1]}": v for k, v in step_figures(steps[-1]).items()}
+        self._write(finite_numbers({"step": steps[-1].step} | figures))
+
+    def finish(self, result: Result) -> str:
+        self.facts = facts_of(result)
+        self._write(final_figures(result))
+        return str(self.path)
+
+    def _write(self, figures: dict[str, float]) -> None:
+        escaped = {
+            k: re.sub(r'(["\\])', r"\\\1", v).replace("\n", " ") for k, v in self.facts.items()
+        }
+        labels = ",".join(f'{key}="{value}"' for key, value in escaped.items())
+        lines = []
+        for name, value in figures.items():
+            ending = next((end for end in UNITS if name.endswith(end) and name != end[1:]), None)
+            unit, factor = UNITS[ending] if ending else ("", 1.0)
+            metric = "llm_train_bench_" + name.removesuffix(ending or "") + unit
+            lines.append(f"# TYPE {metric} gauge")
+            lines += [f"# UNIT {metric} {unit[1:]}"] if unit else []
+            lines.append(f"# HELP {metric} {self.meanings.get(name, name.replace('_', ' '))}")
+            lines.append(f"{metric}{{{labels}}} {value * factor!r}")
+        write_whole(self.path, "\n".join([*lines, "# EOF"]) + "\n")
+
+
+TRACKERS: dict[str, Callable[[Result, Path], Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "openmetrics": OpenMetricsTracker,
+}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.base.start import PARENT, early_wish
+from llm_train_bench.base.start import INTERRUPTED, PARENT, early_wish
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import WorkerState
@@ -187,7 +187,7 @@ def _report(failed: dict[int, Any], prog: str, private: Path, main: bool) -> int
     """Print the error of the rank that failed first, and put it into the result; its exit code."""
     rank = first_failure(failed)
     first, data = failed[rank], reported(failed[rank])
-    code = first.exitcode if first.exitcode in (2, 3, 4) else 1
+    code = first.exitcode if first.exitcode in (2, 3, 4, INTERRUPTED) else 1
     text = data.get("message") or (
         f"killed by {first.signal_name()}" if first.exitcode < 0 else f"exit code {first.exitcode}"
     )
@@ -231,6 +231,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except Interrupted as error:
         print(f"{prog}: interrupted by {error}", file=sys.stderr)
+        return INTERRUPTED
     except RendezvousError as error:
         print(f"{prog}: the nodes did not meet: {error}", file=sys.stderr)
     return 1

@@ -9,7 +9,7 @@ import time
 import traceback
 from pathlib import Path
 
-from llm_train_bench.base.start import PARENT
+from llm_train_bench.base.start import INTERRUPTED, PARENT
 
 from llm_train_bench.base import errors
 from llm_train_bench.base.files import write_whole
@@ -81,9 +81,11 @@ def lost_a_rank(error: BaseException) -> bool:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 bad input, 3 out of memory, 4 cannot fit, 75 stopped on request after saving, 1 the rest."""
+    """2 bad input, 3 out of memory, 4 cannot fit, 75 saved and stopped, 130 interrupted, 1 the rest."""
     if isinstance(error, errors.Preempted) and error.step is not None:
         return PREEMPTED
+    if isinstance(error, KeyboardInterrupt | errors.Interrupted):
+        return INTERRUPTED
     if isinstance(error, errors.DoesNotFit):
         return 4
     if isinstance(error, errors.UsageError | ConfigError):

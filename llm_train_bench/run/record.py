@@ -20,7 +20,7 @@ from llm_train_bench.results.figures import fill_rank_metrics, fill_step_metrics
 from llm_train_bench.results.result_files import ResultFile, StepsFile, now
 from llm_train_bench.results.schema import Result, Status
 from llm_train_bench.results.tensorboard import TensorBoardFile
-from llm_train_bench.results.trackers import check_trackers, track
+from llm_train_bench.results.trackers import TrackedRun, check_trackers
 from llm_train_bench.run.failures import NO_CAUSE, classify, first_error, keep_error
 from llm_train_bench.run.signals import handled_by, held
 from llm_train_bench.run.window import Window
@@ -72,7 +72,7 @@ class RunRecord:
 
     def open(self) -> None:
         """Make the directory with its files, the step log and the meters."""
-        self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile] = []
+        self.sinks: list[StepsFile | ProgressDisplay | TensorBoardFile | TrackedRun] = []
         on_main(self.ranks, self.open_files)
         self.started = time.perf_counter()
         self.compiled_at_start = compile_counts()
@@ -116,6 +116,8 @@ class RunRecord:
             board = TensorBoardFile(directory, flops, peak, count, memory)
             self.sinks.append(board)
             board.describe(r)
+        self.tracked = [TrackedRun(name, r, self.directory) for name in self.output.track]
+        self.sinks += self.tracked
 
     def release(self) -> None:
         """Give back what the run holds besides its files."""
@@ -169,7 +171,8 @@ class RunRecord:
                 if isinstance(sink, TensorBoardFile):
                     sink.conclude(r)
             with contextlib.suppress(Exception):
-                sink.close()
+                if not isinstance(sink, TrackedRun):
+                    sink.close()
         try:
             file.write(r, last=True)
         finally:  # the directory may be gone, or the disk full
@@ -177,8 +180,8 @@ class RunRecord:
                 print_result(r)
         if self.shows_table:
             say(f"{r.status}: {file.path}")
-        for line in track(self.output.track, r, self.directory):
-            say(line)
+        for tracked in self.tracked:
+            say(tracked.finish(r))
 
     def fill(self, error: BaseException | None) -> None:
         """Fill in what the run's owner knows besides times: FLOPs, compilations, checkpoints."""
