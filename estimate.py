@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("--nproc: give the number of devices by --gpus")
     if file and file.script not in (None, Script.ONE) and wanted.gpus == 1:
         raise UsageError(f"--from: is for {file.script}; --gpus says how many run it")
-    script = script_of(args, wanted)
+    script = script_of(args.pp, wanted)
     if not wanted.plan:
         refuse_foreign(words, script)
     args = check(args, script)

@@ -31,6 +31,9 @@ its GPUs and directories, and ends when the container's first command ends; --na
   --image NAME     image (default $image; environment: BENCH_IMAGE)
   --name NAME      name of the container (default llm-train-bench-USER-$vendor)
   --output DIR     directory for results, instead of runs/ in the repository
+  --mount HOST[:CONTAINER][:ro]  a file or directory of this machine, by default at its own path; repeatable
+  --env NAME[=VALUE]  a variable for the container; NAME alone takes its value here; repeatable
+  --env-file FILE  a file of NAME=VALUE lines; repeatable
   --cache DIR      compiled kernels and downloads, kept between runs (default ~/.cache/llm-train-bench)
   --engine NAME    docker or podman (default: the first there is)
   --dry-run        print the command line and stop
@@ -49,8 +52,32 @@ absolute() { # macOS has no realpath -m
     esac
 }
 
+add_mount() { # HOST[:CONTAINER][:ro], or die
+    local text=$1 source target mode=""
+    [[ $text != *:ro ]] || mode=,readonly
+    text=${text%:ro}
+    source=$(absolute "${text%%:*}") target=${text#*:}
+    [[ $text = *:* || $text = /* ]] || target=$source
+    [ -e "$source" ] || die "--mount $1: there is no $source" 2
+    [[ $target = /* ]] || die "--mount $1: $target must be a whole path, as in HOST:/data" 2
+    [[ $source$target != *[,:]* ]] || die "--mount $1: a path with a comma or colon cannot be mounted" 2
+    mounts+=(--mount "type=bind,src=$source,dst=$target$mode")
+}
+
+add_variable() { # the engine is given the name alone: no value shows in a command line, a log or --dry-run
+    local name=${1%%=*}
+    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env $name: must be NAME or NAME=VALUE" 2
+    if [[ $1 = *=* ]]; then
+        export "$name=${1#*=}"
+    elif [ -z "${!name+set}" ]; then
+        die "--env $name: is not set here; give NAME=VALUE" 2
+    fi
+    named+=(-e "$name")
+}
+
 parse() {
     gpus=all cpu="" dry="" engine="" output="" container=""
+    mounts=() named=() # what --mount asks for; --env and --env-file as the engine takes them
     asked="" fixed="" # an image that was asked for; an option that a running container cannot follow
     cache="${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench"
     while [ $# -gt 0 ]; do
@@ -61,7 +88,7 @@ parse() {
             ;;
         --dry-run) dry=1 ;;
         --cpu) cpu=1 ;;
-        --gpus | --image | --name | --output | --cache | --engine)
+        --gpus | --image | --name | --output | --cache | --engine | --mount | --env | --env-file)
             [ $# -ge 2 ] || die "$1 needs a value; see $script --help" 2
             case $1 in
             --gpus) gpus=$2 fixed=$1 ;;
@@ -70,6 +97,12 @@ parse() {
             --image) asked=$2 ;;
             --name) container=$2 ;;
             --engine) engine=$2 ;;
+            --mount) add_mount "$2" && fixed=$1 ;;
+            --env) add_variable "$2" ;;
+            --env-file)
+                [ -r "$2" ] || die "--env-file $2: cannot be read" 2
+                named+=(--env-file "$(absolute "$2")")
+                ;;
             esac
             shift
             ;;
@@ -94,6 +127,11 @@ parse() {
     container=${container:-llm-train-bench-${user_name//[^A-Za-z0-9_.-]/_}-$vendor}
     output=$(absolute "${output:-$repo/runs}")
     cache=$(absolute "$cache")
+    local name
+    for name in $host_files; do
+        [ -z "${!name:-}" ] || { [[ ${!name} = /* ]] && [ -f "${!name}" ]; } ||
+            die "$name=${!name}: must be the whole path of a file here; unset it, or correct it" 2
+    done
     for path in "$repo" "$output" "$cache"; do
         [[ $path != *,* ]] || die "$path: a path with a comma cannot be mounted; choose another" 2
     done
@@ -184,6 +222,11 @@ mount_arguments() {
     fi
     args+=(--mount "type=bind,src=$repo,dst=$workdir" --mount "type=bind,src=$output,dst=$workdir/runs")
     args+=(--mount "type=bind,src=$caches,dst=/cache" --workdir "$workdir")
+    args+=(${mounts[@]+"${mounts[@]}"})
+    local name
+    for name in $host_files; do
+        [ -z "${!name:-}" ] || args+=(--mount "type=bind,src=${!name},dst=${!name},readonly")
+    done
     args+=(-e XDG_CACHE_HOME=/cache/xdg -e TORCHINDUCTOR_CACHE_DIR=/cache/inductor)
     args+=(-e TRITON_CACHE_DIR=/cache/triton -e HF_HOME=/cache/hf)
     args+=(-e AITER_JIT_DIR=/cache/aiter -e CK_JIT_CACHE_DIR=/cache/ck)
@@ -199,12 +242,15 @@ network_arguments() {
     fi
 }
 
-# Variables of the host that concern a run: they override those of the image and of amd.env.
-passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP)_'
-passed_on+='|^CUDA_VISIBLE_DEVICES$|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
+# Variables of the host that concern a run: they override those of the image and of amd.env. Keys and
+# tokens are among them. They are passed by name, so that no command line has their values.
+passed_on='^(NCCL|RCCL|TORCH|PYTORCH|NVTE|HSA|HIP|ROCR|GPU_MAX|DISABLE_ADDMM|GLOO|OMP|UCX|FI|OFI_NCCL|WANDB|MLFLOW|HF)_'
+passed_on+='|^CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS)$|^(NNODES|NODE|WAIT|HEAD|PORT|GPUS|NUMA|JOB_ID|MAX_RESTARTS|MASTER_ADDR|MASTER_PORT)$'
 
 # Paths on the host are not those in the image.
-kept_back='_(PATH|HOME|DIR|PLATFORM)$'
+kept_back='_(PATH|HOME|DIR|CACHE|FILE|PLATFORM)$'
+# But for these files, which are mounted at their own paths.
+host_files='NCCL_TOPO_FILE LLM_TRAIN_BENCH_HARDWARE'
 
 environment_arguments() {
     local name revision
@@ -212,9 +258,20 @@ environment_arguments() {
         # With --gpus the container has these GPUs only, and numbers them from 0.
         [ "$gpus" != all ] && [[ $name = *_VISIBLE_DEVICES ]] || args+=(-e "$name")
     done < <(compgen -e | grep -E "$passed_on" | grep -Ev "$kept_back" | sort)
+    for name in $host_files; do
+        [ -z "${!name:-}" ] || args+=(-e "$name")
+    done
+    args+=(${named[@]+"${named[@]}"})
     # The revision of the mounted tree, not of the image.
     revision=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)
     args+=(-e "BENCH_GIT_SHA=$revision")
+}
+
+has_init() { # podman's --init needs a program that Debian only recommends
+    [ -n "$podman" ] || return 0
+    command -v catatonit >/dev/null || compgen -G "$root/usr/*/podman/catatonit" >/dev/null ||
+        compgen -G "$root/usr/local/*/podman/catatonit" >/dev/null ||
+        grep -qsE '^ *init_path *=' "$root/etc/containers/containers.conf" "${HOME:-/}/.config/containers/containers.conf"
 }
 
 terminal=()
@@ -254,7 +311,13 @@ main() {
         return
     fi
     find_image
-    args=(run --rm --init --pull=never --no-healthcheck -i ${terminal[@]+"${terminal[@]}"} --name "$container" --label "llm-train-bench.tree=$repo")
+    args=(run --rm)
+    if has_init; then
+        args+=(--init)
+    else
+        echo "$script: podman has no catatonit, so the container starts without --init; install it: sudo apt-get install catatonit" >&2
+    fi
+    args+=(--pull=never --no-healthcheck -i ${terminal[@]+"${terminal[@]}"} --name "$container" --label "llm-train-bench.tree=$repo")
     [ -n "$cpu" ] || gpu_arguments
     network_arguments
     user_arguments

@@ -6,7 +6,7 @@ build="docker build -t llm-train-bench:amd -f docker/Dockerfile.amd --build-arg 
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 find_gpus() {
-    nodes=()
+    nodes=() n_mi300=0
     if [ -n "$dry" ] && [ ! -e "$root/dev/kfd" ]; then
         lack "no /dev/kfd"
         n_gpus=8
@@ -23,6 +23,7 @@ find_gpus() {
     mapfile -t files < <(compgen -G "$root/sys/class/kfd/kfd/topology/nodes/*/properties" | sort -V)
     for properties in "${files[@]}"; do
         if grep -qs '^simd_count [1-9]' "$properties"; then
+            ! grep -qs '^gfx_target_version 90402$' "$properties" || n_mi300=$((n_mi300 + 1))
             nodes+=("$root/dev/dri/renderD$(sed -n 's/^drm_render_minor //p' "$properties")")
         fi
     done
@@ -40,7 +41,8 @@ gpu_arguments() {
     args+=(--device /dev/kfd --security-opt seccomp=unconfined --cap-add SYS_PTRACE)
     if [ "$gpus" = all ]; then
         args+=(--device /dev/dri)
-        if [ "$n_gpus" = 8 ] && [ -z "${NCCL_MIN_NCHANNELS:-}" ]; then
+        # Advice for MI300X (gfx942). Other GPUs have other numbers of channels.
+        if [ "$n_gpus" = 8 ] && [ "$n_mi300" = 8 ] && [ -z "${NCCL_MIN_NCHANNELS:-}" ]; then
             args+=(-e NCCL_MIN_NCHANNELS=112)
         fi
     else

@@ -7,10 +7,11 @@
 # NODE         number of this node, 0 at HEAD: then the others wait for it, up to WAIT (900) seconds.
 #              Without it start all within two minutes. Kubernetes' JOB_COMPLETION_INDEX serves as well
 # GPUS         processes on this node; by default one per GPU
+# NUMA         node: each process on the cores next to its GPU (torchrun's --numa-binding; needs numactl)
 # MAX_RESTARTS how often to restart all ranks from the newest checkpoint after one failed (0)
 set -euo pipefail
 if [ $# -lt 2 ] || [ -z "${NNODES:-}" ] || [ -z "${HEAD:-}" ] || [ -z "${JOB_ID:-}" ]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 cd "$(dirname "$0")/.."
@@ -37,4 +38,4 @@ fi
 exec python -m llm_train_bench.run.agent \
     --nnodes "$NNODES" --nproc-per-node "${GPUS:-gpu}" --max-restarts "${MAX_RESTARTS:-0}" \
     --rdzv-backend c10d --rdzv-id "$JOB_ID" --rdzv-endpoint "$HEAD:$port" \
-    ${conf[@]+"${conf[@]}"} "$@"
+    ${NUMA:+--numa-binding "$NUMA"} ${conf[@]+"${conf[@]}"} "$@"

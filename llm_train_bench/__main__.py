@@ -20,7 +20,7 @@ COMMANDS = {
 } | {"trace": ROOT / "trace_report.py"}
 
 
-def main() -> NoReturn:
+def run_command() -> NoReturn:
     """Replace this process by Python with the script of the first argument."""
     command, *rest = sys.argv[1:] or ["--help"]
     if path := COMMANDS.get(command):
@@ -41,4 +41,4 @@ def _line(command: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command()

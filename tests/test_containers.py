@@ -54,7 +54,9 @@ printf '%s\\0' srun "$@" >> '{state}/calls'; echo >> '{state}/calls'
 exit {code}
 """
 # Tools that a stranger's machine may have. The simulated one has them only where a test puts them.
-NOT_PLAIN = tuple("docker podman nvidia rocm amd-smi srun scontrol kubectl nerdctl".split())
+NOT_PLAIN = tuple(
+    "catatonit docker podman nvidia rocm amd-smi srun scontrol kubectl nerdctl".split()
+)
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +201,17 @@ def image(tmp_path):
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         (info / "INSTALLER").write_text("vendor\n")
-    for package in importlib.metadata.distributions():
-        stem = re.sub(r"[-.]+", "_", package.metadata["Name"]) + f"-{package.version}"
-        files = {"METADATA": package.read_text("METADATA"), "WHEEL": WHEEL, "RECORD": ""}
+    packages = [(p.metadata["Name"], p.version, p.read_text("METADATA")) for p in
+                importlib.metadata.distributions()]  # fmt: skip
+    for name, version in (
+        ("wandb", "0.31.0"),
+        ("mlflow-skinny", "3.5.0"),
+    ):  # not of this environment
+        described = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        packages.append((name, version, described))
+    for name, version, described in packages:
+        stem = re.sub(r"[-.]+", "_", name) + f"-{version}"
+        files = {"METADATA": described, "WHEEL": WHEEL, "RECORD": ""}
         with zipfile.ZipFile(tmp_path / f"{stem}-py3-none-any.whl", "w") as wheel:
             for file, text in files.items():
                 wheel.writestr(f"{stem}.dist-info/{file}", text or "")
@@ -230,7 +240,10 @@ def test_dependency_layer_leaves_the_images_own_alone(image):
     assert {"pyyaml", "pydantic", "rich", "tensorboard", "torchao", "nvidia-ml-py"} <= set(after)
     assert (bench / "torch.version").read_text().strip() == VENDORS["torch"]
     # Scripts that need no torch run there, with the code of what was installed.
-    packages = map(importlib.metadata.files, after.keys() - {"torch", "transformer_engine"})
+    packages = map(
+        importlib.metadata.files,
+        after.keys() - {"torch", "transformer_engine", "wandb", "mlflow-skinny"},
+    )
     for top in {file.parts[0] for files in packages for file in files or ()} - {".."}:
         if not (image / top).exists():
             (image / top).symlink_to(OUR_SITE / top)
@@ -248,6 +261,62 @@ def test_build_fails_where_the_images_torch_is_too_old(image):
     metadata.write_text(metadata.read_text().replace(VENDORS["torch"], "2.10.0+rocm7"))
     error = install(image, fails=True)
     assert "install.sh: the image has torch 2.10.0+rocm7, and 2.11 is needed" in error
+
+
+def put(site, name, version):
+    """Install a package without code, as an image's makers did."""
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "INSTALLER").write_text("vendor\n")
+    files = ("METADATA", "INSTALLER", "RECORD")
+    (info / "RECORD").write_text("".join(f"{info.name}/{f},,\n" for f in files))
+
+
+OLD = "0.14.0+git1"
+LEFT = "install.sh: left out torchao>=0.15: the image "
+
+
+@pytest.mark.parametrize(
+    ("pins", "has", "said"),
+    [(f"torchao=={OLD}  # built here\n", True, f"{LEFT}has torchao {OLD}\n"),
+     ("", True, f"{LEFT}has torchao {OLD}\n"),
+     ("# none\n-i x\ntorchao==0.14.0\n", False, f"{LEFT}pins torchao==0.14.0\n")],
+)  # fmt: skip
+def test_what_contradicts_the_images_pins_is_left_out(pins, has, said, image, tmp_path):
+    (tmp_path / "constraint.txt").write_text(pins)
+    if has:
+        put(image, "torchao", OLD)
+    constraint = {"PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
+    assert install(image, "fp8", "energy", **constraint) == said
+    after = (tmp_path / "bench/after.txt").read_text().splitlines()
+    assert [x for x in after if x.startswith("torchao")] == ([f"torchao=={OLD}"] if has else [])
+    assert any(x.startswith("nvidia-ml-py==") for x in after)
+
+
+def test_amds_patched_torchao_stays(image, tmp_path):
+    put(image, "torchao", "0.15.0+gite9c7bead9")
+    assert install(image, "fp8") == ""
+    assert "torchao==0.15.0+gite9c7bead9\n" in (tmp_path / "bench/after.txt").read_text()
+
+
+def test_what_the_image_installed_wins_over_its_own_pins(image, tmp_path):
+    """pip alone would go back from the first to the second."""
+    theirs = importlib.metadata.version("protobuf")
+    put(image, "protobuf", f"{theirs}.post1")
+    (tmp_path / "constraint.txt").write_text(f"protobuf=={theirs}\n")
+    assert install(image, PIP_CONSTRAINT=str(tmp_path / "constraint.txt")) == ""
+    assert f"protobuf=={theirs}.post1\n" in (tmp_path / "bench/after.txt").read_text()
+
+
+def test_build_fails_where_a_pin_contradicts_what_the_project_needs(image, tmp_path):
+    put(image, "pydantic", "1.10.0")
+    (tmp_path / "constraint.txt").write_text("pydantic==1.10.0\n")
+    error = install(image, fails=True, PIP_CONSTRAINT=str(tmp_path / "constraint.txt"))
+    assert error == (
+        "install.sh: the image has pydantic 1.10.0, and pydantic>=2 is needed: "
+        "choose a newer BASE_IMAGE\n"
+    )
 
 
 def test_build_fails_where_something_would_replace_torch(image):
@@ -301,7 +370,9 @@ def test_a_first_start(ready):
 
 
 HOST = dict(HIP_PATH="/opt/rocm", TORCH_HOME="/x", HF_TOKEN="secret", HIP_LAUNCH_BLOCKING="1",
-            NCCL_DEBUG="INFO", NNODES="2", PORT="1", CUDA_VISIBLE_DEVICES="1")  # fmt: skip
+            NCCL_DEBUG="INFO", NNODES="2", PORT="1", CUDA_VISIBLE_DEVICES="1", FI_PROVIDER="efa",
+            UCX_TLS="tcp", CUDA_DEVICE_MAX_CONNECTIONS="1", WANDB_API_KEY="secret", HF_HOME="/x",
+            HF_HUB_CACHE="/x", NCCL_CONF_FILE="/x", MINE="1")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -319,9 +390,17 @@ HOST = dict(HIP_PATH="/opt/rocm", TORCH_HOME="/x", HF_TOKEN="secret", HIP_LAUNCH
         ("--cpu", {}, "--gpus", [], ["all"]),
         # The container has GPU 1 alone, and calls it 0.
         ("--gpus 1", {}, "-e", [], ["CUDA_VISIBLE_DEVICES"]),
-        # Settings are handed on; the host's paths and secrets are not.
-        ("", {}, "-e", ["HIP_LAUNCH_BLOCKING", "NCCL_DEBUG", "NNODES", "PORT"],
-         ["HIP_PATH", "TORCH_HOME", "HF_TOKEN", "HF_TOKEN=secret"]),
+        # Settings are handed on by name, keys too; the host's paths are not.
+        ("", {}, "-e", ["HIP_LAUNCH_BLOCKING", "NCCL_DEBUG", "NNODES", "PORT", "HF_TOKEN", "FI_PROVIDER",
+                        "UCX_TLS", "CUDA_DEVICE_MAX_CONNECTIONS", "WANDB_API_KEY"],
+         ["HIP_PATH", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN=secret", "NCCL_CONF_FILE"]),
+        ("--env MINE --env TOKEN=of=mine ", {}, "-e", ["MINE", "TOKEN"],
+         ["MINE=1", "TOKEN=of=mine"]),
+        (f"--env-file {ROOT}/docker/amd.env", {}, "--env-file", [f"{ROOT}/docker/amd.env"], []),
+        ("--mount /etc", {}, "--mount", ["type=bind,src=/etc,dst=/etc"], []),
+        ("--mount /etc:/data --mount /usr:/usr2:ro --mount /bin/sh:ro", {}, "--mount",
+         ["type=bind,src=/etc,dst=/data", "type=bind,src=/usr,dst=/usr2,readonly",
+          f"type=bind,src={os.path.realpath('/bin/sh')},dst=/bin/sh,readonly"], []),
     ],
 )  # fmt: skip
 def test_what_a_container_is_started_with(argv, state, flag, there, absent, ready):
@@ -329,6 +408,30 @@ def test_what_a_container_is_started_with(argv, state, flag, there, absent, read
         (ready.state / name).write_text(text)
     arguments = values(ready.starts(argv, "true", **HOST), flag)
     assert set(there) <= set(arguments) and not set(absent) & set(arguments)
+
+
+def test_no_value_of_a_variable_is_shown(ready, tmp_path):
+    """They may be keys: not in a dry run, nor in the engine's command line, nor in a result."""
+    (tmp_path / "env").write_text("C_KEY=sesame\n")
+    argv = words("--env A_KEY=sesame --env B_KEY --env-file", tmp_path / "env")
+    secrets = {"B_KEY": "sesame", "WANDB_API_KEY": "sesame"}
+    code, out, error = ready.launch("--dry-run", argv, "true", **secrets)
+    assert code == 0 and "A_KEY" in out and "WANDB_API_KEY" in out and "sesame" not in out + error
+    assert "sesame" not in str(ready.starts(argv, "true", **secrets))
+    named = {"NCCL_AUTH_KEY": "sesame", "FI_TOKEN": "sesame", "HF_TOKEN": "sesame"} | secrets
+    with mock.patch.dict(os.environ, named):
+        assert "sesame" not in str(provenance.describe_environment(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("name", ["NCCL_TOPO_FILE", "LLM_TRAIN_BENCH_HARDWARE"])
+def test_files_that_variables_name_are_mounted(ready, tmp_path, name):
+    file = tmp_path / "file"
+    file.touch()
+    call = ready.starts("true", **{name: str(file)})
+    assert f"type=bind,src={file},dst={file},readonly" in values(call, "--mount")
+    assert name in values(call, "-e")
+    code, _, error = ready.launch("true", **{name: "topology.xml"})
+    assert code == 2 and f"{name}=topology.xml: must be the whole path of a file here" in error
 
 
 @pytest.mark.parametrize("script", [NVIDIA, AMD])
@@ -372,6 +475,7 @@ def test_re_entry_runs_in_the_container_that_is_there(ready):
     ("argv", "tree", "message"),
     [("--gpus 0", ROOT, "--gpus: container llm-train-bench-"),
      ("--output /tmp/x", ROOT, "--output: container"),
+     ("--mount /etc", ROOT, "--mount: container"),
      ("--image other:1", ROOT, "of llm-train-bench:nvidia"),
      ("", "/another/clone", "is of another tree, /another/clone")],
 )  # fmt: skip
@@ -435,6 +539,11 @@ def test_podman(machine):
     assert "--gpus" not in call and "label=disable" in values(call, "--security-opt")
     assert values(call, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     assert "--userns=keep-id" in call or os.getuid() == 0
+    # Its --init needs a program that may be absent.
+    assert "--init" not in call and machine.error.count("\n") == 1
+    assert "sudo apt-get install catatonit" in machine.error
+    machine.file("/usr/libexec/podman/catatonit")
+    assert "--init" in machine.starts("true") and machine.error == ""
 
 
 def test_rdma_devices_where_there_are_any(ready):
@@ -464,6 +573,12 @@ def test_rdma_devices_where_there_are_any(ready):
         (NVIDIA, lambda m: None, "--engine podman", 1, "no podman on PATH"),
         (NVIDIA, lambda m: None, "--gpus two", 2, "must be all, or numbers"),
         (NVIDIA, lambda m: None, "--frobnicate", 2, "no such option"),
+        (NVIDIA, lambda m: None, "--mount /no/such", 2, "--mount /no/such: there is no /no/such"),
+        (NVIDIA, lambda m: None, "--mount /etc:data", 2, "data must be a whole path"),
+        (NVIDIA, lambda m: None, "--mount /etc:/a,b", 2, "with a comma or colon cannot be mounted"),
+        (NVIDIA, lambda m: None, "--env NOT_SET", 2, "--env NOT_SET: is not set here"),
+        (NVIDIA, lambda m: None, "--env A-B=secret", 2, "--env A-B: must be NAME or NAME=VALUE"),
+        (NVIDIA, lambda m: None, "--env-file /no/such", 2, "--env-file /no/such: cannot be read"),
         (NVIDIA, lambda m: None, "--output /tmp/a,b", 2, "a path with a comma cannot be mounted"),
         (NVIDIA, lambda m: None, "--output /dev/null/runs --cpu", 1,
          "/dev/null/runs: cannot be made; --output and --cache"),
@@ -494,6 +609,10 @@ def test_help_and_an_option_without_its_value(machine, script):
 def test_amd_start(machine):
     machine.engine()
     machine.amd(8)
+    properties = "simd_count 1216\ngfx_target_version {}\ndrm_render_minor {}\n"
+    for i in range(8):
+        place = f"/sys/class/kfd/kfd/topology/nodes/{i}/properties"
+        machine.file(place, properties.format(90402, 128 + i))
     machine.file("/proc/sys/kernel/numa_balancing", "1\n")
     group = 4711
     if os.getuid() == 0:
@@ -510,6 +629,8 @@ def test_amd_start(machine):
     call = machine.starts("--gpus 1,3 true", script=AMD)
     assert values(call, "--device") == ["/dev/kfd", "/dev/dri/renderD129", "/dev/dri/renderD131"]
     assert "NCCL_MIN_NCHANNELS=112" not in values(call, "-e")
+    machine.file(place, properties.format(90500, 135))  # MI350: advice for MI300X is not for it
+    assert "NCCL_MIN_NCHANNELS=112" not in values(machine.starts("true", script=AMD), "-e")
 
 
 def test_an_amd_gpu_is_not_each_render_node(machine):
@@ -521,7 +642,6 @@ def test_an_amd_gpu_is_not_each_render_node(machine):
         simd, minor = (1216, 128 + 8 * gpu) if gpu >= 0 else (0, 0)
         path = f"/sys/class/kfd/kfd/topology/nodes/{node}/properties"
         machine.file(path, f"cpu_cores_count 0\nsimd_count {simd}\ndrm_render_minor {minor}\n")
-    assert "NCCL_MIN_NCHANNELS=112" in values(machine.starts("true", script=AMD), "-e")
     call = machine.starts("--gpus 0,7 true", script=AMD)
     assert values(call, "--device") == ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/renderD184"]
 
@@ -543,10 +663,15 @@ def manifests(name: str) -> list[dict]:
     return list(yaml.safe_load_all((ROOT / "docker" / name).read_text()))
 
 
-SCHEMAS = dict(Service="service-v1", Job="job-batch-v1", PyTorchJob="pytorchjob-kubeflow.org-v1")
+SCHEMAS = dict(
+    Service="service-v1", Job="job-batch-v1", JobSet="jobset-jobset.x-k8s.io-v1alpha2",
+    TrainJob="trainjob-trainer.kubeflow.org-v1alpha1",
+    TrainingRuntime="trainingruntime-trainer.kubeflow.org-v1alpha1",
+)  # fmt: skip
+KUBERNETES = sorted(path.name for path in ROOT.glob("docker/kubernetes-*.yaml"))
 
 
-@pytest.mark.parametrize("name", ["kubernetes-job.yaml", "kubernetes-pytorchjob.yaml"])
+@pytest.mark.parametrize("name", KUBERNETES)
 def test_manifests_are_valid(name):
     for manifest in manifests(name):
         schema = (ROOT / f"tests/schemas/{SCHEMAS[manifest['kind']]}.json.gz").read_bytes()
@@ -571,12 +696,49 @@ def test_manifests_agree_with_themselves():
     rules = job["spec"]["podFailurePolicy"]["rules"]
     (ignored,) = [rule["onExitCodes"] for rule in rules if "onExitCodes" in rule]
     assert ignored == {"containerName": container["name"], "operator": "In", "values": [PREEMPTED]}
-    (torch_job,) = manifests("kubernetes-pytorchjob.yaml")
-    replicas = torch_job["spec"]["pytorchReplicaSpecs"]
-    assert replicas["Master"]["replicas"] == 1
-    assert isinstance(torch_job["spec"]["nprocPerNode"], str)
-    for replica in replicas.values():
-        assert [c["name"] for c in replica["template"]["spec"]["containers"]] == ["pytorch"]
+
+
+def test_jobset_and_trainjob_agree_with_themselves_and_the_job():
+    """Restarts, the code of a stop on request, where the pods meet, and the same command as the Job's."""
+    job = manifests("kubernetes-job.yaml")[1]["spec"]["template"]["spec"]["containers"][0]
+    (jobset,) = manifests("kubernetes-jobset.yaml")
+    runtime, trainjob = manifests("kubernetes-trainjob.yaml")
+    assert trainjob["spec"]["runtimeRef"] == dict(
+        kind=runtime["kind"], name=runtime["metadata"]["name"]
+    )
+    trainer = trainjob["spec"]["trainer"]
+    assert trainer["args"] == job["args"] and "docker/torchrun_node.sh" in trainer["command"][2]
+    assert trainer["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"]
+    name, spec = jobset["metadata"]["name"], jobset["spec"]
+    (node,) = spec["replicatedJobs"]
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    environment = {e["name"]: e.get("value") for e in container["env"]}
+    assert container["args"] == job["args"] and container["command"] == job["command"]
+    assert environment["HEAD"] == f"{name}-{node['name']}-0-0.{name}"
+    assert node["template"]["spec"]["completions"] == int(environment["NNODES"])
+    for template in (spec, runtime["spec"]["template"]["spec"]):
+        (rule,) = template["failurePolicy"]["rules"]
+        assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+        inner = template["replicatedJobs"][0]["template"]["spec"]
+        (pod,) = inner["template"]["spec"]["containers"]
+        codes = [r["onExitCodes"] for r in inner["podFailurePolicy"]["rules"] if "onExitCodes" in r]
+        assert codes == [dict(containerName=pod["name"], operator="In", values=[PREEMPTED])]
+        mounts = {m["mountPath"]: m["name"] for m in pod["volumeMounts"]}
+        assert {"/dev/shm", f"{WORK}/runs"} == set(mounts)
+    # The command of a TrainJob, with what Trainer sets.
+    sizes = dict(NNODES="2", MASTER_ADDR="h", MASTER_PORT="1", NODE_RANK="1", NPROC_PER_NODE="8")
+    variables = {f"PET_{name}": value for name, value in sizes.items()}
+    shown = 'printf "%s " $NNODES $HEAD $PORT $NODE $GPUS "$@"'
+    line = trainer["command"][2].replace(
+        'exec bash docker/torchrun_node.sh "$@"', f"bash -c '{shown}' x \"$@\""
+    )
+    done = subprocess.run(
+        ["bash", "-c", line, "bash", "a b"],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "2 h 1 1 8 a b ", done.stderr
 
 
 @pytest.mark.parametrize("kind", ["none", "pyxis", "docker"])

@@ -32,6 +32,7 @@ from llm_train_bench.run.agent import first_failure
 from llm_train_bench.run.failures import LOST, classify, first_error, is_our_fault, keep_error
 from llm_train_bench.run.hang import HangWatch, patience
 from llm_train_bench.run.launch import launch_ranks
+from llm_train_bench.run.provenance import numa_state
 from llm_train_bench.settings import flags
 from tests.helpers import ROOT, free_port, only_result, read_steps
 from tests.processes import TORCHRUN, Started, signal_all, training, wait_until
@@ -169,7 +170,7 @@ def test_a_signal_around_a_run_is_one_line(made, monkeypatch, capsys):
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as end:
         launch._guarded(lambda: 0, "x.py", Ranks(0, 2, 0))
-    assert end.value.code == 1
+    assert end.value.code == 130
     assert capsys.readouterr().err == "x.py: rank 0: interrupted by SIGTERM\n"
 
 
@@ -436,7 +437,7 @@ def test_a_rank_that_connects_to_nobody_hears_a_signal(start, tmp_path):
     time.sleep(1)
     process.terminate()
     code, _, err = finish(process, timeout=60)
-    assert code == 1 and err.splitlines()[-1] == "train_ddp.py: rank 1: interrupted by SIGTERM"
+    assert code == 130 and err.splitlines()[-1] == "train_ddp.py: rank 1: interrupted by SIGTERM"
 
 
 def handles_sigterm(pid: int) -> bool:
@@ -523,7 +524,7 @@ def test_ctrl_c_ends_all(start_training, tmp_path):
         signal_all(pids, signal.SIGINT)
         time.sleep(0.003)
     code, _, err = finish(process)
-    assert code == 1 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
+    assert code == 130 and "train_ddp.py: interrupted by SIGINT" in err and "Traceback" not in err
     assert only_result(tmp_path)["status"] == "interrupted"
 
 
@@ -661,12 +662,77 @@ def test_launchers_are_recognised():
         ({"SLURM_NTASKS": "8"}, None),  # inside salloc, outside srun
         (batch, None),
         (srun | torchrun, Ranks(0, 2, 0)),
+        # Flux and PALS set MPICH's names too, without the rank on the node.
+        (
+            {
+                "PMI_RANK": "3",
+                "PMI_SIZE": "4",
+                "FLUX_TASK_RANK": "3",
+                "FLUX_JOB_SIZE": "4",
+                "FLUX_TASK_LOCAL_ID": "1",
+            },
+            Ranks(3, 4, 1),
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1"},
+            Ranks(3, 4, 1),
+        ),
+        (
+            {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"},
+            Ranks(3, 4, 1),
+        ),
     ):
         assert find_ranks(environ) == expected, environ
     with pytest.raises(UsageError, match=r"RANK='x', WORLD_SIZE='2'.* must be whole numbers"):
         find_ranks({"RANK": "x", "WORLD_SIZE": "2"})
     with pytest.raises(UsageError, match="RANK=2 and LOCAL_RANK=0: both must be below WORLD_"):
         find_ranks(torchrun | {"RANK": "2"})
+
+
+def test_the_first_host_by_each_scheduler(tmp_path, monkeypatch):
+    """Flux answers a command; PBS and LSF leave files, LSF's with the launching node first."""
+    flux, hosts = tmp_path / "flux", tmp_path / "hosts"
+    flux.write_text("#!/bin/sh\n[ \"$*\" = 'hostlist local' ] && echo node7,node8\n")
+    flux.chmod(0o755)
+    hosts.write_text("node1\nnode2\nnode2\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert ranks._first_host({"FLUX_JOB_ID": "f1", "WORLD_SIZE": "4"}) == "node7"
+    assert ranks._first_host({"PBS_NODEFILE": str(hosts), "WORLD_SIZE": "4"}) == "node1"
+    assert ranks._first_host({"LSB_DJOB_RANKFILE": str(hosts), "WORLD_SIZE": "4"}) == "node2"
+    with pytest.raises(UsageError, match="MASTER_ADDR is not set"):
+        ranks._first_host({"PBS_NODEFILE": str(tmp_path / "none"), "WORLD_SIZE": "4"})
+
+
+def test_ranks_are_bound_to_the_cores_next_to_their_gpus(tmp_path, monkeypatch, capsys):
+    """By torchrun's own binding; without a GPU, numactl or ranks of its own the script says so."""
+    argv, configs = [*TINY, "--numa", "--output-dir", str(tmp_path)], []
+
+    def run_agent(configure, prog, saving):
+        configs.append(configure(tmp_path)[0])
+        return 0
+
+    monkeypatch.setattr(agent, "run_agent", run_agent)
+    code = launch_ranks(lambda *_: None, argv, "train_ddp.py")
+    assert code == 2 and "--numa: binds ranks to the cores next to their GPUs; there is no GPU" in (
+        capsys.readouterr().err
+    )
+    argv = [word for word in argv if word not in ("--device", "cpu")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(launch.shutil, "which", lambda name: None)
+    assert launch_ranks(lambda *_: None, argv, "train_ddp.py") == 2
+    assert "--numa: needs numactl" in capsys.readouterr().err
+    monkeypatch.setattr(launch.shutil, "which", lambda name: "/usr/bin/numactl")
+    assert launch_ranks(lambda *_: None, argv, "train_ddp.py") == 0
+    assert configs[0].numa_options.affinity_mode.value == "node" and configs[0].nproc_per_node == 2
+    with pytest.raises(UsageError, match="--numa: this script was started by a launcher"):
+        launch.check_started_by_launcher(flags.RankFlags(numa=True))
+    tree = tmp_path / "node"
+    for name in ("node0", "node1", "possible"):
+        (tree / name).mkdir(parents=True)
+    (tmp_path / "balancing").write_text("1\n")
+    assert numa_state(tree, tmp_path / "balancing") == {"nodes": 2, "balancing": True}
+    assert numa_state(tmp_path / "x", tmp_path / "y") == {"nodes": None, "balancing": None}
 
 
 def test_ranks_by_slurm_environment(start, tmp_path):

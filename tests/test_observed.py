@@ -15,7 +15,7 @@ import compare
 import train
 from llm_train_bench.apply.attention import _inputs
 from llm_train_bench.apply.compile import key_compiled_code
-from llm_train_bench.run import loop
+from llm_train_bench.run import profiling
 from llm_train_bench.run.profiling import observed_in
 from llm_train_bench.trace.observed import observe
 from llm_train_bench.trace.read_trace import Span, Trace, read_trace
@@ -160,7 +160,7 @@ def test_a_profiler_that_fails_is_a_note(tmp_path, monkeypatch):
     def broken(*args, **options):
         raise RuntimeError("CUPTI_ERROR_MULTIPLE_SUBSCRIBERS")
 
-    monkeypatch.setattr(loop, "build_profiler", broken)
+    monkeypatch.setattr(profiling, "build_profiler", broken)
     r = trained(tmp_path, TINY)
     assert r["status"] == "ok" and r["observed"] is None
     assert [n for n in r["notes"] if "not observed: RuntimeError: CUPTI_ERROR_MULT" in n]

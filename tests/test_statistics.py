@@ -132,7 +132,7 @@ def test_intervals_are_no_wider_than_need_be():
 def window(times, **known):
     """Metrics of a window of such steps; `known` metrics are set before."""
     parts = dict.fromkeys(("data_time_s", "forward_time_s", "backward_time_s", "idle_time_s"), 0.0)
-    make = functools.partial(types.SimpleNamespace, loss=1.0, **parts)
+    make = functools.partial(types.SimpleNamespace, loss=1.0, tokens=10, **parts)
     steps = [make(step=i, step_time_s=t, optimizer_time_s=t) for i, t in enumerate(times)]
     result = types.SimpleNamespace(
         metrics=Metrics(**known), notes=[], step_times_s=[], warmup_step_times_s=[], args={},

@@ -162,7 +162,7 @@ def test_ctrl_c_in_a_tool_is_one_line():
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (1, "-c: interrupted by SIGINT\n")
+    assert (process.returncode, err) == (130, "-c: interrupted by SIGINT\n")
 
 
 def test_a_killed_run_says_so(tmp_path):

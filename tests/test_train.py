@@ -292,7 +292,7 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
         process.send_signal(number)
         time.sleep(0.003)
     _, stderr = process.communicate(timeout=240)
-    assert process.returncode == 1 and "Traceback" not in stderr
+    assert process.returncode == 130 and "Traceback" not in stderr
     assert f"interrupted by {number.name}" in stderr
     r = only_result(tmp_path / "runs")
     assert (r["status"], r["error"]) == ("interrupted", f"interrupted by {number.name}")
@@ -531,7 +531,7 @@ def test_ctrl_c_during_imports_is_one_line(script, library, tmp_path):
     interrupts = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
     (tmp_path / f"{library}.py").write_text(interrupts)
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    error = python(f"{script}.py x", code=1, PYTHONPATH=path).stderr
+    error = python(f"{script}.py x", code=130, PYTHONPATH=path).stderr
     assert error == f"{script}.py: interrupted by SIGINT\n"
 
 

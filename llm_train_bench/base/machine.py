@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Literal
 
+from llm_train_bench.base.start import ROOT
+
 from llm_train_bench import __version__
 
 Platform = Literal["nvidia", "amd", "cpu"]
@@ -62,11 +64,11 @@ def installed_version(library: str) -> str | None:
 
 def version_text() -> str:
     """Version and commit of this project, as --version prints them."""
-    root = Path(__file__).resolve().parents[2]
-    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "describe", "--always"]
+    command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), "describe", "--always"]
     command += ["--dirty=, modified", "--abbrev=10", "--exclude=*"]
-    try:
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = os.environ.get("BENCH_GIT_SHA", "unknown")
+    commit = os.environ.get("BENCH_GIT_SHA", "unknown")
+    if (ROOT / ".git").exists():  # an installed package may lie inside a user's repository
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            commit = done.stdout.strip()
     return f"llm-train-bench {__version__} (commit {commit})"

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import ROOT
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateFlags
 from llm_train_bench.estimate.predict import BYTES_PER_GIB
 from llm_train_bench.formulas.memory_model import estimate_memory
-from llm_train_bench.formulas.work import Work
+from llm_train_bench.formulas.work import Batch, Work
 from llm_train_bench.settings.flags import declared, flag_of
 
 
@@ -31,7 +32,7 @@ def fit_memory(work_on: Callable[[float | None], Work], argv: list[str]) -> int:
         raise UsageError(f"{wrong[0]} has no meaning with --fit, which measures on this machine")
     flags = [a for a in argv if a != "--fit"]
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, str(Path(__file__).parents[2] / "train.py"), *flags]
+        command = [sys.executable, str(ROOT / "train.py"), *flags]
         command += [*"--n-steps 1 --warmup-steps 2 --memory-snapshot --output-dir".split(), out]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -40,7 +41,7 @@ def fit_memory(work_on: Callable[[float | None], Work], argv: list[str]) -> int:
             return done.returncode
         (path,) = Path(out).glob("*/result.json")
         result = read_result(path)
-    seen, batch = result.memory, result.batch
+    seen, batch = result.memory, Batch(**result.batch.model_dump())
     work = dataclasses.replace(work_on(result.device.memory_gib), batch=batch)
     e = estimate_memory(work, fused_norm=result.device.type == "cuda")
     table = markdown_table("memory", "measured", "estimate", "error")

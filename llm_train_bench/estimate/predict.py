@@ -128,18 +128,18 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     words = [os.fspath(config), *to_argv(asked)]
     args = parse_dataclass(EstimateArgs, words, "estimate_step")
     wanted = args.part(EstimateFlags)
-    script = script_of(args, wanted)
+    script = script_of(args.pp, wanted)
     refuse_foreign(words, script)
     device = device_of(gpu, wanted)
     return make_estimate(plan_on(device, check(args, script), script, wanted), wanted, device)
 
 
-def script_of(args: EstimateArgs, wanted: EstimateFlags) -> Script:
+def script_of(pp: int | None, wanted: EstimateFlags) -> Script:
     """The script that the flags mean; UsageError for replicas with stages."""
     several = Script[wanted.parallel.upper()]
-    if args.pp and several is Script.DDP:
+    if pp and several is Script.DDP:
         raise UsageError("--parallel ddp: replicas have no stages; leave out --pp, or --parallel")
-    several = Script.PP if args.pp else several
+    several = Script.PP if pp else several
     return Script.ONE if wanted.gpus == 1 else several
 
 

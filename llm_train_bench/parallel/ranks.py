@@ -6,6 +6,7 @@ import datetime
 import os
 import subprocess
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,21 @@ from llm_train_bench.measure.device import is_out_of_memory
 from llm_train_bench.results.result_files import RUN_BEFORE, RUN_POINTER
 
 # Launchers' variables for rank, world size and rank on the node: torchrun, Open MPI, SLURM's srun
-# (it may have started Open MPI's daemons), MPICH.
+# (it may have started Open MPI's daemons), Flux, PALS (which has no size besides MPICH's), LSF's jsrun,
+# MPICH. Flux and PALS set MPICH's too, without the rank on the node.
 # SLURM_NTASKS would not do: a batch script has it and SLURM_PROCID=0 too, but is no rank.
 LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID"),
+    ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 
 
+JOB_IDS = ("SLURM_JOB_ID", "FLUX_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 # The private directory of a launcher of ours, on each machine; the ranks of one machine meet there.
 MEETING = "LLM_TRAIN_BENCH_MEETING"
 # A name for the ranks that an agent of ours started together, the same on all nodes.
@@ -100,7 +106,9 @@ def join(ranks: Ranks, device: torch.device, timeout_s: float, offload: bool = F
         os.environ["MASTER_ADDR"] = _first_host(os.environ)
     if "MASTER_PORT" not in os.environ and not private:
         # One port for all ranks of a job, and another for another job on the same hosts.
-        os.environ["MASTER_PORT"] = str(29500 + int(os.environ.get("SLURM_JOB_ID", 0)) % 1000)
+        job = next((os.environ[name] for name in JOB_IDS if name in os.environ), "0")
+        number = int(job) if job.isdecimal() else zlib.crc32(job.encode())
+        os.environ["MASTER_PORT"] = str(29500 + number % 1000)
     cuda = device.type == "cuda"
     timeout = collective_timeout(device, timeout_s)
     if cuda:  # NCCL's second watchdog waits for the first
@@ -228,13 +236,20 @@ def _launchers_directory() -> Path | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
+    """The host where ranks meet: the first of the job, as its scheduler tells."""
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if nodes:
-        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-            command = ["scontrol", "show", "hostnames", nodes]
+    command = ["scontrol", "show", "hostnames", nodes] if nodes else None
+    if not nodes and "FLUX_JOB_ID" in environ:
+        command = ["flux", "hostlist", "local"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
+        if command:
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-            return done.stdout.split()[0]
-    elif int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", -1)) == int(environ["WORLD_SIZE"]):
+            return done.stdout.replace(",", " ").split()[0]
+    # In LSF's file the first line is the node that the job script runs on, which has no ranks.
+    for name, line in (("PBS_NODEFILE", 0), ("LSB_DJOB_RANKFILE", 1)):
+        with contextlib.suppress(OSError, LookupError):
+            return Path(environ[name]).read_text(encoding="utf-8").split()[line]
+    if int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", -1)) == int(environ["WORLD_SIZE"]):
         return "127.0.0.1"
     raise UsageError("MASTER_ADDR is not set; give the address of rank 0's host to every rank")
 

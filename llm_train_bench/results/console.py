@@ -77,7 +77,7 @@ class ProgressDisplay:
 
     def show(self, step: Step) -> None:
         """Show where the run is."""
-        done, rate, now = step.step + 1, step.tokens / step.step_time_s, time.monotonic()
+        done, rate, now = step.step + 1, step.tokens / step.step_time_s, time.perf_counter()
         figures = f"{rate:,.0f} tok/s"
         if step.loss is not None:
             figures = f"loss {step.loss:.4f}  {figures}"

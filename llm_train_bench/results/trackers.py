@@ -169,7 +169,7 @@ class MlflowTracker:
 
 
 # Endings of our names, the unit of OpenMetrics that replaces each, and the factor to it.
-UNITS = {
+OPENMETRICS_UNITS = {
     "_gb_per_s": ("_bytes_per_second", 1e9),
     "_gib": ("_bytes", 2.0**30),
     "_bytes": ("_bytes", 1.0),
@@ -212,8 +212,10 @@ class OpenMetricsTracker:
         labels = ",".join(f'{key}="{value}"' for key, value in escaped.items())
         lines = []
         for name, value in figures.items():
-            ending = next((end for end in UNITS if name.endswith(end) and name != end[1:]), None)
-            unit, factor = UNITS[ending] if ending else ("", 1.0)
+            ending = next(
+                (end for end in OPENMETRICS_UNITS if name.endswith(end) and name != end[1:]), None
+            )
+            unit, factor = OPENMETRICS_UNITS[ending] if ending else ("", 1.0)
             metric = "llm_train_bench_" + name.removesuffix(ending or "") + unit
             lines.append(f"# TYPE {metric} gauge")
             lines += [f"# UNIT {metric} {unit[1:]}"] if unit else []

@@ -108,7 +108,11 @@ def check_fit(work: Work, has: float) -> Iterator[str]:
 
 def check_started_by_launcher(flags: RankFlags) -> None:
     """UsageError for flags that work only if the script starts its ranks itself."""
-    for flag, instead in (("nproc", "its --nproc-per-node"), ("max_restarts", "torchrun's own")):
+    for flag, instead in (
+        ("nproc", "its --nproc-per-node"),
+        ("max_restarts", "torchrun's own"),
+        ("numa", "torchrun's --numa-binding, or your launcher's option"),
+    ):
         if getattr(flags, flag):
             raise UsageError(
                 f"{flag_of(flag)}: this script was started by a launcher, which decides "
@@ -161,6 +165,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     """Start the script once per device through torchrun's own agent, and wait for all."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
+    from torch.numa.binding import AffinityMode, NumaOptions
 
     from llm_train_bench.run.agent import run_agent
 
@@ -171,6 +176,13 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
     n = args.nproc or (torch.cuda.device_count() if cuda else 2)
     if not n:  # pytorch/pytorch#186516
         raise UsageError("PyTorch has a GPU but counts none: an amdsmi that does not fit its ROCm?")
+    numa = None
+    if args.numa:
+        if not cuda:
+            raise UsageError("--numa: binds ranks to the cores next to their GPUs; there is no GPU")
+        if shutil.which("numactl") is None:
+            raise UsageError("--numa: needs numactl; sudo apt-get install numactl")
+        numa = NumaOptions(affinity_mode=AffinityMode.NODE)
     # The ranks share the cores; more threads than cores slow every one of them down.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, n_cores() // n)))
     # Nothing may listen beyond this machine: the ranks meet in a private directory, and what gloo and
@@ -192,6 +204,7 @@ def _start_ranks(argv: Sequence[str], script: str, prog: str) -> int:
             run_id=f"{os.getpid()}",
             max_restarts=args.max_restarts,
             logs_specs=DefaultLogsSpecs(log_dir=str(private)),
+            numa_options=numa,
         )
         return config, [sys.executable, "-u", str(Path(script).resolve()), *argv]
 

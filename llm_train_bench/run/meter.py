@@ -44,7 +44,7 @@ from llm_train_bench.run.provenance import (
     digest_of,
 )
 from llm_train_bench.run.record import RunRecord
-from llm_train_bench.settings.flags import OutputFlags, Tracker
+from llm_train_bench.settings.flags import OutputFlags, TrackerName
 from llm_train_bench.trace.observed import observe, sequence_length
 from llm_train_bench.trace.read_trace import Trace
 
@@ -87,7 +87,7 @@ class Meter(RunRecord):
         device: torch.device | str | None = None,
         peak_tflops: float | None = None,
         usd_per_hour: float | None = None,
-        track: Sequence[Tracker] = (),
+        track: Sequence[TrackerName] = (),
         tensorboard: bool = True,
         observe: bool = True,
         quiet: bool = False,

@@ -1,5 +1,6 @@
 """A run's result before it starts: model, device, settings, environment and first notes."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -9,6 +10,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,7 +141,8 @@ LIBRARIES = ("torch", "triton", "numpy", "transformer-engine", "torchao", "liger
 # Settings of the environment that change speed or numerics; others, which may be private, stay out.
 SETTINGS = tuple(
     "CUDA_ HIP_ ROCR_ NCCL_ RCCL_ GLOO_ TORCH_ TORCHINDUCTOR_ PYTORCH_ NVTE_ OMP_ MKL_ KMP_ CUBLAS "
-    "ROCBLAS_ HIPBLASLT_ DISABLE_ADDMM_ HSA_ CK_ TRITON_ GPU_MAX_HW_QUEUES SLURM_JOB_ID".split()
+    "ROCBLAS_ HIPBLASLT_ DISABLE_ADDMM_ HSA_ CK_ TRITON_ GPU_MAX_HW_QUEUES FI_ OFI_NCCL_ UCX_ RDMAV_ "
+    "SLURM_JOB_ID".split()
 )
 # What launchers set for ranks on one machine; it says nothing of a run.
 LAUNCHED = {
@@ -177,6 +180,9 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "nccl": _nccl() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
+        "numa": numa_state(
+            Path("/sys/devices/system/node"), Path("/proc/sys/kernel/numa_balancing")
+        ),
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
         "settings": {
@@ -186,6 +192,14 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         },
         **source_revision(),
     }
+
+
+def numa_state(nodes: Path, balancing: Path) -> dict[str, Any]:
+    """The machine's NUMA nodes, and whether the kernel moves memory between them."""
+    on = None
+    with contextlib.suppress(OSError):
+        on = balancing.read_text(encoding="ascii").strip() != "0"
+    return {"nodes": len(list(nodes.glob("node[0-9]*"))) or None, "balancing": on}
 
 
 def container_image(environ: Mapping[str, str]) -> dict[str, str | None] | None:
@@ -199,8 +213,10 @@ def source_revision() -> dict[str, str | bool | None]:
     """Git revision of this source tree, and whether it holds uncommitted changes."""
     # In a container the tree often belongs to another user, which git refuses to read unasked.
     git = ("git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT))
-    # An image has the tree without its history; it knows the revision it was built from.
-    if not (sha := _output(*git, "rev-parse", "HEAD")):
+    # An image has the tree without its history; it knows the revision it was built from. An installed
+    # package has neither, though it may lie inside a user's repository.
+    sha = _output(*git, "rev-parse", "HEAD") if (ROOT / ".git").exists() else None
+    if not sha:
         built_from = os.environ.get("BENCH_GIT_SHA")
         return {
             "git_sha": None if built_from == "unknown" else built_from or None,

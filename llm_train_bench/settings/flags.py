@@ -63,7 +63,7 @@ def flag(default: Any, kind: Kind | None = None, **declared: Any) -> Any:
 
 Attention = Literal["auto", "flash", "cudnn", "efficient", "math", "flex", "blocks"]
 Linear = Literal["auto", "plain", "onednn"]
-Tracker = Literal["wandb", "mlflow", "openmetrics"]
+TrackerName = Literal["wandb", "mlflow", "openmetrics"]
 TeRecipe = Literal["current", "delayed", "blockwise", "mxfp8"]
 TorchaoRecipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -249,7 +249,7 @@ class OutputFlags:
     export: bool = flag(False, OUTPUT)
     sample: int = flag(0, OUTPUT, scripts=(Script.ONE,), at_least=0)
     no_tensorboard: bool = flag(False, OUTPUT)
-    track: tuple[Tracker, ...] = flag((), OUTPUT)
+    track: tuple[TrackerName, ...] = flag((), OUTPUT)
     quiet: bool = flag(False, OUTPUT)
 
 
@@ -285,11 +285,14 @@ class RankFlags:
     nproc: Processes to start without a launcher. By default one per GPU, two on a CPU.
     dist_timeout: Seconds after which a rank stops waiting for another (NCCL: a quarter more).
     max_restarts: Number of times to restart all ranks from the newest checkpoint after one failed.
+    numa: Run each rank on the CPU cores next to its GPU (by numactl). For ranks that the script starts;
+        with docker/torchrun_node.sh set NUMA=node.
     """
 
     nproc: int | None = flag(None, OUTPUT, scripts=SEVERAL, at_least=1)
     dist_timeout: float = flag(600.0, OUTPUT, scripts=SEVERAL, above=0)
     max_restarts: int = flag(0, OUTPUT, scripts=SEVERAL, at_least=0)
+    numa: bool = flag(False, SPEED, scripts=SEVERAL)
 
 
 @dataclasses.dataclass(frozen=True)
