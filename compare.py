@@ -25,7 +25,8 @@ from llm_train_bench.compare.ratios import compare, prices_of
 from llm_train_bench.compare.read_logs import log_facts
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
-from llm_train_bench.sweep.experiment import machines_of
+from llm_train_bench.sweep.experiment import machines_of, read_mapping
+from llm_train_bench.sweep.read_tensorprimat import shapes_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +62,15 @@ class ReportFlags:
     tokens: Tokens of a training run; also prints its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
+    usd_per_kwh: Price of electricity, which is added to that of the GPUs. Energy is measured, or else
+        the power limit.
     """
 
     output_dir: str | None = flag(None, metavar="DIR")
     tokens: float | None = flag(None, above=0)
     experiment: str | None = flag(None, metavar="FILE.yaml")
     usd_per_hour: tuple[str, ...] = flag((), metavar="HARDWARE=US$ ...")
+    usd_per_kwh: float | None = flag(None, above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
             path, update = Path(args.baseline), args.update_baselines
             return gate(args.results, path, args.tolerance, update, allowed, directory)
         facts = log_facts(args.log, args.log_pattern)
+        facts.shapes = shapes_in(read_mapping(args.experiment)) if args.experiment else {}
         records = read_records(args.results, say, facts)
         facts.refuse_unused()
         for record in records:
@@ -117,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
             for record in records:
                 record.model, record.model_hash = "one model", None
         machines = machines_of(args.experiment) if args.experiment else {}
-        prices = prices_of(machines, args.usd_per_hour, records)
+        prices = prices_of(machines, args.usd_per_hour, records, args.usd_per_kwh)
         identical = args.methodology == "identical_config"
         rows = compare(records, prices, args.tokens, args.reference, identical)
         remarks = [*report.sweep_remarks(args.results), *report.unknown_models(rows)]

@@ -39,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
     experiment, where = experiment_of(args)
     platform = detect_platform() if args.platform == "auto" else args.platform
     cells = make_cells(experiment, platform, where)
+    for note in experiment.notes.get(platform, []):
+        print(printable(f"{where}: {note}"), file=sys.stderr)
     commands = [[cell.script, *cell.argv()] for cell in cells]
     if args.auto_bsz:
         check_auto_batch(experiment)

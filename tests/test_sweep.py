@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -22,12 +23,12 @@ from llm_train_bench.base.machine import cpu_name
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.settings.command_line import parse_args
-from llm_train_bench.sweep import auto_batch, cell_runs, jobs, tune
+from llm_train_bench.sweep import auto_batch, cell_runs, grid, jobs, tune
 from llm_train_bench.sweep import experiment as experiments
 from llm_train_bench.sweep.auto_batch import guess_batch, search_batch, with_largest_batch
 from llm_train_bench.sweep.cell_runs import Rows, cell_key, refuse_foreign_row, run_cell
 from llm_train_bench.sweep.experiment import read_experiment
-from llm_train_bench.sweep.grid import differences, make_cells
+from llm_train_bench.sweep.grid import Cell, differences, make_cells
 from llm_train_bench.sweep.ranking import rank, show_ranking, write_csv
 from tests import fuzz
 from tests.helpers import ROOT, plan_of, words
@@ -152,6 +153,17 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path, scripts):
     text, _ = process.communicate(timeout=120)
     assert process.returncode == 1 and "timeout: not done after 5 s" in text
     assert not process.members()
+
+
+def test_a_run_that_goes_on_is_reported(tmp_path, monkeypatch, capsys):
+    """By its last line, so that a log file shows that the sweep is alive."""
+    monkeypatch.setattr(cell_runs, "LINE_S", 0.3)
+    cell = Cell("train.py", "configs/gpt2-tiny.json", (), ())
+    code = "import time; print('step 7/90  left', flush=True); print(); time.sleep(1.0)"
+    ended = cell_runs._run([sys.executable, "-c", code], cell, tmp_path / "log", 20.0)
+    assert ended == ("failed", None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and lines[-1] == "  gpt2-tiny: step 7/90  left"
 
 
 def test_ctrl_c_in_a_tool_is_one_line():
@@ -411,6 +423,55 @@ def test_ready_files_are_valid(path):
     e = read_experiment(path)
     assert all(make_cells(e, platform, str(path)) for platform in ("nvidia", "amd"))
     assert e.methodology != "identical_config" or differences(e, "x") == []
+
+
+THEIRS = ROOT / "tests/records/tensorprimat.yaml"
+
+
+def test_a_layout_for_each_model_and_platform_and_anothers_file():
+    """TensorPrimat's config.yaml gives the cells of our own file, and what our FP8 cannot do is said."""
+    theirs, ours = map(read_experiment, (THEIRS, ROOT / "configs/sweeps/tensorprimat.yaml"))
+    llama, qwen = ("train_fsdp.py", "llama-3.1-8b"), ("train_fsdp.py", "qwen2.5-7b")
+    expected = {"nvidia": [(*llama, 4, None), ("train_pp.py", "qwen2.5-7b", 4, 2)]}
+    expected["amd"] = [(*llama, 1, None), (*qwen, 1, None)]
+    for platform, cells in expected.items():
+        for e in (theirs, ours):
+            found = []
+            for cell in make_cells(e, platform):
+                args = parse_args(cell.argv(), cell.script)
+                plan = grid.plan_of(args, cell.script, 8, platform)
+                size = plan.work.batch.global_batch
+                found.append((cell.script, Path(cell.config).stem, args.tp, args.pp))
+                assert size == 128
+                assert (args.seq_len, args.n_steps, args.warmup_steps, args.lr) == (
+                    2048,
+                    49,
+                    1,
+                    3e-4,
+                )
+                assert args.sac_freq == ("1/1" if platform == "nvidia" else None)
+                assert (
+                    not args.use_fp8 and args.usd_per_hour == {"nvidia": 4.0, "amd": 3.0}[platform]
+                )
+            assert found == cells
+    assert len(theirs.notes["nvidia"]) == 2 and "amd" not in theirs.notes
+    assert "llama-3.1-8b.json: FP8 is left out" in theirs.notes["nvidia"][0]
+
+
+@pytest.mark.parametrize(("old", "new", "why"), [
+    ("beta2: 0.95", "beta2: 0.98", "training.optimizer.beta2: ours is 0.95"),
+    ("llama3.1_8b", "llama9_1b", "there is no config of llama9_1b"),
+    ("global_batch_size: 128, ", "", "training.data.global_batch_size is missing"),
+    ("    qwen:\n      nvidia", "    other:\n      nvidia", "maximum_performance.qwen.nvidia is missing"),
+])  # fmt: skip
+def test_what_cannot_be_taken_from_anothers_file_is_one_line(old, new, why, tmp_path):
+    text = THEIRS.read_text()
+    assert old in text
+    (tmp_path / "config.yaml").write_text(text.replace(old, new))
+    with pytest.raises(UsageError, match=re.escape(why)):
+        read_experiment(tmp_path / "config.yaml")
+    with pytest.raises(UsageError, match="layouts: gpt is not among models"):
+        read_experiment(write(tmp_path / "e.yaml", layouts={"gpt": {"amd": {"tp": 2}}}))
 
 
 @pytest.mark.parametrize(("largest", "found"), [(5, 5), (0, 1)])

@@ -79,6 +79,8 @@ class Prices:
 
     usd_per_hour: Mapping[str, float]
     tdp_w: Mapping[str, float]
+    usd_per_kwh: float | None = None
+    """Of electricity, on top of these prices."""
 
 
 def compare(
@@ -172,12 +174,14 @@ def _fill_cost(row: Compared, prices: Prices, tokens: float | None) -> None:
     usd, watts = (table.get(names[0]) or table.get(names[1]) for table in tables)
     price = usd or r.usd_per_hour or (device and device.usd_per_hour)
     rate = r.tokens_per_sec_per_gpu
-    if rate and price:
-        row.usd_per_trillion = price / 3600 / rate * 1e12
     row.tokens_per_joule, row.energy_measured = r.tokens_per_joule, r.tokens_per_joule is not None
     watts = watts or r.power_limit_w or (device and device.tdp_w)
     if row.tokens_per_joule is None and rate and watts:
         row.tokens_per_joule = rate / watts
+    if rate and price and (row.tokens_per_joule or not prices.usd_per_kwh):
+        row.usd_per_trillion = price / 3600 / rate * 1e12
+        if prices.usd_per_kwh and row.tokens_per_joule:
+            row.usd_per_trillion += 1e12 / row.tokens_per_joule / 3.6e6 * prices.usd_per_kwh
     if tokens and r.tokens_per_sec:
         row.days = tokens / r.tokens_per_sec / 86400
 
@@ -186,6 +190,7 @@ def prices_of(
     machines: Mapping[str, tuple[float | None, float | None]],
     usd_per_hour: Sequence[str],
     records: Sequence[Record],
+    usd_per_kwh: float | None = None,
 ) -> Prices:
     """Prices and power limits of an experiment's machines; prices of the flag override them.
 
@@ -210,7 +215,7 @@ def prices_of(
             have = ", ".join(sorted(names)) or "none that is known"
             raise UsageError(f"--usd-per-hour {text}: the runs' hardware is {have}")
         usd[name] = number
-    return Prices(usd, watts)
+    return Prices(usd, watts, usd_per_kwh)
 
 
 def _key(r: Record) -> str:

@@ -124,6 +124,10 @@ def outcome(row: CellRow) -> str:
     return f"{row['status']}: {(row.get('error') or '')[:160]}"
 
 
+# A run that goes on is reported so often [s], by its own last line.
+LINE_S = 30.0
+
+
 def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[str, str | None]:
     """How the process ended, unless its result says otherwise; and why, if it cannot say so."""
     with log.open("wb") as output:
@@ -132,10 +136,18 @@ def _run(command: list[str], cell: Cell, log: Path, timeout_s: float) -> tuple[s
             env=os.environ | dict(cell.environment), start_new_session=True,
             preexec_fn=functools.partial(start.end_with, os.getpid()))  # fmt: skip
         try:
-            process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            _end(process)
-            return "timeout", f"not done after {timeout_s:g} s"
+            end = time.monotonic() + timeout_s
+            while process.poll() is None and (left := end - time.monotonic()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(LINE_S, left))
+                    break
+                if left > LINE_S:
+                    lines = log.read_bytes()[-4096:].decode(errors="replace").split("\n")
+                    last = next((line for line in reversed(lines) if line.strip()), "starts")
+                    print(f"  {cell.label()}: {printable(last[:160])}", flush=True)
+            if process.poll() is None:
+                _end(process)
+                return "timeout", f"not done after {timeout_s:g} s"
         except BaseException:
             _end(process)
             raise

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.hardware import find_hardware
@@ -20,6 +20,7 @@ from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated
 from llm_train_bench.settings.flags import SETTABLE, Script, flag_of
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.run_file import parse_yaml
+from llm_train_bench.sweep.read_tensorprimat import experiment_in, is_tensorprimat
 
 Value = bool | int | float | str | None
 Flags = dict[str, Any]  # as they are checked already
@@ -58,11 +59,13 @@ class Experiment(BaseModel, extra="forbid"):
     grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
     cells: list[dict[str, Value]] = []
     platforms: dict[Platform, dict[str, Value]] = {}
+    layouts: dict[str, dict[Platform, dict[str, Value]]] = {}
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(3600.0, gt=0)
+    notes: dict[Platform, list[str]] = Field(default={}, exclude=True)  # on another suite's file
 
-    @field_validator("training", "grid", "cells", "platforms", mode="before")
+    @field_validator("training", "grid", "cells", "platforms", "layouts", mode="before")
     @classmethod
     def _by_either_name(cls, value: Any) -> Any:
         """Flags by their names with `-` or `_`."""
@@ -71,7 +74,26 @@ class Experiment(BaseModel, extra="forbid"):
         if not isinstance(value, dict):
             return value
         inner = {n: cls._by_either_name(v) if isinstance(v, dict) else v for n, v in value.items()}
-        return {n.replace("-", "_") if isinstance(n, str) else n: v for n, v in inner.items()}
+        # Names of models, whose values are mappings of mappings, stay as they are.
+        deep = any(
+            isinstance(x, dict) for v in value.values() if isinstance(v, dict) for x in v.values()
+        )
+        return {
+            n.replace("-", "_") if isinstance(n, str) and not deep else n: v
+            for n, v in inner.items()
+        }
+
+    @model_validator(mode="after")
+    def _lays_out_its_models(self) -> "Experiment":
+        names = {name for model in self.models for name in (model, Path(model).stem)}
+        if unknown := sorted(self.layouts.keys() - names):
+            raise ValueError(f"layouts: {unknown[0]} is not among models")
+        return self
+
+    def layout_of(self, model: str, platform: Platform) -> Flags:
+        """The flags of one model on one platform."""
+        named = self.layouts.get(model) or self.layouts.get(Path(model).stem) or {}
+        return named.get(platform, {})
 
 
 def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
@@ -88,6 +110,16 @@ def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
 
 def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
+    content = read_mapping(path)
+    if is_tensorprimat(content):
+        return _checked(experiment_in(content, path), str(path), f"{path}: ")
+    if isinstance(content.get("experiment"), dict):
+        raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
+    return _checked(content, str(path), f"{path}: ")
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """The content of a YAML file with its variables substituted; UsageError if it is no mapping."""
     try:
         text = plain_file(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,9 +131,7 @@ def read_experiment(path: str | Path) -> Experiment:
         raise UsageError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a mapping with experiment, models, ...; docs/SWEEPS.md")
-    if isinstance(content.get("experiment"), dict):
-        raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
-    return _checked(content, str(path), f"{path}: ")
+    return content
 
 
 def machines_of(path: str | Path) -> dict[str, tuple[float | None, float | None]]:

@@ -66,7 +66,8 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
             raise UsageError(f"{where}: hardware: {platform}: gpu: {error}") from None
     cells = []
     for model, chosen, listed in itertools.product(e.models, combinations, e.cells or [{}]):
-        flags = e.training | e.platforms.get(platform, {}) | chosen | listed
+        flags = e.training | e.platforms.get(platform, {}) | e.layout_of(model, platform)
+        flags |= chosen | listed
         if unknown := sorted(set(flags) - SETTABLE):
             hint = nearest_flag(unknown[0])
             raise UsageError(
@@ -82,10 +83,11 @@ def make_cells(e: Experiment, platform: Platform, where: str = "experiment") -> 
                     f"{where}: bsz auto with both global_bsz and grad_acc_steps; leave one out"
                 )
         ordered = tuple(sorted(flags.items()))
-        cell = Cell(e.script, model, ordered, names, tuple(e.environment.items()))
+        script = Script.PP if flags.get("pp") and e.script is Script.FSDP else e.script
+        cell = Cell(script, model, ordered, names, tuple(e.environment.items()))
         try:
             world = _world(cell)
-            plan = plan_of(parse_args(cell.argv(), e.script), e.script, world, platform)
+            plan = plan_of(parse_args(cell.argv(), script), script, world, platform)
             _check_sizes(plan.work.batch, e, world, size)
         except UsageError as error:  # a ConfigError names its file itself
             raise UsageError(f"{where}: {cell.label()}: {error}") from None
