@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .PHONY: demo test layouts test-cells test-oldest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-facts \
-  gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test clean
+  gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test cluster-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=...")'
@@ -114,6 +114,10 @@ gpu-bench: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 bench: $(READY)
 	$(call each,$(BIN)/python,$(BENCHES))
 
+# The scripts on SLURM, Ray and SkyPilot, each for real on this machine; root, four minutes. PART="ray" runs a part.
+cluster-test: $(READY)
+	VENV=$(VENV) tests/cluster/run.sh $(PART)
+
 # Build and run the images with buildah, as root; ten minutes. docker/image_test.sh explains it.
 image-test:
 	docker/image_test.sh
@@ -126,4 +130,4 @@ cpu-baselines: $(READY)
 	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-track .mutants build data runs *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-track .venv-ray .venv-sky .mutants build data runs *.egg-info

@@ -645,7 +645,8 @@ def test_baselines_are_written_though_nobody_reads_the_lines(tmp_path, run_of):
 
 def test_a_report_says_where_runs_come_from_and_names_no_place(result, tmp_path, output_of, run_of):
     environment = json.loads((result / "result.json").read_text())["environment"]
-    environment |= {"settings": {"NCCL_TOPO_FILE": "/home/alice/topo.xml"}, "driver": "580.1"}
+    settings = {"NCCL_TOPO_FILE": "/home/alice/topo.xml", "SLURM_JOB_ID": "17"}
+    environment |= {"settings": settings, "driver": "580.1"}
     command = ["train.py", "/home/alice/c.json", "--data", "/home/alice/x.bin"]
     for name, torch_version in (("a", "2.11.0"), ("b", "2.13.0")):
         libraries = environment["libraries"] | {"torch": torch_version}

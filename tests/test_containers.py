@@ -770,6 +770,17 @@ def test_slurm_queues_a_job_again_that_saved_and_stopped(code, kind, machine):
     assert ("requeue 1234" in (machine.state / "scontrol").read_text()) == (code == 75)
 
 
+def test_slurm_queues_a_job_again_that_was_preempted_before_it_could_save(machine):
+    machine.slurm("none", 143)
+    log = machine.state / "scontrol"
+    for preempted, again in (("2026-11-26T18:00:00", True), ("None", False)):
+        log.unlink(missing_ok=True)
+        shown = f'case "$1 $2" in "show job") echo "   PreemptTime={preempted}" ;; *) echo node7 ;; esac'
+        machine.put("scontrol", f'#!/bin/sh\necho "$@" >> "{log}"\n{shown}\n')
+        assert machine.launch("train_ddp.py x.json", script="slurm.sbatch")[0] == 143
+        assert ("requeue 1234" in log.read_text()) is again
+
+
 @mock.patch.dict(os.environ, BENCH_IMAGE_NAME="bench:1", BENCH_IMAGE_DIGEST="sha256:abc")
 def test_the_image_is_in_the_result():
     image = provenance.describe_environment(torch.device("cpu"))["image"]

@@ -370,6 +370,38 @@ def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
     assert row["key"] == cell_key(cell, 0) and row["model"] == "gpt2-tiny"
 
 
+def test_a_job_that_slurm_no_longer_knows_is_gone(tmp_path, monkeypatch):
+    """Without accounting submitit waits for it without end. The scheduler is asked every ten seconds."""
+    squeue, asked = tmp_path / "squeue", {}
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for answer, gone in (
+        ("echo '7 R'", False), ("true", True), ("echo 'Invalid job id specified' >&2; exit 1", True),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", False),
+    ):  # fmt: skip
+        squeue.write_text(f"#!/bin/sh\n[ \"$*\" = '-h -j 7' ] || exit 9\n{answer}\n")
+        squeue.chmod(0o755)
+        assert jobs._is_gone("7", {}) is gone, answer
+    squeue.write_text("#!/bin/sh\n")
+    assert jobs._is_gone("7", asked) and not jobs._is_gone("7", asked)
+
+
+def test_what_slurm_cannot_do_is_one_line(tmp_path, monkeypatch, refused):
+    pytest.importorskip("submitit")
+    path = write(tmp_path / "e.yaml", training=FAST, cells=[{"bsz": 1}])
+    argv = words(path, "--output-dir", tmp_path / "out", "--slurm")
+    refused(sweep.main, "--slurm nodes=2: each run is one task on one node", argv, "nodes=2")
+    for name, text in (
+        ("srun", "exit 0"),
+        ("sbatch", "echo 'invalid partition specified: x' >&2; exit 1"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    refused(sweep.main, "--slurm: invalid partition specified: x", argv, "partition=x nice=3")
+    script = next((tmp_path / "out/jobs").glob("*submission*.sh")).read_text()
+    assert "#SBATCH --nice=3" in script and "#SBATCH --no-requeue" in script
+
+
 def test_some_models_of_a_file(output_of):
     argv = "configs/sweeps/gpt2-context.yaml --models gpt2-350m configs/gpt2-125m.json --dry-run"
     out = output_of(sweep.main, argv)

@@ -171,8 +171,8 @@ def settings_of(r: Result) -> dict[str, str]:
     """Variables of the environment that change speed or numerics; paths as they may be shown."""
     settings = r.environment.get("settings")
     items = settings.items() if isinstance(settings, dict) else ()
-    # `software` has the threads, and a cache's place changes nothing.
-    ignored = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")
+    # `software` has the threads; a cache's place and a job's number change nothing.
+    ignored = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "SLURM_JOB_ID")
     return {str(k): shown_word(str(v)) for k, v in items if k not in ignored}
 
 

@@ -1,10 +1,12 @@
 """A sweep's runs, on this machine or as jobs of SLURM through submitit. Needs no torch."""
 
 import contextlib
+import io
 import itertools
 import json
 import math
 import os
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +23,7 @@ from llm_train_bench.sweep.grid import Cell
 from llm_train_bench.sweep.sweep_flags import SweepArgs
 from llm_train_bench.sweep.tune import tune
 
-POLL_S = 1.0
+POLL_S, ASK_S = 1.0, 10.0
 # Names that submitit has for every cluster; all others are sbatch's own.
 GENERAL = {"nodes", "gpus_per_node", "cpus_per_task", "tasks_per_node", "mem_gb", "timeout_min"}
 
@@ -47,57 +49,93 @@ def run_as_jobs(
     """
     try:
         import submitit
+        from submitit.core.utils import FailedJobError
     except ImportError:
         get = how_to_install("pip install -e '.[slurm]'")
         raise UsageError(f"--slurm needs submitit: {get}") from None
     cluster, folder = options.pop("cluster", "slurm"), directory / "jobs"
-    known = folder / "submitted.json"
+    submitted = folder / "submitted.json"
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    for name in ("nodes", "tasks_per_node"):
+        if options.get(name, 1) != 1:
+            why = "each run is one task on one node, and starts its own ranks; leave it out"
+            raise UsageError(f"--slurm {name}={options[name]}: {why}")
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
-        general = {"name": "llm-train-bench", "timeout_min": math.ceil(timeout_s / 60) + 10}
-        sbatch = {
-            key if key in GENERAL else f"slurm_{key}": value for key, value in options.items()
-        }
-        executor.update_parameters(**general | sbatch)
+        sbatch: dict[str, Any] = {k: v for k, v in options.items() if k in GENERAL}
+        sbatch |= {
+            "name": "llm-train-bench",
+            "timeout_min": math.ceil(timeout_s / 60) + 10,
+        } | sbatch
+        others = {k: v for k, v in options.items() if k not in GENERAL}
+        if cluster == "slurm":
+            # submitit refuses the options of sbatch that it does not know. A preempted run is a failed
+            # row: SLURM must not run it again meanwhile.
+            known = submitit.SlurmExecutor._valid_parameters()
+            more = {k.replace("_", "-"): others.pop(k) for k in others.keys() - known}
+            sbatch["slurm_additional_parameters"] = {"no-requeue": True} | more
+        executor.update_parameters(**sbatch | {f"slurm_{k}": v for k, v in others.items()})
     except (NameError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(f"--slurm: {one_line(error)}") from None
     ids: dict[str, str] = {}
     if cluster == "slurm":
         with contextlib.suppress(OSError, ValueError):
-            ids = json.loads(known.read_text(encoding="utf-8"))
-    jobs = {}
-    for cell, repeat in todo:
-        key = cell_key(cell, repeat)
-        if key in ids:
-            job = submitit.SlurmJob(folder=folder, job_id=ids[key])
-        else:
-            job = executor.submit(run_cell, cell, repeat, directory.resolve(), timeout_s)
-        jobs[key], ids[key] = (cell, repeat, job), job.job_id
-        write_whole(known, json.dumps(ids) + "\n")
+            ids = json.loads(submitted.read_text(encoding="utf-8"))
+    jobs, asked = {}, {}
     try:
+        for cell, repeat in todo:
+            key = cell_key(cell, repeat)
+            if key in ids:
+                job = submitit.SlurmJob(folder=folder, job_id=ids[key])
+            else:
+                try:
+                    with contextlib.redirect_stderr(io.StringIO()):  # it repeats what sbatch said
+                        job = executor.submit(
+                            run_cell, cell, repeat, directory.resolve(), timeout_s
+                        )
+                except FailedJobError as error:  # sbatch refused it
+                    raise UsageError(f"--slurm: {one_line(error)}") from None
+            jobs[key], ids[key] = (cell, repeat, job), job.job_id
+            write_whole(submitted, json.dumps(ids) + "\n")
         while jobs:
             for key, (cell, repeat, job) in list(jobs.items()):
-                if not job.done():
+                done = job.done()
+                if not done and not (cluster == "slurm" and _is_gone(job.job_id, asked)):
                     continue
                 del jobs[key], ids[key]
                 try:
+                    if not done and not job.done():  # result() would wait without end
+                        raise RuntimeError(f"it left no result; its log is in {folder}")
                     row = job.result()
                 except Exception as error:  # cancelled, out of time, or its node was lost
-                    lines = [line for line in str(error).splitlines() if "Error" in line]
-                    text = lines[-1] if lines else str(error) or type(error).__name__
+                    said = [line for line in str(error).splitlines() if line.strip("- ")]
+                    lines = [s for s in said if "Error" in s and not s.endswith(":")] or said
+                    text = lines[-1] if lines else type(error).__name__
                     row = cell_runs.first_of_row(cell, repeat)
                     row |= {"status": "failed", "error": f"job {job.job_id}: {one_line(text)}"}
                 yield row
-            write_whole(known, json.dumps(ids) + "\n")
+            write_whole(submitted, json.dumps(ids) + "\n")
             time.sleep(POLL_S)
     finally:
         for _, _, job in jobs.values():
             with contextlib.suppress(Exception):
                 job.cancel()
         if jobs:
-            write_whole(known, "{}\n")
+            write_whole(submitted, "{}\n")
+
+
+def _is_gone(job_id: str, asked: dict[str, float]) -> bool:
+    """Whether SLURM has no such job; without accounting, submitit cannot tell that one ended.
+
+    `asked` holds when each job was last asked for: the scheduler is not to be asked too often.
+    """
+    now = time.monotonic()
+    if now < asked.get(job_id, -math.inf) + ASK_S:
+        return False
+    asked[job_id] = now
+    done = subprocess.run(["squeue", "-h", "-j", job_id], capture_output=True, text=True)
+    return not done.stdout.strip() and (not done.returncode or "Invalid job id" in done.stderr)
 
 
 def run_all(
