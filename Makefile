@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-facts \
+.PHONY: demo test layouts test-cells test-oldest test-newest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-facts \
   gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test cluster-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -56,6 +56,11 @@ pictures: $(READY)
 # Fault injection into checkpoints, up to 90 minutes; in parts: PART="kills chains" COUNT=100.
 faults: $(READY)
 	OMP_NUM_THREADS=1 PART="$(PART)" COUNT="$(COUNT)" $(BIN)/python -m tests.faults
+
+# The tests with the newest torch, and the torchao for it, that pip finds.
+test-newest:
+	mkdir -p build && grep -v '^torch' constraints.txt >build/constraints-newest.txt
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=build/constraints-newest.txt
 
 # Read back what --track writes, with each tracker's library; `make test` does not install these.
 test-track: $(READY)
@@ -130,4 +135,4 @@ cpu-baselines: $(READY)
 	$(BIN)/python compare.py sweeps/cpu-baselines/runs --baseline configs/baselines.json --update-baselines
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-track .venv-ray .venv-sky .mutants build data runs *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-track .venv-ray .venv-sky .mutants build data runs *.egg-info

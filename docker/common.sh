@@ -56,11 +56,13 @@ add_mount() { # HOST[:CONTAINER][:ro], or die
     local text=$1 source target mode=""
     [[ $text != *:ro ]] || mode=,readonly
     text=${text%:ro}
-    source=$(absolute "${text%%:*}") target=${text#*:}
-    [[ $text = *:* || $text = /* ]] || target=$source
+    source=${text%%:*} target=${text#*:}
+    [ -n "$source" ] || die "--mount $1: HOST is empty; is a variable unset?" 2
+    [[ $source = /* ]] || source=$PWD/$source
+    [[ $text = *:* ]] || target=$source
     [ -e "$source" ] || die "--mount $1: there is no $source" 2
     [[ $target = /* ]] || die "--mount $1: $target must be a whole path, as in HOST:/data" 2
-    [[ $source$target != *[,:]* ]] || die "--mount $1: a path with a comma or colon cannot be mounted" 2
+    [[ $source$target != *[,:\"]* ]] || die "--mount $1: a path with a comma, colon or quote cannot be mounted" 2
     mounts+=(--mount "type=bind,src=$source,dst=$target$mode")
 }
 
@@ -68,7 +70,9 @@ add_variable() { # the engine is given the name alone: no value shows in a comma
     local name=${1%%=*}
     [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env $name: must be NAME or NAME=VALUE" 2
     if [[ $1 = *=* ]]; then
-        export "$name=${1#*=}"
+        # shellcheck disable=SC2163 # NAME=VALUE
+        (export "$1") 2>/dev/null || die "--env $name: is the shell's own and cannot be set" 2
+        pairs+=("$1") # set at the very end: it may have the name of a variable of this script
     elif [ -z "${!name+set}" ]; then
         die "--env $name: is not set here; give NAME=VALUE" 2
     fi
@@ -77,7 +81,7 @@ add_variable() { # the engine is given the name alone: no value shows in a comma
 
 parse() {
     gpus=all cpu="" dry="" engine="" output="" container=""
-    mounts=() named=() # what --mount asks for; --env and --env-file as the engine takes them
+    mounts=() named=() pairs=() # what --mount, --env and --env-file ask for
     asked="" fixed="" # an image that was asked for; an option that a running container cannot follow
     cache="${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/llm-train-bench"
     while [ $# -gt 0 ]; do
@@ -100,8 +104,8 @@ parse() {
             --mount) add_mount "$2" && fixed=$1 ;;
             --env) add_variable "$2" ;;
             --env-file)
-                [ -r "$2" ] || die "--env-file $2: cannot be read" 2
-                named+=(--env-file "$(absolute "$2")")
+                [ -r "$2" ] && [ ! -d "$2" ] || die "--env-file $2: cannot be read" 2
+                [[ $2 = /* ]] && named+=(--env-file "$2") || named+=(--env-file "$PWD/$2")
                 ;;
             esac
             shift
@@ -232,10 +236,19 @@ mount_arguments() {
     args+=(-e AITER_JIT_DIR=/cache/aiter -e CK_JIT_CACHE_DIR=/cache/ck)
 }
 
+may_raise_limits() { # docker's daemon may; podman does it itself, and needs CAP_SYS_RESOURCE
+    local capabilities
+    capabilities=$(sed -n 's/^CapEff:[[:space:]]*//p' /proc/self/status 2>/dev/null)
+    [ -z "$podman" ] || [ -z "$capabilities" ] || [ $((16#$capabilities >> 24 & 1)) = 1 ]
+}
+
 network_arguments() {
     args+=(--network host --ipc=host --ulimit stack=67108864)
-    if [ -z "$rootless" ] || [ "$(ulimit -H -l)" = unlimited ]; then
-        args+=(--ulimit memlock=-1) # a rootless engine cannot raise it and would not start
+    if [ "$(ulimit -H -l)" = unlimited ] || { [ -z "$rootless" ] && may_raise_limits; }; then
+        args+=(--ulimit memlock=-1) # otherwise the container would not start
+    fi
+    if [ -n "$podman" ] && [ -z "$rootless" ] && ! may_raise_limits; then # podman raises these by itself
+        args+=(--ulimit "nofile=$(ulimit -Sn):$(ulimit -Hn)" --ulimit nproc=32768:32768)
     fi
     if [ -d "$root/dev/infiniband" ] && [ -n "$(ls -A "$root/sys/class/infiniband" 2>/dev/null)" ]; then
         args+=(--device /dev/infiniband --cap-add IPC_LOCK)
@@ -277,10 +290,16 @@ has_init() { # podman's --init needs a program that Debian only recommends
 terminal=()
 [ ! -t 0 ] || [ ! -t 1 ] || terminal=(-t)
 
-run() { # print or do
-    [ -n "$dry" ] || exec "$@"
-    printf '%q ' "$@"
-    echo
+run() { # print or do; `exec` finds the engine before --env may change PATH
+    if [ -n "$dry" ]; then
+        printf '%q ' "$@"
+        echo
+        return
+    fi
+    local program
+    program=$(command -v "$1")
+    [ ${#pairs[@]} = 0 ] || export "${pairs[@]}"
+    exec "$program" "${@:2}"
 }
 
 # Commands go through bash: NVIDIA's images set up their driver libraries in bash's start-up files.

@@ -85,6 +85,29 @@ if ! buildah run "${volumes[@]}" --user 0:0 "$container" -- python3 -m pip insta
 fi
 inside python3 -m pytest -q -p no:cacheprovider -n 2 tests/test_data.py tests/test_loss.py tests/test_statistics.py tests/test_hardware.py tests/test_precision.py
 
+# The launcher under a real engine, where there is one: its user, mounts and variables, and the digest.
+if command -v podman >/dev/null; then
+    out=$(mktemp -d)
+    mkdir "$out/data"
+    echo "data of the host" >"$out/data/text"
+    # shellcheck disable=SC2016 # the container's own
+    A_KEY=sesame docker/launch.sh --cpu --engine podman --name llm-train-bench-image-test --output "$out" --cache "$out/cache" \
+        --mount "$out/data:/data:ro" --env A_KEY --env LEVEL=2 bash -c '[ "$A_KEY$LEVEL" = sesame2 ] && cat /data/text &&
+        ! touch /data/new 2>/dev/null && python train_fsdp.py configs/llama-tiny.json --sac-freq 1/4 --bsz 1 --seq-len 64 \
+            --n-steps 5 --warmup-steps 2 --run-name launched --track openmetrics'
+    python3 - "$out/launched" "$(podman image inspect --format '{{.Id}}' llm-train-bench:cpu)" <<'PY'
+import json, pathlib, sys
+text = (pathlib.Path(sys.argv[1]) / "result.json").read_text()
+result = json.loads(text)
+assert result["status"] == "ok" and result["device"]["count"] == 2 and "sesame" not in text
+assert result["environment"]["image"]["name"] == "llm-train-bench:cpu", result["environment"]["image"]
+print("launched under podman, image", result["environment"]["image"]["digest"])
+PY
+    rm -rf "$out"
+else
+    echo "no podman: docker/launch.sh was not run under a real engine"
+fi
+
 # The other two, down to the layer with the dependencies.
 for vendor in nvidia amd; do
     file=docker/Dockerfile

@@ -5,6 +5,7 @@ llm-train-bench train configs/gpt2-tiny.json    is    python train.py configs/gp
 
 import ast
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +24,8 @@ COMMANDS = {
 def run_command() -> NoReturn:
     """Replace this process by Python with the script of the first argument."""
     command, *rest = sys.argv[1:] or ["--help"]
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if path := COMMANDS.get(command):
         os.execv(sys.executable, [sys.executable, str(path), *rest])
     if command == "--version":

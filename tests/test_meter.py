@@ -1,11 +1,14 @@
 """Meter and HFMeterCallback: measured loops of others, and that their results are read as any run's."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -134,7 +137,7 @@ def test_a_failure_in_the_traced_step_is_the_loops(tmp_path, measured):
 @pytest.mark.parametrize("steps, measured_steps, note", [
     (1, 0, "the loop ended in step 1 of the warm-up: nothing was measured"),
     (4, 2, "the loop ended after 2 of 3 measured steps"),
-    (5, 3, "mfu and TFLOP/s are null: Meter was given no seq_len"),
+    (5, 3, "mfu and TFLOP/s are null: no seq_len was given, and none was seen"),
     (9, 3, None),
 ])  # fmt: skip
 def test_a_loop_of_any_length(measured, tmp_path, steps, measured_steps, note):
@@ -197,12 +200,12 @@ def test_runs_are_repeats_if_their_settings_are_equal(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options, error", [
-    ({"n_steps": 0}, "n_steps=0: must be a whole number above 0"),
-    ({"tokens_per_step": 32.5}, "tokens_per_step=32.5: must be a whole number above 0"),
+    ({"n_steps": 0}, "n_steps=0: must be a whole number from 1"),
+    ({"tokens_per_step": 32.5}, "tokens_per_step=32.5: must be a whole number from 1"),
     ({"warmup_steps": -1}, "warmup_steps=-1: must be a whole number from 0"),
     ({"seq_len": 5}, "tokens_per_step=32 is no multiple of seq_len=5"),
     ({"flops_per_token": 1e9}, "give a config or flops_per_token, not both"),
-    ({"config": None, "flops_per_token": 0.0}, "flops_per_token=0.0: must be above 0 and finite"),
+    ({"config": None, "flops_per_token": 0.0}, "flops_per_token=0.0: must be a number above 0"),
     ({"track": ["wandbb"]}, "track='wandbb': must be among wandb, mlflow, openmetrics"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_line(tmp_path, options, error):
@@ -330,7 +333,6 @@ def test_a_training_that_fails_is_no_finished_one(tmp_path, monkeypatch):
     ("-m torch.distributed.run --nproc-per-node 2 examples/accelerate_loop.py", 2),
 ])  # fmt: skip
 def test_examples_measure_what_they_run(tmp_path, command, ranks):
-    import subprocess
 
     words = [str(ROOT / w) if w.startswith("examples") else w for w in command.split()]
     words = [sys.executable, *words, TINY]
@@ -356,3 +358,196 @@ def test_the_public_names_are_those_of_the_page():
         assert getattr(llm_train_bench, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'Meters'"):
         llm_train_bench.Meters  # noqa: B018
+
+
+def test_a_profiler_of_the_loop_is_left_alone(measured, tmp_path):
+    """A second profiler would destroy its trace; the figures under one are no undisturbed run's."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        r = measured(7, lambda step, i: torch.ones(3).sum())
+    assert any("aten::sum" in event.key for event in profiler.key_averages())
+    assert r["observed"] is None and r["unfit_reasons"] == ["a profiler was on in the window"]
+    assert any("not observed: the loop has a profiler on" in note for note in r["notes"])
+    unfit = read_result(tmp_path / r["run_name"] / "result.json").unfit
+    assert unfit == ["a profiler was on in the window"]
+
+
+def test_one_meter_at_a_time_and_each_once(tmp_path):
+    one, two = (Meter(TINY, output_dir=tmp_path, quiet=True, **SMALL) for _ in range(2))
+    with one:
+        with pytest.raises(UsageError, match="another one is open in this process"), two:
+            pass
+        with pytest.raises(UsageError, match="a part belongs into a step"):
+            one.part("forward")
+        with pytest.raises(UsageError, match="'checkpoint' is not evaluation or save"):
+            one.paused("checkpoint")
+        with one.step(), pytest.raises(UsageError, match="steps are not nested"):
+            one.paused("save")
+    with pytest.raises(UsageError, match="the meter has ended"), one.step():
+        pass
+    with pytest.raises(UsageError, match="was used before"), one:
+        pass
+    with two, two.step():  # of the same second, under another name
+        pass
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name, value, right", [
+    ("tokens", np.int64(64), True), ("tokens", torch.tensor(64), True), ("tokens", 0, False),
+    ("tokens", True, False), ("tokens", 2.5, False), ("tokens", -5, False),
+    ("lr", np.float32(0.5), True), ("lr", torch.tensor(0.5), True),
+])  # fmt: skip
+def test_what_a_step_tells_may_be_numbers_of_libraries(measured, tmp_path, name, value, right):
+    body = lambda step, i: setattr(step, name, value)  # noqa: E731
+    if right:
+        measured(6, body)
+        assert {s[name] for s in read_steps(tmp_path)} == {float(value)}
+        return
+    with pytest.raises(UsageError, match=r"step\.tokens=.* must be a whole number from 1"):
+        measured(6, body)
+    with pytest.raises(AttributeError):
+        meter_module.MeterStep().token = 3
+
+
+def test_several_lengths_are_no_length(measured):
+    """Of images, of samples that are grouped by length, or where one does not divide the tokens."""
+    embed = nn.Embedding(9, 4)
+
+    def body(*lengths):
+        return lambda step, i: [embed(torch.zeros(1, n, dtype=torch.long)) for n in lengths]
+
+    r = measured(7, body(16, 577))
+    assert r["batch"]["seq_len"] is r["metrics"]["flops_per_token_palm"] is None
+    assert any("samples of 16, 577 tokens were seen; give seq_len" in note for note in r["notes"])
+
+
+@pytest.mark.parametrize("options, error", [
+    ({"settings": {"amp": torch.bfloat16}}, "settings: 'amp': torch.bfloat16 is no text, number"),
+    ({"device": "meta"}, "device meta: only GPUs (cuda) and CPUs are measured"),
+    ({"run_name": "../x"}, "run_name='../x': must be the name of one directory"),
+    ({"usd_per_hour": "3"}, "usd_per_hour='3': must be a number above 0 and finite"),
+    ({"n_steps": 10**10}, "n_steps=10000000000: must be a whole number from 1 to 10000000"),
+])  # fmt: skip
+def test_other_bad_arguments_are_one_line(tmp_path, options, error):
+    with pytest.raises(UsageError, match=re.escape(error)):
+        Meter(TINY, output_dir=tmp_path, **SMALL | options)
+    with Meter(name="meta-llama/Llama", output_dir=tmp_path, quiet=True, **SMALL) as meter:
+        pass
+    assert meter.directory.parent == tmp_path
+
+
+def test_a_group_of_train_py_and_a_meter_is_named_by_what_both_know(
+    tmp_path, output_of, monkeypatch
+):
+    import compare
+
+    secrets = ["--hf-token", "hf_SECRET", "--key=SECRET2", "https://u:SECRET3@host/x"]
+    monkeypatch.setattr(sys, "argv", ["theirs.py", *secrets, '{"p": "/home/alice/z"}'])
+    argv = "--device cpu --amp off --bsz 1 --seq-len 32 --n-steps 3 --warmup-steps 1"
+    trained(tmp_path / "own", TINY, argv)
+    with Meter(TINY, seq_len=32, output_dir=tmp_path / "theirs", quiet=True, **SMALL) as meter:
+        for _ in range(5):
+            with meter.step():
+                pass
+    out = tmp_path / "out"
+    shown = output_of(
+        compare.main, [str(tmp_path / n) for n in ("own", "theirs")], "--output-dir", out
+    )
+    (out / "all").write_text(shown)
+    for path in out.iterdir():
+        assert not re.search("SECRET|alice", path.read_text()), path
+    names = {row["setting"] for row in json.loads((out / "compare.json").read_text())["settings"]}
+    assert names == {"train", "theirs"}
+
+
+def test_a_trainer_whose_work_is_not_the_configs_has_no_flops(tmp_path):
+    """A classifier has no head of the vocabulary, and two models of one class are two models."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from llm_train_bench import HFMeterCallback
+
+    hashes = []
+    for layers in (1, 2):
+        content = json.loads(Path(TINY).read_text()) | {"n_layer": layers, "pad_token_id": 0}
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**content))
+        callback = HFMeterCallback(1, 2, output_dir=tmp_path / f"{layers}", quiet=True)
+        trainer = trainer_of(tmp_path, model, callback, 3)
+        trainer.train_dataset = [
+            {"input_ids": x, "labels": 0} for x in torch.ones(40, 16, dtype=int)
+        ]
+        trainer.train()
+        r = only_result(tmp_path / f"{layers}")
+        assert r["metrics"]["flops_per_token_palm"] is None and r["metrics"]["tokens_per_sec"] > 0
+        assert any("and its config says" in note for note in r["notes"])
+        hashes.append(r["model"]["hash"])
+    assert len(set(hashes)) == 2
+
+
+def test_a_training_goes_on_where_nothing_can_be_counted(tmp_path, capsys):
+    from llm_train_bench import HFMeterCallback
+
+    model = transformer()
+    callback = HFMeterCallback(1, 2, output_dir=tmp_path / "runs", quiet=True)
+    trainer = trainer_of(tmp_path, model, callback, 3)
+    embeds = torch.zeros(16, model.config.hidden_size)
+    trainer.train_dataset = [{"inputs_embeds": embeds, "labels": torch.ones(16, dtype=int)}] * 40
+    trainer.train()
+    assert trainer.state.global_step == 3
+    r = only_result(tmp_path / "runs")
+    assert r["status"] == "failed" and "given no input_ids; pass tokens_per_step" in r["error"]
+    trainer = trainer_of(tmp_path, model, callback, 3)
+    trainer.args._n_gpu = 2
+    trainer.callback_handler.call_event(
+        "on_train_begin", trainer.args, trainer.state, trainer.control
+    )
+    assert "nothing is measured: one process uses 2 GPUs" in capsys.readouterr().err
+
+
+TRAINER = """
+import json, sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from llm_train_bench import HFMeterCallback, Meter
+
+torch.manual_seed(0)
+content = json.loads(open(sys.argv[1]).read())
+config = AutoConfig.for_model(**content)
+ids = torch.randint(config.vocab_size, (40, 16))
+args = TrainingArguments(
+    "trainer", max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+    save_strategy="no", disable_tqdm=True, use_cpu=True)
+trainer = Trainer(
+    AutoModelForCausalLM.from_config(config), args, callbacks=[HFMeterCallback(1, 2, quiet=True)],
+    train_dataset=[{"input_ids": x, "labels": x} for x in ids])
+trainer.train()
+if args.process_index == 0:
+    json.dump([e["loss"] for e in trainer.state.log_history if "loss" in e], open("losses", "w"))
+sizes = dict(tokens_per_step=64, seq_len=8, warmup_steps=1, n_steps=4)
+with Meter(content, output_dir="uneven", quiet=True, **sizes) as meter:
+    for _ in range(6 if args.process_index == 0 else 3):
+        with meter.step() as step:
+            step.loss = 1.0
+"""
+
+
+def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
+    """Ranks that measure different steps are unfit; a loss is not halved by another rank's tokens."""
+    (tmp_path / "both.py").write_text(TRAINER)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "both.py",
+        TINY,
+    ]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
+    )
+    assert done.returncode == 0, done.stderr
+    reasons = only_result(tmp_path / "uneven")["unfit_reasons"]
+    assert reasons == ["ranks measured different numbers of steps: 2 to 4"]
+    logged = json.loads((tmp_path / "losses").read_text())
+    losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
+    assert losses == pytest.approx(logged, rel=0.1) and len(losses) == 3
+    assert only_result(tmp_path / "runs")["batch"]["tokens_per_step"] == 2 * 2 * 16

@@ -417,6 +417,35 @@ def test_a_run_is_exported_when_it_has_ended(tmp_path, capsys, monkeypatch, refu
     assert not (tmp_path / "b").exists()
 
 
+def test_a_tracker_that_does_not_answer_delays_the_end_only_so_long(tmp_path, monkeypatch, capsys):
+    """Whether it stands still at the start, in a step or at the end."""
+
+    class Silent:
+        def __init__(self, result, directory):
+            time.sleep(60 if result.run_name == "start" else 0)
+            self.name = result.run_name
+
+        def log(self, steps):
+            time.sleep(60 if self.name == "log" else 0)
+
+        def finish(self, result):
+            time.sleep(60 if self.name == "finish" else 0)
+            return "somewhere"
+
+    monkeypatch.setitem(trackers.TRACKERS, "openmetrics", Silent)
+    monkeypatch.setattr(trackers.TrackedRun, "PATIENCE_S", 0.2)
+    argv = words(FP32, "--n-steps 3 --warmup-steps 1 --no-tensorboard --track openmetrics --quiet")
+    for name in ("start", "log", "finish", "other"):
+        began = time.monotonic()
+        assert run_train(*argv, "--run-name", name, "--output-dir", tmp_path) == 0
+        assert time.monotonic() - began < 30
+        line = "openmetrics: not tracked to the end: no answer for 0.2 s"
+        printed = capsys.readouterr()
+        assert (line if name != "other" else "openmetrics: somewhere") in printed.err
+        assert "step 1" not in printed.err and "| tokens/s " in printed.out
+        assert json.loads((tmp_path / name / "result.json").read_text())["status"] == "ok"
+
+
 def test_warm_up_by_seconds_fills_what_steps_leave(tmp_path):
     """The first three steps may compile, and do not count; training itself is the same."""
     argv = words(FP32, "--n-steps 2 --warmup-steps 6 --no-tensorboard")

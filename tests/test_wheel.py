@@ -52,6 +52,9 @@ def run(wheel, tmp_path_factory):
     ]
     subprocess.run([*pip, wheel], check=True)
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    subprocess.run(["git", "init", "-q", env], check=True)
+    commit = ["git", "-C", env, "-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"]
+    subprocess.run([*commit, "--allow-empty"], check=True)
     (here / "model").mkdir()
     (here / "model/__init__.py").write_text("raise ImportError('the model of the user')")
     environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -83,7 +86,7 @@ def test_a_run_a_sweep_and_their_comparison_from_an_empty_directory(run):
     assert done.returncode == 0, done.stderr
     result = json.loads((run.here / "runs/two/result.json").read_text())
     assert result["status"] == "ok" and result["device"]["count"] == 2
-    assert result["environment"]["git_sha"] is None
+    assert result["environment"]["git_sha"] is None  # though the user's project has a revision
     done = run("sweep", "--models", "configs/llama-tiny.json", "--output-dir", "swept",
                "--set", "device=cpu", "amp=off", "bsz=1", "seq-len=16", "n-steps=2")  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -101,5 +104,11 @@ def test_the_tools_and_their_help(run):
     assert done.returncode == 2 and "did you mean configs/gpt2-125m.json?" in done.stderr
     done = run("trains", "x")
     assert done.returncode == 2 and "'trains' is no command" in done.stderr
+    shell = f"{run.python.parent / 'llm-train-bench'} --help | true"
+    assert subprocess.run(shell, shell=True, capture_output=True).stderr == b""
+    done = run(
+        "compare", "runs", "--baseline", "configs/baselines.json"
+    )  # the package's is not theirs
+    assert done.returncode == 2 and "no such file" in done.stderr
     advice = run("doctor", "--json").stdout
     assert "'llm-train-bench[te]'" in advice and "-e ." not in advice

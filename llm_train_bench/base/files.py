@@ -1,12 +1,16 @@
 """Files that others made, or will read."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from llm_train_bench.base.start import ROOT
 
 from llm_train_bench.base.errors import UsageError
+
+# Names of variables and flags whose values are nobody else's business.
+SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw", re.I)
 
 
 def how_to_install(command: str) -> str:
@@ -37,13 +41,28 @@ def shown_path(path: str | Path) -> str:
 
 
 def shown_word(text: str) -> str:
-    """A value of a flag or variable; a path in it as it may leave the machine."""
-    return shown_path(text) if text.startswith(("/", "~", "../")) else text
+    """A value of a flag or variable; paths in it as they may leave the machine."""
+    text = re.sub(r"://[^/@\s]+@", "://...@", text)
+    if text.startswith(("/", "~", "../")):
+        return shown_path(text)
+    return re.sub(r"(?<![\w.~:/-])/(?:[\w.+-]+/)+", "", text)
+
+
+def without_secrets(words: Iterable[str]) -> list[str]:
+    """A command line without the values of flags whose names say that they are secret."""
+    shown, secret = [], False
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        is_value = secret and not word.startswith("-")
+        named = flag.startswith("-") and bool(SECRET.search(flag))
+        shown.append("..." if is_value else f"{flag}=..." if named and equals else word)
+        secret = named and not equals
+    return shown
 
 
 def shown_command(words: Iterable[str]) -> list[str]:
-    """A command line with its paths as they may leave the machine."""
-    parts = (word.rpartition("=") for word in words)
+    """A command line with its paths as they may leave the machine, and without secrets."""
+    parts = (word.rpartition("=") for word in without_secrets(words))
     return [f"{flag}{equals}{shown_word(value)}" for flag, equals, value in parts]
 
 

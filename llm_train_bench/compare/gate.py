@@ -295,6 +295,7 @@ def _changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
 def read_baselines(path: Path, must_exist: bool) -> dict[str, Entry]:
     """The stored baselines by key."""
     try:
+        path.stat()  # a package's own baselines are not the user's
         content = parse_json(plain_file(path).read_text(encoding="utf-8"))
         return Baselines.model_validate(content).baselines
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from llm_train_bench.base.hardware import device_called, find_hardware
 from llm_train_bench.base.tables import grouped
 from llm_train_bench.compare.records import Record
 from llm_train_bench.formulas.time_statistics import surely, welch_ratio
-from llm_train_bench.settings.flags import Args, defaults, differing
+from llm_train_bench.settings.flags import Args, Script, defaults, differing
 
 # Runs of one setting differ by this much.
 RUNS_DIFFER = 0.01
@@ -261,6 +261,9 @@ def name_settings(members: list[Record]) -> None:
     facts = [_facts(r) for r in members]
     known = [f for f in facts if f is not None]
     keys = dict.fromkeys(key for f in known for key in f)
+    if any(f.get("script") not in {None, *Script} for f in known):
+        # A Meter knows few settings, and what it does not know is no setting of its loop.
+        keys = [key for key in keys if all(key in f for f in known)]
     differ = [k for k in keys if len({str(f.get(k)) for f in known}) > 1]
     for record, values in zip(members, facts, strict=True):
         words = [_word(key, values.get(key)) for key in differ] if values else []

@@ -62,19 +62,19 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         why = first_problem(error)
         raise UsageError(f"{path}: not a result of this version: {why}") from None
     m, a = r.metrics, r.args
-    settings = [a["amp"]] if a.get("amp") else []
+    settings = [str(a["amp"])] if a.get("amp") else []
     if r.fp8:
         settings.append(f"fp8 {r.fp8.backend} {r.fp8.recipe}")
     if a.get("pt_compile"):
         mode = a.get("compile_mode", "default")
-        settings.append("compile" if mode == "default" else mode)
+        settings.append("compile" if mode == "default" else str(mode))
     if a.get("sac_freq"):
         settings.append(f"sac {a['sac_freq']} {a.get('sac_policy', 'block')}")
     settings.append(r.entrypoint.removesuffix(".py"))
     if r.batch.micro_batch:
         settings.append(f"b{r.batch.micro_batch}x{r.batch.grad_acc_steps}")
     if a.get("pass_type", "step") != "step":
-        settings.append(a["pass_type"])
+        settings.append(str(a["pass_type"]))
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
     steps = read_steps(path.parent / "steps.jsonl")

@@ -89,7 +89,8 @@ class ProgressDisplay:
             self.bar.update(self.task, completed=done, description=name, figures=figures)
             self.bar.refresh()
         elif now >= self.line_at + self.LINE_S or done == self.n_steps:
-            left = "" if done == self.n_steps else f"  {time_left(self.n_steps - done, step)} left"
+            known = 2 < step.step < self.n_steps - 1  # the first steps compile
+            left = f"  {time_left(self.n_steps - done, step)} left" if known else ""
             say(f"step {done}/{self.n_steps}  {name}  {figures}{left}")
             self.line_at = now
 

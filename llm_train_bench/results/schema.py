@@ -201,6 +201,7 @@ class Result(Strict):
     device: Device
     batch: StepSize
     loss_known: bool = True
+    unfit_reasons: list[str] = Field(default_factory=list)
     fp8: Fp8Info | None = None
     attention_kernel: str | None = None
     linear: str | None = None
@@ -235,7 +236,12 @@ class Result(Strict):
             "FP8 emulated": self.fp8 and self.fp8.emulated,
         }
         mismatches = self.observed.mismatches if self.observed else []
-        return [*(mark for mark, on in marks.items() if on), *self.impossible, *mismatches]
+        return [
+            *(mark for mark, on in marks.items() if on),
+            *self.unfit_reasons,
+            *self.impossible,
+            *mismatches,
+        ]
 
     @property
     def impossible(self) -> dict[str, str]:

@@ -4,7 +4,6 @@ A thread hands finished steps to the tracker's library, as often as the step log
 a second. At the end come the final figures, and result.json and steps.jsonl as artifacts.
 """
 
-import functools
 import importlib
 import importlib.util
 import os
@@ -14,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from llm_train_bench.base.errors import UsageError, one_line
 from llm_train_bench.base.files import ROOT, how_to_install, write_whole
@@ -61,47 +60,39 @@ class Tracker(Protocol):
 
 
 class TrackedRun:
-    """A sink of steps that a thread hands to a tracker.
+    """A sink of steps, for a thread in which the tracker's library works from the first call to the last.
 
     No failure of a tracker ends the run: `finish` returns a line that says it.
     """
 
-    # A tracker that does not answer may delay the end by so long [s].
+    # A tracker that does not answer delays the end by so long [s].
     PATIENCE_S = 60.0
 
     def __init__(self, name: str, result: Result, directory: Path):
-        self.name, self.problem = name, ""
-        self.waiting: queue.SimpleQueue[list[Step] | None] = queue.SimpleQueue()
-        self.tracker = self._try(lambda: TRACKERS[name](result, directory))
-        self.thread = threading.Thread(target=self._hand_on, daemon=True)
+        self.name, self.outcome = name, ""
+        self.waiting: queue.SimpleQueue[list[Step] | Result] = queue.SimpleQueue()
+        begun = result.model_copy()
+        self.thread = threading.Thread(target=self._work, args=(begun, directory), daemon=True)
         self.thread.start()
 
-    def _try(self, action: Callable[[], Any]) -> Any:
-        """What the action returns; None where it failed, or one before it did."""
-        if not self.problem:
-            try:
-                return action()
-            except Exception as error:
-                self.problem = f"{type(error).__name__}: {one_line(error)}"
-        return None
-
-    def _hand_on(self) -> None:
-        while (steps := self.waiting.get()) is not None:
-            self._try(functools.partial(self.tracker.log, steps) if self.tracker else int)
+    def _work(self, result: Result, directory: Path) -> None:
+        try:
+            tracker = TRACKERS[self.name](result, directory)
+            while isinstance(item := self.waiting.get(), list):
+                tracker.log(item)
+            self.outcome = tracker.finish(item)
+        except Exception as error:
+            self.outcome = f"not tracked: {type(error).__name__}: {one_line(error)}"
 
     def __call__(self, steps: list[Step]) -> None:
         self.waiting.put(steps)
 
     def finish(self, result: Result) -> str:
         """End the run there, once its result.json is written; a line that says where it is."""
-        self.waiting.put(None)
+        self.waiting.put(result)
         self.thread.join(self.PATIENCE_S)
-        if self.thread.is_alive():
-            return f"{self.name}: not tracked to the end: no answer for {self.PATIENCE_S:g} s"
-        where = self._try(lambda: self.tracker.finish(result))
-        return (
-            f"{self.name}: not tracked: {self.problem}" if self.problem else f"{self.name}: {where}"
-        )
+        silent = f"not tracked to the end: no answer for {self.PATIENCE_S:g} s"
+        return f"{self.name}: {self.outcome or silent}"
 
 
 class WandbTracker:

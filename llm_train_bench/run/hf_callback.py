@@ -5,23 +5,28 @@ trainer = Trainer(..., callbacks=[HFMeterCallback(warmup_steps=10, n_steps=50)])
 
 import atexit
 import contextlib
+import json
 import sys
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from llm_train_bench.model.config import ConfigError
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.formulas.parameters import count_parameters
+from llm_train_bench.model.config import ConfigError, ModelConfig, parse_config
+from llm_train_bench.results.console import say
 from llm_train_bench.run.meter import Meter, MeterStep
+from llm_train_bench.run.provenance import digest_of
 
 
 class HFMeterCallback(TrainerCallback):
     """Measures steps `warmup_steps` to `warmup_steps + n_steps` of `trainer.train()`.
 
     One more step is traced, if the training is longer. Tokens are those of `input_ids` (with padding),
-    losses those that the model returns, on rank 0. FLOPs follow from `model.config`; they are unknown
-    for models of other families and where parameters are frozen, as with LoRA. `options` are the
-    Meter's other arguments; `flops_per_token` among them replaces the config.
+    losses those that the model returns, on rank 0. FLOPs follow from `model.config`. They are unknown
+    for other models, where parameters are frozen, as with LoRA, and where samples differ in length.
+    `options` are the Meter's other arguments; `flops_per_token` among them replaces the config.
     """
 
     def __init__(self, warmup_steps: int = 10, n_steps: int = 50, **options: Any):
@@ -33,22 +38,31 @@ class HFMeterCallback(TrainerCallback):
     ) -> None:
         self._end(RuntimeError("the training began again"))
         model: nn.Module = kwargs["model"]
+        if why := _cannot_be_counted(args, model):
+            say(f"HFMeterCallback: nothing is measured: {why}")
+            return
         notes: list[str] = []
         options: dict[str, Any] = {"settings": _settings(args, model), "device": args.device}
         options |= self.options
+        config: Any = getattr(model, "config", None)
         if not {"config", "flops_per_token"} & options.keys():
-            if any(not p.requires_grad for p in model.parameters()):
-                notes.append("FLOPs are unknown: some parameters are frozen; pass flops_per_token")
-            else:
-                options["config"] = getattr(model, "config", None)
+            try:
+                _refuse_other_work(model, parse_config(config.to_dict(), type(model).__name__))
+                options["config"] = config
+            except (AttributeError, ConfigError) as error:
+                notes.append(f"FLOPs are unknown: {error}; pass flops_per_token")
         options.setdefault("name", type(model).__name__)
-        try:
-            meter = Meter(**options)
-        except ConfigError as error:
-            notes.append(f"FLOPs are unknown: {error}; pass flops_per_token")
-            options["config"] = None
-            meter = Meter(**options)
+        meter = Meter(**options)
+        if meter.config is None:  # models of one class are not one model
+            shapes = [
+                (name, list(p.shape), p.requires_grad) for name, p in model.named_parameters()
+            ]
+            number = sum(p.numel() for p in model.parameters())
+            known = {"n_parameters": number, "hash": digest_of(json.dumps(shapes))}
+            meter.result.model = meter.result.model.model_copy(update=known)
         meter.result.notes += notes
+        # Where num_items_in_batch counts the tokens of all ranks, the Trainer scales losses by them.
+        self.ranks_share = args.world_size if args.average_tokens_across_devices else 1
         self.losses: list[Tensor] = []
         self.tokens, self.whole_batch = 0, False
         hook = model.register_forward_hook(self._look, with_kwargs=True)
@@ -65,7 +79,8 @@ class HFMeterCallback(TrainerCallback):
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor):
             self.tokens += ids.numel()
-            self.meter.seq_len = self.meter.seq_len or ids.shape[-1]
+            if self.meter.seq_len is None:
+                self.meter.lengths.add(ids.shape[-1])
         loss = getattr(output, "loss", None)
         if loss is not None:
             self.losses.append(loss.detach())
@@ -88,10 +103,16 @@ class HFMeterCallback(TrainerCallback):
     ) -> None:
         if self.meter is None:
             return
-        self.told.tokens = self.tokens * self.meter.ranks.world
+        if self.tokens:
+            self.told.tokens = self.tokens * self.meter.ranks.world
+        elif self.meter.tokens_per_step is None and self.meter.n < self.meter.window_end:
+            say("HFMeterCallback: the model was given no input_ids; pass tokens_per_step")
+            self._end(UsageError("the model was given no input_ids; pass tokens_per_step"))
+            return
         if self.losses:
             total = sum(self.losses[1:], self.losses[0])
-            self.told.loss = total if self.whole_batch else total / len(self.losses)
+            total *= self.ranks_share if self.whole_batch else 1 / len(self.losses)
+            self.told.loss = total
         self.step.__exit__(None, None, None)
 
     def on_evaluate(
@@ -122,6 +143,28 @@ class HFMeterCallback(TrainerCallback):
         self.meter = None
         atexit.unregister(self._left)
         self.running.__exit__(type(error) if error else None, error, None)
+
+
+def _cannot_be_counted(args: TrainingArguments, model: nn.Module) -> str | None:
+    """Why tokens per device would be wrong; None where each rank has a device and data of its own."""
+    if args.n_gpu > 1:
+        return f"one process uses {args.n_gpu} GPUs (DataParallel); start it by torchrun"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "the model's layers are on several devices (device_map)"
+    sizes = getattr(args, "parallelism_config", None)
+    if any(getattr(sizes, name, 1) > 1 for name in ("tp_size", "cp_size", "sp_size")):
+        return "ranks share samples; use Meter with tokens_per_step"
+    return None
+
+
+def _refuse_other_work(model: nn.Module, config: ModelConfig) -> None:
+    """ConfigError where a training of this model is not that of the config's causal language model."""
+    parameters = list(model.parameters())
+    if any(not p.requires_grad for p in parameters):
+        raise ConfigError("some parameters are frozen")
+    number = sum(p.numel() for p in parameters)
+    if number != (expected := count_parameters(config)):
+        raise ConfigError(f"the model has {number:,} parameters, and its config says {expected:,}")
 
 
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:

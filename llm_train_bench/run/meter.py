@@ -10,13 +10,16 @@ with Meter(config="config.json", tokens_per_step=8192, warmup_steps=10, n_steps=
 
 import contextlib
 import dataclasses
+import itertools
+import json
+import operator
 import os
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -24,12 +27,12 @@ from torch import Tensor
 
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import shown_command
+from llm_train_bench.base.files import without_secrets
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.steps import REST
 from llm_train_bench.model.config import ModelConfig, load_config, parse_config
-from llm_train_bench.parallel.ranks import Ranks, find_ranks, meet, on_main
+from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, meet, on_main
 from llm_train_bench.results.figures import fill_flop_rates
 from llm_train_bench.results.result_files import command_began, now, this_process
 from llm_train_bench.results.schema import Lineage, ModelInfo, Result, StepSize
@@ -45,20 +48,29 @@ from llm_train_bench.run.provenance import (
 )
 from llm_train_bench.run.record import RunRecord
 from llm_train_bench.settings.flags import OutputFlags, TrackerName
-from llm_train_bench.trace.observed import observe, sequence_length
+from llm_train_bench.trace.observed import observe, sequence_lengths
 from llm_train_bench.trace.read_trace import Trace
 
+MOST_STEPS = 10**7
+# The meter that is open in this process; and endings that tell apart those of one second.
+_OPEN: "list[Meter]" = []
+_SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
 # Libraries with training loops of their own, which a result names if they are loaded.
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
 
 
 class MeterStep:
-    """One step of a loop: what the loop tells of it; `loss` is a number or a tensor of one element."""
+    """What a loop tells of one step: its loss (a number, or a tensor of one element), lr and tokens.
 
-    loss: float | Tensor | None = None
-    lr: float | None = None
-    tokens: int | None = None
-    """Over all ranks, where it is not the Meter's `tokens_per_step`."""
+    `tokens` are those of all ranks, where they are not the Meter's `tokens_per_step`.
+    """
+
+    __slots__ = ("loss", "lr", "tokens")
+
+    def __init__(self) -> None:
+        self.loss: float | Tensor | None = None
+        self.lr: float | None = None
+        self.tokens: int | None = None
 
 
 class Meter(RunRecord):
@@ -113,19 +125,27 @@ class Meter(RunRecord):
         Under several ranks, torch.distributed must be initialized, and every rank has a Meter. UsageError
         or ConfigError for what cannot be used.
         """
-        sizes = {"tokens_per_step": tokens_per_step, "n_steps": n_steps, "seq_len": seq_len}
-        for what, size in sizes.items():
-            if size is not None and (type(size) is not int or size < 1):
-                raise UsageError(f"Meter: {what}={size!r}: must be a whole number above 0")
-        if type(warmup_steps) is not int or warmup_steps < 0:
-            raise UsageError(f"Meter: warmup_steps={warmup_steps!r}: must be a whole number from 0")
+        for what, size in {"tokens_per_step": tokens_per_step, "seq_len": seq_len}.items():
+            if size is not None:
+                _whole(f"Meter: {what}", size, 1, 2**63)
+        _whole("Meter: n_steps", n_steps, 1, MOST_STEPS)
+        _whole("Meter: warmup_steps", warmup_steps, 0, MOST_STEPS)
         if seq_len and tokens_per_step and tokens_per_step % seq_len:
             raise UsageError(
                 f"Meter: tokens_per_step={tokens_per_step} is no multiple of seq_len={seq_len}"
             )
-        for what, value in {"flops_per_token": flops_per_token, "peak_tflops": peak_tflops}.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"Meter: {what}={value!r}: must be above 0 and finite")
+        rates = {"flops_per_token": flops_per_token, "peak_tflops": peak_tflops}
+        for what, value in (rates | {"usd_per_hour": usd_per_hour}).items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < float("inf")):
+                raise UsageError(f"Meter: {what}={value!r}: must be a number above 0 and finite")
+        for key, value in (settings or {}).items():
+            if not isinstance(key, str) or not isinstance(value, str | int | float | bool | None):
+                raise UsageError(
+                    f"Meter: settings: {key!r}: {value!r} is no text, number, truth value or None"
+                )
+        if run_name is not None and (run_name in ("", ".", "..") or "/" in run_name):
+            raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
         for tracker in track:
             if tracker not in TRACKERS:
                 raise UsageError(f"Meter: track={tracker!r}: must be among {', '.join(TRACKERS)}")
@@ -134,7 +154,11 @@ class Meter(RunRecord):
         self.config, self.seq_len = _read_config(config, name), seq_len
         self.warmup_steps, self.window_end = warmup_steps, warmup_steps + n_steps
         self.tokens_per_step, self.flops, self.observes = tokens_per_step, flops_per_token, observe
-        self.n, self.inside, self.observed = 0, False, False
+        # Tokens of a sample that were seen, where none are given.
+        self.lengths: set[int] = set()
+        self.n, self.observed = 0, False
+        # new, between (steps), inside (a step) or ended
+        self.state = "new"
         if device is None:
             device = (
                 torch.device("cuda", torch.cuda.current_device())
@@ -142,14 +166,16 @@ class Meter(RunRecord):
                 else "cpu"
             )
         device, ranks = torch.device(device), _ranks()
+        if device.type not in ("cuda", "cpu"):
+            raise UsageError(f"Meter: device {device}: only GPUs (cuda) and CPUs are measured")
         script = Path(sys.argv[0] or "python").name
         args: dict[str, Any] = {"n_steps": n_steps, "warmup_steps": warmup_steps}
         args |= {} if usd_per_hour is None else {"usd_per_hour": usd_per_hour}
-        if settings is None:
-            args["command"] = " ".join(shown_command(sys.argv[1:]))
+        if settings is None:  # not the words themselves, which may hold keys
+            args["command"] = digest_of(json.dumps(sys.argv[1:]))
         args |= dict(settings or {})
         model = self._model(name)
-        called = run_name or default_name(model.name, {})
+        called = run_name or default_name(model.name.replace("/", "_"), {}) + next(_SUFFIXES)
         called, identity, began = on_main(
             ranks, lambda: (called, uuid.uuid4().hex, command_began(False))
         )
@@ -157,7 +183,7 @@ class Meter(RunRecord):
             run_name=called,
             version=__version__,
             entrypoint=script,
-            command=[script, *sys.argv[1:]],
+            command=[script, *without_secrets(sys.argv[1:])],
             started_at=now(),
             args=args,
             model=model,
@@ -204,6 +230,7 @@ class Meter(RunRecord):
 
     def open(self) -> None:
         super().open()
+        self.state = "between"
         self.log.start()
         if not self.warmup_steps:
             self._open_window()
@@ -211,11 +238,8 @@ class Meter(RunRecord):
     @contextlib.contextmanager
     def step(self) -> Iterator[MeterStep]:
         """One optimizer step: all of its forward and backward passes, and the optimizer."""
-        if not hasattr(self, "log"):
-            raise UsageError("Meter.step: enter the meter first: with Meter(...) as meter:")
-        if self.inside:
-            raise UsageError("Meter.step: the step before has not ended; steps are not nested")
-        step, self.inside = MeterStep(), True
+        self._must_be("between", "step", "enter the meter first: with Meter(...) as meter:")
+        step, self.state = MeterStep(), "inside"
         try:
             if self.n < self.window_end:
                 self.log.mark("data")
@@ -228,7 +252,16 @@ class Meter(RunRecord):
                 with self._observing():
                     yield step
         finally:
-            self.inside = False
+            self.state = "between" if self.state == "inside" else self.state
+
+    def _must_be(self, state: str, what: str, advice: str) -> None:
+        """UsageError unless the meter is in this state."""
+        if self.state == "ended":
+            advice = "the meter has ended"
+        elif self.state == "inside" != state:
+            advice = "the step before has not ended; steps are not nested"
+        if self.state != state:
+            raise UsageError(f"Meter.{what}: {advice}")
 
     def part(self, name: str) -> contextlib.AbstractContextManager[None]:
         """A part of a step, whose time the result then has: data, forward, backward or optimizer.
@@ -237,6 +270,7 @@ class Meter(RunRecord):
         """
         if name not in ("data", "forward", "backward", "optimizer"):
             raise UsageError(f"Meter.part: {name!r} is not data, forward, backward or optimizer")
+        self._must_be("inside", "part", "a part belongs into a step")
         return self.log.part(name) if self.n < self.window_end else contextlib.nullcontext()
 
     def paused(self, kind: Literal["evaluation", "save"]) -> None:
@@ -245,6 +279,9 @@ class Meter(RunRecord):
         Inside the window it makes the run unfit for comparison, as in our own loop.
         """
         m = self.result.metrics
+        if kind not in ("evaluation", "save"):
+            raise UsageError(f"Meter.paused: {kind!r} is not evaluation or save")
+        self._must_be("between", "paused", "it belongs between two steps")
         if self.warmup_steps <= self.n < self.window_end:
             if kind == "save":
                 m.window_saves = (m.window_saves or 0) + 1
@@ -254,18 +291,24 @@ class Meter(RunRecord):
             self.log.start()
 
     def _finish_step(self, step: MeterStep) -> None:
-        loss, values = step.loss, None
-        if loss is not None:
+        values, lr = None, None
+        if step.loss is not None:
             self.result.loss_known = True
-            loss = torch.as_tensor(loss).detach()
+            loss = torch.as_tensor(step.loss).detach()
             if loss.numel() != 1:
                 raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
             values = loss.reshape(1).float()
-        phase = "warmup" if self.n < self.warmup_steps else "measure"
-        tokens = step.tokens or self.tokens_per_step
-        if not tokens:
+        tokens = self.tokens_per_step
+        if step.tokens is not None:
+            tokens = _whole("Meter: step.tokens", step.tokens, 1, 2**63)
+        elif tokens is None:
             raise UsageError("Meter: give tokens_per_step, or set the tokens of each step")
-        self.log.finish(self.n, phase, step.lr, tokens, values, last=REST)
+        if step.lr is not None:
+            lr = float(step.lr)
+        if _profiler_is_on() and self.n >= self.warmup_steps:
+            self._is_unfit("a profiler was on in the window")
+        phase = "warmup" if self.n < self.warmup_steps else "measure"
+        self.log.finish(self.n, phase, lr, tokens, values, last=REST)
         self.n += 1
         if self.n == self.warmup_steps:
             self._open_window()
@@ -288,6 +331,11 @@ class Meter(RunRecord):
     @contextlib.contextmanager
     def _observing(self) -> Iterator[None]:
         """Trace a step; what goes wrong in the step itself is the loop's, and the rest is a note."""
+        if _profiler_is_on():  # a second one would destroy its trace
+            why = "the loop has a profiler on"
+            self.result.notes.append(f"the kernels that ran were not observed: {why}")
+            yield
+            return
         failed: BaseException | None = None
         try:
             with traced(self, self._look):
@@ -304,9 +352,34 @@ class Meter(RunRecord):
 
     def _look(self, trace: Trace) -> None:
         self.result.observed = observe(trace, True, self.ranks.world, assume_math=False)
-        self.seq_len = self.seq_len or sequence_length(trace)
+        if not self.seq_len:
+            self.lengths |= sequence_lengths(trace)
+
+    def _is_unfit(self, why: str) -> None:
+        """Mark the run as one that cannot be compared."""
+        if why not in self.result.unfit_reasons:
+            self.result.unfit_reasons.append(why)
+
+    def close_window(self) -> None:
+        super().close_window()
+        counts = gather(self.ranks, self.n - self.warmup_steps)
+        if len(set(counts)) > 1:
+            self._is_unfit(
+                f"ranks measured different numbers of steps: {min(counts)} to {max(counts)}"
+            )
+
+    def __enter__(self) -> Self:
+        if _OPEN:
+            raise UsageError("Meter: another one is open in this process; end it first")
+        if self.state != "new":
+            raise UsageError("Meter: was used before; make a new one")
+        entered = super().__enter__()
+        _OPEN.append(self)
+        return entered
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        self.state = "ended"
+        _OPEN.clear()
         if error is None and self.warmup_steps <= self.n < self.window_end:
             measured = self.n - self.warmup_steps
             self.result.notes.append(
@@ -318,23 +391,44 @@ class Meter(RunRecord):
         super().__exit__(kind, error, trace)
 
     def fill(self, error: BaseException | None) -> None:
-        r, seq_len = self.result, self.seq_len
+        r, seq_len, why = self.result, self.seq_len, "no seq_len was given, and none was seen"
         self.fill_compile_counts()
         if self.n < self.warmup_steps and error is None:
             r.notes.append(f"the loop ended in step {self.n} of the warm-up: nothing was measured")
-        tokens = [step.tokens for step in self.log.of_phase("measure")]
-        if seq_len and not r.batch.seq_len:
-            r.notes.append(f"{seq_len} tokens a sample: observed in a step, no seq_len was given")
-        mean = round(sum(tokens) / len(tokens)) if tokens else self.tokens_per_step
-        r.batch = StepSize(tokens_per_step=mean, **_samples(mean, seq_len))
+        steps = [step.tokens for step in self.log.of_phase("measure")]
+        tokens = round(sum(steps) / len(steps)) if steps else self.tokens_per_step
+        if not seq_len and self.lengths:
+            (seq_len, *more), even = sorted(self.lengths), tokens and not tokens % min(self.lengths)
+            if more or not even:
+                seen = ", ".join(map(str, sorted(self.lengths)))
+                seq_len, why = None, f"samples of {seen} tokens were seen; give seq_len"
+            else:
+                r.notes.append(f"{seq_len} tokens a sample: observed, no seq_len was given")
+        r.batch = StepSize(tokens_per_step=tokens, **_samples(tokens, seq_len))
+        r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
         if self.flops:
             fill_flop_rates(r, self.flops, None)
         elif self.config and seq_len:
             palm, causal = (flops_of(self.config, seq_len, masked) for masked in (False, True))
             fill_flop_rates(r, palm, causal)
         else:
-            need = "seq_len" if self.config else "a config or flops_per_token"
-            r.notes.append(f"mfu and TFLOP/s are null: Meter was given no {need}")
+            why = why if self.config else "Meter was given no config and no flops_per_token"
+            r.notes.append(f"mfu and TFLOP/s are null: {why}")
+
+
+def _profiler_is_on() -> bool:
+    """Whether the loop has PyTorch's profiler on."""
+    return bool(vars(torch.autograd)["_profiler_enabled"]())
+
+
+def _whole(what: str, value: Any, least: int, most: int) -> int:
+    """A whole number, also numpy's; UsageError for any other value, or one out of bounds."""
+    number = None
+    with contextlib.suppress(TypeError, ValueError):  # a truth value is no number here
+        number = None if isinstance(value, bool) else operator.index(value)
+    if number is None or not least <= number <= most:
+        raise UsageError(f"{what}={value!r}: must be a whole number from {least} to {most}")
+    return number
 
 
 def _samples(tokens: int | None, seq_len: int | None) -> dict[str, int | None]:

@@ -180,8 +180,9 @@ class RunRecord:
                 print_result(r)
         if self.shows_table:
             say(f"{r.status}: {file.path}")
-        for tracked in self.tracked:
-            say(tracked.finish(r))
+        for line in [tracked.finish(r) for tracked in self.tracked]:
+            if self.shows_table:
+                say(line)
 
     def fill(self, error: BaseException | None) -> None:
         """Fill in what the run's owner knows besides times: FLOPs, compilations, checkpoints."""

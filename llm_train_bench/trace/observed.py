@@ -109,12 +109,12 @@ def observe(trace: Trace, trains: bool, ranks: int = 1, assume_math: bool = True
     )
 
 
-def sequence_length(trace: Trace) -> int | None:
-    """Tokens of a sample: the queries of attention's operators, or else of the embedding's look-up.
+def sequence_lengths(trace: Trace) -> set[int]:
+    """Tokens of a sample: the queries of attention's operators, or else of embeddings' look-ups.
 
-    None where a compiler fused them, or none recorded its shapes.
+    Several where a model has several kinds; none where a compiler fused them, or no shapes were recorded.
     """
-    lengths: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+    lengths: dict[bool, set[int]] = {True: set(), False: set()}
     for span in trace.host_spans:
         of_attention = bool(_OPERATOR.match(span.name))
         if not of_attention and span.name != "aten::embedding":
@@ -122,9 +122,8 @@ def sequence_length(trace: Trace) -> int | None:
         with contextlib.suppress(LookupError, TypeError):
             dims = span.args["Input Dims"]  # queries: batch, heads, T, size; ids: batch, T
             length = dims[0][2] if of_attention else dims[1][-1]
-            lengths[of_attention][length] += isinstance(length, int)
-    found = lengths[True] or lengths[False]
-    return found.most_common(1)[0][0] if found else None
+            lengths[of_attention] |= {length} if isinstance(length, int) else set()
+    return lengths[True] or lengths[False]
 
 
 def _attention(names: set[str]) -> dict[str, set[str]]:
