@@ -50,14 +50,15 @@ def run(wheel, tmp_path_factory):
         "-q",
         "--no-deps",
     ]
-    subprocess.run([*pip, wheel], check=True)
+    # A test may have left PYTHONPATH at this tree, which pip would take for an installed package.
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    subprocess.run([*pip, wheel], check=True, env=environ)
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     subprocess.run(["git", "init", "-q", env], check=True)
     commit = ["git", "-C", env, "-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"]
     subprocess.run([*commit, "--allow-empty"], check=True)
     (here / "model").mkdir()
     (here / "model/__init__.py").write_text("raise ImportError('the model of the user')")
-    environ = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
 
     def command(*words):
         words = [str(env / "bin/llm-train-bench"), *words]

@@ -92,9 +92,14 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         "hidden communication": travels * total - travels * exposed,
         "beside communication": micro_steps * beside,
         "slowest node": step * (slowest - 1),
-        "waiting for the host": micro_steps * max(0.0, micro - compute - moves),
+        "waiting for the host": micro_steps * _or_nothing(micro - compute - moves),
     }
     return SpeedEstimate(step * slowest, micro_steps * host, seconds)
+
+
+def _or_nothing(seconds: float) -> float:
+    """The seconds, or none where there are not even a picosecond: what is left is rounding."""
+    return seconds if seconds > 1e-12 else 0.0
 
 
 def slowest_node(work: Work, gpu: Hardware, per_node: int) -> float:
