@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.distributed import all_gather_object
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -406,6 +407,10 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
+                # torch 2.15 sends objects by the collective of tensors.
+                mock.patch(
+                    "torch.distributed.all_gather_object", traffic.unseen(all_gather_object)
+                ),
                 MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
             ):
                 stack.enter_context(patch)

@@ -21,6 +21,7 @@ import signal
 import tempfile
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -325,14 +326,16 @@ def fork(argv: list[str], script="train.py", world=1, kill_after=None, draw=rand
             if child := os.fork():
                 children.append(child)
                 continue
-            with contextlib.suppress(BaseException):
+            try:
                 torch.set_num_threads(1)  # OpenMP's other threads were not forked
                 if world > 1:
                     names = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
                     os.environ |= names | {"GLOO_SOCKET_IFNAME": "lo", MEETING: meeting}
                 run_here(argv, script, Ranks(rank, world, rank))
                 os._exit(0)
-            os._exit(1)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
         if kill_after is not None:
             time.sleep(kill_after)
             for child in draw.choice([children, [draw.choice(children)]]):

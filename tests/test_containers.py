@@ -588,7 +588,7 @@ def test_rdma_devices_where_there_are_any(ready):
         (NVIDIA, lambda m: None, "--env UID=5", 2, "--env UID: is the shell's own and cannot be set"),
         (NVIDIA, lambda m: None, "--env-file /tmp", 2, "--env-file /tmp: cannot be read"),
         (NVIDIA, lambda m: None, "--mount /etc:data", 2, "data must be a whole path"),
-        (NVIDIA, lambda m: None, "--mount /etc:/a,b", 2, "with a comma, colon or quote cannot be mounted"),
+        (NVIDIA, lambda m: None, "--mount /etc:/a,b", 2, "a comma, colon or quote cannot be mounted"),
         (NVIDIA, lambda m: None, "--env NOT_SET", 2, "--env NOT_SET: is not set here"),
         (NVIDIA, lambda m: None, "--env A-B=secret", 2, "--env A-B: must be NAME or NAME=VALUE"),
         (NVIDIA, lambda m: None, "--env-file /no/such", 2, "--env-file /no/such: cannot be read"),
