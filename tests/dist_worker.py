@@ -21,6 +21,7 @@ import importlib
 import itertools
 import json
 import os
+import threading
 import time
 import types
 import weakref
@@ -31,9 +32,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from torch.distributed import all_gather_object
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,9 +135,11 @@ class Traffic(TorchDispatchMode):
     def unseen(self, function):
         """The function, whose collectives are not counted: it is no part of a step."""
 
-        def called(*args):
+        def called(*args, **options):
+            if threading.current_thread() is not threading.main_thread():
+                return function(*args, **options)  # a save's, which is not seen
             before = self.bytes.copy(), self.calls.copy()
-            value = function(*args)
+            value = function(*args, **options)
             self.bytes, self.calls = before
             return value
 
@@ -407,9 +411,11 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),
                 mock.patch(f"{LOOP}.validation_loss", traffic.unseen(validation_loss)),
-                # torch 2.15 sends objects by the collective of tensors.
-                mock.patch(
-                    "torch.distributed.all_gather_object", traffic.unseen(all_gather_object)
+                # torch 2.15 sends objects by the collectives of tensors.
+                *(
+                    mock.patch.object(place, name, traffic.unseen(getattr(place, name)))
+                    for place in (dist, distributed_c10d)
+                    for name in ("all_gather_object", "gather_object")
                 ),
                 MUTANTS[mutant]() if mutant else contextlib.nullcontext(),
             ):

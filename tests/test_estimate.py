@@ -81,7 +81,13 @@ SETTINGS = [
     ("train_fsdp.py", 8, 4096, "mixtral-8x7b-proxy --bsz 2 --tp 2 --ep 8"),
     ("train_fsdp.py", 64, 4096, "deepseek-v3-proxy --bsz 2 --ep 32 --tp 8 --cp 2"),
     ("train_fsdp.py", 64, 8192, "gpt-oss-120b-proxy --bsz 1 --ep 16 --tp 2 --cp 2"),
-    ("train_pp.py", 64, 8192, "llama-3.1-405b-proxy --bsz 1 --pp 2 --tp 8 --sac-freq 1/2"),
+    (
+        "train_pp.py",
+        64,
+        8192,
+        "llama-3.1-405b-proxy --bsz 1 --pp 2 --tp 8 --sac-freq 1/2",
+        0.14,
+    ),  # torch 2.15 holds a tenth less in the last stage
     ("train_pp.py", 128, 4096, "deepseek-v3-proxy --bsz 1 --pp 2 --ep 32"),
     # Fewer experts than shards. 24 divides no dimension of them: FSDP2 pads 8 experts to 24.
     # The last value is how far the formula may be off.

@@ -244,7 +244,7 @@ def test_configs_of_transformers_are_read_as_their_files(family, tmp_path):
     from transformers import AutoConfig
 
     try:
-        theirs = AutoConfig.for_model(**FAMILIES[family])
+        theirs = AutoConfig.for_model(**json.loads(json.dumps(FAMILIES[family])))  # it adds keys
     except Exception as error:
         pytest.skip(f"transformers does not read it: {error}")
     path = tmp_path / "config.json"

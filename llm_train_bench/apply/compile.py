@@ -86,6 +86,9 @@ def apply_compile(model: Transformer, mode: str | None, exact_casts: bool = Fals
         # Dynamo would trace them, and then keep what is to be recomputed (seen with 2.11).
         for function in OwnFunction.__subclasses__():
             torch._dynamo.allow_in_graph(function)
+    if "TORCH_LOGS" not in os.environ:
+        # torch 2.15 logs what it then raises, over twenty lines.
+        logging.getLogger("torch._dynamo.convert_frame").setLevel(logging.ERROR)
     if mode.startswith("max-autotune") and "TORCH_LOGS" not in os.environ:
         # Candidates that do not fit the GPU are logged as errors, each with its traceback.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
