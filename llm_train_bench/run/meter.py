@@ -159,15 +159,13 @@ class Meter(RunRecord):
         self.n, self.observed = 0, False
         # new, between (steps), inside (a step) or ended
         self.state = "new"
-        if device is None:
-            device = (
-                torch.device("cuda", torch.cuda.current_device())
-                if torch.cuda.is_available()
-                else "cpu"
-            )
-        device, ranks = torch.device(device), _ranks()
+        here = torch.cuda.current_device() if torch.cuda.is_available() else None
+        default = "cpu" if here is None else f"cuda:{here}"
+        device, ranks = torch.device(default if device is None else device), _ranks()
         if device.type not in ("cuda", "cpu"):
             raise UsageError(f"Meter: device {device}: only GPUs (cuda) and CPUs are measured")
+        if device.type == "cuda" and device.index not in (None, here):
+            raise UsageError(f"Meter: device {device}: call torch.cuda.set_device({device}) first")
         script = Path(sys.argv[0] or "python").name
         args: dict[str, Any] = {"n_steps": n_steps, "warmup_steps": warmup_steps}
         args |= {} if usd_per_hour is None else {"usd_per_hour": usd_per_hour}
