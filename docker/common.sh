@@ -62,21 +62,21 @@ add_mount() { # HOST[:CONTAINER][:ro], or die
     [[ $text = *:* ]] || target=$source
     [ -e "$source" ] || die "--mount $1: there is no $source" 2
     [[ $target = /* ]] || die "--mount $1: $target must be a whole path, as in HOST:/data" 2
-    [[ $source$target != *[,:\"]* ]] || die "--mount $1: a path with a comma, colon or quote cannot be mounted" 2
+    [[ $source$target != *[,:\"]* ]] || die "--mount $1: must be HOST[:CONTAINER][:ro], without comma or quote" 2
     mounts+=(--mount "type=bind,src=$source,dst=$target$mode")
 }
 
-add_variable() { # the engine is given the name alone: no value shows in a command line, a log or --dry-run
+add_variable() { # no value shows in a command line, a log or --dry-run, nor reaches the engine's own environment
     local name=${1%%=*}
     [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env $name: must be NAME or NAME=VALUE" 2
+    [[ $1 != *$'\n'* ]] || die "--env $name: the value has a line break; mount a file instead" 2
     if [[ $1 = *=* ]]; then
-        # shellcheck disable=SC2163 # NAME=VALUE
-        (export "$1") 2>/dev/null || die "--env $name: is the shell's own and cannot be set" 2
-        pairs+=("$1") # set at the very end: it may have the name of a variable of this script
-    elif [ -z "${!name+set}" ]; then
+        pairs+=("$1")
+    elif [ -z "${!name+set}" ] || [[ $name != *[A-Z]* ]]; then # a small name may be this script's
         die "--env $name: is not set here; give NAME=VALUE" 2
+    else
+        named+=(-e "$name")
     fi
-    named+=(-e "$name")
 }
 
 parse() {
@@ -275,6 +275,12 @@ environment_arguments() {
         [ -z "${!name:-}" ] || args+=(-e "$name")
     done
     args+=(${named[@]+"${named[@]}"})
+    if [ -n "$dry" ]; then
+        for name in ${pairs[@]+"${pairs[@]%%=*}"}; do args+=(-e "$name"); done
+    elif [ ${#pairs[@]} != 0 ]; then
+        exec 9< <(printf '%s\n' "${pairs[@]}") # a file that no other process sees
+        args+=(--env-file /dev/fd/9)
+    fi
     # The revision of the mounted tree, not of the image.
     revision=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)
     args+=(-e "BENCH_GIT_SHA=$revision")
@@ -290,16 +296,10 @@ has_init() { # podman's --init needs a program that Debian only recommends
 terminal=()
 [ ! -t 0 ] || [ ! -t 1 ] || terminal=(-t)
 
-run() { # print or do; `exec` finds the engine before --env may change PATH
-    if [ -n "$dry" ]; then
-        printf '%q ' "$@"
-        echo
-        return
-    fi
-    local program
-    program=$(command -v "$1")
-    [ ${#pairs[@]} = 0 ] || export "${pairs[@]}"
-    exec "$program" "${@:2}"
+run() { # print or do
+    [ -n "$dry" ] || exec "$@"
+    printf '%q ' "$@"
+    echo
 }
 
 # Commands go through bash: NVIDIA's images set up their driver libraries in bash's start-up files.

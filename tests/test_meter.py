@@ -15,6 +15,7 @@ from torch import nn
 
 import llm_train_bench
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import shown_command
 from llm_train_bench.compare.ratios import _key
 from llm_train_bench.compare.read_results import read_ours
 from llm_train_bench.model.json_keys import ConfigError
@@ -299,7 +300,8 @@ def test_the_trainer_evaluates_in_the_window_and_frozen_parameters_have_no_flops
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
 
 
-def test_a_training_that_fails_is_no_finished_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("next_training", [False, True])
+def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monkeypatch):
     """The Trainer tells callbacks of no exception: the end of the process does, or the next training."""
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -320,10 +322,17 @@ def test_a_training_that_fails_is_no_finished_one(tmp_path, monkeypatch):
     trainer.training_step = broken
     with pytest.raises(ValueError) as raised:
         trainer.train()
-    monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
-    callback._left()
+    if next_training:  # as in a notebook: with a callback of its own
+        other = HFMeterCallback(1, 1, output_dir=tmp_path / "other", quiet=True)
+        trainer_of(tmp_path, transformer(), other, 3).train()
+        assert only_result(tmp_path / "other")["status"] == "ok"
+        error = "RuntimeError: another training began"
+    else:
+        monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
+        callback._left()
+        error = "ValueError: broken"
     r = only_result(tmp_path / "runs")
-    assert r["status"] == "failed" and r["error"] == "ValueError: broken"
+    assert r["status"] == "failed" and r["error"] == error
     assert r["metrics"]["n_measured_steps"] == 2 and r["metrics"]["mfu"] is None
     assert any("FLOPs are unknown" in note and "model_type" in note for note in r["notes"])
 
@@ -525,6 +534,7 @@ with Meter(content, output_dir="uneven", quiet=True, **sizes) as meter:
     for _ in range(6 if args.process_index == 0 else 3):
         with meter.step() as step:
             step.loss = 1.0
+torch.distributed.destroy_process_group()
 """
 
 
@@ -551,3 +561,47 @@ def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
     losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
     assert losses == pytest.approx(logged, rel=0.1) and len(losses) == 3
     assert only_result(tmp_path / "runs")["batch"]["tokens_per_step"] == 2 * 2 * 16
+
+
+def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
+    """Its hook looks on from outside the graphs."""
+    from llm_train_bench import HFMeterCallback
+
+    torch._dynamo.reset()
+    callback = HFMeterCallback(1, 3, output_dir=tmp_path / "runs", quiet=True)
+    options = {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer_of(tmp_path, transformer(), callback, 5, **options).train()
+    r = only_result(tmp_path / "runs")
+    assert r["args"]["pt_compile"] and r["metrics"]["n_recompilations"] == 0
+    assert not r["metrics"]["window_compile_s"] and r["metrics"]["n_measured_steps"] == 3
+    assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
+
+
+def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
+    """Nobody knows whether they change what is learnt, so they refuse no comparison."""
+    import compare
+
+    for i, compiled in enumerate((False, False, False, True, True, True)):
+        settings = {"compile": compiled, "bsz": 8 if compiled else 4}
+        with Meter(TINY, seq_len=8, output_dir=tmp_path, run_name=f"r{i}", settings=settings,
+                   quiet=True, **SMALL) as meter:  # fmt: skip
+            for _ in range(5):
+                with meter.step():
+                    time.sleep(0.001)
+    output_of(compare.main, tmp_path, "--output-dir", tmp_path / "out")
+    rows = json.loads((tmp_path / "out/compare.json").read_text())["settings"]
+    assert [row["runs"] for row in rows] == [3, 3]
+    assert not any("not compared" in row["verdict"] for row in rows)
+    assert {row["setting"] for row in rows} == {"no compile, bsz 4", "compile, bsz 8"}
+    with pytest.raises(UsageError, match="settings: 'seq_len' is told by another argument"):
+        Meter(TINY, settings={"seq_len": 3}, **SMALL)
+
+
+@pytest.mark.parametrize("words, shown", [
+    ("--data=/home/me/lr=3/x.bin /home/me/lr=3/x.bin a:/home/me/x:ro", "--data=x.bin x.bin a:x:ro"),
+    ("--data a/b.bin --sac-freq 1/4 configs/x.json --tokenizer t.json --pass-type step", None),
+    ("hub_token=h --hf-token h2 --api_key=3 next", "hub_token=... --hf-token ... --api_key=... next"),
+    ("https://me:pw@host/x/y s3://b/c --tokens 1e12", "https://...@host/x/y s3://b/c --tokens 1e12"),
+])  # fmt: skip
+def test_a_command_is_shown_without_secrets_and_places(words, shown):
+    assert " ".join(shown_command(words.split())) == (shown or words)

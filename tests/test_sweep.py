@@ -372,7 +372,7 @@ def test_a_job_that_is_lost_is_a_row(tmp_path, monkeypatch):
 
 def test_a_job_that_slurm_no_longer_knows_is_gone(tmp_path, monkeypatch):
     """Without accounting submitit waits for it without end. The scheduler is asked every ten seconds."""
-    squeue, asked = tmp_path / "squeue", {}
+    squeue = tmp_path / "squeue"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for answer, gone in (
         ("echo '7 R'", False), ("true", True), ("echo 'Invalid job id specified' >&2; exit 1", True),
@@ -380,9 +380,11 @@ def test_a_job_that_slurm_no_longer_knows_is_gone(tmp_path, monkeypatch):
     ):  # fmt: skip
         squeue.write_text(f"#!/bin/sh\n[ \"$*\" = '-h -j 7' ] || exit 9\n{answer}\n")
         squeue.chmod(0o755)
-        assert jobs._is_gone("7", {}) is gone, answer
+        asked = {"7": (-math.inf, True)}  # as it was before
+        assert jobs._is_gone("7", asked) is gone, answer
     squeue.write_text("#!/bin/sh\n")
-    assert jobs._is_gone("7", asked) and not jobs._is_gone("7", asked)
+    assert not jobs._is_gone("7", {}) and jobs._is_gone("7", {"7": (-math.inf, True)})
+    assert not jobs._is_gone("7", {"7": (time.monotonic(), True)})
 
 
 def test_what_slurm_cannot_do_is_one_line(tmp_path, monkeypatch, refused):

@@ -45,7 +45,7 @@ def shown_word(text: str) -> str:
     text = re.sub(r"://[^/@\s]+@", "://...@", text)
     if text.startswith(("/", "~", "../")):
         return shown_path(text)
-    return re.sub(r"(?<![\w.~:/-])/(?:[\w.+-]+/)+", "", text)
+    return re.sub(r"(?<![\w.~/-])/(?:[\w.+-]+/)+", "", text)
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
@@ -54,7 +54,7 @@ def without_secrets(words: Iterable[str]) -> list[str]:
     for word in words:
         flag, equals, _ = word.partition("=")
         is_value = secret and not word.startswith("-")
-        named = flag.startswith("-") and bool(SECRET.search(flag))
+        named = bool(SECRET.search(flag)) and (bool(equals) or flag.startswith("-"))
         shown.append("..." if is_value else f"{flag}=..." if named and equals else word)
         secret = named and not equals
     return shown
@@ -62,8 +62,12 @@ def without_secrets(words: Iterable[str]) -> list[str]:
 
 def shown_command(words: Iterable[str]) -> list[str]:
     """A command line with its paths as they may leave the machine, and without secrets."""
-    parts = (word.rpartition("=") for word in without_secrets(words))
-    return [f"{flag}{equals}{shown_word(value)}" for flag, equals, value in parts]
+    shown = []
+    for word in without_secrets(words):
+        flag, equals, value = word.partition("=")
+        whole = not equals or word.startswith(("/", "~", "../"))
+        shown.append(shown_word(word) if whole else f"{flag}={shown_word(value)}")
+    return shown
 
 
 def walk(top: Path) -> Iterator[tuple[Path, list[str]]]:

@@ -198,8 +198,8 @@ def setting_of(r: Result) -> str:
     passed_over, default = of_kind(OUTPUT, LENGTH), defaults(Args)
     words = [r.model.name, r.entrypoint, *([f"T {r.batch.seq_len}"] if r.batch.seq_len else [])]
     for name, value in r.args.items():
-        known = name not in passed_over and name in default and name not in ("seq_len", "config")
-        if known and value != default[name]:
+        known = name not in passed_over and name not in ("seq_len", "config", "tokens_per_step")
+        if known and value != default.get(name):
             words.append(name if value is True else f"{name} {shown_word(str(value))}")
     return f"{r.device.hardware} x {r.device.count}: {', '.join(words)}"
 

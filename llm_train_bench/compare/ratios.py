@@ -261,8 +261,8 @@ def name_settings(members: list[Record]) -> None:
     facts = [_facts(r) for r in members]
     known = [f for f in facts if f is not None]
     keys = dict.fromkeys(key for f in known for key in f)
-    if any(f.get("script") not in {None, *Script} for f in known):
-        # A Meter knows few settings, and what it does not know is no setting of its loop.
+    metered = {f["script"] not in set(Script) for f in known if f.get("script")}
+    if len(metered) > 1:  # a Meter knows few of our settings, and its loop has others
         keys = [key for key in keys if all(key in f for f in known)]
     differ = [k for k in keys if len({str(f.get(k)) for f in known}) > 1]
     for record, values in zip(members, facts, strict=True):

@@ -42,7 +42,7 @@ def mean_part_times(steps: list[Step]) -> dict[str, Any]:
     """Mean time [s] of each part of a step, None where unknown; of waiting without a pipeline too."""
     fields = {part: [getattr(s, f"{part}_time_s") for s in steps] for part in STEP_PARTS}
     means = {
-        part: None if None in seconds else statistics.fmean(seconds)
+        part: None if None in seconds or not seconds else statistics.fmean(seconds)
         for part, seconds in fields.items()
     }
     return means | {"idle": means["idle"] or None}
@@ -71,7 +71,7 @@ def fill_rank_metrics(result: Result, ranks: list[RankTimes]) -> None:
         RankInfo(
             rank=r.rank,
             host=r.host,
-            step_time_mean_s=statistics.fmean(r.step_times_s),
+            step_time_mean_s=statistics.fmean(r.step_times_s or [0.0]),
             peak_memory_gib=r.memory["peak_allocated_gib"] or r.memory["peak_rss_gib"],
             probe_tflops=r.probe_tflops,
             **{f"{part}_time_mean_s": mean for part, mean in r.part_means_s.items()},

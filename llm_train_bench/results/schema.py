@@ -28,13 +28,13 @@ class ModelInfo(Strict):
     """The model that ran."""
 
     name: str
-    path: str
+    path: str = ""
     hash: str
-    n_parameters: int | None
-    n_matmul_parameters: int | None
-    shape: dict[str, Any]
-    config: dict[str, Any]
-    ignored_keys: list[str]
+    n_parameters: int | None = None
+    n_matmul_parameters: int | None = None
+    shape: dict[str, Any] = Field(default_factory=dict)
+    config: dict[str, Any] = Field(default_factory=dict)
+    ignored_keys: list[str] = Field(default_factory=list)
 
 
 Size = Annotated[int, Field(ge=1)]

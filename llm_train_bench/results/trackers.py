@@ -71,7 +71,7 @@ class TrackedRun:
     def __init__(self, name: str, result: Result, directory: Path):
         self.name, self.outcome = name, ""
         self.waiting: queue.SimpleQueue[list[Step] | Result] = queue.SimpleQueue()
-        begun = result.model_copy()
+        begun = result.model_copy(deep=True)
         self.thread = threading.Thread(target=self._work, args=(begun, directory), daemon=True)
         self.thread.start()
 

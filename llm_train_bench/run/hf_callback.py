@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -33,10 +34,14 @@ class HFMeterCallback(TrainerCallback):
         self.options: dict[str, Any] = {"warmup_steps": warmup_steps, "n_steps": n_steps} | options
         self.meter: Meter | None = None
 
+    # The callback of a training that has not ended, or that failed: the Trainer does not tell.
+    unfinished: "HFMeterCallback | None" = None
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._end(RuntimeError("the training began again"))
+        if HFMeterCallback.unfinished:
+            HFMeterCallback.unfinished._end(RuntimeError("another training began"))
         model: nn.Module = kwargs["model"]
         if why := _cannot_be_counted(args, model):
             say(f"HFMeterCallback: nothing is measured: {why}")
@@ -65,11 +70,12 @@ class HFMeterCallback(TrainerCallback):
         self.ranks_share = args.world_size if args.average_tokens_across_devices else 1
         self.losses: list[Tensor] = []
         self.tokens, self.whole_batch = 0, False
-        hook = model.register_forward_hook(self._look, with_kwargs=True)
         self.running = contextlib.ExitStack()
+        self.meter = self.running.enter_context(meter)
+        look: Any = torch.compiler.disable(self._look)  # or it would be compiled into the model
+        hook = model.register_forward_hook(look, with_kwargs=True)
         self.running.callback(hook.remove)
-        self.running.push(meter.__exit__)
-        self.meter = meter.__enter__()
+        HFMeterCallback.unfinished = self
         atexit.register(self._left)
 
     def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -96,7 +102,8 @@ class HFMeterCallback(TrainerCallback):
         self.losses.clear()
         self.step = self.meter.step()
         self.told: MeterStep = self.step.__enter__()
-        self.told.lr = float(kwargs["optimizer"].param_groups[0]["lr"])
+        rate = kwargs["optimizer"].param_groups[0]["lr"]
+        self.told.lr = rate if isinstance(rate, float) else None  # a tensor would be waited for
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -140,7 +147,7 @@ class HFMeterCallback(TrainerCallback):
     def _end(self, error: BaseException | None) -> None:
         if self.meter is None:
             return
-        self.meter = None
+        self.meter = HFMeterCallback.unfinished = None
         atexit.unregister(self._left)
         self.running.__exit__(type(error) if error else None, error, None)
 
@@ -162,7 +169,7 @@ def _refuse_other_work(model: nn.Module, config: ModelConfig) -> None:
     parameters = list(model.parameters())
     if any(not p.requires_grad for p in parameters):
         raise ConfigError("some parameters are frozen")
-    number = sum(p.numel() for p in parameters)
+    number = sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
     if number != (expected := count_parameters(config)):
         raise ConfigError(f"the model has {number:,} parameters, and its config says {expected:,}")
 

@@ -1,12 +1,4 @@
-"""A meter for training loops of others: the step log, window and result of our own loop, around theirs.
-
-from llm_train_bench import Meter
-
-with Meter(config="config.json", tokens_per_step=8192, warmup_steps=10, n_steps=50) as meter:
-    for batch in loader:
-        with meter.step():
-            train(batch)
-"""
+"""A meter for training loops of others: the step log, window and result of our own loop around theirs."""
 
 import contextlib
 import dataclasses
@@ -17,6 +9,7 @@ import os
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,7 +20,7 @@ from torch import Tensor
 
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import without_secrets
+from llm_train_bench.base.files import shown_command, without_secrets
 from llm_train_bench.formulas.flops import flops_per_token as flops_of
 from llm_train_bench.measure.device import synchronize
 from llm_train_bench.measure.steps import REST
@@ -52,8 +45,10 @@ from llm_train_bench.trace.observed import observe, sequence_lengths
 from llm_train_bench.trace.read_trace import Trace
 
 MOST_STEPS = 10**7
+# What a Meter itself writes among the arguments of its result.
+OWN_ARGS = ("n_steps", "warmup_steps", "usd_per_hour", "tokens_per_step", "seq_len", "command")
 # The meter that is open in this process; and endings that tell apart those of one second.
-_OPEN: "list[Meter]" = []
+_OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
 # Libraries with training loops of their own, which a result names if they are loaded.
 LOOPS = ("transformers", "accelerate", "lightning", "peft", "deepspeed", "trl")
@@ -140,12 +135,18 @@ class Meter(RunRecord):
             if value is not None and not (number and 0 < value < float("inf")):
                 raise UsageError(f"Meter: {what}={value!r}: must be a number above 0 and finite")
         for key, value in (settings or {}).items():
+            if key in OWN_ARGS:
+                raise UsageError(f"Meter: settings: {key!r} is told by another argument")
             if not isinstance(key, str) or not isinstance(value, str | int | float | bool | None):
                 raise UsageError(
                     f"Meter: settings: {key!r}: {value!r} is no text, number, truth value or None"
                 )
-        if run_name is not None and (run_name in ("", ".", "..") or "/" in run_name):
+        if run_name is not None and (
+            run_name in ("", ".", "..") or "/" in run_name or not run_name.isprintable()
+        ):
             raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
+        if isinstance(track, str):
+            raise UsageError(f"Meter: track={track!r}: must be a list of names")
         for tracker in track:
             if tracker not in TRACKERS:
                 raise UsageError(f"Meter: track={tracker!r}: must be among {', '.join(TRACKERS)}")
@@ -169,8 +170,11 @@ class Meter(RunRecord):
         script = Path(sys.argv[0] or "python").name
         args: dict[str, Any] = {"n_steps": n_steps, "warmup_steps": warmup_steps}
         args |= {} if usd_per_hour is None else {"usd_per_hour": usd_per_hour}
-        if settings is None:  # not the words themselves, which may hold keys
-            args["command"] = digest_of(json.dumps(sys.argv[1:]))
+        if (
+            settings is None
+        ):  # words for people; the digest is of the whole words, which may hold keys
+            words = " ".join(shown_command(sys.argv[1:]))
+            args["command"] = f"{words} ({digest_of(json.dumps(sys.argv[1:]))[:8]})"
         args |= dict(settings or {})
         model = self._model(name)
         called = run_name or default_name(model.name.replace("/", "_"), {}) + next(_SUFFIXES)
@@ -209,17 +213,7 @@ class Meter(RunRecord):
         if self.config:
             return describe_model(self.config)
         name = name or Path(sys.argv[0]).stem or "model"
-        digest = digest_of(f"{name} {self.flops}")
-        return ModelInfo(
-            name=name,
-            path="",
-            hash=digest,
-            n_parameters=None,
-            n_matmul_parameters=None,
-            shape={},
-            config={},
-            ignored_keys=[],
-        )
+        return ModelInfo(name=name, hash=digest_of(f"{name} {self.flops}"))
 
     @property
     def done(self) -> bool:
@@ -302,7 +296,7 @@ class Meter(RunRecord):
         elif tokens is None:
             raise UsageError("Meter: give tokens_per_step, or set the tokens of each step")
         if step.lr is not None:
-            lr = float(step.lr)
+            lr = float(_on_host("step.lr", step.lr))
         if _profiler_is_on() and self.n >= self.warmup_steps:
             self._is_unfit("a profiler was on in the window")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
@@ -367,25 +361,24 @@ class Meter(RunRecord):
             )
 
     def __enter__(self) -> Self:
-        if _OPEN:
+        if len(_OPEN):
             raise UsageError("Meter: another one is open in this process; end it first")
         if self.state != "new":
             raise UsageError("Meter: was used before; make a new one")
         entered = super().__enter__()
-        _OPEN.append(self)
+        _OPEN.add(self)
         return entered
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         self.state = "ended"
-        _OPEN.clear()
+        _OPEN.discard(self)
         if error is None and self.warmup_steps <= self.n < self.window_end:
             measured = self.n - self.warmup_steps
             self.result.notes.append(
                 f"the loop ended after {measured} of {self.window_end - self.warmup_steps} measured steps"
             )
             synchronize(self.device)
-            if measured:
-                self.close_window()
+            self.close_window()
         super().__exit__(kind, error, trace)
 
     def fill(self, error: BaseException | None) -> None:
@@ -400,7 +393,7 @@ class Meter(RunRecord):
             if more or not even:
                 seen = ", ".join(map(str, sorted(self.lengths)))
                 seq_len, why = None, f"samples of {seen} tokens were seen; give seq_len"
-            else:
+            elif self.config:
                 r.notes.append(f"{seq_len} tokens a sample: observed, no seq_len was given")
         r.batch = StepSize(tokens_per_step=tokens, **_samples(tokens, seq_len))
         r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
@@ -419,11 +412,20 @@ def _profiler_is_on() -> bool:
     return bool(vars(torch.autograd)["_profiler_enabled"]())
 
 
+def _on_host(what: str, value: Any) -> Any:
+    """The value; UsageError for a tensor on a GPU, since the loop would wait for it."""
+    if isinstance(value, Tensor) and value.is_cuda:
+        raise UsageError(
+            f"{what}: is a tensor on a GPU; give a number, which is known without waiting"
+        )
+    return value
+
+
 def _whole(what: str, value: Any, least: int, most: int) -> int:
     """A whole number, also numpy's; UsageError for any other value, or one out of bounds."""
     number = None
     with contextlib.suppress(TypeError, ValueError):  # a truth value is no number here
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(_on_host(what, value))
     if number is None or not least <= number <= most:
         raise UsageError(f"{what}={value!r}: must be a whole number from {least} to {most}")
     return number

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.hardware import find_hardware
@@ -46,6 +53,16 @@ class Parallel(BaseModel, extra="forbid"):
 MOST_CELLS = 10_000
 
 
+def _underscored(value: Any) -> Any:
+    """A value with `_` for `-` in the names of all mappings in it."""
+    if isinstance(value, list):
+        return [_underscored(row) for row in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {n: _underscored(v) if isinstance(v, dict) else v for n, v in value.items()}
+    return {n.replace("-", "_") if isinstance(n, str) else n: v for n, v in inner.items()}
+
+
 class Experiment(BaseModel, extra="forbid"):
     """The file as it is written; docs/SWEEPS.md explains each key."""
 
@@ -67,21 +84,11 @@ class Experiment(BaseModel, extra="forbid"):
 
     @field_validator("training", "grid", "cells", "platforms", "layouts", mode="before")
     @classmethod
-    def _by_either_name(cls, value: Any) -> Any:
-        """Flags by their names with `-` or `_`."""
-        if isinstance(value, list):
-            return [cls._by_either_name(row) for row in value]
-        if not isinstance(value, dict):
-            return value
-        inner = {n: cls._by_either_name(v) if isinstance(v, dict) else v for n, v in value.items()}
-        # Names of models, whose values are mappings of mappings, stay as they are.
-        deep = any(
-            isinstance(x, dict) for v in value.values() if isinstance(v, dict) for x in v.values()
-        )
-        return {
-            n.replace("-", "_") if isinstance(n, str) and not deep else n: v
-            for n, v in inner.items()
-        }
+    def _by_either_name(cls, value: Any, info: ValidationInfo) -> Any:
+        """Flags by their names with `-` or `_`; the names of models in `layouts` stay."""
+        if info.field_name == "layouts" and isinstance(value, dict):
+            return {model: _underscored(layout) for model, layout in value.items()}
+        return _underscored(value)
 
     @model_validator(mode="after")
     def _lays_out_its_models(self) -> "Experiment":
@@ -112,7 +119,10 @@ def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
     content = read_mapping(path)
     if is_tensorprimat(content):
-        return _checked(experiment_in(content, path), str(path), f"{path}: ")
+        try:
+            return _checked(experiment_in(content, path), str(path), f"{path}: ")
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path}: cannot be read as TensorPrimat's: {error!r}") from None
     if isinstance(content.get("experiment"), dict):
         raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
     return _checked(content, str(path), f"{path}: ")

@@ -125,17 +125,19 @@ def run_as_jobs(
             write_whole(submitted, "{}\n")
 
 
-def _is_gone(job_id: str, asked: dict[str, float]) -> bool:
+def _is_gone(job_id: str, asked: dict[str, tuple[float, bool]]) -> bool:
     """Whether SLURM has no such job; without accounting, submitit cannot tell that one ended.
 
-    `asked` holds when each job was last asked for: the scheduler is not to be asked too often.
+    `asked` holds when each job was last asked for, since the scheduler is not to be asked too often, and
+    whether it was gone: only a second time counts, because a result may take a while to appear.
     """
-    now = time.monotonic()
-    if now < asked.get(job_id, -math.inf) + ASK_S:
+    now, (last, before) = time.monotonic(), asked.get(job_id, (-math.inf, False))
+    if now < last + ASK_S:
         return False
-    asked[job_id] = now
     done = subprocess.run(["squeue", "-h", "-j", job_id], capture_output=True, text=True)
-    return not done.stdout.strip() and (not done.returncode or "Invalid job id" in done.stderr)
+    gone = not done.stdout.strip() and (not done.returncode or "Invalid job id" in done.stderr)
+    asked[job_id] = now, gone
+    return gone and before
 
 
 def run_all(
