@@ -465,7 +465,7 @@ def test_a_group_of_train_py_and_a_meter_is_named_by_what_both_know(
     for path in out.iterdir():
         assert not re.search("SECRET|alice", path.read_text()), path
     names = {row["setting"] for row in json.loads((out / "compare.json").read_text())["settings"]}
-    assert names == {"train", "theirs"}
+    assert names == {"train", "Meter in theirs"}
 
 
 def test_a_trainer_whose_work_is_not_the_configs_has_no_flops(tmp_path):

@@ -28,7 +28,7 @@ from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, m
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.results.result_files import read_result, settings_of, software
 from llm_train_bench.results.schema import Result
-from llm_train_bench.settings.flags import LENGTH, OUTPUT, Args, defaults, of_kind
+from llm_train_bench.settings.flags import LENGTH, OUTPUT, Args, Script, defaults, of_kind
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
@@ -199,6 +199,7 @@ def setting_of(r: Result) -> str:
     words = [r.model.name, r.entrypoint, *([f"T {r.batch.seq_len}"] if r.batch.seq_len else [])]
     for name, value in r.args.items():
         known = name not in passed_over and name not in ("seq_len", "config", "tokens_per_step")
+        known &= name in default or r.entrypoint not in set(Script)
         if known and value != default.get(name):
             words.append(name if value is True else f"{name} {shown_word(str(value))}")
     return f"{r.device.hardware} x {r.device.count}: {', '.join(words)}"

@@ -19,7 +19,7 @@ from llm_train_bench.compare.read_logs import read_automodel, read_metrics_csv, 
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
-from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, of_kind
+from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, Script, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
 PLATFORM_WORDS = """
@@ -77,6 +77,13 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         settings.append(str(a["pass_type"]))
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
+
+    def changes_learning(name: str) -> bool:
+        # A Meter's other settings are of its loop: nobody knows whether they change what is learnt.
+        if r.entrypoint in set(Script):
+            return name not in of_kind(OUTPUT, LENGTH, SPEED)
+        return name in of_kind(LEARNT)
+
     steps = read_steps(path.parent / "steps.jsonl")
     steps = [step for step in steps if step.get("phase") != "profile"]
     # No host or user, no whole path.
@@ -103,8 +110,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         power_limit_w=r.power_limit_w,
         losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
         learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
-        # A Meter's other settings are of its loop: nobody knows whether they change what is learnt.
-        hyperparameters={k: v for k, v in a.items() if k in of_kind(LEARNT)} | sizes,
+        hyperparameters={k: v for k, v in a.items() if changes_learning(k)} | sizes,
         marks=r.unfit,
         notes=list(r.notes),
         remarks=list(r.disturbances),

@@ -184,7 +184,7 @@ class Meter(RunRecord):
         result = Result(
             run_name=called,
             version=__version__,
-            entrypoint=script,
+            entrypoint=f"Meter in {script}",
             command=[script, *without_secrets(sys.argv[1:])],
             started_at=now(),
             args=args,
