@@ -21,6 +21,8 @@ from llm_train_bench.results.result_files import Step
 Stamp = torch.cuda.Event | float
 # What is left of a step in a loop of others, besides the parts that it marks.
 REST = "rest"
+# The norm of a gradient that nobody computed.
+NO_NORM = -1.0
 
 
 def _stamp(device: torch.device) -> Stamp:
@@ -43,7 +45,6 @@ def _seconds(start: Stamp, end: Stamp) -> float:
 class _Pending:
     known: dict[str, Any]  # the fields of its Step that the host knows
     marks: list[tuple[str, Stamp]]
-    values: Tensor  # gradient norm, loss and stop request, once the last mark has passed
 
     @property
     def end(self) -> Stamp:
@@ -80,8 +81,10 @@ class StepLog:
         self.last_drain = -math.inf
         # Functions from a part's name to a context, in which the part then runs.
         self.watchers: list[Callable[[str], contextlib.AbstractContextManager]] = []
-        # Allocated once: pinning memory is slow, and would happen inside the window.
+        # By step the gradient norm, the loss and the stop request, once the step has passed. Allocated
+        # once: pinning memory is slow, and would happen inside the window.
         self.values = torch.zeros(n_steps, 3, pin_memory=device.type == "cuda")
+        self.values[:, 0] = NO_NORM
 
     def start(self) -> None:
         """Stamp the start of the first step after a pause."""
@@ -123,12 +126,12 @@ class StepLog:
         `norm` is the gradient's. `last` is the part that ends here; REST says that the step's parts are
         unknown, except those that were marked.
         """
-        on_host = self.values[step]
         if values is not None:
-            # If gradients are offloaded to the CPU, their norm is there too.
-            norm = values.new_full((), -1.0) if norm is None else norm.to(values.device)
-            on_host = on_host[: 1 + len(values)]
-            on_host.copy_(torch.cat((norm[None], values)), non_blocking=True)
+            begin, end = 1, 1 + len(values)
+            if norm is not None:
+                # If gradients are offloaded to the CPU, their norm is there too.
+                begin, values = 0, torch.cat((norm[None].to(values.device), values))
+            self.values[step, begin:end].copy_(values, non_blocking=True)
         self.mark(last)
         known = dict[str, Any](step=step, phase=phase, lr=lr, tokens=tokens)
         known["at"] = round(time.time(), 6)
@@ -136,7 +139,7 @@ class StepLog:
         if phase != "measure":
             before, self.compiled_s = self.compiled_s, self.compile_s()
             known["compile_s"] = self.compiled_s - before
-        self.pending.append(_Pending(known, self.marks, on_host))
+        self.pending.append(_Pending(known, self.marks))
         self.marks = self.marks[-1:]
         if time.perf_counter() - self.last_drain > self.INTERVAL_S:
             self.drain(keep=1)
@@ -186,12 +189,12 @@ class StepLog:
         ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
         begins = [pending.marks[0][1], *ends]
         micro = [_seconds(begin, end) for begin, end in zip(begins, ends, strict=False)]
-        grad_norm, loss, *_ = pending.values.tolist()
+        grad_norm, loss, _ = self.values[pending.known["step"]].tolist()
         known = pending.known.pop("loss_known")
         return Step(
             **pending.known,
             loss=loss if known else None,
-            grad_norm=grad_norm if known and grad_norm != -1.0 else None,
+            grad_norm=grad_norm if known and grad_norm != NO_NORM else None,
             step_time_s=_seconds(pending.marks[0][1], pending.end),
             micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},

@@ -229,7 +229,7 @@ class StepsFile:
 
     def __call__(self, steps: list[Step]) -> None:
         for step in steps:
-            fields = {k: finite(v) for k, v in dataclasses.asdict(step).items()}
+            fields = {k: finite(v) for k, v in vars(step).items()}
             for name in ("saved", "idle_time_s", "compile_s", "micro_batch_times_s"):
                 if not fields[name]:
                     del fields[name]

@@ -286,10 +286,10 @@ class Meter(RunRecord):
         values, lr = None, None
         if step.loss is not None:
             self.result.loss_known = True
-            loss = torch.as_tensor(step.loss).detach()
+            loss = step.loss if isinstance(step.loss, Tensor) else torch.as_tensor(step.loss)
             if loss.numel() != 1:
                 raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
-            values = loss.reshape(1).float()
+            values = loss.detach().reshape(1)
         tokens = self.tokens_per_step
         if step.tokens is not None:
             tokens = _whole("Meter: step.tokens", step.tokens, 1, 2**63)
