@@ -64,7 +64,7 @@ def metered_loop(n: int, device: torch.device, case: Case, costs: list[float]) -
     """The mean step time [s] that a Meter gives of such a loop; adds its own host times [s]."""
     path, bsz, T, _ = case
     step, sizes = step_of(case, device), {"tokens_per_step": bsz * T, "seq_len": T}
-    loss = torch.zeros((), device=device)
+    loss, own = torch.zeros((), device=device), []
     with tempfile.TemporaryDirectory() as out, uncollected():
         options = {"output_dir": out, "quiet": True, "observe": False, "warmup_steps": WARMUP}
         with Meter(path, n_steps=n, **sizes, **options) as meter:
@@ -74,8 +74,8 @@ def metered_loop(n: int, device: torch.device, case: Case, costs: list[float]) -
                     before = time.perf_counter()
                     step()
                     metered.loss, after = loss, time.perf_counter()
-                costs.append(time.perf_counter() - begin - (after - before))
-            del costs[-1]  # it ends the window
+                own.append(time.perf_counter() - begin - (after - before))
+        costs += own[WARMUP:-1]  # the last one ends the window
         return common.result_below(out).metrics.step_time_mean_s or math.nan
 
 
