@@ -28,7 +28,7 @@ class TensorBoardFile:
     known. `memory` gives figures in GiB, asked for about once a second.
     """
 
-    MEMORY_INTERVAL_S = 1.0
+    MEMORY_INTERVAL_S = 10.0
 
     def __init__(
         self,
