@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # A real SLURM cluster of two "nodes" on this machine, for tests. Needs root, and apt-get for the first start.
 #   slurm.sh start [DIR]; . DIR/env; sinfo; ...; slurm.sh stop [DIR]       (DIR: /tmp/llm-train-bench-slurm)
-# Debian's packages are unpacked in DIR/root, nothing is installed. No systemd, munge, cgroups or accounting
+# Debian's packages are unpacked in DIR/debian, nothing is installed. No systemd, munge, cgroups or accounting
 # (sacct says "disabled"). Each slurmd has its own host name and /etc/hosts (unshare -um), and tasks inherit
 # them. auth/none: who reaches the ports is root here, so the daemons listen on 127.0.0.1. Both nodes have all
 # cores of the machine. No GPUs: jobs need --gpus-per-node=0. Jobs of the partition high preempt those of low.
 set -euo pipefail
 dir=$(realpath -m "${2:-/tmp/llm-train-bench-slurm}")
-root=$dir/root lib=$dir/root/usr/lib/$(uname -m)-linux-gnu
+debian=$dir/debian lib=$dir/debian/usr/lib/$(uname -m)-linux-gnu
 start() {
     [ ! -e "$dir/pids" ] || { echo "$dir/pids: runs already" >&2; exit 1; }
-    mkdir -p "$dir"/{debs/partial,root,state,n1,n2}
-    if [ ! -x "$root/usr/sbin/slurmd-wlm" ]; then
+    mkdir -p "$dir"/{debs/partial,debian,state,n1,n2}
+    if [ ! -x "$debian/usr/sbin/slurmd-wlm" ]; then
         apt-get install -qq --download-only -y --no-install-recommends -o Dir::Cache::archives="$dir/debs" \
             slurmctld slurmd slurm-client slurm-wlm-basic-plugins >"$dir/apt.log" 2>&1
-        for deb in "$dir"/debs/*.deb; do dpkg -x "$deb" "$root"; done
+        for deb in "$dir"/debs/*.deb; do dpkg -x "$deb" "$debian"; done
     fi
     cat >"$dir/slurm.conf" <<END
 ClusterName=trial
@@ -50,7 +50,7 @@ PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTim
 PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 END
     cat >"$dir/env" <<END
-export SLURM_CONF=$dir/slurm.conf PATH=$root/usr/bin:$root/usr/sbin:\$PATH
+export SLURM_CONF=$dir/slurm.conf PATH=$debian/usr/bin:$debian/usr/sbin:\$PATH
 export LD_LIBRARY_PATH=$lib:$lib/slurm-wlm\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
 END
     # shellcheck disable=SC1091
@@ -61,7 +61,7 @@ END
         printf '127.0.0.1 localhost n1 n2 %s\n' "$(hostname)" >"$dir/hosts"
         # shellcheck disable=SC2016
         setsid unshare -um bash -c 'hostname $1; mount --bind "$2/hosts" /etc/hosts
-            exec slurmd-wlm -D -N $1 -d "$2/root/usr/sbin/slurmstepd-wlm"' bash $node "$dir" </dev/null >"$dir/$node.out" 2>&1 &
+            exec slurmd-wlm -D -N $1 -d "$2/debian/usr/sbin/slurmstepd-wlm"' bash $node "$dir" </dev/null >"$dir/$node.out" 2>&1 &
         echo $! >>"$dir/pids"
     done
     mapfile -t pids <"$dir/pids"
