@@ -116,17 +116,18 @@ class StepLog:
         phase: str,
         lr: float | None,
         tokens: int,
-        values: Tensor | None,
+        values: Tensor | float | None,
         norm: Tensor | None = None,
         last: str = "optimizer",
     ) -> None:
         """End the step: send its values to the CPU without waiting, and hand on what has passed.
 
-        `values` are the loss and, if the run saves, the stop request; None where they are unknown.
+        `values` are the loss and, if the run saves, the stop request; a loss that the host knows may be a
+        number. None where they are unknown.
         `norm` is the gradient's. `last` is the part that ends here; REST says that the step's parts are
         unknown, except those that were marked.
         """
-        if values is not None:
+        if isinstance(values, Tensor):
             begin, end = 1, 1 + len(values)
             if norm is not None:
                 # If gradients are offloaded to the CPU, their norm is there too.
@@ -135,7 +136,8 @@ class StepLog:
         self.mark(last)
         known = dict[str, Any](step=step, phase=phase, lr=lr, tokens=tokens)
         known["at"] = round(time.time(), 6)
-        known["loss_known"] = values is not None
+        if not isinstance(values, Tensor):
+            known["loss"] = values
         if phase != "measure":
             before, self.compiled_s = self.compiled_s, self.compile_s()
             known["compile_s"] = self.compiled_s - before
@@ -189,12 +191,12 @@ class StepLog:
         ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
         begins = [pending.marks[0][1], *ends]
         micro = [_seconds(begin, end) for begin, end in zip(begins, ends, strict=False)]
-        grad_norm, loss, _ = self.values[pending.known["step"]].tolist()
-        known = pending.known.pop("loss_known")
+        values = dict[str, Any](grad_norm=None)
+        if "loss" not in pending.known:
+            grad_norm, values["loss"], _ = self.values[pending.known["step"]].tolist()
+            values["grad_norm"] = None if grad_norm == NO_NORM else grad_norm
         return Step(
-            **pending.known,
-            loss=loss if known else None,
-            grad_norm=grad_norm if known and grad_norm != NO_NORM else None,
+            **pending.known | values,
             step_time_s=_seconds(pending.marks[0][1], pending.end),
             micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},

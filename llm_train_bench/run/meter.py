@@ -283,13 +283,15 @@ class Meter(RunRecord):
             self.log.start()
 
     def _finish_step(self, step: MeterStep) -> None:
-        values, lr = None, None
-        if step.loss is not None:
+        loss, lr = step.loss, None
+        if loss is not None:
             self.result.loss_known = True
-            loss = step.loss if isinstance(step.loss, Tensor) else torch.as_tensor(step.loss)
-            if loss.numel() != 1:
+            if isinstance(loss, Tensor) and loss.numel() != 1:
                 raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
-            values = loss.detach().reshape(1)
+            if isinstance(loss, Tensor) and loss.is_cuda:
+                loss = loss.detach().reshape(1)  # read once the device has passed the step
+            else:
+                loss = float(loss)
         tokens = self.tokens_per_step
         if step.tokens is not None:
             tokens = _whole("Meter: step.tokens", step.tokens, 1, 2**63)
@@ -300,7 +302,7 @@ class Meter(RunRecord):
         if _profiler_is_on() and self.n >= self.warmup_steps:
             self._is_unfit("a profiler was on in the window")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
-        self.log.finish(self.n, phase, lr, tokens, values, last=REST)
+        self.log.finish(self.n, phase, lr, tokens, loss, last=REST)
         self.n += 1
         if self.n == self.warmup_steps:
             self._open_window()
