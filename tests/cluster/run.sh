@@ -7,7 +7,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) && cd "$here/../.." || exit 2
 python=$PWD/${VENV:-.venv}/bin/python
 PATH=$PWD/${VENV:-.venv}/bin:$PATH
 out=$(mktemp -d) slurm=/tmp/llm-train-bench-slurm
-trap 'ray stop >/dev/null 2>&1; "$here/slurm.sh" stop >/dev/null 2>&1; rm -rf "$out"' EXIT
+trap '"$here/slurm.sh" stop >/dev/null 2>&1; rm -rf "$out"' EXIT
 tiny=(configs/gpt2-tiny.json --device cpu --warmup-steps 1 --bsz 1 --seq-len 32 --output-dir "$out/runs")
 two=(--nodes 2 --gpus-per-node=0 --ntasks-per-node=1) # of a machine without GPUs and with two cores
 
@@ -93,6 +93,7 @@ ray_() { # a job on two Ray nodes, then one that fails
     local node=(--num-cpus=2 --num-gpus=0 --object-store-memory=100000000)
     ray start --head --node-ip-address=127.0.0.3 --port=6399 --dashboard-host=127.0.0.1 --dashboard-port=8265 \
         --disable-usage-stats "${node[@]}" >"$out/log" 2>&1 || expect ray started "$out/log"
+    trap 'ray stop >/dev/null 2>&1' EXIT
     ray start --address=127.0.0.3:6399 --node-ip-address=127.0.0.2 "${node[@]}" >>"$out/log" 2>&1
     export RAY_ADDRESS=http://127.0.0.1:8265
     ray job submit -- python "$PWD/docker/ray_launch.py" --nodes 2 --gpus 0 train_fsdp.py "${tiny[@]}" --n-steps 4 >"$out/log" 2>&1
