@@ -59,7 +59,7 @@ class StepLog:
     """Collects stamps and values during the loop, and hands on finished steps now and then."""
 
     # Steps are handed on no more often than this, so that files and screen cost the loop nothing.
-    INTERVAL_S = 1.0
+    INTERVAL_S = 2.0
 
     def __init__(
         self,
