@@ -62,8 +62,8 @@ class ReportFlags:
     tokens: Tokens of a training run; also prints its days.
     experiment: Experiment file with prices and power limits by platform.
     usd_per_hour: Prices per GPU-hour, for example "H100 SXM=2.5".
-    usd_per_kwh: Price of electricity, which is added to that of the GPUs. Energy is measured, or else
-        the power limit.
+    usd_per_kwh: Price of electricity, added to the price of the GPUs. Without measured energy, the power
+        limit is used.
     """
 
     output_dir: str | None = flag(None, metavar="DIR")

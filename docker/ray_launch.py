@@ -60,8 +60,8 @@ def main() -> int:
     if not group.wait(args.wait):
         free = ray.available_resources()
         print(
-            f"ray_launch.py: after {args.wait:g} s no {args.nodes} nodes have {args.gpus} free "
-            f"GPUs each; free now: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs",
+            f"ray_launch.py: {args.nodes} nodes with 1 CPU and {args.gpus} GPUs each were not free "
+            f"within {args.wait:g} s; free now: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs",
             file=sys.stderr,
         )
         return 2

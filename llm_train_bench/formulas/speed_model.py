@@ -81,6 +81,7 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     travels = micro_steps if fsdp and fsdp.pp == 1 else 1
     slowest = slowest_node(work, gpu, per_node)
     step = micro_steps * micro + bubble + optimizer + travels * exposed
+    idle = micro - compute - moves  # below a picosecond it is rounding
     seconds = {
         "matmuls": micro_steps * time.matmuls,
         "attention": micro_steps * time.attention,
@@ -92,14 +93,9 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         "hidden communication": travels * total - travels * exposed,
         "beside communication": micro_steps * beside,
         "slowest node": step * (slowest - 1),
-        "waiting for the host": micro_steps * _or_nothing(micro - compute - moves),
+        "waiting for the host": micro_steps * (idle if idle > 1e-12 else 0.0),
     }
     return SpeedEstimate(step * slowest, micro_steps * host, seconds)
-
-
-def _or_nothing(seconds: float) -> float:
-    """The seconds, or none where there are not even a picosecond: what is left is rounding."""
-    return seconds if seconds > 1e-12 else 0.0
 
 
 def slowest_node(work: Work, gpu: Hardware, per_node: int) -> float:

@@ -134,7 +134,7 @@ class StepLog:
                 begin, values = 0, torch.cat((norm[None].to(values.device), values))
             self.values[step, begin:end].copy_(values, non_blocking=True)
         self.mark(last)
-        known = dict[str, Any](step=step, phase=phase, lr=lr, tokens=tokens)
+        known: dict[str, Any] = {"step": step, "phase": phase, "lr": lr, "tokens": tokens}
         known["at"] = round(time.time(), 6)
         if not isinstance(values, Tensor):
             known["loss"] = values
@@ -178,11 +178,8 @@ class StepLog:
 
     def _read(self, pending: _Pending) -> Step:
         unknown = None if pending.marks[-1][0] == REST else 0.0
-        parts: dict[str, Any] = dict.fromkeys(STEP_PARTS, unknown) | {
-            "data": 0.0,
-            "idle": 0.0,
-            REST: 0.0,
-        }
+        parts: dict[str, Any] = dict.fromkeys(STEP_PARTS, unknown)
+        parts |= {"data": 0.0, "idle": 0.0, REST: 0.0}
         for (_, begin), (part, end) in zip(pending.marks, pending.marks[1:], strict=False):
             parts[part] = (parts[part] or 0.0) + _seconds(begin, end)
         del parts[REST]

@@ -220,6 +220,7 @@ class Result(Strict):
         """Why its figures are not those of an undisturbed run; empty if they are."""
         m, a, spoilt = self.metrics, self.args, ", ".join(self.spoilt_by)
         profiled = self.profile or a.get("profile") or a.get("nsys_start") is not None
+        no_loss = self.loss_known and m.final_loss is None and self.step_times_s
         marks = {
             f"status {self.status}": self.status != "ok",
             "profiled": profiled,
@@ -229,19 +230,12 @@ class Result(Strict):
             "saved in the window": m.window_saves,
             "evaluated in the window": m.window_evaluations,
             "CUDA graphs recorded in the window": m.window_graphs_recorded,
-            "loss not finite": self.status == "ok"
-            and self.loss_known
-            and m.final_loss is None
-            and self.step_times_s,
+            "loss not finite": self.status == "ok" and no_loss,
             "FP8 emulated": self.fp8 and self.fp8.emulated,
         }
         mismatches = self.observed.mismatches if self.observed else []
-        return [
-            *(mark for mark, on in marks.items() if on),
-            *self.unfit_reasons,
-            *self.impossible,
-            *mismatches,
-        ]
+        marked = [mark for mark, on in marks.items() if on]
+        return [*marked, *self.unfit_reasons, *self.impossible, *mismatches]
 
     @property
     def impossible(self) -> dict[str, str]:

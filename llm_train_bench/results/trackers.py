@@ -203,11 +203,9 @@ class OpenMetricsTracker:
         labels = ",".join(f'{key}="{value}"' for key, value in escaped.items())
         lines = []
         for name, value in figures.items():
-            ending = next(
-                (end for end in OPENMETRICS_UNITS if name.endswith(end) and name != end[1:]), None
-            )
-            unit, factor = OPENMETRICS_UNITS[ending] if ending else ("", 1.0)
-            metric = "llm_train_bench_" + name.removesuffix(ending or "") + unit
+            ending = next((e for e in OPENMETRICS_UNITS if name.endswith(e) and name != e[1:]), "")
+            unit, factor = OPENMETRICS_UNITS.get(ending, ("", 1.0))
+            metric = "llm_train_bench_" + name.removesuffix(ending) + unit
             lines.append(f"# TYPE {metric} gauge")
             lines += [f"# UNIT {metric} {unit[1:]}"] if unit else []
             lines.append(f"# HELP {metric} {self.meanings.get(name, name.replace('_', ' '))}")

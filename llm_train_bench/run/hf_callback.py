@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.parameters import count_parameters
@@ -37,9 +37,7 @@ class HFMeterCallback(TrainerCallback):
     # The callback of a training that has not ended, or that failed: the Trainer does not tell.
     unfinished: "HFMeterCallback | None" = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         if HFMeterCallback.unfinished:
             HFMeterCallback.unfinished._end(RuntimeError("another training began"))
         model: nn.Module = kwargs["model"]
@@ -59,9 +57,7 @@ class HFMeterCallback(TrainerCallback):
         options.setdefault("name", type(model).__name__)
         meter = Meter(**options)
         if meter.config is None:  # models of one class are not one model
-            shapes = [
-                (name, list(p.shape), p.requires_grad) for name, p in model.named_parameters()
-            ]
+            shapes = [(n, list(p.shape), p.requires_grad) for n, p in model.named_parameters()]
             number = sum(p.numel() for p in model.parameters())
             known = {"n_parameters": number, "hash": digest_of(json.dumps(shapes))}
             meter.result.model = meter.result.model.model_copy(update=known)
@@ -93,9 +89,7 @@ class HFMeterCallback(TrainerCallback):
         # The Trainer then divides by the tokens of all micro batches: their losses add up.
         self.whole_batch = kwargs.get("num_items_in_batch") is not None
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
         self.tokens = 0
@@ -105,9 +99,7 @@ class HFMeterCallback(TrainerCallback):
         rate = kwargs["optimizer"].param_groups[0]["lr"]
         self.told.lr = rate if isinstance(rate, float) else None  # a tensor would be waited for
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is None:
             return
         if self.tokens:
@@ -122,21 +114,15 @@ class HFMeterCallback(TrainerCallback):
             self.told.loss = total
         self.step.__exit__(None, None, None)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is not None:
             self.meter.paused("evaluation")
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
         if self.meter is not None:
             self.meter.paused("save")
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._end(None)
 
     def _left(self) -> None:

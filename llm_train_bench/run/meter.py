@@ -136,10 +136,12 @@ class Meter(RunRecord):
                 raise UsageError(f"Meter: {what}={value!r}: must be a number above 0 and finite")
         for key, value in (settings or {}).items():
             if key in OWN_ARGS:
-                raise UsageError(f"Meter: settings: {key!r} is told by another argument")
+                raise UsageError(
+                    f"Meter: settings: {key!r} is set by another argument; leave it out"
+                )
             if not isinstance(key, str) or not isinstance(value, str | int | float | bool | None):
                 raise UsageError(
-                    f"Meter: settings: {key!r}: {value!r} is no text, number, truth value or None"
+                    f"Meter: settings: {key!r}: {value!r} must be a str, int, float, bool or None"
                 )
         if run_name is not None and (
             run_name in ("", ".", "..") or "/" in run_name or not run_name.isprintable()
@@ -170,17 +172,14 @@ class Meter(RunRecord):
         script = Path(sys.argv[0] or "python").name
         args: dict[str, Any] = {"n_steps": n_steps, "warmup_steps": warmup_steps}
         args |= {} if usd_per_hour is None else {"usd_per_hour": usd_per_hour}
-        if (
-            settings is None
-        ):  # words for people; the digest is of the whole words, which may hold keys
+        if settings is None:  # for people; the digest is of the whole words, which may hold keys
             words = " ".join(shown_command(sys.argv[1:]))
             args["command"] = f"{words} ({digest_of(json.dumps(sys.argv[1:]))[:8]})"
         args |= dict(settings or {})
         model = self._model(name)
         called = run_name or default_name(model.name.replace("/", "_"), {}) + next(_SUFFIXES)
-        called, identity, began = on_main(
-            ranks, lambda: (called, uuid.uuid4().hex, command_began(False))
-        )
+        mine = called, uuid.uuid4().hex, command_began(False)
+        called, identity, began = on_main(ranks, lambda: mine)
         result = Result(
             run_name=called,
             version=__version__,
@@ -251,7 +250,7 @@ class Meter(RunRecord):
         if self.state == "ended":
             advice = "the meter has ended"
         elif self.state == "inside" != state:
-            advice = "the step before has not ended; steps are not nested"
+            advice = "a step has not ended; steps are not nested, and pauses are between them"
         if self.state != state:
             raise UsageError(f"Meter.{what}: {advice}")
 
@@ -262,7 +261,7 @@ class Meter(RunRecord):
         """
         if name not in ("data", "forward", "backward", "optimizer"):
             raise UsageError(f"Meter.part: {name!r} is not data, forward, backward or optimizer")
-        self._must_be("inside", "part", "a part belongs into a step")
+        self._must_be("inside", "part", "call it inside a step")
         return self.log.part(name) if self.n < self.window_end else contextlib.nullcontext()
 
     def paused(self, kind: Literal["evaluation", "save"]) -> None:
@@ -286,12 +285,12 @@ class Meter(RunRecord):
         loss, lr = step.loss, None
         if loss is not None:
             self.result.loss_known = True
-            if isinstance(loss, Tensor) and loss.numel() != 1:
-                raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
-            if isinstance(loss, Tensor) and loss.is_cuda:
-                loss = loss.detach().reshape(1)  # read once the device has passed the step
-            else:
+            if not isinstance(loss, Tensor):
                 loss = float(loss)
+            elif loss.numel() != 1:
+                raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
+            else:  # that of a GPU is read once the GPU has passed the step
+                loss = loss.detach().reshape(1) if loss.is_cuda else loss.item()
         tokens = self.tokens_per_step
         if step.tokens is not None:
             tokens = _whole("Meter: step.tokens", step.tokens, 1, 2**63)
@@ -299,7 +298,7 @@ class Meter(RunRecord):
             raise UsageError("Meter: give tokens_per_step, or set the tokens of each step")
         if step.lr is not None:
             lr = float(_on_host("step.lr", step.lr))
-        if _profiler_is_on() and self.n >= self.warmup_steps:
+        if self.n >= self.warmup_steps and _profiler_is_on():
             self._is_unfit("a profiler was on in the window")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
         self.log.finish(self.n, phase, lr, tokens, loss, last=REST)
@@ -358,15 +357,14 @@ class Meter(RunRecord):
         super().close_window()
         counts = gather(self.ranks, self.n - self.warmup_steps)
         if len(set(counts)) > 1:
-            self._is_unfit(
-                f"ranks measured different numbers of steps: {min(counts)} to {max(counts)}"
-            )
+            what = "ranks measured different numbers of steps"
+            self._is_unfit(f"{what}: {min(counts)} to {max(counts)}")
 
     def __enter__(self) -> Self:
         if len(_OPEN):
             raise UsageError("Meter: another one is open in this process; end it first")
         if self.state != "new":
-            raise UsageError("Meter: was used before; make a new one")
+            raise UsageError("Meter: cannot be used twice; create a new one")
         entered = super().__enter__()
         _OPEN.add(self)
         return entered
@@ -417,9 +415,8 @@ def _profiler_is_on() -> bool:
 def _on_host(what: str, value: Any) -> Any:
     """The value; UsageError for a tensor on a GPU, since the loop would wait for it."""
     if isinstance(value, Tensor) and value.is_cuda:
-        raise UsageError(
-            f"{what}: is a tensor on a GPU; give a number, which is known without waiting"
-        )
+        why = "is a tensor on a GPU; give a number, which is known without waiting"
+        raise UsageError(f"{what}: {why}")
     return value
 
 

@@ -239,7 +239,7 @@ class OutputFlags:
     export: At the end, export the model as Hugging Face safetensors.
     sample: At the end, generate N tokens of text.
     no_tensorboard: Do not write TensorBoard scalars.
-    track: Export the run at its end to W&B (offline if not logged in), MLflow or an OpenMetrics
+    track: Send the run, while it goes on, to W&B (offline if not logged in), MLflow or an OpenMetrics
         file.
     quiet: Print only the final table, and errors.
     """

@@ -10,14 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
 from llm_train_bench.base.hardware import find_hardware
@@ -27,7 +20,7 @@ from llm_train_bench.settings.command_line import RENAMED, REPLACED, translated
 from llm_train_bench.settings.flags import SETTABLE, Script, flag_of
 from llm_train_bench.settings.plan import Platform
 from llm_train_bench.settings.run_file import parse_yaml
-from llm_train_bench.sweep.read_tensorprimat import experiment_in, is_tensorprimat
+from llm_train_bench.sweep.read_tensorprimat import experiment_in
 
 Value = bool | int | float | str | None
 Flags = dict[str, Any]  # as they are checked already
@@ -54,13 +47,14 @@ MOST_CELLS = 10_000
 
 
 def _underscored(value: Any) -> Any:
-    """A value with `_` for `-` in the names of all mappings in it."""
-    if isinstance(value, list):
-        return [_underscored(row) for row in value]
+    """Flags by their names with `-` or `_`."""
     if not isinstance(value, dict):
         return value
-    inner = {n: _underscored(v) if isinstance(v, dict) else v for n, v in value.items()}
-    return {n.replace("-", "_") if isinstance(n, str) else n: v for n, v in inner.items()}
+    return {n.replace("-", "_") if isinstance(n, str) else n: v for n, v in value.items()}
+
+
+Row = Annotated[dict[str, Value], BeforeValidator(_underscored)]
+Axes = dict[str, Annotated[list[Value], Field(min_length=1)]]
 
 
 class Experiment(BaseModel, extra="forbid"):
@@ -72,23 +66,15 @@ class Experiment(BaseModel, extra="forbid"):
     hardware: dict[Platform, Machine] = {}
     parallel: Parallel = Parallel()
     models: list[Annotated[str, Field(pattern=r"^[^-]")]] = Field(min_length=1)
-    training: dict[str, Value] = {}
-    grid: dict[str, Annotated[list[Value], Field(min_length=1)]] = {}
-    cells: list[dict[str, Value]] = []
-    platforms: dict[Platform, dict[str, Value]] = {}
-    layouts: dict[str, dict[Platform, dict[str, Value]]] = {}
+    training: Row = {}
+    grid: Annotated[Axes, BeforeValidator(_underscored)] = {}
+    cells: list[Row] = []
+    platforms: dict[Platform, Row] = {}
+    layouts: dict[str, dict[Platform, Row]] = {}
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
     repeats: int = Field(1, ge=1)
     timeout_s: float = Field(3600.0, gt=0)
     notes: dict[Platform, list[str]] = Field(default={}, exclude=True)  # on another suite's file
-
-    @field_validator("training", "grid", "cells", "platforms", "layouts", mode="before")
-    @classmethod
-    def _by_either_name(cls, value: Any, info: ValidationInfo) -> Any:
-        """Flags by their names with `-` or `_`; the names of models in `layouts` stay."""
-        if info.field_name == "layouts" and isinstance(value, dict):
-            return {model: _underscored(layout) for model, layout in value.items()}
-        return _underscored(value)
 
     @model_validator(mode="after")
     def _lays_out_its_models(self) -> "Experiment":
@@ -118,13 +104,14 @@ def _checked(content: Mapping[str, Any], where: str, before: str) -> Experiment:
 def read_experiment(path: str | Path) -> Experiment:
     """An experiment file, checked; UsageError with the file, the key and what is wrong."""
     content = read_mapping(path)
-    if is_tensorprimat(content):
+    if isinstance(content.get("experiment"), dict):
+        if "parallelism" not in content:
+            why = "is a file of another suite; docs/MIGRATING.md names the file to use instead"
+            raise UsageError(f"{path}: {why}")
         try:
             return _checked(experiment_in(content, path), str(path), f"{path}: ")
         except (KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{path}: cannot be read as TensorPrimat's: {error!r}") from None
-    if isinstance(content.get("experiment"), dict):
-        raise UsageError(f"{path}: is another suite's file; docs/MIGRATING.md names ours for it")
     return _checked(content, str(path), f"{path}: ")
 
 

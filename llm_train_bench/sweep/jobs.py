@@ -63,11 +63,8 @@ def run_as_jobs(
             raise UsageError(f"--slurm {name}={options[name]}: {why}")
     try:
         executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
-        sbatch: dict[str, Any] = {k: v for k, v in options.items() if k in GENERAL}
-        sbatch |= {
-            "name": "llm-train-bench",
-            "timeout_min": math.ceil(timeout_s / 60) + 10,
-        } | sbatch
+        general = {"name": "llm-train-bench", "timeout_min": math.ceil(timeout_s / 60) + 10}
+        sbatch: dict[str, Any] = general | {k: v for k, v in options.items() if k in GENERAL}
         others = {k: v for k, v in options.items() if k not in GENERAL}
         if cluster == "slurm":
             # submitit refuses the options of sbatch that it does not know. A preempted run is a failed

@@ -17,11 +17,6 @@ SPECS = {"nvidia": "nvidia_h100", "amd": "amd_mi300x"}
 BETAS = {"beta1": 0.9, "beta2": 0.95}
 
 
-def is_tensorprimat(content: Mapping[str, Any]) -> bool:
-    """Whether a mapping is such a file: `experiment` is a mapping there, and `parallelism` has tables."""
-    return isinstance(content.get("experiment"), dict) and "parallelism" in content
-
-
 def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
     """The content of an experiment file of ours; UsageError for what our scripts do not do.
 
@@ -43,10 +38,8 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
         if part("training", "optimizer", name) not in (None, value):
             raise UsageError(f"{path}: training.optimizer.{name}: ours is {value}")
     method = need("experiment", "methodology")
-    first, optimizer = (
-        part("benchmarking", "warmup", "skip_first_n_steps") or 0,
-        "training.optimizer",
-    )
+    first = part("benchmarking", "warmup", "skip_first_n_steps") or 0
+    optimizer, extra = part("training", "optimizer"), part("benchmarking", "enhanced_metrics")
     training = {
         "bsz": need("training", "data", "micro_batch_size"),
         "global_bsz": need("training", "data", "global_batch_size"),
@@ -54,22 +47,16 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
         "n_steps": need("training", "duration", "max_steps") - first,
         "warmup_steps": first,
         "seed": part("training", "general", "seed"),
-        "lr": part(*optimizer.split("."), "learning_rate"),
-        "lr_warmup_steps": part(*optimizer.split("."), "warmup_steps"),
-        "weight_decay": part(*optimizer.split("."), "weight_decay"),
+        "lr": part("learning_rate", of=optimizer),
+        "lr_warmup_steps": part("warmup_steps", of=optimizer),
+        "weight_decay": part("weight_decay", of=optimizer),
     }
     hardware, platforms, fp8 = {}, {}, set()
     notes: dict[str, list[str]] = {}
     for platform, machine in need("hardware", "platforms").items():
         gpus = machine.get("num_gpus", 1)
-        price = part("benchmarking", "enhanced_metrics", "cloud_costs", PRICES.get(platform, ""))
-        watts = part(
-            "benchmarking",
-            "enhanced_metrics",
-            "hardware_specs",
-            SPECS.get(platform, ""),
-            "tdp_watts",
-        )
+        price = part("cloud_costs", PRICES.get(platform, ""), of=extra)
+        watts = part("hardware_specs", SPECS.get(platform, ""), "tdp_watts", of=extra)
         hardware[platform] = {"gpu": machine.get("gpu_model"), "gpus": gpus}
         hardware[platform] |= {"usd_per_hour": price / 8} if price else {}
         hardware[platform] |= {"tdp_w": watts} if watts else {}
@@ -93,11 +80,8 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
             if platform in fp8 and tp * pp == 1:
                 layout["use_fp8"] = True
             elif platform in fp8:
-                sizes = f"tp {tp}, pp {pp}"
-                text = (
-                    f"{config}: FP8 is left out; it needs whole layers, and this layout has {sizes}"
-                )
-                notes.setdefault(platform, []).append(text)
+                why = "FP8 is left out; it needs whole layers, and this layout has"
+                notes.setdefault(platform, []).append(f"{config}: {why} tp {tp}, pp {pp}")
             by_platform[platform] = layout
     return {
         "experiment": str(need("experiment", "name")),
