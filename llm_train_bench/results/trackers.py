@@ -1,7 +1,7 @@
 """--track: sends a run to W&B, MLflow or Prometheus while it goes on. Needs no torch.
 
-A thread hands finished steps to the tracker's library, as often as the step log hands them on: about once
-a second. At the end come the final figures, and result.json and steps.jsonl as artifacts.
+A thread hands finished steps to the tracker's library, as often as the step log hands them on: every two
+seconds. At the end come the final figures, and result.json and steps.jsonl as artifacts.
 """
 
 import importlib
