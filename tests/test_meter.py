@@ -457,6 +457,8 @@ def test_a_group_of_train_py_and_a_meter_is_named_by_what_both_know(
         for _ in range(5):
             with meter.step():
                 pass
+    text = (meter.directory / "result.json").read_text()
+    assert "SECRET" not in text and "://...@host/x" in text
     out = tmp_path / "out"
     shown = output_of(
         compare.main, [str(tmp_path / n) for n in ("own", "theirs")], "--output-dir", out

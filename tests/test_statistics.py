@@ -175,10 +175,12 @@ def test_time_between_steps_belongs_to_the_step_that_follows():
     log.start()
     start = time.perf_counter()
     for step in range(5):
-        log.finish(step, "measure", 0.0, 1, torch.zeros(1), None)
+        log.finish(step, "measure", 0.0, 1, torch.full((1,), float(step)))
         end = time.perf_counter()
     log.drain()
-    times = [s.step_time_s for s in log.of_phase("measure")]
+    steps = log.of_phase("measure")
+    assert [(s.loss, s.grad_norm) for s in steps] == [(float(step), None) for step in range(5)]
+    times = [s.step_time_s for s in steps]
     # The first is handed on when the second has ended.
     assert min(times[2:]) >= 0.02 and 0.06 <= sum(times) <= end - start
 

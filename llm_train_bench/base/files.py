@@ -10,7 +10,8 @@ from llm_train_bench.base.start import ROOT
 from llm_train_bench.base.errors import UsageError
 
 # Names of variables and flags whose values are nobody else's business.
-SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw", re.I)
+SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass$", re.I)
+CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def how_to_install(command: str) -> str:
@@ -42,17 +43,18 @@ def shown_path(path: str | Path) -> str:
 
 def shown_word(text: str) -> str:
     """A value of a flag or variable; paths in it as they may leave the machine."""
-    text = re.sub(r"://[^/@\s]+@", "://...@", text)
+    text = CREDENTIALS.sub("://...@", text)
     if text.startswith(("/", "~", "../")):
         return shown_path(text)
     return re.sub(r"(?<![\w.~/-])/(?:[\w.+-]+/)+", "", text)
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """A command line without the values of flags whose names say that they are secret."""
+    """A command line without credentials in URLs, and without the values of flags with secret names."""
     shown, secret = [], False
     for word in words:
         flag, equals, _ = word.partition("=")
+        word = CREDENTIALS.sub("://...@", word)
         is_value = secret and not word.startswith("-")
         named = bool(SECRET.search(flag)) and (bool(equals) or flag.startswith("-"))
         shown.append("..." if is_value else f"{flag}=..." if named and equals else word)

@@ -21,8 +21,6 @@ from llm_train_bench.results.result_files import Step
 Stamp = torch.cuda.Event | float
 # What is left of a step in a loop of others, besides the parts that it marks.
 REST = "rest"
-# The norm of a gradient that nobody computed.
-NO_NORM = -1.0
 
 
 def _stamp(device: torch.device) -> Stamp:
@@ -84,7 +82,6 @@ class StepLog:
         # By step the gradient norm, the loss and the stop request, once the step has passed. Allocated
         # once: pinning memory is slow, and would happen inside the window.
         self.values = torch.zeros(n_steps, 3, pin_memory=device.type == "cuda")
-        self.values[:, 0] = NO_NORM
 
     def start(self) -> None:
         """Stamp the start of the first step after a pause."""
@@ -138,6 +135,8 @@ class StepLog:
         known["at"] = round(time.time(), 6)
         if not isinstance(values, Tensor):
             known["loss"] = values
+        if norm is None:
+            known["grad_norm"] = None
         if phase != "measure":
             before, self.compiled_s = self.compiled_s, self.compile_s()
             known["compile_s"] = self.compiled_s - before
@@ -188,12 +187,9 @@ class StepLog:
         ends = ends or [stamp for part, stamp in pending.marks if part == "forward"]
         begins = [pending.marks[0][1], *ends]
         micro = [_seconds(begin, end) for begin, end in zip(begins, ends, strict=False)]
-        values = dict[str, Any](grad_norm=None)
-        if "loss" not in pending.known:
-            grad_norm, values["loss"], _ = self.values[pending.known["step"]].tolist()
-            values["grad_norm"] = None if grad_norm == NO_NORM else grad_norm
+        read = self.values[pending.known["step"]].tolist()
         return Step(
-            **pending.known | values,
+            **{"grad_norm": read[0], "loss": read[1]} | pending.known,
             step_time_s=_seconds(pending.marks[0][1], pending.end),
             micro_batch_times_s=tuple(micro) if len(micro) > 1 else (),
             **{f"{part}_time_s": seconds for part, seconds in parts.items()},

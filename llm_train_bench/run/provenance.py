@@ -18,7 +18,7 @@ from torch.cuda import nccl
 
 from llm_train_bench import __version__
 from llm_train_bench.base import hardware
-from llm_train_bench.base.files import ROOT
+from llm_train_bench.base.files import ROOT, SECRET
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
@@ -154,8 +154,7 @@ LAUNCHED = {
 
 
 def _is_setting(name: str) -> bool:
-    secret = any(word in name.upper() for word in ("TOKEN", "SECRET", "KEY", "AUTH", "PASS"))
-    return name.startswith(SETTINGS) and not secret
+    return name.startswith(SETTINGS) and not SECRET.search(name)
 
 
 def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict[str, Any]:
