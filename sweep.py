@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llm_train_bench.base.start import INTERRUPTED
+from llm_train_bench.base.start import INTERRUPTED, ROOT
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.files import write_whole
@@ -61,7 +61,9 @@ def main(argv: Sequence[str]) -> int:
     if args.dry_run:
         for cell, words in zip(cells, commands, strict=True):
             settings = [f"{name}={shlex.quote(value)}" for name, value in cell.environment]
-            print(printable(" ".join([*settings, "python", shlex.join(words)])))
+            name = words[0].removesuffix(".py").replace("_", "-")
+            program = ["python", words[0]] if Path.cwd() == ROOT else ["llm-train-bench", name]
+            print(printable(" ".join([*settings, shlex.join([*program, *words[1:]])])))
         return 0
     directory = Path(args.output_dir or f"sweeps/{experiment.experiment}")
     if not (args.output_dir or args.experiment):

@@ -66,17 +66,27 @@ add_mount() { # HOST[:CONTAINER][:ro], or die
     mounts+=(--mount "type=bind,src=$source,dst=$target$mode")
 }
 
-add_variable() { # no value shows in a command line, a log or --dry-run, nor reaches the engine's own environment
-    local name=${1%%=*}
-    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "--env $name: must be NAME or NAME=VALUE" 2
-    [[ $1 != *$'\n'* ]] || die "--env $name: the value has a line break; mount a file instead" 2
+add_variable() { # NAME[=VALUE]. No value shows in a command line, a log or --dry-run
+    local name=${1%%=*} where
+    where=${2:---env $name}
+    [[ $name =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || die "$where: must be NAME or NAME=VALUE" 2
+    [[ $1 != *$'\n'* ]] || die "$where: the value has a line break; mount a file instead" 2
     if [[ $1 = *=* ]]; then
-        pairs+=("$1")
+        pairs+=("$1") # nor reaches the engine's own environment
     elif [ -z "${!name+set}" ] || [[ $name != *[A-Z]* ]]; then # a small name may be this script's
-        die "--env $name: is not set here; give NAME=VALUE" 2
+        die "$where: $name is not set here; give NAME=VALUE" 2
     else
         named+=(-e "$name")
     fi
+}
+
+add_variables() { # of a file, as docker reads it: no quotes, no export
+    [ -r "$1" ] && [ ! -d "$1" ] || die "--env-file $1: cannot be read" 2
+    local line number=0
+    while IFS= read -r line || [ -n "$line" ]; do
+        number=$((number + 1)) line=${line%$'\r'}
+        [[ $line =~ ^[[:space:]]*(#|$) ]] || add_variable "${line#"${line%%[![:space:]]*}"}" "--env-file $1: line $number"
+    done <"$1"
 }
 
 parse() {
@@ -103,10 +113,7 @@ parse() {
             --engine) engine=$2 ;;
             --mount) add_mount "$2" && fixed=$1 ;;
             --env) add_variable "$2" ;;
-            --env-file)
-                [ -r "$2" ] && [ ! -d "$2" ] || die "--env-file $2: cannot be read" 2
-                [[ $2 = /* ]] && named+=(--env-file "$2") || named+=(--env-file "$PWD/$2")
-                ;;
+            --env-file) add_variables "$2" ;;
             esac
             shift
             ;;
@@ -136,8 +143,8 @@ parse() {
         [ -z "${!name:-}" ] || { [[ ${!name} = /* ]] && [ -f "${!name}" ]; } ||
             die "$name=${!name}: must be the whole path of a file here; unset it, or correct it" 2
     done
-    for path in "$repo" "$output" "$cache"; do
-        [[ $path != *,* ]] || die "$path: a path with a comma cannot be mounted; choose another" 2
+    for path in "$repo" "$output" "$cache" "${NCCL_TOPO_FILE:-}" "${LLM_TRAIN_BENCH_HARDWARE:-}"; do
+        [[ $path != *[,\"]* ]] || die "$path: a path with a comma or quote cannot be mounted; choose another" 2
     done
 }
 
@@ -274,16 +281,29 @@ environment_arguments() {
     for name in $host_files; do
         [ -z "${!name:-}" ] || args+=(-e "$name")
     done
-    args+=(${named[@]+"${named[@]}"})
-    if [ -n "$dry" ]; then
-        for name in ${pairs[@]+"${pairs[@]%%=*}"}; do args+=(-e "$name"); done
-    elif [ ${#pairs[@]} != 0 ]; then
-        exec 9< <(printf '%s\n' "${pairs[@]}") # a file that no other process sees
-        args+=(--env-file /dev/fd/9)
-    fi
     # The revision of the mounted tree, not of the image.
     revision=$(git -c "safe.directory=$repo" -C "$repo" rev-parse HEAD 2>/dev/null || true)
     args+=(-e "BENCH_GIT_SHA=$revision")
+    args+=(${named[@]+"${named[@]}"})
+    [ ${#pairs[@]} = 0 ] || own_variables
+}
+
+own_variables() { # those with a value. An engine prefers -e to a file, so no -e may set them too
+    local i kept=() names=" ${pairs[*]%%=*} "
+    for ((i = 0; i < ${#args[@]}; i++)); do
+        if [ "${args[i]}" = -e ] && [[ $names = *" ${args[i + 1]%%=*} "* ]]; then
+            i=$((i + 1))
+        else
+            kept+=("${args[i]}")
+        fi
+    done
+    args=(${kept[@]+"${kept[@]}"})
+    if [ -n "$dry" ]; then
+        for name in $names; do args+=(-e "$name"); done
+    else
+        exec 9< <(printf '%s\n' "${pairs[@]}") # a file that no other process sees
+        args+=(--env-file /dev/fd/9)
+    fi
 }
 
 has_init() { # podman's --init needs a program that Debian only recommends

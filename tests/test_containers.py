@@ -397,7 +397,7 @@ HOST = dict(HIP_PATH="/opt/rocm", TORCH_HOME="/x", HF_TOKEN="secret", HIP_LAUNCH
          ["HIP_PATH", "TORCH_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_TOKEN=secret", "NCCL_CONF_FILE"]),
         ("--env MINE --env TOKEN=of=mine ", {}, "-e", ["MINE"],
          ["MINE=1", "TOKEN=of=mine"]),
-        (f"--env-file {ROOT}/docker/amd.env", {}, "--env-file", [f"{ROOT}/docker/amd.env"], []),
+        (f"--env-file {ROOT}/docker/amd.env", {}, "--env-file", ["/dev/fd/9"], []),
         ("--mount /etc", {}, "--mount", ["type=bind,src=/etc,dst=/etc"], []),
         ("--mount /etc:/data --mount /usr:/usr2:ro --mount /bin/sh:ro", {}, "--mount",
          ["type=bind,src=/etc,dst=/data", "type=bind,src=/usr,dst=/usr2,readonly",
@@ -434,6 +434,30 @@ def test_a_variable_may_have_any_name(ready):
     assert given == [*(f"{name}=/etc" for name in names), "PATH=/nowhere"]
     assert values(call, "--gpus") == ['"device=1"']
     assert f"type=bind,src={ROOT},dst={WORK}" in values(call, "--mount")
+
+
+def test_a_variable_of_the_users_replaces_any_other(ready, tmp_path):
+    """An engine prefers -e to a file, and values are in files: no -e may name them too."""
+    (tmp_path / "env").write_text(
+        "# mine\r\n\nHF_HOME=/file\r\n  NCCL_DEBUG=INFO\nMINE\nA=1=2\nA=3"
+    )
+    argv = words(
+        "--cpu --env-file", tmp_path / "env", "--env TRITON_CACHE_DIR=/t --env HF_HOME=/mine true"
+    )
+    call = ready.starts(argv, MINE="1", NCCL_DEBUG="WARN", NCCL_ALGO="Ring")
+    given = (ready.state / "given").read_text().splitlines()
+    assert (
+        given == "HF_HOME=/file NCCL_DEBUG=INFO A=1=2 A=3 TRITON_CACHE_DIR=/t HF_HOME=/mine".split()
+    )
+    named = {word.partition("=")[0] for word in values(call, "-e")}
+    assert {"MINE", "NCCL_ALGO", "USER", "XDG_CACHE_HOME"} <= named
+    assert not named & {"HF_HOME", "NCCL_DEBUG", "A", "TRITON_CACHE_DIR"}
+    (tmp_path / "env").write_text("A=1\nexport B=2\n")
+    code, _, error = ready.launch("--env-file", tmp_path / "env", "true")
+    assert code == 2 and f"--env-file {tmp_path}/env: line 2: must be NAME or NAME=VALUE" in error
+    (tmp_path / "a,b").touch()
+    code, _, error = ready.launch("true", LLM_TRAIN_BENCH_HARDWARE=str(tmp_path / "a,b"))
+    assert code == 2 and "a,b: a path with a comma or quote cannot be mounted" in error
 
 
 @pytest.mark.parametrize("name", ["NCCL_TOPO_FILE", "LLM_TRAIN_BENCH_HARDWARE"])
@@ -588,13 +612,13 @@ def test_rdma_devices_where_there_are_any(ready):
         (NVIDIA, lambda m: None, "--frobnicate", 2, "no such option"),
         (NVIDIA, lambda m: None, "--mount /no/such", 2, "--mount /no/such: there is no /no/such"),
         (NVIDIA, lambda m: None, "--mount :/x", 2, "--mount :/x: HOST is empty; is a variable unset?"),
-        (NVIDIA, lambda m: None, "--env image", 2, "--env image: is not set here; give NAME=VALUE"),
+        (NVIDIA, lambda m: None, "--env image", 2, "--env image: image is not set here; give NAME=VALUE"),
         (NVIDIA, lambda m: None, ["--env", "A=1\n2"], 2, "--env A: the value has a line break"),
         (NVIDIA, lambda m: None, "--env-file /tmp", 2, "--env-file /tmp: cannot be read"),
         (NVIDIA, lambda m: None, "--mount /etc:data", 2, "data must be a whole path"),
         (NVIDIA, lambda m: None, "--mount /etc:/a,b", 2, "without comma or quote"),
         (NVIDIA, lambda m: None, "--env A-B=secret", 2, "--env A-B: must be NAME or NAME=VALUE"),
-        (NVIDIA, lambda m: None, "--output /tmp/a,b", 2, "a path with a comma cannot be mounted"),
+        (NVIDIA, lambda m: None, "--output /tmp/a,b", 2, "a path with a comma or quote cannot be"),
         (NVIDIA, lambda m: None, "--output /dev/null/runs --cpu", 1,
          "/dev/null/runs: cannot be made; --output and --cache"),
         (AMD, lambda m: None, "", 1, "sudo modprobe amdgpu"),

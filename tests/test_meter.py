@@ -15,9 +15,11 @@ from torch import nn
 
 import llm_train_bench
 from llm_train_bench.base.errors import UsageError
-from llm_train_bench.base.files import shown_command
+from llm_train_bench.base.files import shown_command, without_secrets
 from llm_train_bench.compare.ratios import _key
 from llm_train_bench.compare.read_results import read_ours
+from llm_train_bench.formulas.flops import flops_per_token
+from llm_train_bench.model.config import load_config
 from llm_train_bench.model.json_keys import ConfigError
 from llm_train_bench.results.result_files import read_result
 from llm_train_bench.run import meter as meter_module
@@ -222,8 +224,13 @@ def test_bad_use_is_one_line(tmp_path, monkeypatch):
     with meter, meter.step() as step:
         with pytest.raises(UsageError, match="not nested"), meter.step():
             pass
-        with pytest.raises(UsageError, match="is not data, forward, backward or optimizer"):
-            meter.part("loss")
+        with pytest.raises(UsageError, match="is not data, forward, backward"), meter.part("loss"):
+            pass
+        with meter.part("forward"):
+            with pytest.raises(UsageError, match="parts are not nested"), meter.part("backward"):
+                pass
+            with pytest.raises(UsageError, match="a step has not ended"):
+                meter.paused("save")
         step.loss = 1.0
     again = Meter(TINY, output_dir=tmp_path, run_name="once", quiet=True, **SMALL)
     with pytest.raises(UsageError, match="exists already"), again:
@@ -326,7 +333,7 @@ def test_a_training_that_fails_is_no_finished_one(next_training, tmp_path, monke
         other = HFMeterCallback(1, 1, output_dir=tmp_path / "other", quiet=True)
         trainer_of(tmp_path, transformer(), other, 3).train()
         assert only_result(tmp_path / "other")["status"] == "ok"
-        error = "RuntimeError: another training began"
+        error = "RuntimeError: another Meter began"
     else:
         monkeypatch.setattr(sys, "last_value", raised.value, raising=False)
         callback._left()
@@ -385,8 +392,8 @@ def test_one_meter_at_a_time_and_each_once(tmp_path):
     with one:
         with pytest.raises(UsageError, match="another one is open in this process"), two:
             pass
-        with pytest.raises(UsageError, match="call it inside a step"):
-            one.part("forward")
+        with pytest.raises(UsageError, match="call it inside a step"), one.part("forward"):
+            pass
         with pytest.raises(UsageError, match="'checkpoint' is not evaluation or save"):
             one.paused("checkpoint")
         with one.step(), pytest.raises(UsageError, match="steps are not nested"):
@@ -417,6 +424,68 @@ def test_what_a_step_tells_may_be_numbers_of_libraries(measured, tmp_path, name,
         meter_module.MeterStep().token = 3
 
 
+@pytest.mark.parametrize("name, value", [
+    ("loss", "abc"), ("loss", [1.0]), ("loss", torch.zeros(1, dtype=torch.complex64)), ("loss", 10**400),
+    ("lr", [0.1]), ("lr", torch.zeros(2)),
+])  # fmt: skip
+def test_a_loss_or_a_rate_is_a_number(measured, tmp_path, name, value):
+    if isinstance(value, torch.Tensor) and value.is_complex():
+        value = value + 1j
+    with pytest.raises(UsageError, match=rf"step\.{name}=.* must be a number"):
+        measured(6, lambda step, i: setattr(step, name, value))
+    assert only_result(tmp_path)["status"] == "failed"
+
+
+def test_steps_of_other_sizes_have_the_rates_of_their_tokens(measured):
+    """A last, smaller step does not hide the samples' length, and samples/s follow from the tokens."""
+    embed = nn.Embedding(9, 4)
+
+    def body(step, i):
+        step.tokens = 32 if i == 4 else 64
+        embed(torch.zeros(2, 16, dtype=torch.long))
+
+    r = measured(7, body, tokens_per_step=9999)
+    m = r["metrics"]
+    assert r["batch"]["seq_len"] == 16 and r["batch"]["global_batch"] is None  # 53.3 tokens a step
+    assert m["flops_per_token_palm"] == flops_per_token(load_config(TINY), 16, False)
+    assert m["tokens_per_sec"] == pytest.approx((64 + 64 + 32) / m["window_s"])
+    assert m["samples_per_sec"] == pytest.approx((4 + 4 + 2) / m["window_s"])
+
+
+def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
+    def batches(name):
+        with Meter(TINY, output_dir=tmp_path / name, quiet=True, **SMALL) as meter:
+            while True:
+                with meter.step():
+                    yield meter
+
+    for meter in batches("generator"):
+        if meter.n == 5:
+            break
+    for code, status in ((0, "ok"), (3, "failed")):
+        with (
+            pytest.raises(SystemExit),
+            Meter(output_dir=tmp_path / str(code), quiet=True, **SMALL) as m,
+        ):
+            while not m.done:
+                with m.step():
+                    pass
+            sys.exit(code)
+        assert only_result(tmp_path / str(code))["status"] == status
+    r = only_result(tmp_path / "generator")
+    assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 3
+
+
+def test_a_loop_may_change_its_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Meter(TINY, output_dir="runs", quiet=True, **SMALL) as meter:
+        for _ in range(6):
+            with meter.step():
+                os.chdir("/")
+    assert only_result(tmp_path / "runs")["metrics"]["n_measured_steps"] == 3
+    assert len(read_steps(tmp_path / "runs")) == 5
+
+
 def test_several_lengths_are_no_length(measured):
     """Of images, of samples that are grouped by length, or where one does not divide the tokens."""
     embed = nn.Embedding(9, 4)
@@ -433,12 +502,21 @@ def test_several_lengths_are_no_length(measured):
     ({"settings": {"amp": torch.bfloat16}}, "settings: 'amp': torch.bfloat16 must be a str"),
     ({"device": "meta"}, "device meta: only GPUs (cuda) and CPUs are measured"),
     ({"run_name": "../x"}, "run_name='../x': must be the name of one directory"),
+    ({"run_name": "a\\b"}, "run_name='a\\\\b': must be the name of one directory"),
+    ({"run_name": 3}, "run_name=3: must be a str"), ({"name": 5}, "name=5: must be a str"),
+    ({"settings": ["a"]}, "settings=['a']: must be a mapping"),
+    ({"track": None}, "track=None: must be a list of names"),
+    ({"settings": {"lr": float("inf")}}, "'lr': inf must be a str, bool, None or finite number"),
+    ({"output_dir": None}, "output_dir=None: must be a path"),
+    ({"config": []}, "config=[]: must be a path, the content of a config.json, or a config of"),
+    ({"config": nn.Linear(1, 1)}, "must be a path, the content of a config.json, or a config of"),
+    ({"device": "gpu"}, "device='gpu': is no device of torch"),
     ({"usd_per_hour": "3"}, "usd_per_hour='3': must be a number above 0 and finite"),
     ({"n_steps": 10**10}, "n_steps=10000000000: must be a whole number from 1 to 10000000"),
 ])  # fmt: skip
 def test_other_bad_arguments_are_one_line(tmp_path, options, error):
     with pytest.raises(UsageError, match=re.escape(error)):
-        Meter(TINY, output_dir=tmp_path, **SMALL | options)
+        Meter(**{"config": TINY, "output_dir": tmp_path} | SMALL | options)
     with Meter(name="meta-llama/Llama", output_dir=tmp_path, quiet=True, **SMALL) as meter:
         pass
     assert meter.directory.parent == tmp_path
@@ -533,9 +611,11 @@ if args.process_index == 0:
     json.dump([e["loss"] for e in trainer.state.log_history if "loss" in e], open("losses", "w"))
 sizes = dict(tokens_per_step=64, seq_len=8, warmup_steps=1, n_steps=4)
 with Meter(content, output_dir="uneven", quiet=True, **sizes) as meter:
-    for _ in range(6 if args.process_index == 0 else 3):
+    for i in range(6 if args.process_index == 0 else 3):
         with meter.step() as step:
             step.loss = 1.0
+        if i == 1 and args.process_index == 1:
+            meter.paused("save")
 torch.distributed.destroy_process_group()
 """
 
@@ -557,7 +637,9 @@ def test_two_ranks_that_end_apart_and_a_trainer_of_two(tmp_path):
         command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}
     )
     assert done.returncode == 0, done.stderr
-    reasons = only_result(tmp_path / "uneven")["unfit_reasons"]
+    uneven = only_result(tmp_path / "uneven")
+    assert uneven["metrics"]["window_saves"] == 1  # of the other rank
+    reasons = uneven["unfit_reasons"]
     assert reasons == ["ranks measured different numbers of steps: 2 to 4"]
     logged = json.loads((tmp_path / "losses").read_text())
     losses = [s["loss"] for s in read_steps(tmp_path / "runs")]
@@ -572,8 +654,12 @@ def test_a_compiled_model_is_not_compiled_again_for_the_callback(tmp_path):
     torch._dynamo.reset()
     callback = HFMeterCallback(1, 3, output_dir=tmp_path / "runs", quiet=True)
     options = {"torch_compile": True, "torch_compile_backend": "eager"}
-    trainer_of(tmp_path, transformer(), callback, 5, **options).train()
+    trainer_of(
+        tmp_path, transformer(), callback, 5, adam_beta2=0.5, warmup_steps=2, **options
+    ).train()
     r = only_result(tmp_path / "runs")
+    told = {"adam_beta2": 0.5, "lr_warmup_steps": 2, "warmup_steps": 1, "dataloader_num_workers": 0}
+    assert told.items() <= r["args"].items() and not {"hub_token", "output_dir"} & r["args"].keys()
     assert r["args"]["pt_compile"] and r["metrics"]["n_recompilations"] == 0
     assert not r["metrics"]["window_compile_s"] and r["metrics"]["n_measured_steps"] == 3
     assert [s["tokens"] for s in read_steps(tmp_path / "runs")] == 4 * [64]
@@ -584,7 +670,8 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     import compare
 
     for i, compiled in enumerate((False, False, False, True, True, True)):
-        settings = {"compile": compiled, "bsz": 8 if compiled else 4}
+        # Our own flag n_workers tells no runs apart; this one is of their loop.
+        settings = {"compile": compiled, "bsz": 8, "n_workers": int(compiled)}
         with Meter(TINY, seq_len=8, output_dir=tmp_path, run_name=f"r{i}", settings=settings,
                    quiet=True, **SMALL) as meter:  # fmt: skip
             for _ in range(5):
@@ -594,7 +681,7 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     rows = json.loads((tmp_path / "out/compare.json").read_text())["settings"]
     assert [row["runs"] for row in rows] == [3, 3]
     assert not any("not compared" in row["verdict"] for row in rows)
-    assert {row["setting"] for row in rows} == {"no compile, bsz 4", "compile, bsz 8"}
+    assert {row["setting"] for row in rows} == {"no compile, n-workers 0", "compile, n-workers 1"}
     with pytest.raises(UsageError, match="settings: 'seq_len' is set by another argument"):
         Meter(TINY, settings={"seq_len": 3}, **SMALL)
 
@@ -603,7 +690,16 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     ("--data=/home/me/lr=3/x.bin /home/me/lr=3/x.bin a:/home/me/x:ro", "--data=x.bin x.bin a:x:ro"),
     ("--data a/b.bin --sac-freq 1/4 configs/x.json --tokenizer t.json --pass-type step", None),
     ("hub_token=h --hf-token h2 --api_key=3 next", "hub_token=... --hf-token ... --api_key=... next"),
+    ("--token -a b --x 1", "--token ... ... --x 1"), ("--key a b -x 1", "--key ... ... -x 1"),
+    ("--env=HF_TOKEN=a --set hub.token=b", "--env=HF_TOKEN=... --set hub.token=..."),
+    ("-H Authorization: Bearer a --pass b", "-H Authorization: ... ... --pass ..."),
+    ("hub.token a configs/keyed.json 3", "hub.token ... ... ..."),
+    ("configs/keyed.json 3 --use-auth --bsz 3", None),
     ("https://me:pw@host/x/y s3://b/c --tokens 1e12", "https://...@host/x/y s3://b/c --tokens 1e12"),
 ])  # fmt: skip
 def test_a_command_is_shown_without_secrets_and_places(words, shown):
     assert " ".join(shown_command(words.split())) == (shown or words)
+    assert without_secrets(['{"api_key": "a", "b": 1}', "X-Auth: a"]) == [
+        '{"api_key":...',
+        "X-Auth:...",
+    ]

@@ -404,10 +404,14 @@ def test_what_slurm_cannot_do_is_one_line(tmp_path, monkeypatch, refused):
     assert "#SBATCH --nice=3" in script and "#SBATCH --no-requeue" in script
 
 
-def test_some_models_of_a_file(output_of):
+def test_some_models_of_a_file(output_of, tmp_path, monkeypatch):
     argv = "configs/sweeps/gpt2-context.yaml --models gpt2-350m configs/gpt2-125m.json --dry-run"
     out = output_of(sweep.main, argv)
     assert out.count("gpt2-350m.json") == out.count("gpt2-125m.json") == 4 and "760m" not in out
+    assert all(line.startswith("python train.py configs/") for line in out.splitlines())
+    monkeypatch.chdir(tmp_path)  # where another train.py may be
+    out = output_of(sweep.main, "--models configs/gpt2-125m.json --set bsz=1 --dry-run")
+    assert out == "llm-train-bench train configs/gpt2-125m.json --bsz 1\n"
 
 
 def test_rest_between_runs_and_energy_in_the_csv(tmp_path, monkeypatch):
@@ -494,6 +498,10 @@ def test_a_layout_for_each_model_and_platform_and_anothers_file():
 
 @pytest.mark.parametrize(("old", "new", "why"), [
     ("beta2: 0.95", "beta2: 0.98", "training.optimizer.beta2: ours is 0.95"),
+    ("checkpointing: false", 'checkpointing: "false"', "must be true or false, not 'false'"),
+    ('type: "adam"', 'type: "sgd"', "training.optimizer.type: ours is adamw"),
+    ("data_parallel_size: 2,", "data_parallel_size: 4,", "num_gpus and batches say 2"),
+    ("accumulation_steps: 64", "accumulation_steps: 4", "num_gpus and batches say 64"),
     ("llama3.1_8b", "llama9_1b", "there is no config of llama9_1b"),
     ("global_batch_size: 128, ", "", "training.data.global_batch_size is missing"),
     ("    qwen:\n      nvidia", "    other:\n      nvidia", "maximum_performance.qwen.nvidia is missing"),
@@ -504,6 +512,8 @@ def test_what_cannot_be_taken_from_anothers_file_is_one_line(old, new, why, tmp_
     (tmp_path / "config.yaml").write_text(text.replace(old, new))
     with pytest.raises(UsageError, match=re.escape(why)):
         read_experiment(tmp_path / "config.yaml")
+    with pytest.raises(UsageError, match="environment: HF_TOKEN: a secret is not for files"):
+        read_experiment(write(tmp_path / "s.yaml", environment={"A": "1", "HF_TOKEN": "hf_x"}))
     with pytest.raises(UsageError, match="layouts: gpt is not among models"):
         read_experiment(write(tmp_path / "e.yaml", layouts={"gpt": {"amd": {"tp": 2}}}))
 

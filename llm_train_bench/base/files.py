@@ -10,7 +10,7 @@ from llm_train_bench.base.start import ROOT
 from llm_train_bench.base.errors import UsageError
 
 # Names of variables and flags whose values are nobody else's business.
-SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass$", re.I)
+SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass$|credential", re.I)
 CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
@@ -50,15 +50,22 @@ def shown_word(text: str) -> str:
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """A command line without credentials in URLs, and without the values of flags with secret names."""
-    shown, secret = [], False
+    """A command line without credentials in URLs, and without the values of what has a secret name.
+
+    A value may follow its name after `=`, `:` or a space, or be the next words up to a flag.
+    """
+    shown: list[str] = []
+    follows = hidden = False  # whether a value follows, and whether this word is one
     for word in words:
-        flag, equals, _ = word.partition("=")
-        word = CREDENTIALS.sub("://...@", word)
-        is_value = secret and not word.startswith("-")
-        named = bool(SECRET.search(flag)) and (bool(equals) or flag.startswith("-"))
-        shown.append("..." if is_value else f"{flag}=..." if named and equals else word)
-        secret = named and not equals
+        hidden = (follows and not word.startswith("--")) or (hidden and not word.startswith("-"))
+        word = "..." if hidden else CREDENTIALS.sub("://...@", word)
+        if named := SECRET.search(word):
+            begin = re.search(r"[=:\s]", word[named.end() :])
+            end = named.end() + begin.end() if begin else len(word)
+            named = end == len(word) and (begin or named.end() == end or word.startswith("-"))
+            word = word if end == len(word) else word[:end] + "..."
+        follows = bool(named)
+        shown.append(word)
     return shown
 
 

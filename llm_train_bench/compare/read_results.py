@@ -78,11 +78,11 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
 
-    def changes_learning(name: str) -> bool:
-        # A Meter's other settings are of its loop: nobody knows whether they change what is learnt.
-        if r.entrypoint in set(Script):
-            return name not in of_kind(OUTPUT, LENGTH, SPEED)
-        return name in of_kind(LEARNT)
+    # A Meter's settings are of its loop, whatever our flags of these names do. Nobody knows whether the
+    # others change what is learnt.
+    ours = r.entrypoint in set(Script)
+    no_setting = of_kind(OUTPUT, LENGTH) if ours else {"n_steps", "warmup_steps", "usd_per_hour"}
+    learnt = of_kind(LEARNT) if not ours else a.keys() - of_kind(OUTPUT, LENGTH, SPEED)
 
     steps = read_steps(path.parent / "steps.jsonl")
     steps = [step for step in steps if step.get("phase") != "profile"]
@@ -110,7 +110,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         power_limit_w=r.power_limit_w,
         losses=[(s["step"], s["loss"]) for s in steps if s.get("loss") is not None],
         learning_rates=[(s["step"], s["lr"]) for s in steps if s.get("lr") is not None],
-        hyperparameters={k: v for k, v in a.items() if changes_learning(k)} | sizes,
+        hyperparameters={k: v for k, v in a.items() if k in learnt} | sizes,
         marks=r.unfit,
         notes=list(r.notes),
         remarks=list(r.disturbances),
@@ -118,7 +118,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         software=software(r) | {"commit": commit_of(r)},
         lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
-        arguments={k: v for k, v in a.items() if k not in of_kind(OUTPUT, LENGTH)}
+        arguments={k: v for k, v in a.items() if k not in no_setting}
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
         # What `auto` chose: runs with another library are no repeats.
         | ({"linear": r.linear or "plain"} if a.get("linear") == "auto" else {}),

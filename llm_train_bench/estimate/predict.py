@@ -121,6 +121,8 @@ def estimate_step(config: str | os.PathLike[str], *, gpu: str, **flags: Any) -> 
     `flags` are those of estimate.py, as in `gpus=64, bsz=8, pt_compile=True`. UsageError or ConfigError
     for what cannot be.
     """
+    if not isinstance(config, str | os.PathLike) or not isinstance(gpu, str):
+        raise UsageError("estimate_step: config must be a path, and gpu a str")
     asked = {"gpu": gpu} | flags
     for name in ("plan", "days", "fit", "timeline", "calibrate", "json"):
         if name in asked:

@@ -180,7 +180,8 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
         m.first_loss, m.final_loss = finite(steps[0].loss), finite(steps[-1].loss)
         broken = [s.step for s in steps if s.loss is not None and finite(s.loss) is None]
         if broken:
-            result.notes.append(f"the loss is not finite from step {broken[0]} on")
+            of = f"{len(broken)} of {len(steps)} steps, first in step {broken[0]}"
+            result.notes.append(f"the loss is not finite in {of}")
     m.n_measured_steps = len(times)
     if not times:
         return

@@ -14,11 +14,23 @@ from torch import Tensor, nn
 from transformers import TrainerCallback, TrainingArguments
 
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import SECRET
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.model.config import ConfigError, ModelConfig, parse_config
 from llm_train_bench.results.console import say
-from llm_train_bench.run.meter import Meter, MeterStep
+from llm_train_bench.run.meter import OWN_ARGS, Meter, MeterStep
 from llm_train_bench.run.provenance import digest_of
+
+# Beginnings of the names of training arguments that may differ between repeats.
+NO_SETTING = tuple(
+    "output_dir run_name project trackio_ report_to hub_ push_to_hub log_ logging_ save_ eval_ do_ "
+    "resume_ max_steps num_train_epochs data_seed local_rank".split()
+)
+# Those that _settings calls by the names of our own flags.
+RENAMED = (
+    "bf16 fp16 per_device_train_batch_size gradient_accumulation_steps optim learning_rate weight_decay "
+    "max_grad_norm seed warmup_steps".split()
+)
 
 
 class HFMeterCallback(TrainerCallback):
@@ -34,12 +46,8 @@ class HFMeterCallback(TrainerCallback):
         self.options: dict[str, Any] = {"warmup_steps": warmup_steps, "n_steps": n_steps} | options
         self.meter: Meter | None = None
 
-    # The callback of a training that has not ended, or that failed: the Trainer does not tell.
-    unfinished: "HFMeterCallback | None" = None
-
     def on_train_begin(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
-        if HFMeterCallback.unfinished:
-            HFMeterCallback.unfinished._end(RuntimeError("another training began"))
+        self._end(RuntimeError("another training began"))
         model: nn.Module = kwargs["model"]
         if why := _cannot_be_counted(args, model):
             say(f"HFMeterCallback: nothing is measured: {why}")
@@ -68,10 +76,10 @@ class HFMeterCallback(TrainerCallback):
         self.tokens, self.whole_batch = 0, False
         self.running = contextlib.ExitStack()
         self.meter = self.running.enter_context(meter)
+        meter.give_way = self._end  # the Trainer tells nobody that a training failed
         look: Any = torch.compiler.disable(self._look)  # or it would be compiled into the model
         hook = model.register_forward_hook(look, with_kwargs=True)
         self.running.callback(hook.remove)
-        HFMeterCallback.unfinished = self
         atexit.register(self._left)
 
     def _look(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -133,7 +141,7 @@ class HFMeterCallback(TrainerCallback):
     def _end(self, error: BaseException | None) -> None:
         if self.meter is None:
             return
-        self.meter = HFMeterCallback.unfinished = None
+        self.meter = None
         atexit.unregister(self._left)
         self.running.__exit__(type(error) if error else None, error, None)
 
@@ -161,9 +169,16 @@ def _refuse_other_work(model: nn.Module, config: ModelConfig) -> None:
 
 
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
-    """What tells this run from others, by the names of our own flags."""
+    """What tells this run from others: its arguments, where it can be by the names of our own flags."""
+    others = {
+        k: v
+        if isinstance(v, str | int | float | None)
+        else json.dumps(v, default=str, sort_keys=True)
+        for k, v in args.to_dict().items()
+        if not k.startswith(NO_SETTING) and k not in (*RENAMED, *OWN_ARGS) and not SECRET.search(k)
+    }
     amp = "bf16" if args.bf16 else "fp16" if args.fp16 else "off"
-    return {
+    return others | {
         "amp": amp,
         "dtype": str(getattr(model, "dtype", None)).removeprefix("torch."),
         "pt_compile": bool(args.torch_compile),
@@ -172,6 +187,7 @@ def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
         "grad_acc_steps": args.gradient_accumulation_steps,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "lr": args.learning_rate,
+        "lr_warmup_steps": args.warmup_steps,
         "weight_decay": args.weight_decay,
         "grad_clip": args.max_grad_norm,
         "seed": args.seed,

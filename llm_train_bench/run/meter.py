@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import operator
 import os
+import re
 import sys
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -46,7 +48,15 @@ from llm_train_bench.trace.read_trace import Trace
 
 MOST_STEPS = 10**7
 # What a Meter itself writes among the arguments of its result.
-OWN_ARGS = ("n_steps", "warmup_steps", "usd_per_hour", "tokens_per_step", "seq_len", "command")
+OWN_ARGS = (
+    "n_steps",
+    "warmup_steps",
+    "usd_per_hour",
+    "tokens_per_step",
+    "seq_len",
+    "command",
+    "script",
+)
 # The meter that is open in this process; and endings that tell apart those of one second.
 _OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
@@ -120,6 +130,15 @@ class Meter(RunRecord):
         Under several ranks, torch.distributed must be initialized, and every rank has a Meter. UsageError
         or ConfigError for what cannot be used.
         """
+        for what, value, kinds, words in (
+            ("name", name or "", str, "a str"),
+            ("run_name", run_name or "", str, "a str"),
+            ("output_dir", output_dir, str | os.PathLike, "a path"),
+            ("settings", settings or {}, Mapping, "a mapping"),
+            ("track", track, list | tuple, "a list of names"),
+        ):
+            if not isinstance(value, kinds):
+                raise UsageError(f"Meter: {what}={value!r}: must be {words}")
         for what, size in {"tokens_per_step": tokens_per_step, "seq_len": seq_len}.items():
             if size is not None:
                 _whole(f"Meter: {what}", size, 1, 2**63)
@@ -139,16 +158,17 @@ class Meter(RunRecord):
                 raise UsageError(
                     f"Meter: settings: {key!r} is set by another argument; leave it out"
                 )
-            if not isinstance(key, str) or not isinstance(value, str | int | float | bool | None):
+            plain = isinstance(key, str) and isinstance(value, str | int | float | bool | None)
+            if not plain or (isinstance(value, float) and not math.isfinite(value)):
                 raise UsageError(
-                    f"Meter: settings: {key!r}: {value!r} must be a str, int, float, bool or None"
+                    f"Meter: settings: {key!r}: {value!r} must be a str, bool, None or finite number"
                 )
         if run_name is not None and (
-            run_name in ("", ".", "..") or "/" in run_name or not run_name.isprintable()
+            run_name in ("", ".", "..")
+            or re.search(r"[/\\]", run_name)
+            or not run_name.isprintable()
         ):
             raise UsageError(f"Meter: run_name={run_name!r}: must be the name of one directory")
-        if isinstance(track, str):
-            raise UsageError(f"Meter: track={track!r}: must be a list of names")
         for tracker in track:
             if tracker not in TRACKERS:
                 raise UsageError(f"Meter: track={tracker!r}: must be among {', '.join(TRACKERS)}")
@@ -162,11 +182,18 @@ class Meter(RunRecord):
         self.n, self.observed = 0, False
         # new, between (steps), inside (a step) or ended
         self.state = "new"
+        # Ends this meter when another one is entered, where its loop cannot tell that it failed.
+        self.give_way: Callable[[BaseException], None] | None = None
         here = torch.cuda.current_device() if torch.cuda.is_available() else None
-        default = "cpu" if here is None else f"cuda:{here}"
-        device, ranks = torch.device(default if device is None else device), _ranks()
+        default, ranks = "cpu" if here is None else f"cuda:{here}", _ranks()
+        try:
+            device = torch.device(default if device is None else device)
+        except (RuntimeError, TypeError):
+            raise UsageError(f"Meter: device={device!r}: is no device of torch") from None
         if device.type not in ("cuda", "cpu"):
             raise UsageError(f"Meter: device {device}: only GPUs (cuda) and CPUs are measured")
+        if device.type == "cuda" and here is None:
+            raise UsageError(f"Meter: device {device}: PyTorch finds no GPU here")
         if device.type == "cuda" and device.index not in (None, here):
             raise UsageError(f"Meter: device {device}: call torch.cuda.set_device({device}) first")
         script = Path(sys.argv[0] or "python").name
@@ -177,7 +204,9 @@ class Meter(RunRecord):
             args["command"] = f"{words} ({digest_of(json.dumps(sys.argv[1:]))[:8]})"
         args |= dict(settings or {})
         model = self._model(name)
-        called = run_name or default_name(model.name.replace("/", "_"), {}) + next(_SUFFIXES)
+        called = run_name or default_name(re.sub(r"[^\w.+-]", "_", model.name), {}) + next(
+            _SUFFIXES
+        )
         mine = called, uuid.uuid4().hex, command_began(False)
         called, identity, began = on_main(ranks, lambda: mine)
         result = Result(
@@ -204,7 +233,7 @@ class Meter(RunRecord):
         palm = flops_per_token or (
             flops_of(self.config, seq_len, False) if self.config and seq_len else None
         )
-        directory = Path(output_dir) / called
+        directory = Path(output_dir).absolute() / called  # the loop may go elsewhere
         super().__init__(result, directory, device, ranks, self.window_end, output, palm, bar=False)
         self.shows_table = not quiet
 
@@ -249,12 +278,15 @@ class Meter(RunRecord):
         """UsageError unless the meter is in this state."""
         if self.state == "ended":
             advice = "the meter has ended"
-        elif self.state == "inside" != state:
+        elif self.state == "part" and state == "inside":
+            advice = "a part has not ended; parts are not nested"
+        elif self.state in ("inside", "part"):
             advice = "a step has not ended; steps are not nested, and pauses are between them"
         if self.state != state:
             raise UsageError(f"Meter.{what}: {advice}")
 
-    def part(self, name: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
         """A part of a step, whose time the result then has: data, forward, backward or optimizer.
 
         The time since the last mark belongs to it. A part may come several times in a step.
@@ -262,7 +294,12 @@ class Meter(RunRecord):
         if name not in ("data", "forward", "backward", "optimizer"):
             raise UsageError(f"Meter.part: {name!r} is not data, forward, backward or optimizer")
         self._must_be("inside", "part", "call it inside a step")
-        return self.log.part(name) if self.n < self.window_end else contextlib.nullcontext()
+        self.state = "part"
+        try:
+            with self.log.part(name) if self.n < self.window_end else contextlib.nullcontext():
+                yield
+        finally:
+            self.state = "inside"
 
     def paused(self, kind: Literal["evaluation", "save"]) -> None:
         """An evaluation or a save has ended: the time since the last step belongs to no step.
@@ -285,19 +322,19 @@ class Meter(RunRecord):
         loss, lr = step.loss, None
         if loss is not None:
             self.result.loss_known = True
-            if not isinstance(loss, Tensor):
-                loss = float(loss)
-            elif loss.numel() != 1:
+            if isinstance(loss, Tensor) and loss.numel() != 1:
                 raise UsageError(f"Meter: a step's loss has {loss.numel()} elements, not one")
-            else:  # that of a GPU is read once the GPU has passed the step
-                loss = loss.detach().reshape(1) if loss.is_cuda else loss.item()
+            if isinstance(loss, Tensor) and loss.is_cuda:  # read once the GPU has passed the step
+                loss = loss.detach().reshape(1)
+            else:
+                loss = _number("Meter: step.loss", loss)
         tokens = self.tokens_per_step
         if step.tokens is not None:
             tokens = _whole("Meter: step.tokens", step.tokens, 1, 2**63)
         elif tokens is None:
             raise UsageError("Meter: give tokens_per_step, or set the tokens of each step")
         if step.lr is not None:
-            lr = float(_on_host("step.lr", step.lr))
+            lr = _number("Meter: step.lr", _on_host("step.lr", step.lr))
         if self.n >= self.warmup_steps and _profiler_is_on():
             self._is_unfit("a profiler was on in the window")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
@@ -355,12 +392,18 @@ class Meter(RunRecord):
 
     def close_window(self) -> None:
         super().close_window()
-        counts = gather(self.ranks, self.n - self.warmup_steps)
+        m = self.result.metrics
+        mine = self.n - self.warmup_steps, m.window_evaluations or 0, m.window_saves or 0
+        counts, evaluations, saves = zip(*gather(self.ranks, mine), strict=True)
+        m.window_evaluations, m.window_saves = max(evaluations) or None, max(saves) or None
         if len(set(counts)) > 1:
             what = "ranks measured different numbers of steps"
             self._is_unfit(f"{what}: {min(counts)} to {max(counts)}")
 
     def __enter__(self) -> Self:
+        for other in list(_OPEN):
+            if other.give_way:
+                other.give_way(RuntimeError("another Meter began"))
         if len(_OPEN):
             raise UsageError("Meter: another one is open in this process; end it first")
         if self.state != "new":
@@ -372,6 +415,9 @@ class Meter(RunRecord):
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         self.state = "ended"
         _OPEN.discard(self)
+        # The end of a generator, or of a program that succeeded, is no failure.
+        done = isinstance(error, SystemExit) and error.code in (None, 0)
+        error = None if done or isinstance(error, GeneratorExit) else error
         if error is None and self.warmup_steps <= self.n < self.window_end:
             measured = self.n - self.warmup_steps
             self.result.notes.append(
@@ -389,13 +435,15 @@ class Meter(RunRecord):
         steps = [step.tokens for step in self.log.of_phase("measure")]
         tokens = round(sum(steps) / len(steps)) if steps else self.tokens_per_step
         if not seq_len and self.lengths:
-            (seq_len, *more), even = sorted(self.lengths), tokens and not tokens % min(self.lengths)
-            if more or not even:
+            seq_len, *more = sorted(self.lengths)
+            if more or any(n % seq_len for n in steps):
                 seen = ", ".join(map(str, sorted(self.lengths)))
                 seq_len, why = None, f"samples of {seen} tokens were seen; give seq_len"
             elif self.config:
                 r.notes.append(f"{seq_len} tokens a sample: observed, no seq_len was given")
         r.batch = StepSize(tokens_per_step=tokens, **_samples(tokens, seq_len))
+        rate = r.metrics.tokens_per_sec
+        r.metrics.samples_per_sec = rate / seq_len if rate and seq_len else None
         r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
         if self.flops:
             fill_flop_rates(r, self.flops, None)
@@ -418,6 +466,14 @@ def _on_host(what: str, value: Any) -> Any:
         why = "is a tensor on a GPU; give a number, which is known without waiting"
         raise UsageError(f"{what}: {why}")
     return value
+
+
+def _number(what: str, value: Any) -> float:
+    """The value as a float; UsageError for what is none."""
+    try:
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise UsageError(f"{what}={value!r}: must be a number") from None
 
 
 def _whole(what: str, value: Any, least: int, most: int) -> int:
@@ -444,7 +500,10 @@ def _read_config(config: Any, name: str | None) -> ModelConfig | None:
     if isinstance(config, str | os.PathLike):
         read = load_config(os.fspath(config))
     else:
-        raw = config if isinstance(config, Mapping) else config.to_dict()
+        raw = config if isinstance(config, Mapping) else getattr(config, "to_dict", dict)()
+        if not isinstance(raw, Mapping) or not raw:
+            what = "a path, the content of a config.json, or a config of transformers"
+            raise UsageError(f"Meter: config={config!r:.80}: must be {what}")
         called = name or getattr(config, "name_or_path", "") or str(raw.get("model_type", "model"))
         read = parse_config(dict(raw), called)
     return dataclasses.replace(read, name=name) if name else read

@@ -18,7 +18,7 @@ from torch.cuda import nccl
 
 from llm_train_bench import __version__
 from llm_train_bench.base import hardware
-from llm_train_bench.base.files import ROOT, SECRET
+from llm_train_bench.base.files import CREDENTIALS, ROOT, SECRET
 from llm_train_bench.base.machine import cpu_name, installed_version, n_cores
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.formulas.work import Work
@@ -185,7 +185,8 @@ def describe_environment(device: torch.device, more: Iterable[str] = ()) -> dict
         "tf32": torch.get_float32_matmul_precision() != "highest",
         "image": container_image(os.environ),
         "settings": {
-            k: v.replace(home, "~") if home else v  # a path of one machine says nothing
+            # A path of one machine says nothing.
+            k: CREDENTIALS.sub("://...@", v.replace(home, "~") if home else v)
             for k, v in sorted(os.environ.items() - LAUNCHED.items())
             if _is_setting(k)
         },

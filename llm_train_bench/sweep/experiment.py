@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from llm_train_bench.base.errors import UsageError, did_you_mean
+from llm_train_bench.base.files import SECRET
 from llm_train_bench.base.hardware import find_hardware
 from llm_train_bench.base.strict import first_problem
 from llm_train_bench.model.json_keys import plain_file
@@ -81,6 +82,9 @@ class Experiment(BaseModel, extra="forbid"):
         names = {name for model in self.models for name in (model, Path(model).stem)}
         if unknown := sorted(self.layouts.keys() - names):
             raise ValueError(f"layouts: {unknown[0]} is not among models")
+        if secret := next(filter(SECRET.search, self.environment), None):
+            why = "a secret is not for files; set it in the shell, and all runs have it"
+            raise ValueError(f"environment: {secret}: {why}")
         return self
 
     def layout_of(self, model: str, platform: Platform) -> Flags:

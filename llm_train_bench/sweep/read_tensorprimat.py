@@ -14,7 +14,7 @@ from llm_train_bench.model.json_keys import CONFIGS
 PRICES = {"nvidia": "nvidia_h100_8gpu_per_hour", "amd": "amd_mi300x_8gpu_per_hour"}
 SPECS = {"nvidia": "nvidia_h100", "amd": "amd_mi300x"}
 # The optimizer that our scripts have.
-BETAS = {"beta1": 0.9, "beta2": 0.95}
+OPTIMIZER = {"type": ("adamw", "adam"), "beta1": (0.9,), "beta2": (0.95,)}
 
 
 def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
@@ -34,9 +34,9 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
             raise UsageError(f"{path}: {'.'.join(names)} is missing")
         return value
 
-    for name, value in BETAS.items():
-        if part("training", "optimizer", name) not in (None, value):
-            raise UsageError(f"{path}: training.optimizer.{name}: ours is {value}")
+    for name, ours in OPTIMIZER.items():
+        if part("training", "optimizer", name) not in (None, *ours):
+            raise UsageError(f"{path}: training.optimizer.{name}: ours is {ours[0]}")
     method = need("experiment", "methodology")
     first = part("benchmarking", "warmup", "skip_first_n_steps") or 0
     optimizer, extra = part("training", "optimizer"), part("benchmarking", "enhanced_metrics")
@@ -65,7 +65,11 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
         flags = {"amp": {"fp32": "off", "fp8": "bf16"}.get(precision, precision)}
         if precision == "fp8":
             fp8.add(platform)
-        if wanted.get("activation_checkpointing"):
+        again = wanted.get("activation_checkpointing") or False
+        if not isinstance(again, bool):
+            where = f"platform_optimizations.{platform}.activation_checkpointing"
+            raise UsageError(f"{path}: {where}: must be true or false, not {again!r}")
+        if again:
             flags["sac_freq"] = "1/1"
         platforms[platform] = flags
     models, layouts = [], {}
@@ -76,6 +80,15 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
         for platform in hardware:
             sizes = need("parallelism", method, key, platform)
             tp, pp = sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"]
+            n = hardware[platform]["gpus"] / (tp * pp)
+            fits = {
+                "data_parallel_size": n,
+                "gradient_accumulation_steps": training["global_bsz"] / (n * training["bsz"]),
+            }
+            for name, value in fits.items():
+                if sizes.get(name) not in (None, value):
+                    where = f"parallelism.{method}.{key}.{platform}.{name}"
+                    raise UsageError(f"{path}: {where}: num_gpus and batches say {value:g}")
             layout: dict[str, Any] = {"tp": tp} | ({"pp": pp} if pp > 1 else {})
             if platform in fp8 and tp * pp == 1:
                 layout["use_fp8"] = True
