@@ -27,7 +27,7 @@ NO_SETTING = tuple(
     "resume_ max_steps num_train_epochs data_seed local_rank".split()
 )
 # Those that _settings calls by the names of our own flags.
-RENAMED = (
+OURS = (
     "bf16 fp16 per_device_train_batch_size gradient_accumulation_steps optim learning_rate weight_decay "
     "max_grad_norm seed warmup_steps".split()
 )
@@ -175,7 +175,7 @@ def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
         if isinstance(v, str | int | float | None)
         else json.dumps(v, default=str, sort_keys=True)
         for k, v in args.to_dict().items()
-        if not k.startswith(NO_SETTING) and k not in (*RENAMED, *OWN_ARGS) and not SECRET.search(k)
+        if not k.startswith(NO_SETTING) and k not in (*OURS, *OWN_ARGS) and not SECRET.search(k)
     }
     amp = "bf16" if args.bf16 else "fp16" if args.fp16 else "off"
     return others | {
