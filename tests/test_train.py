@@ -549,6 +549,9 @@ def test_secrets_and_what_launchers_set_stay_out_of_results(monkeypatch):
         monkeypatch.setenv(name, value.replace("~", "/home/alice"))
     settings = describe_environment(torch.device("cpu"))["settings"]
     assert shown.items() <= settings.items() and not {"x", "lo"} & {*settings.values()}
+    monkeypatch.setenv("TORCHINDUCTOR_REDIS_URL", "redis://u:x@host:1/0")
+    settings = describe_environment(torch.device("cpu"))["settings"]
+    assert settings["TORCHINDUCTOR_REDIS_URL"] == "redis://...@host:1/0"
     monkeypatch.setenv("HOME", "/")
     assert (
         describe_environment(torch.device("cpu"))["settings"]["TORCH_HOME"] == "/home/alice/torch"
