@@ -11,11 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch import nn
 
 import llm_train_bench
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import shown_command, without_secrets
+from llm_train_bench.compare.gate import baseline_key, setting_of
 from llm_train_bench.compare.ratios import _key
 from llm_train_bench.compare.read_results import read_ours
 from llm_train_bench.formulas.flops import flops_per_token
@@ -476,6 +479,18 @@ def test_a_generator_or_a_program_that_ends_has_not_failed(tmp_path):
     assert r["status"] == "ok" and r["metrics"]["n_measured_steps"] == 3
 
 
+def test_settings_of_a_loop_are_not_our_flags(measured, tmp_path):
+    """A loop's `profile` is no profiler, and TensorBoard shows no defaults of flags that it has not."""
+    measured(6, settings={"profile": "fast", "nsys_start": 3, "sample": 7})
+    (path,) = tmp_path.glob("*/result.json")
+    assert read_result(path).unfit == []
+    events = EventAccumulator(str(path.parent / "tensorboard")).Reload()
+    content = events.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    shown = HParamsPluginData.FromString(content).session_start_info.hparams
+    names = {"model", "profile", "nsys_start", "sample", "tokens_per_step", "seq_len"}
+    assert shown.keys() == names and shown["sample"].number_value == 7
+
+
 def test_a_loop_may_change_its_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Meter(TINY, output_dir="runs", quiet=True, **SMALL) as meter:
@@ -682,6 +697,9 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     assert [row["runs"] for row in rows] == [3, 3]
     assert not any("not compared" in row["verdict"] for row in rows)
     assert {row["setting"] for row in rows} == {"no compile, n-workers 0", "compile, n-workers 1"}
+    runs = [read_result(tmp_path / f"r{i}") for i in range(6)]
+    assert len({baseline_key(r) for r in runs}) == len({setting_of(r) for r in runs}) == 2
+    assert "n_workers 1" in setting_of(runs[5])
     with pytest.raises(UsageError, match="settings: 'seq_len' is set by another argument"):
         Meter(TINY, settings={"seq_len": 3}, **SMALL)
 

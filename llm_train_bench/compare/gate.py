@@ -28,7 +28,7 @@ from llm_train_bench.formulas.time_statistics import NORMAL, Mean, difference, m
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.results.result_files import read_result, settings_of, software
 from llm_train_bench.results.schema import Result
-from llm_train_bench.settings.flags import LENGTH, OUTPUT, Args, Script, defaults, of_kind
+from llm_train_bench.settings.flags import Args, defaults
 
 # Beyond this much faster, a run probably does less than it did.
 PLAUSIBLE_GAIN = 0.25
@@ -127,9 +127,7 @@ def baseline_key(r: Result) -> str:
     # A flag at its default is left out: a new flag must not make every baseline another's.
     default = defaults(Args) | {"bsz": None}
     settings = {
-        k: v
-        for k, v in r.args.items()
-        if k not in of_kind(OUTPUT, LENGTH) and (k not in default or v != default[k])
+        k: v for k, v in r.settings.items() if not r.ours or k not in default or v != default[k]
     }
     around = settings_of(r)
     if r.device.type == "cpu":
@@ -195,12 +193,11 @@ def entry_of(results: list[Result]) -> Entry:
 
 def setting_of(r: Result) -> str:
     """A setting in words: model, script, and the flags that are not at their defaults."""
-    passed_over, default = of_kind(OUTPUT, LENGTH), defaults(Args)
+    default = defaults(Args)
     words = [r.model.name, r.entrypoint, *([f"T {r.batch.seq_len}"] if r.batch.seq_len else [])]
-    for name, value in r.args.items():
-        known = name not in passed_over and name not in ("seq_len", "config", "tokens_per_step")
-        known &= name in default or r.entrypoint not in set(Script)
-        if known and value != default.get(name):
+    for name, value in r.settings.items():
+        told = name in ("seq_len", "tokens_per_step", *(["config"] if r.ours else []))
+        if not told and (not r.ours or (name in default and value != default[name])):
             words.append(name if value is True else f"{name} {shown_word(str(value))}")
     return f"{r.device.hardware} x {r.device.count}: {', '.join(words)}"
 

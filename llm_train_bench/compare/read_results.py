@@ -19,7 +19,7 @@ from llm_train_bench.compare.read_logs import read_automodel, read_metrics_csv, 
 from llm_train_bench.compare.records import LogFacts, Record, steady, unfinished_loss
 from llm_train_bench.model.json_keys import parse_json
 from llm_train_bench.results.result_files import commit_of, parse_result, read_steps, software
-from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, Script, of_kind
+from llm_train_bench.settings.flags import LEARNT, LENGTH, OUTPUT, SETTABLE, SPEED, of_kind
 
 GB_TO_GIB = 1e9 / 2**30
 PLATFORM_WORDS = """
@@ -78,11 +78,8 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
     memory_gib, memory_kind = r.peak_memory
     sizes = {"global_batch": r.batch.global_batch, "seq_len": r.batch.seq_len}
 
-    # A Meter's settings are of its loop, whatever our flags of these names do. Nobody knows whether the
-    # others change what is learnt.
-    ours = r.entrypoint in set(Script)
-    no_setting = of_kind(OUTPUT, LENGTH) if ours else {"n_steps", "warmup_steps", "usd_per_hour"}
-    learnt = of_kind(LEARNT) if not ours else a.keys() - of_kind(OUTPUT, LENGTH, SPEED)
+    # Of a loop's other settings nobody knows whether they change what is learnt.
+    learnt = a.keys() - of_kind(OUTPUT, LENGTH, SPEED) if r.ours else of_kind(LEARNT)
 
     steps = read_steps(path.parent / "steps.jsonl")
     steps = [step for step in steps if step.get("phase") != "profile"]
@@ -118,7 +115,7 @@ def read_ours(content: dict[str, Any], path: Path) -> Record:
         software=software(r) | {"commit": commit_of(r)},
         lineage=(r.lineage.id, r.lineage.attempt),
         first_step=r.resumed_from.step if r.resumed_from else 0,
-        arguments={k: v for k, v in a.items() if k not in no_setting}
+        arguments=r.settings
         | {"global_batch": r.batch.global_batch, "script": r.entrypoint}
         # What `auto` chose: runs with another library are no repeats.
         | ({"linear": r.linear or "plain"} if a.get("linear") == "auto" else {}),

@@ -183,7 +183,7 @@ def calibrated(gpu: Hardware, path: Path, wanted: EstimateFlags) -> tuple[Hardwa
         raise UsageError(f"{where} cannot be read: {error.strerror}") from None
     except ValueError:
         raise UsageError(f"{where} is no result.json of a run") from None
-    if result.entrypoint not in set(Script):
+    if not result.ours:
         raise UsageError(f"{where} is of another loop; use a run of {' or '.join(Script)}")
     # One slow step says nothing of the device: the median, as in benchmarks/calibration.py.
     measured, script = result.metrics.step_time_median_s, Script(result.entrypoint)

@@ -8,7 +8,7 @@ from pydantic import Field
 from llm_train_bench.base.strict import Strict
 from llm_train_bench.formulas.time_statistics import drift
 from llm_train_bench.results.metrics import Metrics
-from llm_train_bench.settings.flags import GRAPH_MODES
+from llm_train_bench.settings.flags import GRAPH_MODES, LENGTH, OUTPUT, Script, of_kind
 from llm_train_bench.trace.breakdown import CostlyKernel, HostGaps
 from llm_train_bench.trace.observed import CollectiveUse, Observed  # noqa: F401 (both are parts of a result)
 
@@ -180,6 +180,10 @@ class Lineage(Strict):
 Status = Literal["running", "ok", "oom", "failed", "interrupted", "preempted", "killed", "unknown"]
 
 
+# A Meter's own arguments whose runs are repeats.
+METER_LENGTH = ("n_steps", "warmup_steps", "usd_per_hour")
+
+
 class Result(Strict):
     """One run, complete enough to be compared years later without anything else."""
 
@@ -216,10 +220,22 @@ class Result(Strict):
     devices: list[DeviceUse] = Field(default_factory=list)
 
     @property
+    def ours(self) -> bool:
+        """Whether one of our scripts ran; else a Meter did, in a loop of others."""
+        return self.entrypoint in set(Script)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments that tell it from other runs. A loop's may have the names of our flags."""
+        no_setting = of_kind(OUTPUT, LENGTH) if self.ours else METER_LENGTH
+        return {k: v for k, v in self.args.items() if k not in no_setting}
+
+    @property
     def unfit(self) -> list[str]:
         """Why its figures are not those of an undisturbed run; empty if they are."""
         m, a, spoilt = self.metrics, self.args, ", ".join(self.spoilt_by)
-        profiled = self.profile or a.get("profile") or a.get("nsys_start") is not None
+        asked = self.ours and (a.get("profile") or a.get("nsys_start") is not None)
+        profiled = self.profile or asked
         no_loss = self.loss_known and m.final_loss is None and self.step_times_s
         marks = {
             f"status {self.status}": self.status != "ok",

@@ -103,12 +103,17 @@ class TensorBoardFile:
 
         m, last = result.metrics, self.last_step
         settings: dict[str, Any] = {"model": result.model.name}
-        default = defaults(Args)
-        for name, flag in declared(Args).items():
-            value = result.args.get(name, default[name])
-            if flag.kind is not OUTPUT and (flag.headline or value != default[name]):
-                plain = isinstance(value, bool | int | float | str)
-                settings[name] = value if plain else str(value).lower()
+        told, default = result.settings, defaults(Args)
+        if result.ours:
+            told = {name: result.args.get(name, default[name]) for name in default}
+            told = {
+                name: told[name]
+                for name, flag in declared(Args).items()
+                if flag.kind is not OUTPUT and (flag.headline or told[name] != default[name])
+            }
+        for name, value in told.items():
+            plain = isinstance(value, bool | int | float | str)
+            settings[name] = value if plain else str(value).lower()
         settings.pop("config", None)
         metrics = finite_numbers({f"final/{name}": getattr(m, name) for name in FINAL_METRICS})
         for summary in hparams(settings, metrics):
