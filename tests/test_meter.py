@@ -697,7 +697,7 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     assert [row["runs"] for row in rows] == [3, 3]
     assert not any("not compared" in row["verdict"] for row in rows)
     assert {row["setting"] for row in rows} == {"no compile, n-workers 0", "compile, n-workers 1"}
-    runs = [read_result(tmp_path / f"r{i}") for i in range(6)]
+    runs = [read_result(tmp_path / f"r{i}/result.json") for i in range(6)]
     assert len({baseline_key(r) for r in runs}) == len({setting_of(r) for r in runs}) == 2
     assert "n_workers 1" in setting_of(runs[5])
     with pytest.raises(UsageError, match="settings: 'seq_len' is set by another argument"):
@@ -710,8 +710,7 @@ def test_settings_of_a_loop_are_compared_and_told_apart(tmp_path, output_of):
     ("hub_token=h --hf-token h2 --api_key=3 next", "hub_token=... --hf-token ... --api_key=... next"),
     ("--token -a b --x 1", "--token ... ... --x 1"), ("--key a b -x 1", "--key ... ... -x 1"),
     ("--env=HF_TOKEN=a --set hub.token=b", "--env=HF_TOKEN=... --set hub.token=..."),
-    ("-H Authorization: Bearer a --pass b", "-H Authorization: ... ... --pass ..."),
-    ("hub.token a configs/keyed.json 3", "hub.token ... ... ..."),
+    ("-H Authorization: Bearer a --pass=b --pass c", "-H Authorization: ... ... --pass=... --pass ..."),
     ("configs/keyed.json 3 --use-auth --bsz 3", None),
     ("https://me:pw@host/x/y s3://b/c --tokens 1e12", "https://...@host/x/y s3://b/c --tokens 1e12"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from llm_train_bench.base.start import ROOT
 from llm_train_bench.base.errors import UsageError
 
 # Names of variables and flags whose values are nobody else's business.
-SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass$|credential", re.I)
+SECRET = re.compile(r"token(?!iz|s)|secret|key|auth|passw|pass(?![\w-])|credential", re.I)
 CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
@@ -52,20 +52,18 @@ def shown_word(text: str) -> str:
 def without_secrets(words: Iterable[str]) -> list[str]:
     """A command line without credentials in URLs, and without the values of what has a secret name.
 
-    A value may follow its name after `=`, `:` or a space, or be the next words up to a flag.
+    A value follows `=`, `:` or a space after the name, or is the words from a flag to the next one.
     """
     shown: list[str] = []
     follows = hidden = False  # whether a value follows, and whether this word is one
     for word in words:
         hidden = (follows and not word.startswith("--")) or (hidden and not word.startswith("-"))
         word = "..." if hidden else CREDENTIALS.sub("://...@", word)
-        if named := SECRET.search(word):
-            begin = re.search(r"[=:\s]", word[named.end() :])
-            end = named.end() + begin.end() if begin else len(word)
-            named = end == len(word) and (begin or named.end() == end or word.startswith("-"))
-            word = word if end == len(word) else word[:end] + "..."
-        follows = bool(named)
-        shown.append(word)
+        begin = re.search(rf"(?:{SECRET.pattern})[^=:\s]*[=:\s]", word, re.I)
+        follows = (
+            word.endswith(begin[0]) if begin else word.startswith("-") and bool(SECRET.search(word))
+        )
+        shown.append(word[: begin.end()] + "..." if begin and not follows else word)
     return shown
 
 

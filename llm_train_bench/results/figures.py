@@ -195,8 +195,6 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
     m.steps_per_sec = len(times) / m.window_s
     m.tokens_per_sec = tokens / m.window_s
     m.tokens_per_sec_per_gpu = m.tokens_per_sec / result.device.count
-    if result.batch.global_batch:
-        m.samples_per_sec = result.batch.global_batch * m.steps_per_sec
     if m.energy_j:
         m.average_power_w = m.energy_j / m.window_s
         m.tokens_per_joule = tokens / m.energy_j

@@ -63,10 +63,8 @@ def storable(value: Any) -> Any:
 
 
 def read_result(path: str | Path) -> Result:
-    """A result.json, or the one in a directory; ValueError (a wrong schema) or OSError if it is none."""
-    path = Path(path)
-    path = path / "result.json" if path.is_dir() else path
-    return parse_result(parse_json(path.read_text(encoding="utf-8")))
+    """A result.json; ValueError (a wrong schema) or OSError if it is none."""
+    return parse_result(parse_json(Path(path).read_text(encoding="utf-8")))
 
 
 def parse_result(content: Any) -> Result:

@@ -25,7 +25,7 @@ class TensorBoardFile:
     """A sink of steps that writes their figures to an event file.
 
     Rates are derived from `flops_per_token` (palm) and `peak_tflops` of each of `n_devices`, where
-    known. `memory` gives figures in GiB, asked for about once a second.
+    known. `memory` gives figures in GiB, asked for every ten seconds.
     """
 
     MEMORY_INTERVAL_S = 10.0
@@ -105,11 +105,14 @@ class TensorBoardFile:
         settings: dict[str, Any] = {"model": result.model.name}
         told, default = result.settings, defaults(Args)
         if result.ours:
-            told = {name: result.args.get(name, default[name]) for name in default}
             told = {
-                name: told[name]
+                name: value
                 for name, flag in declared(Args).items()
-                if flag.kind is not OUTPUT and (flag.headline or told[name] != default[name])
+                if (
+                    (value := result.args.get(name, default[name])) != default[name]
+                    or flag.headline
+                )
+                and flag.kind is not OUTPUT
             }
         for name, value in told.items():
             plain = isinstance(value, bool | int | float | str)

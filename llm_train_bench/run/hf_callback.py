@@ -171,9 +171,7 @@ def _refuse_other_work(model: nn.Module, config: ModelConfig) -> None:
 def _settings(args: TrainingArguments, model: nn.Module) -> dict[str, Any]:
     """What tells this run from others: its arguments, where it can be by the names of our own flags."""
     others = {
-        k: v
-        if isinstance(v, str | int | float | None)
-        else json.dumps(v, default=str, sort_keys=True)
+        k: v if isinstance(v, str | int | float | None) else json.dumps(v, default=str)
         for k, v in args.to_dict().items()
         if not k.startswith(NO_SETTING) and k not in (*OURS, *OWN_ARGS) and not SECRET.search(k)
     }

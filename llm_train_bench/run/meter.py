@@ -30,7 +30,7 @@ from llm_train_bench.model.config import ModelConfig, load_config, parse_config
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, gather, meet, on_main
 from llm_train_bench.results.figures import fill_flop_rates
 from llm_train_bench.results.result_files import command_began, now, this_process
-from llm_train_bench.results.schema import Lineage, ModelInfo, Result, StepSize
+from llm_train_bench.results.schema import METER_LENGTH, Lineage, ModelInfo, Result, StepSize
 from llm_train_bench.results.trackers import TRACKERS
 from llm_train_bench.run.failures import classify
 from llm_train_bench.run.profiling import traced
@@ -48,15 +48,7 @@ from llm_train_bench.trace.read_trace import Trace
 
 MOST_STEPS = 10**7
 # What a Meter itself writes among the arguments of its result.
-OWN_ARGS = (
-    "n_steps",
-    "warmup_steps",
-    "usd_per_hour",
-    "tokens_per_step",
-    "seq_len",
-    "command",
-    "script",
-)
+OWN_ARGS = (*METER_LENGTH, "tokens_per_step", "seq_len", "command", "script")
 # The meter that is open in this process; and endings that tell apart those of one second.
 _OPEN: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 _SUFFIXES = (f"-{i}" if i else "" for i in itertools.count())
@@ -334,7 +326,7 @@ class Meter(RunRecord):
         elif tokens is None:
             raise UsageError("Meter: give tokens_per_step, or set the tokens of each step")
         if step.lr is not None:
-            lr = _number("Meter: step.lr", _on_host("step.lr", step.lr))
+            lr = _number("Meter: step.lr", step.lr)
         if self.n >= self.warmup_steps and _profiler_is_on():
             self._is_unfit("a profiler was on in the window")
         phase = "warmup" if self.n < self.warmup_steps else "measure"
@@ -442,8 +434,6 @@ class Meter(RunRecord):
             elif self.config:
                 r.notes.append(f"{seq_len} tokens a sample: observed, no seq_len was given")
         r.batch = StepSize(tokens_per_step=tokens, **_samples(tokens, seq_len))
-        rate = r.metrics.tokens_per_sec
-        r.metrics.samples_per_sec = rate / seq_len if rate and seq_len else None
         r.args |= {"tokens_per_step": tokens if len(set(steps)) < 2 else None, "seq_len": seq_len}
         if self.flops:
             fill_flop_rates(r, self.flops, None)
@@ -470,6 +460,7 @@ def _on_host(what: str, value: Any) -> Any:
 
 def _number(what: str, value: Any) -> float:
     """The value as a float; UsageError for what is none."""
+    value = _on_host(what, value)
     try:
         return float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -156,6 +156,8 @@ class RunRecord:
         fill_step_metrics(r, self.log.of_phase("warmup"), self.log.of_phase("measure"))
         m.energy_source = self.window.power.source
         self.fill(error)
+        if m.tokens_per_sec and r.batch.seq_len:
+            m.samples_per_sec = m.tokens_per_sec / r.batch.seq_len
         if m.peak_allocated_gib is None and m.peak_rss_gib is None:
             with contextlib.suppress(Exception):
                 for key, value in peak_memory(self.device).items():

@@ -80,15 +80,16 @@ def experiment_in(content: Mapping[str, Any], path: object) -> dict[str, Any]:
         for platform in hardware:
             sizes = need("parallelism", method, key, platform)
             tp, pp = sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"]
-            n = hardware[platform]["gpus"] / (tp * pp)
-            fits = {
-                "data_parallel_size": n,
-                "gradient_accumulation_steps": training["global_bsz"] / (n * training["bsz"]),
-            }
-            for name, value in fits.items():
-                if sizes.get(name) not in (None, value):
+            gpus, whole = hardware[platform]["gpus"], training["global_bsz"] * tp * pp
+            for name, one, all_of_them in (
+                ("data_parallel_size", tp * pp, gpus),
+                ("gradient_accumulation_steps", training["bsz"] * gpus, whole),
+            ):
+                if (size := sizes.get(name)) is not None and size * one != all_of_them:
                     where = f"parallelism.{method}.{key}.{platform}.{name}"
-                    raise UsageError(f"{path}: {where}: num_gpus and batches say {value:g}")
+                    raise UsageError(
+                        f"{path}: {where}: {size} does not fit num_gpus and batch sizes"
+                    )
             layout: dict[str, Any] = {"tp": tp} | ({"pp": pp} if pp > 1 else {})
             if platform in fp8 and tp * pp == 1:
                 layout["use_fp8"] = True
