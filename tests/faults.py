@@ -47,8 +47,8 @@ from llm_train_bench.settings.plan import Plan
 from tests.helpers import ROOT, plan_of
 
 if not torch.cuda.is_available():
-    # A process's first backward starts autograd's threads. After fake tensors, a CUDA build starts one for a
-    # device that is not there, and autograd then refuses to work in forks.
+    # A process's first backward starts autograd's threads. After fake tensors, a CUDA build starts one
+    # for a device that is not there, and autograd then refuses to work in forks.
     torch.ones((), requires_grad=True).backward()
 
 # A model so small that a save is a few kilobytes; with dropout, so that its state counts, and without.
