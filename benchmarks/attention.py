@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.common import parser_of, save, show, time_steps
+from benchmarks.common import parser_of, save, show
 from llm_train_bench.measure.device import pick_device
+from llm_train_bench.measure.rates import time_steps
 
 MIB = 2**20
 

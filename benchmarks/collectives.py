@@ -12,70 +12,20 @@ writes an entry for the user's own hardware.json with the measured `ring_gb_per_
 import argparse
 import dataclasses
 import os
-import statistics
 import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-import torch.distributed as dist
 
-from benchmarks.common import keep_devices, parser_of, save, show, time_steps
+from benchmarks.common import keep_devices, parser_of, save, show
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import find_hardware
+from llm_train_bench.measure.collective_rates import collective_rates
 from llm_train_bench.measure.device import pick_device
 from llm_train_bench.parallel.ranks import Ranks, find_ranks, join, leave
-
-# Torch 2.13 renamed two collectives that 2.11 has under these names only.
-warnings.filterwarnings("ignore", category=FutureWarning)
-KINDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-MIB = 2**20
-
-
-def call_of(kind: str, nbytes: int, device: torch.device, world: int) -> Callable[[], object]:
-    """A function that runs one collective; `nbytes` is the size of the whole tensor."""
-    part = max(1, nbytes // 4 // world)
-    whole, own = torch.randn(part * world, device=device), torch.randn(part, device=device)
-    if kind == "all_reduce":
-        return lambda: dist.all_reduce(whole)
-    if kind == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, own)
-    if kind == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(own, whole)
-    out = torch.empty_like(whole)
-    return lambda: dist.all_to_all_single(out, whole)
-
-
-def seconds_of(call: Callable[[], object], device: torch.device, at_least_s: float = 0.05) -> float:
-    """Seconds of a call, of the slowest rank: as many calls as fill `at_least_s` on rank 0."""
-
-    def mean_of(n: int) -> float:
-        dist.barrier()
-        return time_steps(call, n, device)
-
-    n = torch.tensor([max(1, min(1000, at_least_s / mean_of(1)))], device=device)
-    dist.broadcast(n, 0)
-    seconds = torch.tensor([mean_of(int(n))], device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
-
-
-def measure(device: torch.device, ranks: Ranks, sizes: list[float], rounds: int) -> list[dict]:
-    """A row for each kind and size, in turn round after round; the first round does not count."""
-    cases = [(kind, mib) for mib in sizes for kind in KINDS]
-    calls = [call_of(kind, int(mib * MIB), device, ranks.world) for kind, mib in cases]
-    _, *times = [[seconds_of(call, device) for call in calls] for _ in range(rounds + 1)]
-    rows = []
-    for (kind, mib), *seconds in zip(cases, *times, strict=True):
-        median = statistics.median(seconds)
-        rate = KINDS[kind] * (ranks.world - 1) / ranks.world * mib * MIB / median / 1e9
-        row = {"kind": kind, "mib": mib, "seconds": [min(seconds), median]}
-        rows.append(row | {"bus_gb_per_s": rate})
-    return rows
 
 
 def keep_for_estimates(name: str, rows: list[dict]) -> None:
@@ -94,7 +44,7 @@ def run(device: torch.device, ranks: Ranks, args: argparse.Namespace) -> None:
     """Measure; rank 0 prints and saves."""
     if device.type == "cpu":
         torch.set_num_threads(1)
-    rows = measure(device, ranks, args.mib, args.rounds)
+    rows = collective_rates(device, args.mib, args.rounds)
     if not ranks.main:
         return
     print(f"{ranks.world} ranks, {device.type}")

@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from llm_train_bench.base.files import ROOT, write_whole
 from llm_train_bench.base.hardware import devices, own_hardware_file
 from llm_train_bench.base.tables import markdown_table, show_whole
 from llm_train_bench.formulas.work import Work
-from llm_train_bench.measure.device import device_name, synchronize
+from llm_train_bench.measure.device import device_name
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.init import materialize
 from llm_train_bench.model.transformer import Transformer
@@ -76,16 +75,6 @@ def interleave(
         print("interrupted: the rest is left out", file=sys.stderr)
         times = {name: seconds[:whole] for name, seconds in times.items() if seconds}
     return times
-
-
-def time_steps(step: Callable[[], object], n: int, device: torch.device) -> float:
-    """Mean seconds of n calls, the device idle before and after."""
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(n):
-        step()
-    synchronize(device)
-    return (time.perf_counter() - start) / n
 
 
 def run_train(*argv: object) -> Result:

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import interleave, number_apart, parser_of, report, save, time_steps
+from benchmarks.common import interleave, number_apart, parser_of, report, save
 from llm_train_bench.measure.device import GIB, peak_resident_bytes, pick_device
+from llm_train_bench.measure.rates import time_steps
 from llm_train_bench.model.loss import LinearCrossEntropy
 
 M_MMAP_THRESHOLD = -3  # malloc.h

@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import common
 from llm_train_bench.measure.device import pick_device
+from llm_train_bench.measure.rates import time_steps
 from llm_train_bench.run.loop import build_step, uncollected
 from llm_train_bench.run.meter import Meter
 
@@ -56,8 +57,8 @@ def bare_loop(n: int, device: torch.device, case: Case) -> float:
     """Seconds per step of n bare steps, the model built anew."""
     step = step_of(case, device)
     with uncollected():  # as in train.py: its other costs are measured here
-        common.time_steps(step, WARMUP, device)
-        return common.time_steps(step, n, device)
+        time_steps(step, WARMUP, device)
+        return time_steps(step, n, device)
 
 
 def metered_loop(n: int, device: torch.device, case: Case, costs: list[float]) -> float:
@@ -93,7 +94,7 @@ def step_by_step(argv: list, n: int, device: torch.device, case: Case) -> list[l
 
         def both(step: int, phase: str) -> None:
             step_fn(step, phase)
-            bare_times.append(common.time_steps(bare, 1, device))
+            bare_times.append(time_steps(bare, 1, device))
 
         return both
 

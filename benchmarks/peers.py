@@ -34,6 +34,7 @@ from benchmarks import common
 from benchmarks.peer_models import Peer, PeerBlock
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.measure.device import keep_freed_memory, synchronize
+from llm_train_bench.measure.rates import time_steps
 from llm_train_bench.model.hf import save_pretrained
 from llm_train_bench.run.loop import uncollected
 
@@ -152,10 +153,10 @@ def time_peer(peer: str, compiled: bool, amp: str, shape: str, directory: Path) 
         called = torch.nn.parallel.DistributedDataParallel(called)
     draw = functools.partial(torch.randint, raw["vocab_size"], (B, T + 1), device=DEVICE)
     step = common.bare_step(module, functools.partial(loss_of, peer, called), draw, amp)
-    common.time_steps(step, WARMUP, DEVICE)
+    time_steps(step, WARMUP, DEVICE)
     if dist.is_initialized():
         dist.barrier()
-    return common.time_steps(step, steps, DEVICE)
+    return time_steps(step, steps, DEVICE)
 
 
 def trainer_steps(module, raw, B: int, T: int, steps: int, compiled: bool, amp: str) -> float:

@@ -2,12 +2,14 @@
 
 The scheme is GPT-2's (Radford et al. 2019). Weights are normal. Their standard deviation is the
 config's `initializer_range`, divided by sqrt(2 x layers) for those that write into the residual
-stream (`attn.out`, `mlp.down`). Norms start at one, biases at zero. Each parameter has its own
-generator, seeded by the run's seed and its name. So its values depend neither on the order of
-creation nor on what else exists.
+stream (`attn.out`, `mlp.down`). Norms start at one, biases at zero. A value is a function of the run's
+seed, its parameter's name and its place in the parameter. Only integer and exactly rounded operations
+make it, so that every device has the same values, bit for bit, in every layout of ranks.
 """
 
+import functools
 import hashlib
+import math
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ def materialize(
 ) -> None:
     """Give a meta-device model storage on `device` and initial values, in place.
 
-    The same seed and kind of device give the same values. With `weights` (model.hf.check_pretrained)
+    The same seed gives the same values on every device. With `weights` (model.hf.check_pretrained)
     they are read instead, one parameter at a time.
     """
     model.to_empty(device=device)
@@ -45,11 +47,80 @@ def fill(
     else:
         std = config.initializer_range
         if module in ("out", "down"):
-            std /= (2 * config.num_hidden_layers) ** 0.5
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        number = int.from_bytes(digest[:7], "little")
-        generator = torch.Generator(parameter.device).manual_seed(number)
+            std /= math.sqrt(2 * config.num_hidden_layers)
         # Padding rows come last and take no random numbers: the others are what they are without.
         rows = config.vocab_size if module in ("embed", "lm_head") else len(parameter)
-        parameter[:rows].normal_(0.0, std, generator=generator)
+        fill_normal(parameter[:rows], std, f"{seed}/{name}")
         parameter[rows:].zero_()
+
+
+LEVELS = 2**16
+# Hashes made at once: their temporary tensors fit a CPU's cache, or take 64 MiB on a GPU.
+CPU_HASHES, GPU_HASHES = 2**15, 2**22
+
+
+@functools.cache
+def quantiles() -> Tensor:
+    """(65536,) float64: the normal distribution's quantiles at (i + 1/2) / 65536, in order.
+
+    The density is summed over a fine grid up to 6 standard deviations: its exponential by a series, its
+    sum in integers. So no library's rounding enters.
+    """
+    n, width = 2**18, 6.0 / 2**18
+    x = torch.arange(n + 1, dtype=torch.float64) * width
+    y, density = x * x / -2048.0, torch.ones_like(x)
+    for k in range(8, 0, -1):
+        density = density * y / k + 1.0
+    for _ in range(10):  # exp(-x^2 / 2) is the 1024th power
+        density = density * density
+    mass = ((density[1:] + density[:-1]) * 2.0**40).to(torch.int64).cumsum(0)  # from 0 to x
+    part = torch.arange(LEVELS // 2, dtype=torch.float64) * 2.0 + 1.0
+    wanted = part * (mass[-1].double() / LEVELS)
+    mass = mass.double()
+    i = torch.searchsorted(mass, wanted)
+    before = torch.cat((torch.zeros(1, dtype=torch.float64), mass))[i]
+    upper = (i + (wanted - before) / (mass[i] - before)) * width
+    return torch.cat((-upper.flip(0), upper))
+
+
+@torch.no_grad()
+def fill_normal(values: Tensor, std: float, key: str) -> None:
+    """Set a tensor in place to normal numbers, one of 65536 each, chosen by a hash of `key` and place.
+
+    Two values are the halves of a 32-bit hash of their number, by two keys and rounds as in MurmurHash3.
+    """
+    digest = hashlib.sha256(key.encode()).digest()
+    first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+    device, total = values.device, values.numel()
+    table = (quantiles() * std).to(values.dtype).to(device)
+    at_once = min(GPU_HASHES if device.type == "cuda" else CPU_HASHES, (total + 1) // 2)
+    options = {"dtype": torch.int32, "device": device}
+    places, spare = torch.arange(at_once, **options), torch.empty(at_once, **options)
+    h, indices = torch.empty_like(places), torch.empty(2 * at_once, **options)
+    contiguous = values if values.is_contiguous() else torch.empty_like(values.contiguous())
+    flat = contiguous.view(-1)
+
+    def mix(shift: int) -> Tensor:
+        """The hashes, XORed in place by themselves, shifted right with zeros coming in."""
+        torch.bitwise_right_shift(h, shift, out=spare)
+        return h.bitwise_xor_(spare.bitwise_and_(2 ** (32 - shift) - 1))
+
+    for start in range(0, (total + 1) // 2, at_once):
+        torch.add(places, _signed(start), out=h)
+        h.bitwise_xor_(first)
+        mix(16).mul_(_signed(0x85EBCA6B))
+        mix(13).mul_(_signed(0xC2B2AE35))
+        h.bitwise_xor_(_signed(second + (start >> 32) * 0x9E3779B1))
+        mix(16).mul_(_signed(0x27D4EB2F))
+        mix(15).mul_(_signed(0x165667B1))
+        mix(16)
+        part = flat[2 * start : 2 * (start + at_once)]
+        indices.copy_(h.view(torch.int16)).add_(LEVELS // 2)
+        torch.index_select(table, 0, indices[: len(part)], out=part)
+    if contiguous is not values:
+        values.copy_(contiguous)
+
+
+def _signed(number: int) -> int:
+    """The lowest 32 bits as a signed number."""
+    return (number + 2**31) % 2**32 - 2**31

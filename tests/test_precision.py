@@ -23,6 +23,7 @@ from llm_train_bench.apply.precision import LossScaler, set_precision
 from llm_train_bench.apply.recompute import apply_recompute
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.formulas.work import Recompute
+from llm_train_bench.measure import rates
 from llm_train_bench.measure.steps import StepLog
 from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.init import materialize
@@ -658,7 +659,7 @@ def test_gemm_operands_lie_as_a_linear_layers_do(layout):
     with Spy():
         torch.nn.functional.linear(x, weight).backward(torch.randn(tokens, outputs))
         theirs, seen = seen, []
-    run = gemm.matmul(*sizes, layout, CPU)
+    run = rates.matmul(*sizes, layout, CPU)
     with Spy():
         assert run(0).shape == sizes[:2]
     (ours,) = seen
@@ -697,5 +698,5 @@ def test_a_disturbed_roof_is_not_stored(use, rate, stored, tmp_path, monkeypatch
 @pytest.mark.parametrize("flops", [1e9, 4e9])
 def test_gemm_rate_is_a_rate(flops):
     """Work of a little over a millisecond: as many TFLOP/s as GFLOP are claimed for it."""
-    best, median = gemm.rate(lambda i: time.sleep(1e-3), flops, 0.2, CPU)
+    best, median = rates.rate(lambda i: time.sleep(1e-3), flops, 0.2, CPU)
     assert 0.1 < median * 1e9 / flops <= best * 1e9 / flops < 1
