@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first half hour on a GPU, in calls of at most LIMIT seconds (540) each, what matters most first.
-#     OUT=FOLDER benchmarks/gpu.sh facts|compare|test        (make gpu-facts, gpu-compare, gpu-test)
+#     OUT=FOLDER benchmarks/gpu.sh check|exact|facts|compare|test        (make gpu-check, gpu-facts, gpu-compare, gpu-test)
 # Results, traces and logs go into one archive, OUT/NAME.tgz, whatever fails; one above 15 MiB is cut into
 # pieces, OUT/NAME.tgz.00 and so on (cat them). PY is the Python that has torch.
 # ONLY=REGEX runs only the commands with such a name. DRY=1 prints the commands.
@@ -10,8 +10,8 @@ what=${1:-}
 out=${OUT:-gpu-results}
 py=${PY:-python3}
 export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-$PWD}/.cache}/llm-train-bench/inductor}
-[[ $what =~ ^(facts|compare|test)$ ]] || {
-  echo "benchmarks/gpu.sh: say facts, compare or test" >&2
+[[ $what =~ ^(check|exact|facts|compare|test)$ ]] || {
+  echo "benchmarks/gpu.sh: say check, exact, facts, compare or test" >&2
   exit 2
 }
 mkdir -p "$out"
@@ -66,6 +66,17 @@ eager() { train "$@" --n-steps 10; }
 compiled() { train "$@" --pt-compile $steps; }
 
 case $what in
+  check)
+    run check 520 "$py" check.py --output-dir "$runs"
+    ;;
+  exact) # the workloads' losses in fp32, and initial values
+    run initial-values 60 "$py" benchmarks/initial_values.py $gpt_small $gpt
+    exact="--amp off --bsz auto --warmup-steps 1 --warmup-seconds 0"
+    train gpt2-125m $gpt_small --global-bsz 128 $T $exact --n-steps 4
+    train moe-0.7b configs/moe-0.7b.json --global-bsz 64 $T $exact --n-steps 4
+    train gpt2-1.5b $gpt --global-bsz 32 $T $exact --n-steps 4
+    train llama-8b-proxy configs/llama-3.1-8b-proxy.json --global-bsz 8 --seq-len 4096 $exact --n-steps 3
+    ;;
   facts)
     run nvidia-smi 20 nvidia-smi
     run doctor 60 "$py" doctor.py

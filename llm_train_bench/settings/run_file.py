@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,16 +107,10 @@ def _run_file(path: Path) -> RunFile:
         raise UsageError(f"--from {path}: must hold names with values: config, and flags")
     ranks = None
     if "schema_version" in content:  # a result: its run's flags, besides its place
-        default, args = defaults(Args), content.get("args")
+        args = content.get("args")
         if not isinstance(args, dict):
             raise UsageError(f"--from {path}: args: must hold the run's flags")
-        ignored = of_kind(OUTPUT) - {"device", "n_workers"}
-        if args.get("global_bsz"):
-            ignored |= {"grad_acc_steps"}
-        if not args.get("use_fp8"):
-            ignored |= {name for name in default if name.startswith("fp8_")}
-        names = [n for n in args if n in default and n not in ignored and args[n] != default[n]]
-        flags, script = {name: args[name] for name in names}, content.get("entrypoint")
+        flags, script = result_flags(args), content.get("entrypoint")
         device = content.get("device")
         ranks = device.get("count") if isinstance(device, dict) else None
         if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
@@ -135,3 +129,14 @@ def _run_file(path: Path) -> RunFile:
     if config is not None and not isinstance(config, str):
         raise UsageError(f"--from {path}: config: must be a path")
     return RunFile(flags, config, script and Script(script), ranks)
+
+
+def result_flags(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that repeat a run with these arguments of its result: those that are no default."""
+    default, ignored = defaults(Args), of_kind(OUTPUT) - {"device", "n_workers"}
+    if args.get("global_bsz"):
+        ignored |= {"grad_acc_steps"}
+    if not args.get("use_fp8"):
+        ignored |= {name for name in default if name.startswith("fp8_")}
+    names = [n for n in args if n in default and n not in ignored and args[n] != default[n]]
+    return {name: args[name] for name in names}

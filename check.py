@@ -1,0 +1,83 @@
+"""Is this machine as fast as it should be? Rates, fixed workloads, what they should reach, and causes.
+
+    python check.py
+    python check.py --only gpt2-125m-bf16 --at-least 95%
+
+Takes ten minutes on a GPU, three on a CPU. docs/CHECK.md explains the figures and their references.
+"""
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+
+import llm_train_bench.base.start  # noqa: F401
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.check import machine_check
+from llm_train_bench.check.workloads import workload_named, workloads
+from llm_train_bench.settings.command_line import parse_dataclass
+from llm_train_bench.settings.flags import flag
+
+CODES = {"as it should be": 0, "below": 1, "not judged": 5}
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckArgs:
+    """Check this machine's speed.
+
+    only: Workloads to run. By default all for the device; configs/workloads has them.
+    at_least: The part of its reference that counts as fast enough.
+    nproc: GPUs to use. By default all.
+    output_dir: Keep the runs here.
+    json: Print JSON instead of tables.
+    """
+
+    only: tuple[str, ...] = flag((), metavar="NAME ...")
+    at_least: str = flag("90%", metavar="PERCENT")
+    nproc: int | None = flag(None, at_least=1)
+    output_dir: str | None = flag(None, metavar="DIR")
+    json: bool = flag(False)
+
+
+@tool("check.py")
+def main(argv: Sequence[str]) -> int:
+    """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
+    args = parse_dataclass(CheckArgs, argv, "check.py")
+    at_least = percent(args.at_least)
+    kind = detect_platform()
+    device = "cpu" if kind == "cpu" else "cuda"
+    chosen = [workload_named(name) for name in args.only]
+    chosen = chosen or [w for w in workloads().values() if w.device == device]
+    with contextlib.contextmanager(machine_check.output_directory)(args.output_dir) as directory:
+        result = machine_check.check_machine(
+            kind, chosen, args.nproc or 1, directory, at_least, lambda *_: (), say
+        )
+    if args.json:
+        print(json.dumps(result.as_json(), indent=1))
+    else:
+        machine_check.show_check(result)
+    return CODES[result.verdict]
+
+
+def percent(text: str) -> float:
+    """A part given as per cent; UsageError for anything else."""
+    try:
+        value = float(text.removesuffix("%")) / 100
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 10:
+        raise UsageError(f"--at-least {text}: must be per cent, such as 90%")
+    return value
+
+
+def say(text: str) -> None:
+    """Progress, apart from the table."""
+    print(f"check.py: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,191 @@
+"""A machine's figures beside what such a machine should reach, and the verdict. Needs no torch."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from llm_train_bench.base.files import ROOT
+from llm_train_bench.base.hardware import Hardware
+from llm_train_bench.base.machine import Platform
+from llm_train_bench.check.workloads import Workload
+from llm_train_bench.estimate.estimate_flags import EstimateFlags
+from llm_train_bench.estimate.predict import Estimate, make_estimate
+from llm_train_bench.model.config import parse_config
+from llm_train_bench.model.json_keys import parse_json
+from llm_train_bench.results.schema import Result
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import Script, to_argv
+from llm_train_bench.settings.plan import Plan, make_plan
+from llm_train_bench.settings.run_file import result_flags
+
+PUBLISHED = ROOT / "benchmarks" / "published"
+Verdict = Literal["as it should be", "below", "not judged"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What such a machine should reach, and the range that covers most of its like."""
+
+    kind: Literal["measured", "published", "estimated"]
+    value: float
+    low: float
+    high: float
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A measured figure in its unit; `reference` is None where nobody knows one.
+
+    `missing` says why there is no value. Only a workload's figure is judged: a kernel's rate explains.
+    """
+
+    name: str
+    unit: str
+    value: float | None
+    reference: Reference | None = None
+    missing: str = ""
+    workload: bool = False
+    less_is_better: bool = False
+
+    @property
+    def part(self) -> float | None:
+        """The part of its reference that it reaches."""
+        if self.value is None or self.reference is None:
+            return None
+        ratio = self.value / self.reference.value
+        return 1 / ratio if self.less_is_better else ratio
+
+
+# Name, unit, whether less is better.
+RATES = {
+    "matmul bf16": "TFLOP/s",
+    "matmul fp32": "TFLOP/s",
+    "matmul fp8": "TFLOP/s",
+    "memory": "TB/s",
+    "attention forward": "TFLOP/s",
+    "attention with backward": "TFLOP/s",
+    "launch": "us",
+    "host to device": "GB/s",
+    "device to host": "GB/s",
+}
+
+
+def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterator[Figure]:
+    """The figures of check/probe.py, held against configs/hardware.json where the device is listed."""
+    known: dict[str, Reference] = {}
+    if hardware and hardware.platform != "cpu":
+        best = "highest published matmul rate"
+        for name, value, source in (
+            ("matmul bf16", hardware.measured_bf16_tflops, best),
+            ("matmul fp8", hardware.measured_fp8_tflops, best),
+        ):
+            if value:
+                known[name] = Reference("published", value, value, value, source)
+        memory = hardware.memory_rate / 1e12
+        share = f"{hardware.constants.bandwidth:.0%} of the datasheet"
+        known["memory"] = Reference("estimated", memory, memory, hardware.memory_tb_per_s, share)
+    if link := rates.get("link_gb_per_s"):
+        for name in ("host to device", "device to host"):
+            known[name] = Reference("published", link, link, link, "rate of its PCIe link")
+    for name, unit in RATES.items():
+        if name in rates:
+            less = name == "launch"
+            yield Figure(name, unit, rates[name], known.get(name), less_is_better=less)
+
+
+def workload_figure(
+    w: Workload, r: Result, hardware: Hardware | None, measured: Sequence[float]
+) -> Figure:
+    """A workload's tokens/s per device beside the best kind of reference that there is.
+
+    `measured`: what others reached with it on this hardware, one value a submitter.
+    """
+    reference = None
+    if measured:
+        middle = statistics.median(measured)
+        text = f"results/, {len(measured)} submitter{'s' * (len(measured) > 1)}"
+        reference = Reference("measured", middle, min(measured), max(measured), text)
+    reference = reference or published(w, r, hardware) or estimated(r, hardware)
+    return Figure(w.name, "tokens/s", r.metrics.tokens_per_sec_per_gpu, reference, workload=True)
+
+
+def published(w: Workload, r: Result, hardware: Hardware | None) -> Reference | None:
+    """The fastest published row with this model, length, format and number of such devices."""
+    rates = {}
+    for path in sorted(PUBLISHED.glob("*.json")) if hardware else ():
+        content = parse_json(path.read_text(encoding="utf-8"))
+        for row in content["rows"]:
+            same = (row.get("gpu"), row.get("gpus"), row.get("config"), row.get("seq_len"))
+            if (
+                hardware
+                and same == (hardware.name, r.device.count, w.args.config, w.args.seq_len)
+                and ("--use-fp8" in row.get("flags", "")) == bool(r.fp8)
+            ):
+                rates[row["tokens_per_sec_per_gpu"]] = content["source"]
+    if not rates:
+        return None
+    best = max(rates)
+    return Reference("published", best, best, best, rates[best])
+
+
+def estimated(r: Result, hardware: Hardware | None) -> Reference | None:
+    """The estimate of the same run, with the range of its errors; without one, nobody knows it."""
+    if hardware is None:
+        return None
+    e = estimate_of(r, hardware)
+    rate, text = e.tokens_per_sec_per_gpu, "estimate.py; no published figure tells its error"
+    if e.accuracy is None:
+        if hardware.platform == "cpu":
+            text = "from the rates above; its error is not known"
+        return Reference("estimated", rate, 0.0, math.inf, text)
+    wide, rows = e.accuracy["covers_80"], e.accuracy["rows"]
+    text = f"estimate.py; 80 % of {rows} published rows are within {wide:.0%}"
+    return Reference("estimated", rate, rate * (1 - wide), rate * (1 + wide), text)
+
+
+def plan_of(r: Result, platform: Platform, memory_gib: float | None) -> Plan:
+    """The plan of a run, from its result alone; UsageError or ConfigError where there is none."""
+    script = Script(r.entrypoint)
+    flags = result_flags(r.args)
+    words = [str(flags.pop("config", "config.json")), *to_argv(flags)]
+    args = parse_args(words, script)
+    config = parse_config(r.model.config, r.model.path or args.config, args.pad_vocab)
+    return make_plan(args, script, r.device.count, platform, config, memory_gib)
+
+
+def estimate_of(r: Result, hardware: Hardware) -> Estimate:
+    """What estimate.py says of a run on such a device."""
+    plan = plan_of(r, hardware.platform, hardware.memory_gib)
+    return make_estimate(plan, EstimateFlags(gpu=hardware.name, gpus=r.device.count), hardware)
+
+
+def judge(figures: Iterable[Figure], at_least: float) -> tuple[Verdict, float | None, str]:
+    """The verdict, the part of its references that the machine reaches, and a line on both.
+
+    The part is the geometric mean over workloads. A reference with a range gives the part a range: it
+    passes if all of it is at least `at_least`, and is below if none of it is.
+    """
+    judged = [f for f in figures if f.workload and f.part is not None and f.reference]
+    unknown = [f.name for f in figures if f.workload and f.part is None]
+    if not judged:
+        return "not judged", None, "no figure has a reference"
+
+    def mean(parts: Iterable[float]) -> float:
+        return math.exp(statistics.fmean(math.log(max(1e-9, part)) for part in parts))
+
+    value = mean(f.part or 0.0 for f in judged)
+    low = mean((f.value or 0.0) / min(f.reference.high, 1e30) for f in judged if f.reference)
+    high = mean((f.value or 0.0) / max(f.reference.low, 1e-30) for f in judged if f.reference)
+    kinds = sorted({f.reference.kind for f in judged if f.reference})
+    text = f"{value:.0%} of what such a machine should reach ({' and '.join(kinds)})"
+    if unknown:
+        text += f"; not judged: {', '.join(unknown)}"
+    if high < at_least:
+        return "below", value, text
+    if low >= at_least or (value >= at_least and kinds == ["measured"]):
+        return "as it should be", value, text
+    span = "" if high > 1e6 else f": it is between {low:.0%} and {high:.0%}"
+    return "not judged", value, f"{text}; the references are too uncertain{span}"

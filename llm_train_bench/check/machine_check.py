@@ -1,0 +1,177 @@
+"""One check of this machine: findings, rates, workloads, and what they amount to. Needs no torch."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench import __version__
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.files import ROOT
+from llm_train_bench.base.hardware import Hardware, device_called
+from llm_train_bench.base.machine import Platform
+from llm_train_bench.base.tables import markdown_table, number, show_whole
+from llm_train_bench.check import findings
+from llm_train_bench.check.figures import Figure, judge, rate_figures, workload_figure
+from llm_train_bench.check.findings import Finding
+from llm_train_bench.check.workloads import Workload, format_of
+from llm_train_bench.results.result_files import read_result, read_steps
+from llm_train_bench.results.schema import DeviceUse, Result
+
+# A rate is measured for so many seconds.
+SECONDS = 0.3
+# A process that measures rates has ended after this time, or is stuck [s].
+LONGEST_PROBE_S = 300
+
+
+@dataclasses.dataclass
+class MachineCheck:
+    """All that a check found; `runs` are the directories of its workloads' runs."""
+
+    device: str
+    count: int
+    figures: list[Figure] = dataclasses.field(default_factory=list)
+    found: list[Finding] = dataclasses.field(default_factory=list)
+    runs: dict[str, Path] = dataclasses.field(default_factory=dict)
+    verdict: str = "not judged"
+    part: float | None = None
+    about: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        figures = [
+            {
+                **dataclasses.asdict(f),
+                "part": f.part,
+                "reference": f.reference and _finite(f.reference),
+            }
+            for f in self.figures
+        ]
+        return {
+            "version": __version__,
+            "device": self.device,
+            "count": self.count,
+            "verdict": self.verdict,
+            "part": self.part,
+            "about": self.about,
+            "figures": figures,
+            "findings": [dataclasses.asdict(f) for f in self.found],
+        }
+
+
+def _finite(reference: Any) -> dict[str, Any]:
+    values = dataclasses.asdict(reference)
+    return values | {"high": None if values["high"] > 1e30 else values["high"]}
+
+
+def probe(device: str, directory: Path) -> dict[str, Any]:
+    """What check/probe.py measures, in a process that frees the device; UsageError if it fails."""
+    path = directory / "rates.json"
+    command = [sys.executable, "-m", "llm_train_bench.check.probe", path, device, SECONDS]
+    paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=LONGEST_PROBE_S,
+            env=environment,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"the rates took more than {LONGEST_PROBE_S} s: is the device stuck?"
+        ) from None
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise UsageError(f"the rates cannot be measured: {last}")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def run_workload(w: Workload, ranks: int, directory: Path) -> tuple[Result | None, str]:
+    """A workload's result on all devices, or why there is none."""
+    script = "train_ddp.py" if ranks > 1 else "train.py"
+    command = [sys.executable, str(ROOT / script), "--from", str(w.path), "--output-dir", directory]
+    command += ["--run-name", w.name, *(["--nproc", ranks] if ranks > 1 else [])]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.startswith(script)]
+        return None, (lines or done.stderr.splitlines() or [f"exit code {done.returncode}"])[-1]
+    return read_result(directory / w.name / "result.json"), ""
+
+
+def check_machine(
+    kind: Platform,
+    chosen: Sequence[Workload],
+    ranks: int,
+    directory: Path,
+    at_least: float,
+    reached: Callable[[Workload, str, int], Sequence[float]],
+    say: Callable[[str], None],
+) -> MachineCheck:
+    """Measure everything and judge it; `reached(workload, hardware, devices)` is what others measured."""
+    device = "cpu" if kind == "cpu" else "cuda"
+    found = [f for f in findings.of_machine(kind) if f.state != "ok" and not f.optional]
+    say("rates ...")
+    told = probe(device, directory)
+    rates = told["rates"]
+    hardware = device_called(told["device"])
+    if entry := rates.get("entry"):
+        hardware = Hardware(driver_names=(entry["name"],), **entry)
+    result = MachineCheck(told["device"], ranks, list(rate_figures(rates, hardware)), found)
+    found += findings.of_use(DeviceUse(**told["use"]), "rates")
+    found += findings.of_rates(rates)
+    for w in chosen:
+        say(f"{w.name} ...")
+        run, why = run_workload(w, ranks, directory)
+        if run is None:
+            result.figures.append(Figure(w.name, "tokens/s", None, missing=why, workload=True))
+            continue
+        result.runs[w.name] = directory / w.name
+        measured = reached(w, run.device.hardware, ranks)
+        result.figures.append(workload_figure(w, run, hardware, measured))
+        found += findings.of_run(run)
+        steps = read_steps(directory / w.name / "steps.jsonl")
+        if w.losses and (wrong := w.wrong_steps(format_of(run), steps)):
+            advice = "this machine computes something else: test its memory, update its libraries"
+            found.append(Finding(f"{w.name}: wrong numbers", "bad", wrong, advice))
+    result.verdict, result.part, result.about = judge(result.figures, at_least)
+    if any(f.what.endswith("wrong numbers") for f in found):
+        result.verdict = "below"
+    return result
+
+
+def show_check(c: MachineCheck) -> None:
+    """The table, the findings, and the verdict in words."""
+    many = f"{c.count} x " if c.count > 1 else ""
+    title = f"{many}{c.device}"
+    columns = ("what", "measured", "unit", "reference", "kind", "reached", "source")
+    table = markdown_table(*columns, left=("unit", "kind", "source"), title=title)
+    for f in c.figures:
+        r = f.reference
+        value = f.missing or number(f.value, ",.4g" if (f.value or 0) < 1000 else ",.0f")
+        known = ("none", "", "", "nobody has published one that we know")
+        if r:
+            form = ",.4g" if r.value < 1000 else ",.0f"
+            known = (format(r.value, form), r.kind, number(f.part, ".0%"), r.source)
+        table.add_row(f.name, value, f.unit, *known)
+    show_whole(table)
+    if c.found:
+        findings.show(c.found)
+    things = {0: "nothing was found that holds it back", 1: "one thing may hold it back"}
+    count = len(c.found)
+    print(f"This machine is {c.verdict}: {c.about}.")
+    print(f"{things.get(count, f'{count} things may hold it back')[:1].upper()}"
+          f"{things.get(count, f'{count} things may hold it back')[1:]}.")  # fmt: skip
+
+
+def output_directory(wanted: str | None) -> Iterator[Path]:
+    """Where a check writes its runs: the directory that was asked for, or one that is removed."""
+    if wanted:
+        Path(wanted).mkdir(parents=True, exist_ok=True)
+        yield Path(wanted)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)

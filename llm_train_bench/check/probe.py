@@ -1,0 +1,86 @@
+"""The rates of this process's device, measured in a process that ends before the workloads begin.
+
+python -m llm_train_bench.check.probe FILE.json auto|cuda|cpu SECONDS
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llm_train_bench.base.files import write_whole
+from llm_train_bench.base.machine import n_cores
+from llm_train_bench.check.findings import pcie_gb_per_s
+from llm_train_bench.measure.device import device_memory_gib, device_name, pick_device
+from llm_train_bench.measure.matmul_rate import heat
+from llm_train_bench.measure.power import PowerMeter
+from llm_train_bench.measure.rates import (
+    attention_rates,
+    best_rates,
+    copy_rates,
+    cpu_entry,
+    formats_of,
+    launch_seconds,
+    memory_rate,
+    rate,
+)
+
+SIDES = (4096, 8192)
+ATTENTION = (4, 32, 4096, 128)
+HEAT_S = 10.0
+CPU_STAT = Path("/sys/fs/cgroup/cpu.stat")
+
+
+def measure_rates(device: torch.device, seconds: float) -> dict[str, Any]:
+    """Rates by their names, `entry` for estimates on a CPU, and what the sensors said meanwhile.
+
+    Matmuls and attention in TFLOP/s, memory in TB/s, copies in GB/s, launches in microseconds.
+    """
+    cuda = device.type == "cuda"
+    if cuda:
+        heat(device, HEAT_S)
+    power, before, began = PowerMeter(device), throttled_seconds(), time.perf_counter()
+    power.begin()
+    rates: dict[str, Any] = {}
+    if cuda:
+        medians = {
+            kind: [rate(make(n, n, n, "TN", device), 2 * n**3, seconds, device)[1] for n in SIDES]
+            for kind, make in formats_of(device).items()
+        }
+        best = best_rates(medians)
+        rates |= {f"matmul {k.removesuffix('_tflops')}": v for k, v in best.items()}
+        rates["memory"] = memory_rate(device, seconds) / 1e12
+        forward, both = attention_rates(ATTENTION, torch.bfloat16, device, seconds)
+        # A backward counts as two forwards.
+        rates |= {"attention forward": forward, "attention with backward": 3 * both}
+        rates["launch"] = 1e6 * launch_seconds(device, seconds)
+        to, back = copy_rates(device, seconds)
+        rates |= {"host to device": to / 1e9, "device to host": back / 1e9}
+        rates["link_gb_per_s"] = pcie_gb_per_s(device.index or 0)
+    else:
+        entry = cpu_entry(device, seconds)
+        rates |= {"matmul bf16": entry["measured_bf16_tflops"], "matmul fp32": entry["fp32_tflops"]}
+        rates["memory"] = entry["memory_tb_per_s"]
+        fitted = entry["fitted"]
+        rates["attention forward"] = fitted["attention_forward"] * entry["fp32_tflops"]
+        rates |= {"launch": 1e6 * fitted["launch_s"], "entry": entry}
+    use = power.end(rank=0)
+    elapsed = time.perf_counter() - began
+    rates["throttled_cpu"] = (throttled_seconds() - before) / elapsed / n_cores()
+    name, memory = device_name(device), device_memory_gib(device)
+    return {"device": name, "memory_gib": memory, "rates": rates, "use": use.model_dump()}
+
+
+def throttled_seconds(stat: Path = CPU_STAT) -> float:
+    """Seconds for which the container's quota has stopped its threads since it was started; 0 without."""
+    lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
+    values = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(values.get("throttled_usec", 0)) / 1e6
+
+
+if __name__ == "__main__":
+    content = measure_rates(pick_device(sys.argv[2]), float(sys.argv[3]))
+    write_whole(Path(sys.argv[1]), json.dumps(content, indent=1) + "\n")

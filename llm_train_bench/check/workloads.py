@@ -1,0 +1,115 @@
+"""The fixed workloads, by which machines are compared, and their known losses. Needs no torch."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.model.config import load_config
+from llm_train_bench.model.json_keys import CONFIGS, parse_json
+from llm_train_bench.results.schema import Result
+from llm_train_bench.settings.command_line import parse_args
+from llm_train_bench.settings.flags import LEARNT, Args, Script, defaults, of_kind
+
+VERSION = "v1"
+FOLDER = CONFIGS / "workloads"
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A run file of configs/workloads/VERSION, and the figures of its first steps.
+
+    `losses` and `grad_norms` are those of an fp32 run; a run in another format may differ from them by
+    the format's part of `bands`.
+    """
+
+    name: str
+    path: Path
+    args: Args
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    bands: dict[str, dict[str, float]]
+
+    @property
+    def device(self) -> str:
+        """`cuda` or `cpu`."""
+        return self.args.device
+
+    def wrong_steps(self, number_format: str, steps: list[dict[str, Any]]) -> str | None:
+        """What is wrong with the first steps of a run in a format; None if nothing is."""
+        band, first = self.bands[number_format], {step.get("step"): step for step in steps}
+        for name, known in (("loss", self.losses), ("grad_norm", self.grad_norms)):
+            for number, right in enumerate(known):
+                found = first.get(number, {}).get(name)
+                if not isinstance(found, int | float) or isinstance(found, bool):
+                    return f"step {number} has no {name}"
+                if not abs(found - right) <= band[name] * right:
+                    return (
+                        f"the {name} of step {number} is {found:.6g}; {self.name} in {number_format} has "
+                        f"{right:.6g} within {band[name]:.2%}"
+                    )
+        return None
+
+
+@functools.cache
+def workloads(version: str = VERSION) -> dict[str, Workload]:
+    """All workloads of a version by their names."""
+    folder = FOLDER / version
+    known = parse_json((folder / "losses.json").read_text(encoding="utf-8"))
+    found = {}
+    for path in sorted(folder.glob("*.yaml")):
+        figures = known["workloads"].get(path.stem.rpartition("-")[0], {})
+        found[path.stem] = Workload(
+            path.stem,
+            path,
+            parse_args(["--from", str(path)], Script.ONE),
+            tuple(figures.get("losses", ())),
+            tuple(figures.get("grad_norms", ())),
+            known["bands"],
+        )
+    return found
+
+
+def format_of(r: Result) -> str:
+    """The number format of a run's matmuls: fp32, tf32, fp16, bf16 or fp8."""
+    amp = str(r.args.get("amp"))
+    if r.fp8:
+        return "fp8"
+    if amp == "off":
+        return "tf32" if r.args.get("tf32") else "fp32"
+    return amp
+
+
+@functools.cache
+def model_hash(config: str) -> str:
+    """The hash of a shipped config's model."""
+    return load_config(config).hash
+
+
+def workload_of(r: Result) -> Workload | None:
+    """The workload that a run is, whatever its flags of speed; None for any other run."""
+    if not r.ours or r.resumed_from:
+        return None
+    default, fixed = defaults(Args), of_kind(LEARNT)
+    for w in workloads().values():
+        amp, fp8 = w.args.amp, w.args.use_fp8
+        right = {name: getattr(w.args, name) for name in fixed}
+        found = {name: r.args.get(name, default.get(name)) for name in fixed}
+        size = (r.batch.global_batch, r.batch.seq_len, r.model.hash)
+        if (
+            found == right
+            and size == (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config))
+            and (str(r.args.get("amp")), bool(r.fp8)) == (amp, fp8)
+            and not r.args.get("tf32")
+            and r.device.type == w.device
+        ):
+            return w
+    return None
+
+
+def workload_named(name: str) -> Workload:
+    """A workload by its name; UsageError with the known ones."""
+    if name not in workloads():
+        raise UsageError(f"{name}: no such workload; there are {', '.join(workloads())}")
+    return workloads()[name]
