@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-newest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-facts \
+.PHONY: demo test layouts test-cells test-oldest test-newest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-machine gpu-exact gpu-facts \
   gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test cluster-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -107,7 +107,7 @@ BENCHES = loss overhead peers numerics gemm recompute:llama-tiny:4:256 gate
 # nine minutes and leaves one archive in OUT. For gpu-test, PART selects tests (transformer_engine, torchao,
 # "gpu and not torchao"), and JOBS=4 runs four at a time.
 PY ?= $(BIN)/python
-gpu-facts gpu-compare gpu-test: gpu-%: $(if $(filter $(BIN)/python,$(PY)),$(READY))
+gpu-machine gpu-exact gpu-facts gpu-compare gpu-test: gpu-%: $(if $(filter $(BIN)/python,$(PY)),$(READY))
 	PY="$(PY)" OUT="$(OUT)" PART="$(PART)" JOBS="$(JOBS)" benchmarks/gpu.sh $*
 
 # The tests, then the benchmarks for a GPU: two to three hours.

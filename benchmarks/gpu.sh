@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first half hour on a GPU, in calls of at most LIMIT seconds (540) each, what matters most first.
-#     OUT=FOLDER benchmarks/gpu.sh check|exact|facts|compare|test        (make gpu-check, gpu-facts, gpu-compare, gpu-test)
+#     OUT=FOLDER benchmarks/gpu.sh machine|exact|facts|compare|test        (make gpu-machine, gpu-exact, gpu-facts, gpu-compare, gpu-test)
 # Results, traces and logs go into one archive, OUT/NAME.tgz, whatever fails; one above 15 MiB is cut into
 # pieces, OUT/NAME.tgz.00 and so on (cat them). PY is the Python that has torch.
 # ONLY=REGEX runs only the commands with such a name. DRY=1 prints the commands.
@@ -10,8 +10,8 @@ what=${1:-}
 out=${OUT:-gpu-results}
 py=${PY:-python3}
 export PYTHONUNBUFFERED=1 TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-$PWD}/.cache}/llm-train-bench/inductor}
-[[ $what =~ ^(check|exact|facts|compare|test)$ ]] || {
-  echo "benchmarks/gpu.sh: say check, exact, facts, compare or test" >&2
+[[ $what =~ ^(machine|exact|facts|compare|test)$ ]] || {
+  echo "benchmarks/gpu.sh: say machine, exact, facts, compare or test" >&2
   exit 2
 }
 mkdir -p "$out"
@@ -66,7 +66,7 @@ eager() { train "$@" --n-steps 10; }
 compiled() { train "$@" --pt-compile $steps; }
 
 case $what in
-  check)
+  machine)
     run check 520 "$py" check.py --output-dir "$runs"
     ;;
   exact) # the workloads' losses in fp32, and initial values
