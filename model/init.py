@@ -9,6 +9,7 @@ make it, so that every device has the same values, bit for bit, in every layout 
 
 import functools
 import hashlib
+import importlib.util
 import math
 
 import torch
@@ -85,27 +86,35 @@ def quantiles() -> Tensor:
 
 @torch.no_grad()
 def fill_normal(values: Tensor, std: float, key: str) -> None:
-    """Set a tensor in place to normal numbers, one of 65536 each, chosen by a hash of `key` and place.
+    """Set a contiguous tensor in place to normal numbers, one of 65536 each, by a hash of `key` and place.
 
     Two values are the halves of a 32-bit hash of their number, by two keys and rounds as in MurmurHash3.
     """
-    digest = hashlib.sha256(key.encode()).digest()
+    digest, flat = hashlib.sha256(key.encode()).digest(), values.view(-1)
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
-    device, total = values.device, values.numel()
-    table = (quantiles() * std).to(values.dtype).to(device)
-    at_once = min(GPU_HASHES if device.type == "cuda" else CPU_HASHES, (total + 1) // 2)
-    options = {"dtype": torch.int32, "device": device}
-    places, spare = torch.arange(at_once, **options), torch.empty(at_once, **options)
-    h, indices = torch.empty_like(places), torch.empty(2 * at_once, **options)
-    contiguous = values if values.is_contiguous() else torch.empty_like(values.contiguous())
-    flat = contiguous.view(-1)
+    table = (quantiles() * std).to(values.dtype).to(values.device)
+    if values.device.type == "cuda" and importlib.util.find_spec("triton"):
+        from llm_train_bench.model.triton_kernels import hashed_choice
+
+        hashed_choice(table, flat, first, second)
+        return
+    choose(table, flat, first, second)
+
+
+def choose(table: Tensor, out: Tensor, first: int, second: int) -> None:
+    """Set `out` (n,) to entries of `table` (65536,), by PyTorch's operators."""
+    pairs = (len(out) + 1) // 2
+    at_once = min(GPU_HASHES if out.device.type == "cuda" else CPU_HASHES, pairs)
+    options = {"dtype": torch.int32, "device": out.device}
+    places, indices = torch.arange(at_once, **options), torch.empty(2 * at_once, **options)
+    h, spare = torch.empty_like(places), torch.empty_like(places)
 
     def mix(shift: int) -> Tensor:
         """The hashes, XORed in place by themselves, shifted right with zeros coming in."""
         torch.bitwise_right_shift(h, shift, out=spare)
         return h.bitwise_xor_(spare.bitwise_and_(2 ** (32 - shift) - 1))
 
-    for start in range(0, (total + 1) // 2, at_once):
+    for start in range(0, pairs, at_once):
         torch.add(places, _signed(start), out=h)
         h.bitwise_xor_(first)
         mix(16).mul_(_signed(0x85EBCA6B))
@@ -114,11 +123,9 @@ def fill_normal(values: Tensor, std: float, key: str) -> None:
         mix(16).mul_(_signed(0x27D4EB2F))
         mix(15).mul_(_signed(0x165667B1))
         mix(16)
-        part = flat[2 * start : 2 * (start + at_once)]
+        part = out[2 * start : 2 * (start + at_once)]
         indices.copy_(h.view(torch.int16)).add_(LEVELS // 2)
         torch.index_select(table, 0, indices[: len(part)], out=part)
-    if contiguous is not values:
-        values.copy_(contiguous)
 
 
 def _signed(number: int) -> int:

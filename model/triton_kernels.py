@@ -1,8 +1,8 @@
-"""Triton kernels for backward passes that also need sums over rows, such as the gradient of a bias.
+"""Triton kernels for backward passes that also need sums over rows, and for initial values.
 
-Inductor makes such a sum in a pass of its own, which reads the activation again. Each kernel here writes
-its result and one partial sum per program. Programs are few, so the partial sums are small. The order
-of all additions is fixed: the same input gives the same bits.
+Such a sum is the gradient of a bias. Inductor makes it in a pass of its own, which reads the activation
+again. Each of these kernels writes its result and one partial sum per program. Programs are few, so the
+partial sums are small. The order of all additions is fixed: the same input gives the same bits.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false
@@ -172,3 +172,28 @@ def norm_backward(
         centred, n, block, num_warps=warps,
     )  # fmt: skip
     return out, sums.sum(1)
+
+
+@triton.jit
+def _hashed_choice(table, out, total, first, second, BLOCK: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    h = ((pair & 0xFFFFFFFF).to(tl.uint32) ^ first).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B
+    h = (h ^ (h >> 13)) * 0xC2B2AE35
+    h ^= (second + (pair >> 32) * 0x9E3779B1).to(tl.uint32)
+    h = (h ^ (h >> 16)) * 0x27D4EB2F
+    h = (h ^ (h >> 15)) * 0x165667B1
+    h ^= h >> 16
+    for half in tl.static_range(2):
+        place = 2 * pair + half
+        index = ((h >> (16 * half)) & 0xFFFF) ^ 0x8000
+        value = tl.load(table + index, mask=place < total)
+        tl.store(out + place, value, mask=place < total)
+
+
+def hashed_choice(table: Tensor, out: Tensor, first: int, second: int) -> None:
+    """Set `out` (n,) to entries of `table` (65536,), by the hash of `model.init.fill_normal`."""
+    total, block = out.numel(), 1024
+    _hashed_choice[(triton.cdiv(total, 2 * block),)](
+        table, out, total, first, second, block, num_warps=4
+    )

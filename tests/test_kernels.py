@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_train_bench.model import fused_backward
+from llm_train_bench.model import fused_backward, init
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,3 +106,13 @@ def test_plain_operators_compute_the_same(kernels, tanh):
         plain = getattr(fused_backward, f"_plain_{name}")(*inputs)
         for actual, right in zip(getattr(kernels, name)(*inputs), plain, strict=True):
             torch.testing.assert_close(actual, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [1, 2, 2049, 70_001])
+def test_hashed_choice(kernels, n):
+    """The kernel chooses what PyTorch's operators choose, bit by bit."""
+    table = normal(2**16)
+    out, expected = torch.zeros_like(table[:1].expand(n).contiguous()), torch.zeros(n)
+    kernels.hashed_choice(table, out, -1234567, 2**31 - 5)
+    init.choose(table.cpu(), expected, -1234567, 2**31 - 5)
+    assert torch.equal(out.cpu(), expected)
