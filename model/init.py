@@ -84,16 +84,26 @@ def quantiles() -> Tensor:
     return torch.cat((-upper.flip(0), upper))
 
 
+@functools.lru_cache(4)
+def _scaled_quantiles(std: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return (quantiles() * std).to(dtype).to(device)
+
+
+@functools.cache
+def _triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 @torch.no_grad()
 def fill_normal(values: Tensor, std: float, key: str) -> None:
-    """Set a contiguous tensor in place to normal numbers, one of 65536 each, by a hash of `key` and place.
+    """Set a contiguous tensor in place to normal numbers by a hash of `key` and place.
 
-    Two values are the halves of a 32-bit hash of their number, by two keys and rounds as in MurmurHash3.
+    Each is one of 65536 numbers. Two values are the halves of a 32-bit hash of their number, by two keys and rounds as in MurmurHash3.
     """
     digest, flat = hashlib.sha256(key.encode()).digest(), values.view(-1)
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
-    table = (quantiles() * std).to(values.dtype).to(values.device)
-    if values.device.type == "cuda" and importlib.util.find_spec("triton"):
+    table = _scaled_quantiles(std, values.dtype, values.device)
+    if values.device.type == "cuda" and _triton():
         from llm_train_bench.model.triton_kernels import hashed_choice
 
         hashed_choice(table, flat, first, second)
