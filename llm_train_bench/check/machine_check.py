@@ -19,6 +19,8 @@ from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.check import findings
 from llm_train_bench.check.figures import Figure, judge, rate_figures, workload_figure
 from llm_train_bench.check.findings import Finding
+from llm_train_bench.check.share import folder_of
+from llm_train_bench.check.verify import verified_files
 from llm_train_bench.check.workloads import Workload, format_of
 from llm_train_bench.results.result_files import read_result, read_steps
 from llm_train_bench.results.schema import DeviceUse, Result
@@ -134,7 +136,7 @@ def check_machine(
         result.figures.append(workload_figure(w, run, hardware, measured))
         found += findings.of_run(run)
         steps = read_steps(directory / w.name / "steps.jsonl")
-        if w.losses and (wrong := w.wrong_steps(format_of(run), steps)):
+        if wrong := w.wrong_steps(format_of(run), steps):
             advice = "this machine computes something else: test its memory, update its libraries"
             found.append(Finding(f"{w.name}: wrong numbers", "bad", wrong, advice))
     result.verdict, result.part, result.about = judge(result.figures, at_least)
@@ -160,11 +162,25 @@ def show_check(c: MachineCheck) -> None:
     show_whole(table)
     if c.found:
         findings.show(c.found)
-    things = {0: "nothing was found that holds it back", 1: "one thing may hold it back"}
     count = len(c.found)
+    things = {0: "Nothing was found that holds it back", 1: "One thing may hold it back"}
     print(f"This machine is {c.verdict}: {c.about}.")
-    print(f"{things.get(count, f'{count} things may hold it back')[:1].upper()}"
-          f"{things.get(count, f'{count} things may hold it back')[1:]}.")  # fmt: skip
+    print(f"{things.get(count, f'{count} things may hold it back')}.")
+
+
+def reached_by_others(folder: Path) -> Callable[[Workload, str, int], list[float]]:
+    """What each submitter of a folder of results measured best [tokens/s per device]."""
+
+    def reached(w: Workload, hardware: str, devices: int) -> list[float]:
+        best: dict[str, float] = {}
+        for submitter, _, v in verified_files(folder, lambda _: None, folder_of(hardware)):
+            r = v.shared.result
+            same = v.workload and (v.workload.shape, v.number_format) == (w.shape, w.number_format)
+            if same and v.tier >= 2 and r.device.count == devices and not r.unfit:
+                best[submitter] = max(best.get(submitter, 0.0), v.rate)
+        return sorted(best.values())
+
+    return reached
 
 
 def output_directory(wanted: str | None) -> Iterator[Path]:

@@ -32,6 +32,16 @@ class Workload:
     bands: dict[str, dict[str, float]]
 
     @property
+    def shape(self) -> str:
+        """Its name without the number format: runs in all formats have the same losses."""
+        return self.name.rpartition("-")[0]
+
+    @property
+    def number_format(self) -> str:
+        """fp32, bf16 or fp8."""
+        return self.name.rpartition("-")[2]
+
+    @property
     def device(self) -> str:
         """`cuda` or `cpu`."""
         return self.args.device
@@ -46,7 +56,7 @@ class Workload:
                     return f"step {number} has no {name}"
                 if not abs(found - right) <= band[name] * right:
                     return (
-                        f"the {name} of step {number} is {found:.6g}; {self.name} in {number_format} has "
+                        f"the {name} of step {number} is {found:.6g}; {self.shape} in {number_format} has "
                         f"{right:.6g} within {band[name]:.2%}"
                     )
         return None
@@ -59,13 +69,13 @@ def workloads(version: str = VERSION) -> dict[str, Workload]:
     known = parse_json((folder / "losses.json").read_text(encoding="utf-8"))
     found = {}
     for path in sorted(folder.glob("*.yaml")):
-        figures = known["workloads"].get(path.stem.rpartition("-")[0], {})
+        figures = known["workloads"][path.stem.rpartition("-")[0]]
         found[path.stem] = Workload(
             path.stem,
             path,
             parse_args(["--from", str(path)], Script.ONE),
-            tuple(figures.get("losses", ())),
-            tuple(figures.get("grad_norms", ())),
+            tuple(figures["losses"]),
+            tuple(figures["grad_norms"]),
             known["bands"],
         )
     return found
@@ -88,22 +98,16 @@ def model_hash(config: str) -> str:
 
 
 def workload_of(r: Result) -> Workload | None:
-    """The workload that a run is, whatever its flags of speed; None for any other run."""
+    """The workload that a run is, whatever its number format and flags of speed; None for others."""
     if not r.ours or r.resumed_from:
         return None
     default, fixed = defaults(Args), of_kind(LEARNT)
+    found = {name: r.args.get(name, default.get(name)) for name in fixed}
     for w in workloads().values():
-        amp, fp8 = w.args.amp, w.args.use_fp8
-        right = {name: getattr(w.args, name) for name in fixed}
-        found = {name: r.args.get(name, default.get(name)) for name in fixed}
-        size = (r.batch.global_batch, r.batch.seq_len, r.model.hash)
-        if (
-            found == right
-            and size == (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config))
-            and (str(r.args.get("amp")), bool(r.fp8)) == (amp, fp8)
-            and not r.args.get("tf32")
-            and r.device.type == w.device
-        ):
+        size = (w.args.global_bsz, w.args.seq_len, model_hash(w.args.config))
+        if size == (r.batch.global_batch, r.batch.seq_len, r.model.hash) and found == {
+            name: getattr(w.args, name) for name in fixed
+        }:
             return w
     return None
 
