@@ -18,6 +18,8 @@ import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.check.share import share
+from llm_train_bench.check.site import write_site
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
@@ -92,7 +94,22 @@ class GateFlags:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareArgs(GateFlags, ReportFlags, RunsFlags):
+class SharedFlags:
+    """Results for others.
+
+    share: Write the runs, which must be repeats of one, into this file. It has no paths, no names of
+        hosts and users, and no secrets. check.py --verify checks it.
+    site: Write a page of all shared results in this folder into --output-dir.
+    published: With --site: add the rows of benchmarks/published, marked as not verified.
+    """
+
+    share: str | None = flag(None, metavar="FILE.json")
+    site: str | None = flag(None, metavar="FOLDER")
+    published: bool = flag(False, needs="site")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareArgs(SharedFlags, GateFlags, ReportFlags, RunsFlags):
     """Compare training runs of any suite, or check results against baselines."""
 
 
@@ -101,6 +118,10 @@ def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code: 0; 1 if the gate failed; 2 for bad input."""
     args = parse_dataclass(CompareArgs, argv, "compare.py")
     try:
+        if args.site:
+            if not args.output_dir:
+                raise UsageError("--site: give --output-dir a place for the page")
+            return write_site(Path(args.site), Path(args.output_dir), args.published, say)
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
         directory = Path(args.output_dir) if args.output_dir else None
@@ -109,6 +130,10 @@ def main(argv: Sequence[str]) -> int:
             allowed = [statuses[kind] for kind in args.allow]
             path, update = Path(args.baseline), args.update_baselines
             return gate(args.results, path, args.tolerance, update, allowed, directory)
+        if args.share:
+            gone = share(map(Path, args.results), Path(args.share))
+            print(f"wrote {args.share}, without: {', '.join(gone)}")
+            return 0
         facts = log_facts(args.log, args.log_pattern)
         facts.shapes = shapes_in(read_mapping(args.experiment)) if args.experiment else {}
         records = read_records(args.results, say, facts)

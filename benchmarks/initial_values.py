@@ -1,6 +1,6 @@
 """Initial values by a hash of their place, beside PyTorch's generator: speed, and equality on a GPU.
 
-    python benchmarks/initial_values.py [CONFIG ...]
+python benchmarks/initial_values.py [CONFIG ...]
 """
 
 import statistics

@@ -98,7 +98,8 @@ def _triton() -> bool:
 def fill_normal(values: Tensor, std: float, key: str) -> None:
     """Set a contiguous tensor in place to normal numbers by a hash of `key` and place.
 
-    Each is one of 65536 numbers. Two values are the halves of a 32-bit hash of their number, by two keys and rounds as in MurmurHash3.
+    Each is one of 65536 numbers. Two values are the halves of a 32-bit hash of their number, by two keys
+    and rounds as in MurmurHash3.
     """
     digest, flat = hashlib.sha256(key.encode()).digest(), values.view(-1)
     first, second = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))

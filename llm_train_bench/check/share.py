@@ -1,6 +1,6 @@
-"""A result as one file that may leave the machine, and that others can check. Needs no torch.
+"""Runs as one file that may leave the machine, and that others can check. Needs no torch.
 
-The file holds the result and its steps. It has no paths, and no names of hosts and users; secrets and
+The file holds their results and steps. It has no paths, and no names of hosts and users; secrets and
 what would only describe the machine's owner are left out.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from llm_train_bench.base.errors import UsageError, printable_data
-from llm_train_bench.base.files import SECRET, shown_command, shown_path, shown_word
+from llm_train_bench.base.files import SECRET, shown_command, shown_path, shown_word, write_whole
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.model.json_keys import parse_json, plain_file
 from llm_train_bench.results.result_files import Step, read_result, read_steps, storable
@@ -27,8 +27,8 @@ from llm_train_bench.results.schema import Result
 from llm_train_bench.settings.flags import OUTPUT, Args, defaults, of_kind
 
 FORMAT, VERSION = "llm-train-bench shared result", 1
-# Bounds of a file that is read: bytes, steps, and characters of a text.
-MOST_BYTES, MOST_STEPS, LONGEST_TEXT = 8 * 2**20, 20_000, 400
+# Bounds of a file that is read: bytes, runs, steps of each, and characters of a text.
+MOST_BYTES, MOST_RUNS, MOST_STEPS, LONGEST_TEXT = 8 * 2**20, 20, 20_000, 400
 # Facts of the environment that a speed can depend on.
 ENVIRONMENT = frozenset(
     "os python cpu cpu_count torch_threads libraries cuda hip cudnn nccl driver numa tf32 image settings "
@@ -68,17 +68,23 @@ class SharedStep(Strict):
 
     def as_step(self) -> Step:
         """The step as the figures take it."""
-        fields: dict[str, Any] = self.model_dump()
-        return Step(**fields | {"micro_batch_times_s": tuple(self.micro_batch_times_s)})
+        fields = self.model_dump(exclude={"micro_batch_times_s"})
+        return Step(**fields, micro_batch_times_s=tuple(self.micro_batch_times_s))
 
 
-class SharedResult(Strict):
-    """One file: a result with its steps."""
+class SharedRun(Strict):
+    """A result with its steps."""
+
+    result: Result
+    steps: list[SharedStep] = Field(max_length=MOST_STEPS)
+
+
+class SharedFile(Strict):
+    """One file: a run, or repeats of one."""
 
     format: Literal["llm-train-bench shared result"] = FORMAT
     schema_version: Literal[1] = VERSION
-    result: Result
-    steps: list[SharedStep] = Field(max_length=MOST_STEPS)
+    runs: list[SharedRun] = Field(min_length=1, max_length=MOST_RUNS)
 
 
 def _strange(value: Any, path: str = "") -> Iterator[str]:
@@ -95,8 +101,23 @@ def _strange(value: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: the text has more than {LONGEST_TEXT} characters"
 
 
-def share(run: Path, to: Path) -> list[str]:
-    """Write the shared file of a run's directory, or of its result.json; returns what was left out."""
+def share(runs: Iterable[Path], to: Path) -> list[str]:
+    """Write a file of runs' directories or result.json files; returns the names of what was left out."""
+    shared, left_out = [], set()
+    for run in runs:
+        one, changed = _shared_run(run)
+        shared.append(one)
+        left_out |= changed
+    try:
+        content = SharedFile(runs=shared).model_dump(mode="json")
+    except ValidationError as error:
+        raise UsageError(f"--share: {first_problem(error)}") from None
+    write_whole(to, json.dumps(storable(content), indent=1, allow_nan=False) + "\n")
+    return sorted(left_out)
+
+
+def _shared_run(run: Path) -> tuple[SharedRun, set[str]]:
+    """A run as it may be shared, and dotted names of what was left out or changed."""
     path = run / "result.json" if run.is_dir() else run
     try:
         result = read_result(path)
@@ -115,12 +136,10 @@ def share(run: Path, to: Path) -> list[str]:
     content = result.model_dump(mode="json")
     cleaned = cleaned_result(content, private_names(content))
     try:
-        whole = SharedResult(result=Result.model_validate(cleaned), steps=steps)  # pyright: ignore
+        one = SharedRun.model_validate({"result": cleaned, "steps": steps})
     except ValidationError as error:
         raise UsageError(f"--share: {path}: {first_problem(error)}") from None
-    text = json.dumps(storable(whole.model_dump(mode="json")), indent=1, allow_nan=False) + "\n"
-    to.write_text(text, encoding="utf-8")
-    return sorted(set(changed_paths(content, cleaned)))
+    return one, set(changed_paths(content, cleaned))
 
 
 def private_names(content: dict[str, Any]) -> list[str]:
@@ -203,7 +222,7 @@ def changed_paths(before: Any, after: Any, path: str = "") -> Iterator[str]:
         yield path
 
 
-def read_shared(path: Path) -> SharedResult:
+def read_shared(path: Path) -> SharedFile:
     """A shared file; UsageError if it is none. Its size and depth are bounded before it is parsed."""
     try:
         with plain_file(path).open("rb") as f:
@@ -221,7 +240,7 @@ def read_shared(path: Path) -> SharedResult:
     if where := next(_strange(content), None):
         raise UsageError(f"{path}: {where}")
     try:
-        return SharedResult.model_validate(printable_data(content))
+        return SharedFile.model_validate(printable_data(content))
     except ValidationError as error:
         raise UsageError(f"{path}: {first_problem(error)}") from None
 

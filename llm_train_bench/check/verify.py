@@ -15,7 +15,7 @@ from typing import Any
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.hardware import Hardware, device_called, find_peaks, threads_of
 from llm_train_bench.check.figures import estimate_of, plan_of
-from llm_train_bench.check.share import ENVIRONMENT, SharedResult, cleaned_result, read_shared
+from llm_train_bench.check.share import ENVIRONMENT, SharedRun, cleaned_result, read_shared
 from llm_train_bench.check.workloads import Workload, format_of, workload_of
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
@@ -50,9 +50,11 @@ class Verified:
 
     tier: int
     why_not_higher: str
-    shared: SharedResult
+    shared: SharedRun
     workload: Workload | None = None
     known_hardware: bool = False
+    rates: tuple[float, ...] = ()
+    """Tokens/s per device of each of the file's runs; `shared` is the median run."""
 
     @property
     def number_format(self) -> str:
@@ -67,7 +69,7 @@ class Verified:
     @property
     def rate(self) -> float:
         """Tokens/s per device."""
-        return self.shared.result.metrics.tokens_per_sec_per_gpu or 0.0
+        return statistics.median(self.rates)
 
     @property
     def what(self) -> tuple[Any, ...]:
@@ -90,8 +92,22 @@ class Verified:
 
 
 def verify(path: Path) -> Verified:
-    """Tiers 1 to 3 of a file; Refused with what is wrong, UsageError if it is no such file."""
-    shared = read_shared(path)
+    """Tiers 1 to 3 of a file, the lowest of its runs; Refused with what is wrong with it.
+
+    UsageError if it is no such file.
+    """
+    runs = sorted(map(verify_run, read_shared(path).runs), key=lambda v: v.rates)
+    if len({run.what for run in runs}) > 1:
+        raise Refused("its runs are not repeats of one setting; share each in a file")
+    if len({run.shared.result.started_at for run in runs}) < len(runs):
+        raise Refused("a run is in it twice")
+    rates = tuple(rate for run in runs for rate in run.rates)
+    lowest, middle = min(runs, key=lambda v: v.tier), runs[(len(runs) - 1) // 2]
+    return dataclasses.replace(lowest, shared=middle.shared, rates=rates)
+
+
+def verify_run(shared: SharedRun) -> Verified:
+    """Tiers 1 to 3 of one run; Refused with what is wrong with it."""
     r = shared.result
     hardware = device_called(r.device.name) or device_called(r.device.hardware)
     try:
@@ -103,10 +119,11 @@ def verify(path: Path) -> Verified:
         raise Refused(f"its arguments and config make no run: {error}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise Refused(f"its figures cannot be computed again: {error}") from None
+    rates = (r.metrics.tokens_per_sec_per_gpu or 0.0,)
     if why:
-        return Verified(1, why, shared, known_hardware=hardware is not None)
+        return Verified(1, why, shared, known_hardware=hardware is not None, rates=rates)
     workload = workload_of(r)
-    result = Verified(2, "", shared, workload, hardware is not None)
+    result = Verified(2, "", shared, workload, hardware is not None, rates)
     return dataclasses.replace(result, **third_tier(shared, workload, hardware))
 
 
@@ -127,7 +144,7 @@ def check_clean(r: Result) -> None:
         raise Refused("the run was resumed; share one that has all of its steps")
 
 
-def check_steps(shared: SharedResult) -> None:
+def check_steps(shared: SharedRun) -> None:
     """Refused where steps are missing, or contradict the arguments, the result or the clocks."""
     r, steps = shared.result, [s for s in shared.steps if s.phase != "profile"]
     if [s.step for s in shared.steps] != list(range(len(shared.steps))):
@@ -203,7 +220,7 @@ def _moment(text: str | None) -> float | None:
         return None
 
 
-def check_figures_again(shared: SharedResult) -> str:
+def check_figures_again(shared: SharedRun) -> str:
     """Compute all figures of steps and FLOPs again; Refused where one differs. Returns what cannot be."""
     r = shared.result
     again = r.model_copy(deep=True, update={"metrics": Metrics(), "notes": []})
@@ -346,7 +363,7 @@ def _peak_of(r: Result, hardware: Hardware) -> float:
 
 
 def third_tier(
-    shared: SharedResult, workload: Workload | None, hardware: Hardware | None
+    shared: SharedRun, workload: Workload | None, hardware: Hardware | None
 ) -> dict[str, Any]:
     """Tier 3, or why it is not reached. Wrong losses are refused: the machine computed something else."""
     r = shared.result

@@ -56,8 +56,8 @@ class Workload:
                     return f"step {number} has no {name}"
                 if not abs(found - right) <= band[name] * right:
                     return (
-                        f"the {name} of step {number} is {found:.6g}; {self.shape} in {number_format} has "
-                        f"{right:.6g} within {band[name]:.2%}"
+                        f"the {name} of step {number} is {found:.6g}; {self.shape} in {number_format} "
+                        f"has {right:.6g} within {band[name]:.2%}"
                     )
         return None
 

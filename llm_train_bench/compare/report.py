@@ -205,9 +205,19 @@ def html(rows: list[Compared], tokens: float | None, remarks: list[str], priced:
         "table_error": TABLE_ERROR,
         "provenance": {"differ": differ, "shared": shared},
     }
+    return page_of(Path(__file__).parent / "report_page.html", content)
+
+
+def page_of(template: Path, content: dict[str, Any]) -> str:
+    """A page that needs no other file: a template with its data, and all pages' style and script."""
+    folder = Path(__file__).parent
+    page, style, script = (
+        path.read_text(encoding="utf-8")
+        for path in (template, folder / "page.css", folder / "page.js")
+    )
+    page = page.replace("/*STYLE*/\n", style).replace("/*SCRIPT*/\n", script)
     # JSON has no NaN, and a page's script ends at the first "</".
     text = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    page = (Path(__file__).parent / "report_page.html").read_text(encoding="utf-8")
     return page.replace('{"groups": []}', text)
 
 
