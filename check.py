@@ -9,6 +9,7 @@ Takes ten minutes on a GPU, three on a CPU. docs/CHECK.md explains the figures a
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import llm_train_bench.base.start  # noqa: F401
 
-from llm_train_bench.base.errors import UsageError, printable
+from llm_train_bench.base.errors import NotJoined, UsageError, one_line, printable
 from llm_train_bench.base.machine import detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.check import machine_check
@@ -37,6 +38,8 @@ class CheckArgs:
     results: With --verify: a folder of shared results, HARDWARE/SUBMITTER/NAME.json, in which another
         submitter's run may reproduce this one. Otherwise: where references are from.
     author: With --verify: who submits the file.
+    nodes: Find the slow node or link of a job: run this under your launcher, one process a GPU. Without a
+        launcher it starts one process for each GPU of this machine.
     only: Workloads to run. By default all for the device; configs/workloads has them.
     at_least: The part of its reference that counts as fast enough.
     nproc: GPUs to use. By default all.
@@ -47,6 +50,7 @@ class CheckArgs:
     verify: str | None = flag(None, metavar="FILE.json")
     results: str = flag("results", metavar="FOLDER")
     author: str | None = flag(None, metavar="NAME", needs="verify")
+    nodes: bool = flag(False)
     only: tuple[str, ...] = flag((), metavar="NAME ...")
     at_least: str = flag("90%", metavar="PERCENT")
     nproc: int | None = flag(None, at_least=1)
@@ -60,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     args = parse_dataclass(CheckArgs, argv, "check.py")
     if args.verify:
         return show_tier(Path(args.verify), Path(args.results), args.author, args.json)
+    if args.nodes:
+        return check_nodes(args.nproc, args.json)
     at_least = percent(args.at_least)
     kind = detect_platform()
     device = "cpu" if kind == "cpu" else "cuda"
@@ -117,6 +123,42 @@ def show_tier(path: Path, folder: Path, author: str | None, as_json: bool) -> in
     if remark:
         print(printable(remark))
     return 0
+
+
+def check_nodes(nproc: int | None, as_json: bool) -> int:
+    """Join the launcher's ranks, or start some; 0, or 1 if a node or link is slow."""
+    import torch
+
+    from llm_train_bench.check import node_survey
+    from llm_train_bench.measure.device import pick_device
+    from llm_train_bench.parallel.ranks import find_ranks, join, leave
+
+    ranks = find_ranks(os.environ)
+    if ranks is None:
+        n = nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+        if n < 2:
+            raise UsageError(
+                "--nodes: one rank has nothing to compare; give --nproc, or start several"
+            )
+        told = node_survey.survey_here(n)
+    else:
+        device = pick_device("auto", ranks.local_rank)
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            join(ranks, device, node_survey.TIMEOUT_S)
+            told = node_survey.survey(device, ranks).as_json()
+        except (NotJoined, RuntimeError) as error:
+            print(f"check.py: rank {ranks.rank}: {one_line(error)}", file=sys.stderr)
+            return 1
+        leave()
+        if not ranks.main:
+            return 0
+    if as_json:
+        print(json.dumps(told, indent=1))
+    else:
+        node_survey.show_survey(told)
+    return 0 if told["passed"] else 1
 
 
 def percent(text: str) -> float:

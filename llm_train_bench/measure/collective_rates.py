@@ -35,7 +35,8 @@ def seconds_of(call: Callable[[], object], device: torch.device, at_least_s: flo
         dist.barrier()
         return time_steps(call, n, device)
 
-    n = torch.tensor([max(1, min(1000, at_least_s / mean_of(1)))], device=device)
+    wanted = float(max(1, min(1000, at_least_s / mean_of(1))))  # on all ranks of one type
+    n = torch.tensor([wanted], device=device)
     dist.broadcast(n, 0)
     seconds = torch.tensor([mean_of(int(n))], device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)

@@ -1,0 +1,236 @@
+"""Which node or link of a job is slow: each node alone, then pairs, then all ranks together."""
+
+import dataclasses
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
+from llm_train_bench.measure.collective_rates import MIB, collective_rates
+from llm_train_bench.measure.device import device_name, pick_device, synchronize
+from llm_train_bench.measure.matmul_rate import device_tflops
+from llm_train_bench.parallel.ranks import MEETING, Ranks, gather, join, leave, meet
+
+# Launchers' variables for the number of a rank's node.
+NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK", "NODE_RANK")
+# A node or link below this part of the others' rate fails. Each is measured several times, and the best
+# counts: what disturbs one for a moment is no slow node.
+SLOW, SLOW_LINK = 0.8, 0.6
+PROBES, EXCHANGED_MIB, EXCHANGES = 3, 16, 7
+# Up to so many nodes are measured one after the other, and pairs one at a time.
+FEW_NODES, MOST_ROUNDS = 16, 31
+SIZES_MIB = (1, 64)
+# Ranks that do not answer for so long are gone [s].
+TIMEOUT_S = 300
+
+
+@dataclasses.dataclass
+class Unit:
+    """A node with its ranks; of a job on one node, a rank with its device."""
+
+    name: str
+    ranks: list[int]
+    tflops: float = 0.0
+    """Of its slowest device by itself."""
+    gb_per_s: float | None = None
+    """Of its fastest link to another."""
+    failed: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Survey:
+    """The units, the rates of pairs [GB/s], the slow links, and all ranks' collectives."""
+
+    device: str
+    units: list[Unit]
+    pairs: dict[tuple[int, int], float]
+    slow_links: list[tuple[int, int]]
+    collectives: list[dict[str, Any]]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no node and no link is slow."""
+        return not self.slow_links and not any(unit.failed for unit in self.units)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        pairs = [{"units": [*pair], "gb_per_s": rate} for pair, rate in self.pairs.items()]
+        told = {"device": self.device, "passed": self.passed, "pairs": pairs}
+        told |= {"units": [dataclasses.asdict(unit) for unit in self.units]}
+        return told | {"slow_links": self.slow_links, "collectives": self.collectives}
+
+
+def find_units(ranks: Ranks) -> list[Unit]:
+    """The job's nodes by what the launcher says, or by host names; its ranks where there is one node."""
+    number = next((os.environ[name] for name in NODE_NUMBERS if name in os.environ), None)
+    host = platform.node()
+    told = gather(ranks, (host if number is None else number, host))
+    nodes = grouped(range(ranks.world), lambda rank: told[rank][0])
+    if len(nodes) == 1:
+        return [Unit(f"rank {rank}", [rank]) for rank in range(ranks.world)]
+    return [Unit(f"node {i} ({told[m[0]][1]})", m) for i, m in enumerate(nodes.values())]
+
+
+def rounds_of(n: int) -> Iterator[list[tuple[int, int]]]:
+    """Every pair of n units once, in rounds of pairs that share none (the circle method).
+
+    Few units take one pair at a time, so that no pair disturbs another.
+    """
+    order: list[int | None] = [*range(n), *([None] if n % 2 else [])]
+    for _ in range(min(len(order) - 1, MOST_ROUNDS)):
+        half = len(order) // 2
+        pairs = zip(order[:half], reversed(order[half:]), strict=True)
+        found = [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
+        yield from [[pair] for pair in found] if n <= FEW_NODES else [found]
+        order[1:] = [order[-1], *order[1:-1]]
+
+
+def exchange_rate(peer: int, device: torch.device) -> float:
+    """GB/s in each direction between this rank and another, which calls this too; both at once."""
+    own = torch.randn(EXCHANGED_MIB * MIB // 4, device=device)
+    other = torch.empty_like(own)
+    times = []
+    for _ in range(EXCHANGES + 1):
+        start = time.perf_counter()
+        both = [dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, other, peer)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return EXCHANGED_MIB * MIB / min(times[1:]) / 1e9
+
+
+def survey(device: torch.device, ranks: Ranks) -> Survey:
+    """Measure and judge; all ranks of a process group call it, and all have the answer."""
+    units = find_units(ranks)
+    mine = next(i for i, unit in enumerate(units) if ranks.rank in unit.ranks)
+    rate = 0.0
+    for turn in range(len(units)) if len(units) <= FEW_NODES else (mine,):
+        meet(ranks)
+        if turn == mine:
+            rate = max(device_tflops(device) for _ in range(PROBES))
+    rates = gather(ranks, rate)
+    for unit in units:
+        unit.tflops = min(rates[rank] for rank in unit.ranks)
+    links: dict[tuple[int, int], float] = {}
+    for pairs in rounds_of(len(units)):
+        meet(ranks)
+        pair = next((pair for pair in pairs if mine in pair), None)
+        found = None
+        if pair:
+            other = units[pair[0] + pair[1] - mine].ranks
+            place = units[mine].ranks.index(ranks.rank)
+            if place < min(len(other), len(units[mine].ranks)):
+                found = exchange_rate(other[place], device)
+        told = [each for each in gather(ranks, (pair, found)) if each[1] is not None]
+        for one in pairs:  # its ranks share the node's cards
+            links[one] = sum(rate for which, rate in told if which == one) / 2
+    together = collective_rates(device, SIZES_MIB, 3)
+    result = Survey(device_name(device), units, links, [], together)
+    judge_survey(result)
+    return result
+
+
+def judge_survey(s: Survey) -> None:
+    """Mark slow nodes and links, in place, each against the others; alone nothing is slow.
+
+    A link is slow by its rate. It is the node's fault if all links of the node are slow.
+    """
+    rates = sorted(unit.tflops for unit in s.units)
+    usual = rates[len(rates) // 2]
+    for unit in s.units:
+        if unit.tflops < SLOW * usual:
+            unit.failed.append(f"computes at {unit.tflops / usual:.0%} of the median")
+    if not s.pairs:
+        return
+    # Of n nodes one slow one is in 2 / n of all pairs: the upper quartile is a whole one's.
+    fine = sorted(s.pairs.values())[(3 * len(s.pairs)) // 4]
+    for i, unit in enumerate(s.units):
+        own = [rate for pair, rate in s.pairs.items() if i in pair]
+        unit.gb_per_s = max(own, default=None)
+        if len(s.units) > 2 and unit.gb_per_s is not None and unit.gb_per_s < SLOW_LINK * fine:
+            unit.failed.append(f"sends at {unit.gb_per_s / fine:.0%} of the others' rate")
+    for pair, rate in s.pairs.items():
+        if rate < SLOW_LINK * fine and not any(
+            "sends" in text for i in pair for text in s.units[i].failed
+        ):
+            s.slow_links.append(pair)
+
+
+def survey_here(n: int) -> dict[str, Any]:
+    """The survey of n ranks that are started on this machine, as JSON data; UsageError if one fails."""
+    with tempfile.TemporaryDirectory() as private:
+        try:
+            multiprocessing.spawn(_rank_of_survey, (n, private), n)
+        except (
+            multiprocessing.ProcessRaisedException,
+            multiprocessing.ProcessExitedException,
+        ) as error:
+            last = str(error).strip().splitlines()[-1]
+            raise UsageError(f"a rank of the survey failed: {last}") from None
+        return json.loads((Path(private) / "survey.json").read_text(encoding="utf-8"))
+
+
+def _rank_of_survey(rank: int, n: int, private: str) -> None:
+    os.environ[MEETING] = private
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ranks = Ranks(rank, n, rank)
+    device = pick_device("auto", rank)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    join(ranks, device, TIMEOUT_S)
+    told = survey(device, ranks).as_json()
+    if ranks.main:
+        (Path(private) / "survey.json").write_text(json.dumps(told), encoding="utf-8")
+    leave()
+
+
+def show_survey(told: dict[str, Any]) -> None:
+    """Print a line a node, the slow links, and the collectives of all, from a survey's JSON data."""
+    columns = (
+        "node",
+        "ranks",
+        "TFLOP/s of the slowest device",
+        "GB/s of the fastest link",
+        "verdict",
+    )
+    ranks = sum(len(unit["ranks"]) for unit in told["units"])
+    table = markdown_table(*columns, left=("verdict",), title=f"{ranks} ranks, {told['device']}")
+    for unit in told["units"]:
+        verdict = f"FAIL: {'; '.join(unit['failed'])}" if unit["failed"] else "pass"
+        of = unit["ranks"]
+        of = f"{of[0]}-{of[-1]}" if of[1:] else str(of[0])
+        rate, link = number(unit["tflops"], ".4g"), number(unit["gb_per_s"], ".2f")
+        table.add_row(unit["name"], of, rate, link, verdict)
+    show_whole(table)
+    for line in failures_of(told):
+        print(f"FAIL: {line}")
+    table = markdown_table("all ranks", "MiB", "ms", "bus GB/s")
+    for row in told["collectives"]:
+        seconds = row["seconds"][1]
+        cells = (
+            row["kind"],
+            f"{row['mib']:g}",
+            f"{1e3 * seconds:.3f}",
+            f"{row['bus_gb_per_s']:.2f}",
+        )
+        table.add_row(*cells)
+    show_whole(table)
+
+
+def failures_of(told: dict[str, Any]) -> Sequence[str]:
+    """The lines of a survey's JSON that say what is slow."""
+    units = told["units"]
+    lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
+    links = [f"{units[a]['name']} and {units[b]['name']}" for a, b in told["slow_links"]]
+    return [*lines, *(f"the link between {link} is slow" for link in links)]
