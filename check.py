@@ -9,20 +9,17 @@ Takes ten minutes on a GPU, three on a CPU. docs/CHECK.md explains the figures a
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import llm_train_bench.base.start  # noqa: F401
 
-from llm_train_bench.base.errors import NotJoined, UsageError, one_line, printable
-from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.machine import Platform, detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.check import machine_check
-from llm_train_bench.check.share import folder_of
-from llm_train_bench.check.verify import TIERS, Refused, fourth_tier, verified_files, verify
+from llm_train_bench.check.verify import show_tier
 from llm_train_bench.check.workloads import workload_named, workloads
 from llm_train_bench.settings.command_line import parse_dataclass
 from llm_train_bench.settings.flags import flag
@@ -44,6 +41,8 @@ class CheckArgs:
     at_least: The part of its reference that counts as fast enough.
     nproc: GPUs to use. By default all.
     output_dir: Keep the runs here.
+    archive: Also write the figures, the runs and the driver's report into this archive, for a vendor's
+        support.
     json: Print JSON instead of tables.
     """
 
@@ -55,6 +54,7 @@ class CheckArgs:
     at_least: str = flag("90%", metavar="PERCENT")
     nproc: int | None = flag(None, at_least=1)
     output_dir: str | None = flag(None, metavar="DIR")
+    archive: str | None = flag(None, metavar="FILE.tgz")
     json: bool = flag(False)
 
 
@@ -63,24 +63,29 @@ def main(argv: Sequence[str]) -> int:
     """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
     args = parse_dataclass(CheckArgs, argv, "check.py")
     if args.verify:
-        return show_tier(Path(args.verify), Path(args.results), args.author, args.json)
+        return show_tier(Path(args.verify), Path(args.results), args.author, args.json, say)
     if args.nodes:
-        return check_nodes(args.nproc, args.json)
+        from llm_train_bench.check.node_survey import survey_job  # needs torch
+
+        return survey_job(args.nproc, args.json)
     at_least = percent(args.at_least)
     kind = detect_platform()
     device = "cpu" if kind == "cpu" else "cuda"
     chosen = [workload_named(name) for name in args.only]
     chosen = chosen or [w for w in workloads().values() if w.device == device]
+    ranks = args.nproc or gpu_count(kind)
     with contextlib.contextmanager(machine_check.output_directory)(args.output_dir) as directory:
         result = machine_check.check_machine(
             kind,
             chosen,
-            args.nproc or 1,
+            ranks,
             directory,
             at_least,
             machine_check.reached_by_others(Path(args.results)),
             say,
         )
+        if args.archive:
+            machine_check.pack(result, Path(args.archive))
     if args.json:
         print(json.dumps(result.as_json(), indent=1))
     else:
@@ -88,77 +93,13 @@ def main(argv: Sequence[str]) -> int:
     return CODES[result.verdict]
 
 
-def show_tier(path: Path, folder: Path, author: str | None, as_json: bool) -> int:
-    """Print what a shared result proves; 0, or 1 if it is refused."""
-    try:
-        v = verify(path)
-    except Refused as refusal:
-        told: dict[str, Any] = {"tier": 0, "refused": str(refusal)}
-        print(json.dumps(told) if as_json else f"refused: {printable(str(refusal))}")
+def gpu_count(kind: Platform) -> int:
+    """The GPUs of this machine that PyTorch sees; 1 on a CPU."""
+    if kind == "cpu":
         return 1
-    remark = ""
-    if author:
-        others = verified_files(folder, say, folder_of(v.shared.result.device.hardware))
-        v, remark = fourth_tier(v, author, [(submitter, other) for submitter, _, other in others])
-    r = v.shared.result
-    told = {"tier": v.tier, "proves": TIERS[v.tier], "why_not_higher": v.why_not_higher}
-    told |= {"remark": remark, "hardware": r.device.hardware, "known_hardware": v.known_hardware}
-    told |= {"devices": r.device.count, "workload": v.name, "number_format": v.number_format}
-    told |= {"tokens_per_sec_per_device": v.rate, "runs": len(v.rates)}
-    if as_json:
-        print(json.dumps(told, indent=1))
-        return 0
-    print(f"tier {v.tier}, {TIERS[v.tier]}")
-    if v.why_not_higher:
-        print(printable(f"not tier {v.tier + 1}: {v.why_not_higher}"))
-    many, unknown = (
-        f"{r.device.count} x {r.device.hardware}",
-        "" if v.known_hardware else " (not listed)",
-    )
-    print(
-        printable(
-            f"{v.name} in {v.number_format} on {many}{unknown}: {v.rate:,.0f} tokens/s a device"
-        )
-    )
-    if remark:
-        print(printable(remark))
-    return 0
-
-
-def check_nodes(nproc: int | None, as_json: bool) -> int:
-    """Join the launcher's ranks, or start some; 0, or 1 if a node or link is slow."""
     import torch
 
-    from llm_train_bench.check import node_survey
-    from llm_train_bench.measure.device import pick_device
-    from llm_train_bench.parallel.ranks import find_ranks, join, leave
-
-    ranks = find_ranks(os.environ)
-    if ranks is None:
-        n = nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
-        if n < 2:
-            raise UsageError(
-                "--nodes: one rank has nothing to compare; give --nproc, or start several"
-            )
-        told = node_survey.survey_here(n)
-    else:
-        device = pick_device("auto", ranks.local_rank)
-        if device.type == "cpu":
-            torch.set_num_threads(1)
-        try:
-            join(ranks, device, node_survey.TIMEOUT_S)
-            told = node_survey.survey(device, ranks).as_json()
-        except (NotJoined, RuntimeError) as error:
-            print(f"check.py: rank {ranks.rank}: {one_line(error)}", file=sys.stderr)
-            return 1
-        leave()
-        if not ranks.main:
-            return 0
-    if as_json:
-        print(json.dumps(told, indent=1))
-    else:
-        node_survey.show_survey(told)
-    return 0 if told["passed"] else 1
+    return max(1, torch.cuda.device_count())
 
 
 def percent(text: str) -> float:

@@ -1,10 +1,12 @@
 """One check of this machine: findings, rates, workloads, and what they amount to. Needs no torch."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,9 +19,15 @@ from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.check import findings
-from llm_train_bench.check.figures import Figure, judge, rate_figures, workload_figure
+from llm_train_bench.check.figures import (
+    Figure,
+    Reference,
+    judge,
+    rate_figures,
+    workload_figure,
+)
 from llm_train_bench.check.findings import Finding
-from llm_train_bench.check.share import folder_of
+from llm_train_bench.check.share import folder_of, share
 from llm_train_bench.check.verify import verified_files
 from llm_train_bench.check.workloads import Workload, format_of
 from llm_train_bench.results.result_files import read_result, read_steps
@@ -92,6 +100,42 @@ def probe(device: str, directory: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def survey_ranks(n: int) -> dict[str, Any]:
+    """check.py --nodes on this machine, in processes that free their devices."""
+    command = [sys.executable, str(ROOT / "check.py"), "--nodes", "--json", "--nproc", str(n)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        return json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise UsageError(f"the devices cannot be compared: {last}") from None
+
+
+def survey_figures(
+    told: dict[str, Any], hardware: Hardware | None, found: list[Finding]
+) -> Iterator[Figure]:
+    """The bus bandwidths of the largest collectives; slow devices and links become findings."""
+    for line in failures_of(told):
+        advice = "look at its clocks, power and links; leave it out if that does not help"
+        found.append(Finding("slow device or link", "missing", line, advice))
+    largest = max(row["mib"] for row in told["collectives"])
+    reference = None
+    if hardware and hardware.platform != "cpu":
+        ring, source = hardware.ring_gb_per_s, "ring_gb_per_s of configs/hardware.json"
+        reference = Reference("published", ring, ring, ring, source)
+    for row in told["collectives"]:
+        if row["mib"] == largest and row["kind"] in ("all_gather", "reduce_scatter"):
+            yield Figure(row["kind"].replace("_", "-"), "bus GB/s", row["bus_gb_per_s"], reference)
+
+
+def failures_of(told: dict[str, Any]) -> Sequence[str]:
+    """The lines of a survey's JSON that say what is slow."""
+    units = told["units"]
+    lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
+    links = [f"{units[a]['name']} and {units[b]['name']}" for a, b in told["slow_links"]]
+    return [*lines, *(f"the link between {link} is slow" for link in links)]
+
+
 def run_workload(w: Workload, ranks: int, directory: Path) -> tuple[Result | None, str]:
     """A workload's result on all devices, or why there is none."""
     script = "train_ddp.py" if ranks > 1 else "train.py"
@@ -120,9 +164,12 @@ def check_machine(
     told = probe(device, directory)
     rates = told["rates"]
     hardware = device_called(told["device"])
-    if entry := rates.get("entry"):
+    if ranks == 1 and (entry := rates.get("entry")):
         hardware = Hardware(driver_names=(entry["name"],), **entry)
     result = MachineCheck(told["device"], ranks, list(rate_figures(rates, hardware)), found)
+    if ranks > 1:
+        say("nodes ...")
+        result.figures += list(survey_figures(survey_ranks(ranks), hardware, found))
     found += findings.of_use(DeviceUse(**told["use"]), "rates")
     found += findings.of_rates(rates)
     for w in chosen:
@@ -181,6 +228,26 @@ def reached_by_others(folder: Path) -> Callable[[Workload, str, int], list[float
         return sorted(best.values())
 
     return reached
+
+
+def pack(c: MachineCheck, archive: Path) -> None:
+    """One archive for a vendor's support: the check, its runs, and what the driver says of the GPUs.
+
+    The runs are as compare.py --share makes them. The driver's text has serial numbers.
+    """
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(archive, "w:gz") as packed:
+        top = Path(folder)
+        (top / "check.json").write_text(json.dumps(c.as_json(), indent=1), encoding="utf-8")
+        for name, run in c.runs.items():
+            share([run], top / f"{name}.json")
+        for command in ("nvidia-smi -q", "rocm-smi --showallinfo", "amd-smi static"):
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                done = subprocess.run(
+                    command.split(), capture_output=True, text=True, timeout=60, check=True
+                )
+                (top / f"{command.split()[0]}.txt").write_text(done.stdout, encoding="utf-8")
+        for file in sorted(top.iterdir()):
+            packed.add(file, file.name)
 
 
 def output_directory(wanted: str | None) -> Iterator[Path]:

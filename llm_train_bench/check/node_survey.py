@@ -4,22 +4,24 @@ import dataclasses
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
+from torch.multiprocessing.spawn import spawn
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import NotJoined, UsageError, one_line
 from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole
+from llm_train_bench.check.machine_check import failures_of
 from llm_train_bench.measure.collective_rates import MIB, collective_rates
 from llm_train_bench.measure.device import device_name, pick_device, synchronize
 from llm_train_bench.measure.matmul_rate import device_tflops
-from llm_train_bench.parallel.ranks import MEETING, Ranks, gather, join, leave, meet
+from llm_train_bench.parallel.ranks import MEETING, Ranks, find_ranks, gather, join, leave, meet
 
 # Launchers' variables for the number of a rank's node.
 NODE_NUMBERS = ("GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK", "NODE_RANK")
@@ -167,11 +169,41 @@ def judge_survey(s: Survey) -> None:
             s.slow_links.append(pair)
 
 
+def survey_job(nproc: int | None, as_json: bool) -> int:
+    """Join the launcher's ranks, or start `nproc`; rank 0 prints. 0, or 1 if a node or link is slow."""
+    ranks = find_ranks(os.environ)
+    if ranks is None:
+        n = nproc or (torch.cuda.device_count() if torch.cuda.is_available() else 2)
+        if n < 2:
+            raise UsageError(
+                "--nodes: one rank has nothing to compare; give --nproc, or start several"
+            )
+        told = survey_here(n)
+    else:
+        device = pick_device("auto", ranks.local_rank)
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        try:
+            join(ranks, device, TIMEOUT_S)
+            told = survey(device, ranks).as_json()
+        except (NotJoined, RuntimeError) as error:
+            print(f"check.py: rank {ranks.rank}: {one_line(error)}", file=sys.stderr)
+            return 1
+        leave()
+        if not ranks.main:
+            return 0
+    if as_json:
+        print(json.dumps(told, indent=1))
+    else:
+        show_survey(told)
+    return 0 if told["passed"] else 1
+
+
 def survey_here(n: int) -> dict[str, Any]:
     """The survey of n ranks that are started on this machine, as JSON data; UsageError if one fails."""
     with tempfile.TemporaryDirectory() as private:
         try:
-            multiprocessing.spawn(_rank_of_survey, (n, private), n)
+            spawn(_rank_of_survey, (n, private), n)
         except (
             multiprocessing.ProcessRaisedException,
             multiprocessing.ProcessExitedException,
@@ -226,11 +258,3 @@ def show_survey(told: dict[str, Any]) -> None:
         )
         table.add_row(*cells)
     show_whole(table)
-
-
-def failures_of(told: dict[str, Any]) -> Sequence[str]:
-    """The lines of a survey's JSON that say what is slow."""
-    units = told["units"]
-    lines = [f"{unit['name']}: {text}" for unit in units for text in unit["failed"]]
-    links = [f"{units[a]['name']} and {units[b]['name']}" for a, b in told["slow_links"]]
-    return [*lines, *(f"the link between {link} is slow" for link in links)]

@@ -6,16 +6,23 @@ FLOPs from the config, the peaks from configs/hardware.json.
 
 import dataclasses
 import datetime
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.hardware import Hardware, device_called, find_peaks, threads_of
 from llm_train_bench.check.figures import estimate_of, plan_of
-from llm_train_bench.check.share import ENVIRONMENT, SharedRun, cleaned_result, read_shared
+from llm_train_bench.check.share import (
+    ENVIRONMENT,
+    SharedRun,
+    cleaned_result,
+    folder_of,
+    read_shared,
+)
 from llm_train_bench.check.workloads import Workload, format_of, workload_of
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
@@ -427,3 +434,42 @@ def verified_files(
             say(f"{path}: left out: {error}")
     pairs = [(submitter, v) for submitter, _, v in found]
     return [(s, path, fourth_tier(v, s, pairs)[0]) for s, path, v in found]
+
+
+def show_tier(
+    path: Path, folder: Path, author: str | None, as_json: bool, say: Callable[[str], None]
+) -> int:
+    """Print what a shared result proves; 0, or 1 if it is refused."""
+    try:
+        v = verify(path)
+    except Refused as refusal:
+        told: dict[str, Any] = {"tier": 0, "refused": str(refusal)}
+        print(json.dumps(told) if as_json else f"refused: {printable(str(refusal))}")
+        return 1
+    remark = ""
+    if author:
+        others = verified_files(folder, say, folder_of(v.shared.result.device.hardware))
+        v, remark = fourth_tier(v, author, [(submitter, other) for submitter, _, other in others])
+    r = v.shared.result
+    told = {"tier": v.tier, "proves": TIERS[v.tier], "why_not_higher": v.why_not_higher}
+    told |= {"remark": remark, "hardware": r.device.hardware, "known_hardware": v.known_hardware}
+    told |= {"devices": r.device.count, "workload": v.name, "number_format": v.number_format}
+    told |= {"tokens_per_sec_per_device": v.rate, "runs": len(v.rates)}
+    if as_json:
+        print(json.dumps(told, indent=1))
+        return 0
+    print(f"tier {v.tier}, {TIERS[v.tier]}")
+    if v.why_not_higher:
+        print(printable(f"not tier {v.tier + 1}: {v.why_not_higher}"))
+    many, unknown = (
+        f"{r.device.count} x {r.device.hardware}",
+        "" if v.known_hardware else " (not listed)",
+    )
+    print(
+        printable(
+            f"{v.name} in {v.number_format} on {many}{unknown}: {v.rate:,.0f} tokens/s a device"
+        )
+    )
+    if remark:
+        print(printable(remark))
+    return 0
