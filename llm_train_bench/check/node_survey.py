@@ -204,10 +204,7 @@ def survey_here(n: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as private:
         try:
             spawn(_rank_of_survey, (n, private), n)
-        except (
-            multiprocessing.ProcessRaisedException,
-            multiprocessing.ProcessExitedException,
-        ) as error:
+        except (ProcessRaisedException, ProcessExitedException) as error:
             last = str(error).strip().splitlines()[-1]
             raise UsageError(f"a rank of the survey failed: {last}") from None
         return json.loads((Path(private) / "survey.json").read_text(encoding="utf-8"))

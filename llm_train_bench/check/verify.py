@@ -410,10 +410,22 @@ def fourth_tier(
     for submitter, other in others:
         if submitter.lower() == author.lower() or other.tier < 3 or other.what != one.what:
             continue
+        if is_copy(one.shared.result, other.shared.result):
+            away.append(f"the file of {submitter} is a copy")
+            continue
         if abs(other.rate / one.rate - 1) <= REPRODUCED:
             return dataclasses.replace(one, tier=4, why_not_higher=""), f"reproduced by {submitter}"
         away.append(f"{submitter} has {other.rate / one.rate:.0%} of its speed")
     return one, "; ".join(away)
+
+
+def is_copy(a: Result, b: Result) -> bool:
+    """Whether two results are of one run: step times of two runs are not proportional to each other."""
+    if a.lineage.id == b.lineage.id or a.started_at == b.started_at:
+        return True
+    times = list(zip(a.step_times_s, b.step_times_s, strict=False))
+    ratios = [x / y for x, y in times]
+    return len(ratios) > 2 and statistics.pstdev(ratios) < 1e-5 * statistics.fmean(ratios)
 
 
 def shared_files(folder: Path, hardware: str = "*") -> Iterator[tuple[str, Path]]:
