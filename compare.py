@@ -18,8 +18,8 @@ import llm_train_bench.base.start  # noqa: F401
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.tool_main import run_tool, tool
+from llm_train_bench.check.public_site import write_site
 from llm_train_bench.check.share import share
-from llm_train_bench.check.site import write_site
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
@@ -100,12 +100,10 @@ class SharedFlags:
     share: Write the runs, which must be repeats of one, into this file. It has no paths, no names of
         hosts and users, and no secrets. check.py --verify checks it.
     site: Write a page of all shared results in this folder into --output-dir.
-    published: With --site: add the rows of benchmarks/published, marked as not verified.
     """
 
     share: str | None = flag(None, metavar="FILE.json")
     site: str | None = flag(None, metavar="FOLDER")
-    published: bool = flag(False, needs="site")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
         if args.site:
             if not args.output_dir:
                 raise UsageError("--site: give --output-dir a place for the page")
-            return write_site(Path(args.site), Path(args.output_dir), args.published, say)
+            return write_site(Path(args.site), Path(args.output_dir), say)
         if not args.results:
             raise UsageError("nothing to compare: give results, logs or directories")
         directory = Path(args.output_dir) if args.output_dir else None

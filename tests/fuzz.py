@@ -42,6 +42,7 @@ import trace_report
 from llm_train_bench.apply.tokens import open_tokens, write_tokens
 from llm_train_bench.base import hardware
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.check import findings
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import read_baselines
 from llm_train_bench.compare.records import LogFacts
@@ -340,10 +341,11 @@ def plans_sweep(path: Path) -> None:
 def examines(path: Path) -> None:
     """doctor.py with a tool of the driver that prints this."""
     stand_ins = dict.fromkeys(("libraries", "settings", "torch_sees"), lambda *_: [])
-    stand_ins["detect_platform"] = lambda: "amd" if path.suffix == ".json" else "nvidia"
+    platform = "amd" if path.suffix == ".json" else "nvidia"
     stand_ins["_output"] = lambda *_: path.read_bytes().decode("utf-8", "replace").strip()
     which = mock.patch.object(shutil, "which", lambda _: "x")
-    with which, mock.patch.multiple(doctor, **stand_ins):
+    kind = mock.patch.object(doctor, "detect_platform", lambda: platform)
+    with which, kind, mock.patch.multiple(findings, **stand_ins):
         for flags in ([], ["--json"]):
             run(path, doctor.main, *flags)
 

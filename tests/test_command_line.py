@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import check
 import compare
 import doctor
 import estimate
@@ -22,13 +23,13 @@ from llm_train_bench.sweep.sweep_flags import SweepArgs
 TINY = "configs/gpt2-tiny.json"
 KINDS = (
     Args, EstimateFlags, SweepArgs, compare.CompareArgs, prepare_data.PrepareArgs,
-    trace_report.ReportArgs, doctor.DoctorArgs,
+    trace_report.ReportArgs, doctor.DoctorArgs, check.CheckArgs,
 )  # fmt: skip
 
 
 def test_every_flag_has_help_and_there_are_few(capsys):
     n = sum(not flag.positional for kind in KINDS for flag in declared(kind).values())
-    assert n + 1 <= 131  # --from
+    assert n + 1 <= 145  # --from
     for kind in KINDS:
         assert help_texts(kind).keys() == declared(kind).keys()
         with pytest.raises(SystemExit) as end:
@@ -40,7 +41,7 @@ def test_every_flag_has_help_and_there_are_few(capsys):
 
 
 @pytest.mark.parametrize(
-    "script", [*Script, compare, doctor, estimate, prepare_data, sweep, trace_report]
+    "script", [*Script, check, compare, doctor, estimate, prepare_data, sweep, trace_report]
 )
 def test_every_script_has_help_and_a_version_with_the_commit(script, capsys):
     main = script.main if hasattr(script, "main") else lambda argv: parse_args(argv, script)

@@ -9,6 +9,7 @@ import pytest
 
 import doctor
 from llm_train_bench.base.machine import detect_platform
+from llm_train_bench.check import findings as machine_findings
 from tests.helpers import python
 
 NVIDIA_SMI = """#!/bin/sh
@@ -40,7 +41,7 @@ def test_without_any_library():
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Lets doctor.libraries find these versions (None: not installed), and 2.12 of all others."""
+    """Lets findings.libraries find these versions (None: not installed), and 2.12 of all others."""
 
     def library(kind, name, **versions):
         def version(library):
@@ -49,7 +50,7 @@ def installed(monkeypatch):
             return found
 
         monkeypatch.setattr(importlib.metadata, "version", version)
-        return next((f for f in doctor.libraries(kind) if f.what == name), None)
+        return next((f for f in machine_findings.libraries(kind) if f.what == name), None)
 
     return library
 
@@ -86,7 +87,7 @@ def test_gpus_and_who_holds_their_memory(tool, text, states, says, tmp_path, mon
     (tmp_path / tool).write_text(text)
     (tmp_path / tool).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = doctor.drivers("nvidia" if tool == "nvidia-smi" else "amd")
+    found = machine_findings.drivers("nvidia" if tool == "nvidia-smi" else "amd")
     assert {f.what: f.state for f in found} == states
     assert all(any(words in f.found + f.advice for f in found) for words in says)
 
@@ -104,6 +105,6 @@ def test_whose_gpus_by_what_their_driver_leaves(there, kind, monkeypatch):
 def test_settings_that_slow_a_run_down(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    findings = {f.what: f for f in doctor.settings()}
+    findings = {f.what: f for f in machine_findings.settings()}
     assert findings["CUDA_LAUNCH_BLOCKING"].advice.startswith("unset CUDA_LAUNCH_BLOCKING")
     assert findings["CUDA_VISIBLE_DEVICES"].found == "is empty"

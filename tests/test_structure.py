@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers import ROOT, python
 
-ROOMS = ("run", "estimate", "parallel", "measure", "compare", "sweep", "apply", "results", "trace",
-         "settings", "formulas", "base")  # fmt: skip
+ROOMS = ("run", "check", "estimate", "parallel", "measure", "compare", "sweep", "apply", "results",
+         "trace", "settings", "formulas", "base")  # fmt: skip
 PACKAGE = ROOT / "llm_train_bench"
 BENCH = sorted(p for p in PACKAGE.glob("**/*.py") if p.parent.name != "model")
 ENTRYPOINTS = ("train", "train_ddp", "train_fsdp", "train_pp")
@@ -108,7 +108,7 @@ def test_nothing_below_the_plan_asks_for_a_script_by_name():
         text = path.read_text(encoding="utf-8")
         if name_of(path) != "llm_train_bench.settings.flags":
             assert not re.search(r"[=!]= \"train\w*\.py\"", text), path
-        if path.parent.name not in ("settings", "sweep", "compare", "estimate"):
+        if path.parent.name not in ("settings", "sweep", "compare", "estimate", "check"):
             assert not re.search(r"Script\.(ONE|DDP|FSDP|PP)", text), path
         if name_of(path) not in (
             f"llm_train_bench.settings.{x}" for x in ("flags", "plan", "rules")
@@ -134,7 +134,9 @@ WITHOUT_TORCH = [
       for p in sorted(PACKAGE.glob(f"{room}/*.py"))),
     *(f"llm_train_bench.{name}" for name in
       ("apply.tokens", "model.config", "model.json_keys")),
-    "estimate", "sweep", "compare", "trace_report", "doctor", "prepare_data",
+    *(f"llm_train_bench.check.{name}" for name in
+      ("findings", "machine_check", "public_site", "references", "share", "verify", "workloads")),
+    "check", "estimate", "sweep", "compare", "trace_report", "doctor", "prepare_data",
 ]  # fmt: skip
 
 

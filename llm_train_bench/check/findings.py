@@ -38,7 +38,7 @@ class Finding:
     @property
     def optional(self) -> bool:
         """Whether only a feature is absent: nothing is slower without it."""
-        names = [line.split(" | ")[0].removeprefix("*") for line in LIBRARIES.strip().splitlines()]
+        names = [line.split(" | ")[0].removeprefix("*") for line in NEEDED.strip().splitlines()]
         return self.state == "missing" and self.what in ("GPU driver", *names)
 
 
@@ -49,7 +49,7 @@ def judged(what: str, found: str, wrong: bool, advice: str, state: str = "missin
 
 OLDEST_TORCH = [2, 11]  # as in pyproject.toml
 # Distribution, purpose, how to get it; nothing runs without those marked *.
-LIBRARIES = """
+NEEDED = """
 *torch | training | pip install -e .
 *pydantic | result files | pip install -e .
 *numpy | token files and statistics | pip install -e .
@@ -250,7 +250,7 @@ def amd() -> Iterator[Finding]:
 
 def libraries(kind: str) -> Iterator[Finding]:
     """Installed libraries, and the purpose of each missing one."""
-    for line in LIBRARIES.strip().splitlines():
+    for line in NEEDED.strip().splitlines():
         name, purpose, advice = how_to_install(line.removeprefix("*")).split(" | ")
         if (name == "amdsmi" and kind != "amd") or (name == "nvidia-ml-py" and kind != "nvidia"):
             continue

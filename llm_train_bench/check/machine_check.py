@@ -19,14 +19,14 @@ from llm_train_bench.base.hardware import Hardware, device_called
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.check import findings
-from llm_train_bench.check.figures import (
-    Figure,
+from llm_train_bench.check.findings import Finding
+from llm_train_bench.check.references import (
+    Reached,
     Reference,
-    judge,
+    judge_machine,
     rate_figures,
     workload_figure,
 )
-from llm_train_bench.check.findings import Finding
 from llm_train_bench.check.share import folder_of, share
 from llm_train_bench.check.verify import verified_files
 from llm_train_bench.check.workloads import Workload, format_of
@@ -34,7 +34,7 @@ from llm_train_bench.results.result_files import read_result, read_steps
 from llm_train_bench.results.schema import DeviceUse, Result
 
 # A rate is measured for so many seconds.
-SECONDS = 0.3
+PROBE_SECONDS = 0.3
 # A process that measures rates has ended after this time, or is stuck [s].
 LONGEST_PROBE_S = 300
 
@@ -45,7 +45,7 @@ class MachineCheck:
 
     device: str
     count: int
-    figures: list[Figure] = dataclasses.field(default_factory=list)
+    figures: list[Reached] = dataclasses.field(default_factory=list)
     found: list[Finding] = dataclasses.field(default_factory=list)
     runs: dict[str, Path] = dataclasses.field(default_factory=dict)
     verdict: str = "not judged"
@@ -79,10 +79,10 @@ def _finite(reference: Any) -> dict[str, Any]:
     return values | {"high": None if values["high"] > 1e30 else values["high"]}
 
 
-def probe(device: str, directory: Path) -> dict[str, Any]:
+def probe_device(device: str, directory: Path) -> dict[str, Any]:
     """What check/probe.py measures, in a process that frees the device; UsageError if it fails."""
     path = directory / "rates.json"
-    command = [sys.executable, "-m", "llm_train_bench.check.probe", path, device, SECONDS]
+    command = [sys.executable, "-m", "llm_train_bench.check.probe", path, device, PROBE_SECONDS]
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     try:
@@ -113,7 +113,7 @@ def survey_ranks(n: int) -> dict[str, Any]:
 
 def survey_figures(
     told: dict[str, Any], hardware: Hardware | None, found: list[Finding]
-) -> Iterator[Figure]:
+) -> Iterator[Reached]:
     """The bus bandwidths of the largest collectives; slow devices and links become findings."""
     for line in failures_of(told):
         advice = "look at its clocks, power and links; leave it out if that does not help"
@@ -125,7 +125,7 @@ def survey_figures(
         reference = Reference("published", ring, ring, ring, source)
     for row in told["collectives"]:
         if row["mib"] == largest and row["kind"] in ("all_gather", "reduce_scatter"):
-            yield Figure(row["kind"].replace("_", "-"), "bus GB/s", row["bus_gb_per_s"], reference)
+            yield Reached(row["kind"].replace("_", "-"), "bus GB/s", row["bus_gb_per_s"], reference)
 
 
 def failures_of(told: dict[str, Any]) -> Sequence[str]:
@@ -161,7 +161,7 @@ def check_machine(
     device = "cpu" if kind == "cpu" else "cuda"
     found = [f for f in findings.of_machine(kind) if f.state != "ok" and not f.optional]
     say("rates ...")
-    told = probe(device, directory)
+    told = probe_device(device, directory)
     rates = told["rates"]
     hardware = device_called(told["device"])
     if ranks == 1 and (entry := rates.get("entry")):
@@ -176,7 +176,7 @@ def check_machine(
         say(f"{w.name} ...")
         run, why = run_workload(w, ranks, directory)
         if run is None:
-            result.figures.append(Figure(w.name, "tokens/s", None, missing=why, workload=True))
+            result.figures.append(Reached(w.name, "tokens/s", None, missing=why, workload=True))
             continue
         result.runs[w.name] = directory / w.name
         measured = reached(w, run.device.hardware, ranks)
@@ -186,7 +186,7 @@ def check_machine(
         if wrong := w.wrong_steps(format_of(run), steps):
             advice = "this machine computes something else: test its memory, update its libraries"
             found.append(Finding(f"{w.name}: wrong numbers", "bad", wrong, advice))
-    result.verdict, result.part, result.about = judge(result.figures, at_least)
+    result.verdict, result.part, result.about = judge_machine(result.figures, at_least)
     if any(f.what.endswith("wrong numbers") for f in found):
         result.verdict = "below"
     return result

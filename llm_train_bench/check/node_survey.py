@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from llm_train_bench.base.errors import NotJoined, UsageError, one_line
 from llm_train_bench.base.tables import grouped, markdown_table, number, show_whole

@@ -15,7 +15,7 @@ from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.hardware import Hardware, device_called, find_peaks, threads_of
-from llm_train_bench.check.figures import estimate_of, plan_of
+from llm_train_bench.check.references import estimate_of, plan_of_result
 from llm_train_bench.check.share import (
     ENVIRONMENT,
     SharedRun,
@@ -98,7 +98,7 @@ class Verified:
         )
 
 
-def verify(path: Path) -> Verified:
+def verify_file(path: Path) -> Verified:
     """Tiers 1 to 3 of a file, the lowest of its runs; Refused with what is wrong with it.
 
     UsageError if it is no such file.
@@ -246,7 +246,7 @@ def check_figures_again(shared: SharedRun) -> str:
         r.model.config, r.model.path or "config.json", r.args.get("pad_vocab") or 1
     )
     if r.ours:
-        plan = plan_of(r, "cpu" if r.device.type == "cpu" else "nvidia", r.device.memory_gib)
+        plan = plan_of_result(r, "cpu" if r.device.type == "cpu" else "nvidia", r.device.memory_gib)
         planned = dataclasses.asdict(plan.work.batch)
         for name, value in planned.items():
             agree(f"batch.{name}", value, getattr(r.batch, name))
@@ -441,7 +441,7 @@ def verified_files(
     found = []
     for submitter, path in shared_files(folder, hardware):
         try:
-            found.append((submitter, path, verify(path)))
+            found.append((submitter, path, verify_file(path)))
         except (Refused, UsageError) as error:
             say(f"{path}: left out: {error}")
     pairs = [(submitter, v) for submitter, _, v in found]
@@ -453,7 +453,7 @@ def show_tier(
 ) -> int:
     """Print what a shared result proves; 0, or 1 if it is refused."""
     try:
-        v = verify(path)
+        v = verify_file(path)
     except Refused as refusal:
         told: dict[str, Any] = {"tier": 0, "refused": str(refusal)}
         print(json.dumps(told) if as_json else f"refused: {printable(str(refusal))}")

@@ -9,7 +9,7 @@ from llm_train_bench import __version__
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import Hardware, device_called, devices
-from llm_train_bench.check.figures import PUBLISHED
+from llm_train_bench.check.references import PUBLISHED
 from llm_train_bench.check.verify import TIERS, Verified, verified_files
 from llm_train_bench.compare.report import page_of
 from llm_train_bench.model.json_keys import parse_json
@@ -20,9 +20,7 @@ NOT_LAYOUT = {"amp", "tf32", "use_fp8", "fp8_backend", "fp8_recipe", "bsz", "gra
 TEMPLATE = Path(__file__).parent / "site_page.html"
 
 
-def write_site(
-    folder: Path, directory: Path, with_published: bool, say: Callable[[str], None]
-) -> int:
+def write_site(folder: Path, directory: Path, say: Callable[[str], None]) -> int:
     """Write directory/index.html; 0, or 1 if a file of the folder was refused."""
     refused: list[str] = []
     files = verified_files(folder, refused.append)
@@ -30,7 +28,7 @@ def write_site(
         say(line)
     rows = [shared_row(submitter, path.relative_to(folder), v) for submitter, path, v in files]
     directory.mkdir(parents=True, exist_ok=True)
-    write_whole(directory / "index.html", site_page(rows, list(published_rows(with_published))))
+    write_whole(directory / "index.html", site_page(rows, list(published_rows())))
     print(f"wrote {directory / 'index.html'}: {len(rows)} results")
     return 1 if refused else 0
 
@@ -119,9 +117,9 @@ def rates_of(
     }
 
 
-def published_rows(wanted: bool) -> Iterator[dict[str, Any]]:
+def published_rows() -> Iterator[dict[str, Any]]:
     """Rows of benchmarks/published: what others said, which nobody here has checked."""
-    for path in sorted(PUBLISHED.glob("*.json")) if wanted else ():
+    for path in sorted(PUBLISHED.glob("*.json")):
         content = parse_json(path.read_text(encoding="utf-8"))
         for row in content["rows"]:
             flags, fp8 = row.get("flags", ""), "--use-fp8" in row.get("flags", "")

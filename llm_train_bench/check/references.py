@@ -21,7 +21,7 @@ from llm_train_bench.settings.plan import Plan, make_plan
 from llm_train_bench.settings.run_file import result_flags
 
 PUBLISHED = ROOT / "benchmarks" / "published"
-Verdict = Literal["as it should be", "below", "not judged"]
+MachineVerdict = Literal["as it should be", "below", "not judged"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Reference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Figure:
+class Reached:
     """A measured figure in its unit; `reference` is None where nobody knows one.
 
     `missing` says why there is no value. Only a workload's figure is judged: a kernel's rate explains.
@@ -73,7 +73,7 @@ RATES = {
 }
 
 
-def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterator[Figure]:
+def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterator[Reached]:
     """The figures of check/probe.py, held against configs/hardware.json where the device is listed."""
     known: dict[str, Reference] = {}
     if hardware and hardware.platform != "cpu":
@@ -93,12 +93,12 @@ def rate_figures(rates: Mapping[str, Any], hardware: Hardware | None) -> Iterato
     for name, unit in RATES.items():
         if name in rates:
             less = name == "launch"
-            yield Figure(name, unit, rates[name], known.get(name), less_is_better=less)
+            yield Reached(name, unit, rates[name], known.get(name), less_is_better=less)
 
 
 def workload_figure(
     w: Workload, r: Result, hardware: Hardware | None, measured: Sequence[float]
-) -> Figure:
+) -> Reached:
     """A workload's tokens/s per device beside the best kind of reference that there is.
 
     `measured`: what others reached with it on this hardware, one value a submitter.
@@ -109,7 +109,7 @@ def workload_figure(
         text = f"results/, {len(measured)} submitter{'s' * (len(measured) > 1)}"
         reference = Reference("measured", middle, min(measured), max(measured), text)
     reference = reference or published(w, r, hardware) or estimated(r, hardware)
-    return Figure(w.name, "tokens/s", r.metrics.tokens_per_sec_per_gpu, reference, workload=True)
+    return Reached(w.name, "tokens/s", r.metrics.tokens_per_sec_per_gpu, reference, workload=True)
 
 
 def published(w: Workload, r: Result, hardware: Hardware | None) -> Reference | None:
@@ -146,7 +146,7 @@ def estimated(r: Result, hardware: Hardware | None) -> Reference | None:
     return Reference("estimated", rate, rate * (1 - wide), rate * (1 + wide), text)
 
 
-def plan_of(r: Result, platform: Platform, memory_gib: float | None) -> Plan:
+def plan_of_result(r: Result, platform: Platform, memory_gib: float | None) -> Plan:
     """The plan of a run, from its result alone; UsageError or ConfigError where there is none."""
     script = Script(r.entrypoint)
     flags = result_flags(r.args)
@@ -158,11 +158,13 @@ def plan_of(r: Result, platform: Platform, memory_gib: float | None) -> Plan:
 
 def estimate_of(r: Result, hardware: Hardware) -> Estimate:
     """What estimate.py says of a run on such a device."""
-    plan = plan_of(r, hardware.platform, hardware.memory_gib)
+    plan = plan_of_result(r, hardware.platform, hardware.memory_gib)
     return make_estimate(plan, EstimateFlags(gpu=hardware.name, gpus=r.device.count), hardware)
 
 
-def judge(figures: Iterable[Figure], at_least: float) -> tuple[Verdict, float | None, str]:
+def judge_machine(
+    figures: Iterable[Reached], at_least: float
+) -> tuple[MachineVerdict, float | None, str]:
     """The verdict, the part of its references that the machine reaches, and a line on both.
 
     The part is the geometric mean over workloads. A reference with a range gives the part a range: it
