@@ -51,6 +51,7 @@ from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, opti
 from llm_train_bench.apply.precision import LossScaler
 from llm_train_bench.model import layers, te
 from llm_train_bench.model.experts import Router, fullest_expert
+from llm_train_bench.model.init import fill_normal
 from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
@@ -131,6 +132,12 @@ class Traffic(TorchDispatchMode):
             optimizer.register_step_pre_hook(lambda *_: keep(model, optimizer))
         self.model = model
         return optimizer
+
+    def fill_normal(self, *args) -> None:
+        """Stands in for that of model/init.py, whose temporary tensors have a size of their own."""
+        looking, self.looking = self.looking, False
+        fill_normal(*args)
+        self.looking = looking
 
     def unseen(self, function):
         """The function, whose collectives are not counted: it is no part of a step."""
@@ -407,6 +414,7 @@ def work(ranks, jobs: Iterable[Job], out: Path, gradients: bool = False) -> None
                 stack.enter_context(traffic)
             for patch in (
                 *(mock.patch.object(m, "build_optimizer", traffic.built) for m in OPTIMIZERS),
+                mock.patch("llm_train_bench.model.init.fill_normal", traffic.fill_normal),
                 mock.patch("llm_train_bench.measure.power.find_sensor", lambda device: METER),
                 mock.patch("llm_train_bench.measure.matmul_rate.SECONDS", 0.01),
                 mock.patch(f"{LOOP}.fullest_expert", traffic.unseen(fullest_expert)),

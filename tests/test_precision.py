@@ -359,7 +359,7 @@ def losses_with_te(argv, tmp_path) -> list[float]:
 def test_te_blocks_take_cast_weights_from_a_steps_first_micro_batch(more, te_in_place, tmp_path):
     """They cast them anew in the next step: with old casts the losses would differ."""
     losses = losses_with_te([*TINY, "--grad-acc-steps", "2", *more], tmp_path)
-    assert abs(losses[-1] - losses[0]) > 0.02
+    assert max(losses) - min(losses) > 0.02
     assert all(module.n_reused >= 7 for module in te_in_place) and len(te_in_place) == 6
     assert only_result(tmp_path / "te")["fp8"]["n_linear_layers"] == 8
 

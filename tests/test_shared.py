@@ -1,0 +1,407 @@
+"""Shared results: what --share leaves out, what --verify refuses, and what it must not refuse."""
+
+import copy
+import json
+import math
+import platform
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+import check
+import compare
+from llm_train_bench.check import share, verify
+from llm_train_bench.check.verify import Refused, fourth_tier, verify_file
+from llm_train_bench.results.result_files import read_result
+from tests.helpers import ROOT, python, trained, words
+
+SHARED = ROOT / "results/h200-sxm/llm-train-bench/gpt2-125m-bf16-20261127.json"
+FP8 = ROOT / "results/h200-sxm/llm-train-bench/llama-8b-proxy-fp8-20261127.json"
+RUN = ROOT / "benchmarks/results/h200-20261127/gpt2-125m-bf16"
+
+
+@pytest.fixture
+def shared():
+    return json.loads(SHARED.read_text())
+
+
+@pytest.fixture
+def verified(tmp_path):
+    """The tier of a content, written to a file."""
+
+    def tier(content) -> verify.Verified:
+        path = tmp_path / "shared.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return verify_file(path)
+
+    return tier
+
+
+def set_at(content, path: str, value) -> None:
+    """Set a dotted path below the first run: a value, or a function of the one there."""
+    *parents, last = path.split(".")
+    place = content["runs"][0]
+    for key in parents:
+        place = place[int(key) if isinstance(place, list) else key]
+    last = int(last) if isinstance(place, list) else last
+    place[last] = value(place[last]) if callable(value) else value
+
+
+def times(factor):
+    return lambda value: [factor * t for t in value] if isinstance(value, list) else factor * value
+
+
+def scale_times(content, factor=0.5) -> None:
+    """All times of the steps and the result, consistently; the host's clock stays."""
+    run = content["runs"][0]
+    for step in run["steps"]:
+        for name in step:
+            step[name] = (
+                step[name] * factor if name.endswith("_time_s") and step[name] else step[name]
+            )
+    for name in ("step_times_s", "warmup_step_times_s"):
+        set_at(content, f"result.{name}", times(factor))
+    m = run["result"]["metrics"]
+    for name in m:
+        timed = name.endswith("_s") and "time" in name and isinstance(m[name], float)
+        if timed or name == "window_s":
+            m[name] *= factor
+        if name in RATES:
+            m[name] = m[name] and m[name] / factor
+
+
+RATES = """tokens_per_sec tokens_per_sec_per_gpu samples_per_sec model_tflops_per_gpu steps_per_sec
+model_tflops_per_gpu_causal mfu mfu_causal hfu hfu_causal ideal_time_fraction average_power_w""".split()
+
+
+def drop_steps(content, which) -> None:
+    run = content["runs"][0]
+    run["steps"] = [s for s in run["steps"] if not which(s)]
+
+
+def swap_model(content, name: str) -> None:
+    set_at(content, "result.model.config", json.loads((ROOT / f"configs/{name}.json").read_text()))
+
+
+def all_steps(content, name, value) -> None:
+    for step in content["runs"][0]["steps"]:
+        step[name] = value(step[name]) if callable(value) else value
+
+
+def at(path, value):
+    return lambda content: set_at(content, path, value)
+
+
+R, M, D = "result", "result.metrics", "result.device"
+# Each an inconsistent file, and words of the refusal.
+ATTACKS = {
+    "scaled times": (scale_times, "by the host's clock"),
+    "slightly scaled times": (lambda c: scale_times(c, 0.7), "by the host's clock"),
+    "tokens/s alone": (at(f"{M}.tokens_per_sec", times(1.1)), "metrics.tokens_per_sec"),
+    "tokens/s per device alone": (at(f"{M}.tokens_per_sec_per_gpu", times(1.001)), "per_gpu"),
+    "333,336 tokens/s": (at(f"{M}.tokens_per_sec_per_gpu", 333_336.0), "tokens_per_sec_per_gpu"),
+    "another model's FLOPs": (at(f"{M}.flops_per_token_palm", times(12)), "flops_per_token_palm"),
+    "MFU 563 %": (at(f"{M}.mfu", 5.63), "metrics.mfu"),
+    "causal MFU above 1": (at(f"{M}.mfu_causal", 1.2), "mfu_causal"),
+    "12 x the peak": (at(f"{M}.model_tflops_per_gpu", 989.4 * 12), "model_tflops_per_gpu"),
+    "one wrong sum": (at(f"{M}.window_s", times(1.0001)), "metrics.window_s"),
+    "one wrong quantile": (at(f"{M}.step_time_p90_s", times(0.99)), "step_time_p90_s"),
+    "a narrower interval": (at(f"{M}.step_time_ci95_low_s", times(1.002)), "ci95_low"),
+    "dropped slow steps": (lambda c: drop_steps(c, lambda s: s["step"] in (20, 21)), "missing"),
+    "dropped last steps": (lambda c: drop_steps(c, lambda s: s["step"] > 24), "measured ones"),
+    "dropped warm-up": (lambda c: drop_steps(c, lambda s: s["step"] < 2), "missing"),
+    "no steps": (lambda c: drop_steps(c, lambda s: True), "no measured step|warm-up"),
+    "steps in the warm-up": (at("steps.12.phase", "warmup"), "warm-up"),
+    "another config": (lambda c: swap_model(c, "gpt2-1.5b"), "flops_per_token|hash|memory"),
+    "another config's name": (at(f"{R}.args.config", "configs/gpt2-1.5b.json"), None),
+    "more parameters": (at(f"{R}.model.n_parameters", times(2)), "n_parameters"),
+    "another hash": (at(f"{R}.model.hash", "0" * 16), "model.hash"),
+    "a longer sequence": (at(f"{R}.batch.seq_len", 2048), "batch|tokens"),
+    "more tokens a step": (lambda c: all_steps(c, "tokens", times(2)), "tokens"),
+    "a larger batch in the flags": (at(f"{R}.args.global_bsz", 256), "batch"),
+    "a shorter step in the result": (at(f"{R}.step_times_s.3", times(0.5)), "step_times_s"),
+    "a negative time": (at("steps.15.step_time_s", -0.2), "not above 0"),
+    "parts longer than the step": (at("steps.15.forward_time_s", 0.5), "longer than the step"),
+    "no time of day": (lambda c: all_steps(c, "at", 0.0), "times of day"),
+    "a run of no length": (at(f"{R}.ended_at", "2026-11-27T00:26:00+00:00"), "start|end"),
+    "energy above the limit": (at(f"{R}.devices.0.energy_j", times(3)), "W|energy"),
+    "less energy": (at(f"{M}.energy_j", times(0.5)), "tokens_per_joule|energy_j"),
+    "tokens/J alone": (at(f"{M}.tokens_per_joule", times(2)), "tokens_per_joule"),
+    "a higher power limit": (at(f"{R}.devices.0.power_limit_w", 2000.0), "power limit"),
+    "more memory than the device": (at(f"{M}.peak_allocated_gib", 200.0), "GiB"),
+    "a device with more memory": (at(f"{D}.memory_gib", 288.0), "memory|GiB"),
+    "a lower peak": (at(f"{D}.peak_bf16_tflops", 312.0), "mfu|peak"),
+    "another device's peak": (at(f"{D}.hardware", "A100 SXM 80GB"), "device.hardware"),
+    "wrong losses": (lambda c: all_steps(c, "loss", lambda x: x + 0.02), "loss|first_loss"),
+    "wrong gradients": (lambda c: all_steps(c, "grad_norm", times(1.1)), "grad_norm"),
+    "no losses": (lambda c: all_steps(c, "loss", None), "loss"),
+    "unlike first loss": (at(f"{M}.first_loss", 9.0), "first_loss"),
+    "more devices": (at(f"{D}.count", 8), "ranks|batch|tokens"),
+    "FP8 that did not run": (at(f"{R}.args.use_fp8", True), "FP8|differ"),
+    "not a number": (at(f"{M}.mfu", math.nan), "no number"),
+    "infinite": (at(f"{M}.tokens_per_sec", math.inf), "no number"),
+    "a failed run": (at(f"{R}.status", "oom"), "status"),
+    "an unknown flag": (at(f"{R}.args.speed", 11), "no flag"),
+    "an unknown fact": (at(f"{R}.environment.sponsor", "x"), "environment.sponsor|paths"),
+    "an unknown field": (at(f"{R}.score", 100), "score"),
+    "a path": (at(f"{R}.command.1", "/home/me/x.json"), "paths"),
+    "a secret": (at(f"{R}.notes", ["hf_abcdefghijklmnopqrstuv"]), "paths, hosts or secrets"),
+    "a run twice": (lambda c: c["runs"].append(copy.deepcopy(c["runs"][0])), "twice"),
+    "a speed outside the dense peak": (lambda c: scale_times(c, 0.2), "clock|peak|impossible"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_inconsistent_file_is_refused(name, shared, verified):
+    change, words_of_it = ATTACKS[name]
+    change(shared)
+    if words_of_it is None:  # a name says nothing: the config is in the file
+        assert verified(shared).tier == 3
+        return
+    with pytest.raises((Refused, share.UsageError)) as refusal:
+        verified(shared)
+    assert any(word in str(refusal.value) for word in words_of_it.split("|")), refusal.value
+
+
+E = f"{R}.environment"
+HONEST = {
+    **{f"torch {v}": at(f"{E}.libraries.torch", v) for v in
+       ("2.11.0", "2.11.0+cu130", "2.12.1", "2.13.0+rocm7.1", "2.15.0.dev20261101", "2.14.1")},
+    **{f"driver {v}": at(f"{E}.driver", v) for v in ("535.104.05", "610.12", "6.12.12", None)},
+    **{f"python {v}": at(f"{E}.python", v) for v in ("3.11.7", "3.12.0", "3.13.1")},
+    **{f"run name {v}": at(f"{R}.run_name", v) for v in
+       ("b200", "пример", "実行", "run with spaces", "a" * 200, "émile", "")},
+    **{f"system {v}": at(f"{E}.os", v) for v in
+       ("Linux-5.4.0-x86_64-with-glibc2.31", "Linux-6.1-aarch64-with-glibc2.36", "macOS-15.1-arm64")},
+    **{f"image {v}": at(f"{E}.image", v) for v in
+       ({"name": "pytorch:26.10-py3", "digest": "sha256:" + "a" * 64}, None)},
+    **{f"CPU {v}": at(f"{E}.cpu", v) for v in ("AMD EPYC 9654 (avx2, 192 cores)", "Neoverse-V2 (sve2)")},
+    "CUDA 12": at(f"{E}.cuda", "12.8"), "no Triton": at(f"{E}.libraries.triton", None),
+    "a setting": at(f"{E}.settings", {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "8"}),
+    "another date": at(f"{R}.lineage.began", 1.8e9), "a dirty tree": at(f"{E}.git_dirty", False),
+    "a price": at(f"{R}.args.usd_per_hour", None), "no sensor": at(f"{R}.devices.0.peak_power_w", None),
+    "hotter": at(f"{R}.devices.0.temperature_max_c", 83.0), "a note": at(f"{R}.notes", ["it rained"]),
+    "no observation": at(f"{R}.observed", None), "another version": at(f"{R}.version", "0.3.1"),
+    "numa": at(f"{E}.numa", {"nodes": 2, "balancing": False}), "threads": at(f"{E}.torch_threads", 1),
+    "workers": at(f"{R}.args.n_workers", 0), "quiet": at(f"{R}.args.quiet", False),
+    "a later flag is absent": lambda c: c["runs"][0]["result"]["args"].pop("fused_backward"),
+    "a time zone": at(f"{R}.ended_at", lambda t: t.replace("+00:00", "Z")),
+    "another attention kernel": at(f"{R}.attention_kernel", "flash"),
+    "no boot": at(f"{R}.writer.boot", None), "no compile time": at(f"{M}.compile_s", None),
+    "integers": at(f"{R}.args.grad_clip", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_an_honest_variation_is_accepted(name, shared, verified):
+    HONEST[name](shared)
+    assert verified(shared).tier == 3
+
+
+def test_there_are_as_many_as_promised():
+    assert len(ATTACKS) >= 40 and len(HONEST) >= 40
+
+
+def test_fp8_losses_have_a_wider_band_than_bf16(verified):
+    """The same file that says bf16 is refused: its losses are not those of bf16."""
+    assert verify_file(FP8).tier == 3
+    content = json.loads(FP8.read_text())
+    content["runs"][0]["steps"][3]["loss"] += 0.02
+    with pytest.raises(Refused, match="the loss of step 3"):
+        verified(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "not usable JSON"), ("[]", "no shared result"), ('{"format": 7}', "no shared result"),
+     ("[" * 100_000, "nested|JSON"), ('{"a": ' * 70 + "1" + "}" * 70, "nested"),
+     (" " * (share.MOST_BYTES + 1), "larger than"), ("\x00\xff", "JSON"),
+     (json.dumps({"format": share.FORMAT, "schema_version": 2, "runs": []}), "schema_version"),
+     (json.dumps({"format": share.FORMAT, "schema_version": 1, "runs": [{}] * 21}), "runs")],
+)  # fmt: skip
+def test_what_is_no_such_file_exits_with_2(text, message, tmp_path, capsys):
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="latin-1")
+    assert check.main(["--verify", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and any(word in error for word in message.split("|"))
+
+
+def test_tiers_in_words_and_exit_codes(tmp_path, capsys, shared):
+    assert check.main(["--verify", str(SHARED)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("tier 3, plausible") and "not tier 4: nobody else" in out
+    set_at(shared, f"{M}.mfu", 5.63)
+    (tmp_path / "x.json").write_text(json.dumps(shared))
+    assert check.main(["--verify", str(tmp_path / "x.json")]) == 1
+    assert capsys.readouterr().out.startswith("refused: metrics.mfu is 5.63")
+    assert check.main(["--verify", str(SHARED), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["tier"] == 3 and told["workload"] == "gpt2-125m" and told["known_hardware"]
+
+
+def test_verification_needs_no_torch(tmp_path):
+    code = f"""
+import sys
+sys.modules["torch"] = None
+import check
+sys.exit(check.main(["--verify", {str(SHARED)!r}]))
+"""
+    assert "tier 3" in python(["-c", code]).stdout
+
+
+def another_run(content, factor=1.01) -> dict:
+    """An honest run of the same: other times, each with noise of its own, and what follows from them."""
+    from llm_train_bench.results.figures import fill_step_metrics
+
+    other = copy.deepcopy(content)
+    run = share.SharedRun.model_validate(other["runs"][0])
+    r = run.result
+    for i, step in enumerate(run.steps):
+        change = factor * (1 + 0.003 * math.sin(7 * i + factor))
+        for name in ("step_time_s", "forward_time_s", "backward_time_s", "optimizer_time_s"):
+            setattr(step, name, getattr(step, name) * change)
+    measured = [s.as_step() for s in run.steps if s.phase == "measure"]
+    r.step_times_s = [s.step_time_s for s in measured]
+    before = r.metrics.tokens_per_sec_per_gpu
+    fill_step_metrics(r, [s.as_step() for s in run.steps if s.phase == "warmup"], measured)
+    m, ratio = r.metrics, r.metrics.tokens_per_sec_per_gpu / before
+    m.samples_per_sec = m.tokens_per_sec / r.batch.seq_len
+    for name in ("model_tflops_per_gpu", "model_tflops_per_gpu_causal", "mfu", "mfu_causal", "hfu",
+                 "hfu_causal", "ideal_time_fraction"):  # fmt: skip
+        setattr(m, name, getattr(m, name) * ratio)
+    r.devices[0].average_power_w = r.devices[0].energy_j / m.window_s
+    r.lineage.id, r.started_at = f"another{factor}", "2026-11-27T00:24:59+00:00"
+    return {**other, "runs": [run.model_dump(mode="json")]}
+
+
+def test_another_submitter_reproduces_it_but_a_copy_or_oneself_does_not(shared, verified):
+    one, same, slower = (verified(c) for c in (
+        shared, another_run(shared), another_run(shared, 1.07)))  # fmt: skip
+    assert (same.tier, slower.tier) == (3, 3)
+    reproduced, said = fourth_tier(one, "ann", [("bob", same)])
+    assert reproduced.tier == 4 and said == "reproduced by bob"
+    assert fourth_tier(one, "ann", [("ann", same), ("ANN", same)])[0].tier == 3
+    tier, said = fourth_tier(one, "ann", [("bob", slower)])
+    assert tier.tier == 3 and said == "bob has 93% of its speed"
+    scaled = copy.deepcopy(shared)
+    scaled["runs"][0]["result"]["lineage"]["id"] = "other"
+    scaled["runs"][0]["result"]["started_at"] = "2026-11-27T00:24:58+00:00"
+    for copied in (shared, scaled):
+        tier, said = fourth_tier(one, "ann", [("bob", verified(copied))])
+        assert tier.tier == 3 and "is a copy" in said
+
+
+def test_repeats_are_one_file_and_others_are_refused(shared, verified):
+    both = shared["runs"] + another_run(shared)["runs"]
+    v = verified({**shared, "runs": both})
+    assert v.tier == 3 and len(v.rates) == 2 and min(v.rates) < v.rate < max(v.rates)
+    other = json.loads(FP8.read_text())["runs"]
+    with pytest.raises(Refused, match="not repeats of one setting"):
+        verified({**shared, "runs": shared["runs"] + other})
+
+
+SECRETS = {
+    "host": "gpu-node-17.corp.example", "user": "j.doe-private", "token": "hf_" + "Q" * 30,
+    "github": "ghp_" + "Z" * 36, "password": "hunter2hunter2", "mail": "jane.doe@corp.example",
+    "address": "10.20.30.40", "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    "project": "secret-project-path",
+}  # fmt: skip
+
+
+def test_nothing_private_leaves_the_machine(tmp_path, monkeypatch, capsys):
+    """Planted where runs keep texts: names, flags, notes, paths, variables, the command, ranks."""
+    monkeypatch.setattr(platform, "node", lambda: SECRETS["host"])
+    monkeypatch.setenv("USER", SECRETS["user"])
+    run = tmp_path / SECRETS["project"] / "run"
+    run.mkdir(parents=True)
+    (run / "steps.jsonl").write_text((RUN / "steps.jsonl").read_text())
+    content = json.loads((RUN / "result.json").read_text())
+    # A bare word without a mark of a secret, in a text that the program wrote, nobody can tell.
+    every = " ".join(v for k, v in SECRETS.items() if k not in ("password", "project"))
+    home = f"/home/{SECRETS['user']}/{SECRETS['project']}"
+    content["writer"]["host"] = content["environment"]["hostname"] = SECRETS["host"]
+    content["run_name"] = f"{SECRETS['user']} on {SECRETS['host']} {SECRETS['mail']}"
+    content["lineage"]["name"] = content["run_name"]
+    content["notes"] += [f"rank 3 on {SECRETS['host']}: {home}/x is slow", every]
+    content["command"] += ["--data", f"{home}/d.bin", f"--hub-token={SECRETS['password']}",
+                           f"https://me:{SECRETS['password']}@{SECRETS['address']}/x"]  # fmt: skip
+    content["args"] |= {"output_dir": home, "save_dir": home, "run_name": SECRETS["user"],
+                        "init_from": f"{home}/w", "track": ["wandb"]}  # fmt: skip
+    content["environment"]["settings"] |= {
+        "NCCL_TOPO_FILE": f"{home}/topo.xml", "TORCH_HUB_TOKEN": SECRETS["password"],
+        "NCCL_SOCKET_IFNAME": SECRETS["address"],
+    }  # fmt: skip
+    content["environment"]["image"] = {
+        "name": f"registry.{SECRETS['host']}/team/x:1",
+        "digest": None,
+    }
+    content["model"]["path"] = f"{home}/config.json"
+    content["ranks"] = [{"rank": 0, "host": SECRETS["host"], "step_time_mean_s": 1.0,
+        "data_time_mean_s": 0.0, "forward_time_mean_s": None, "backward_time_mean_s": None,
+        "optimizer_time_mean_s": None, "peak_memory_gib": None}]  # fmt: skip
+    (run / "result.json").write_text(json.dumps(content))
+    assert compare.main([str(run), "--share", str(tmp_path / "s.json")]) == 0
+    said, text = capsys.readouterr().out, (tmp_path / "s.json").read_text()
+    left = [name for name, secret in SECRETS.items() if secret.lower() in text.lower()]
+    assert left == [] and str(tmp_path) not in text and "corp.example" not in text
+    for name in ("writer.host", "environment.hostname", "notes", "command", "args.save_dir"):
+        assert name in said, said
+    cleaned = json.loads(text)["runs"][0]["result"]
+    assert cleaned["ranks"][0]["host"] == "node 0" and cleaned["environment"]["driver"]
+    assert share.cleaned_result(cleaned, ()) == cleaned
+
+
+def test_a_round_trip_from_a_run_to_the_page(tmp_path, capsys):
+    """A run here is shared, verified (tier 2: nothing bounds a CPU's speed), and stands on the page."""
+    trained(tmp_path / "runs", words("--from configs/workloads/v1/gpt2-tiny-fp32.yaml --n-steps 6"),
+            "--warmup-steps 2 --run-name here")  # fmt: skip
+    folder = tmp_path / "results/cpu/ann"
+    folder.mkdir(parents=True)
+    assert compare.main([str(tmp_path / "runs/here"), "--share", str(folder / "a.json")]) == 0
+    v = verify_file(folder / "a.json")
+    assert (v.tier, v.name, v.number_format) == (2, "gpt2-tiny", "fp32")
+    assert "not listed" in v.why_not_higher
+    assert v.rate == read_result(tmp_path / "runs/here/result.json").metrics.tokens_per_sec_per_gpu
+    (folder / "b.json").write_text("{}")
+    capsys.readouterr()
+    argv = ["--site", str(tmp_path / "results"), "--output-dir", str(tmp_path / "site")]
+    assert compare.main(argv) == 1  # b.json was refused
+    assert "b.json: is no shared result" in capsys.readouterr().err
+    page = (tmp_path / "site/index.html").read_text()
+    assert '"model":"gpt2-tiny"' in page and '"submitter":"ann"' in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(["nothing"], "cannot be read"), ([str(ROOT / "tests/sample")], "cannot be read")],
+)
+def test_what_cannot_be_shared(argv, message, tmp_path, capsys):
+    assert compare.main([*argv, "--share", str(tmp_path / "x.json")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "x.json").exists()
+
+
+def test_a_run_without_steps_or_that_failed_is_not_shared(tmp_path, capsys):
+    content = json.loads((RUN / "result.json").read_text())
+    for status, message in (("ok", "steps.jsonl is not there"), ("oom", "status is oom")):
+        (tmp_path / "result.json").write_text(json.dumps(content | {"status": status}))
+        assert compare.main([str(tmp_path), "--share", str(tmp_path / "x.json")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_schema_on_file_is_that_of_the_program():
+    """Other programs can check a file by results/schema-v1.json; `make docs` writes it."""
+    written = json.loads((ROOT / "results/schema-v1.json").read_text())
+    assert written == share.SharedFile.model_json_schema()
+    jsonschema.validate(json.loads(SHARED.read_text()), written)
+
+
+def test_every_file_of_the_table_verifies():
+    files = list(Path(ROOT / "results").glob("*/*/*.json"))
+    assert len(files) >= 6
+    for path in files:
+        v = verify_file(path)
+        assert v.tier >= 2 and path.parent.parent.name == share.folder_of(
+            v.shared.result.device.hardware
+        )
