@@ -1,0 +1,469 @@
+"""check.py: figures beside references, verdicts, findings with made-up causes, nodes with a slow rank."""
+
+import itertools
+import json
+import math
+import os
+import shutil
+import tarfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import check
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.hardware import device_called
+from llm_train_bench.check import findings, machine_check, node_survey, probe, references, workloads
+from llm_train_bench.check.machine_check import check_machine, reached_by_others
+from llm_train_bench.check.references import Reached, Reference, judge_machine
+from llm_train_bench.check.workloads import workload_of
+from llm_train_bench.results.result_files import read_result
+from llm_train_bench.results.schema import DeviceUse
+from tests.helpers import ROOT, trained, words
+
+RUNS = ROOT / "benchmarks/results/h200-20261127"
+CPU = torch.device("cpu")
+
+
+def test_workloads_are_complete_and_say_what_they_are():
+    """Each has known losses, all that is learnt is in its file, and it runs as any run file."""
+    found = workloads.workloads()
+    assert {w.device for w in found.values()} == {"cuda", "cpu"}
+    assert {w.number_format for w in found.values()} == {"fp32", "bf16", "fp8"}
+    for w in found.values():
+        text = w.path.read_text()
+        for (
+            name
+        ) in "config seq_len global_bsz seed optimizer lr weight_decay grad_clip amp".split():
+            assert f"\n{name}: " in text, (w.name, name)
+        assert 4 <= len(w.losses) == len(w.grad_norms) and w.args.lr_warmup_steps > len(w.losses)
+        assert (w.number_format == "fp8") == w.args.use_fp8
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny-fp32", "moe-tiny-fp32", "llama-tiny-fp32"])
+def test_the_first_losses_of_a_workload_are_the_known_ones(name, tmp_path):
+    """To 1e-4 in fp32, on whatever CPU this is; a wrong attention scale is seen."""
+    w = workloads.workload_named(name)
+    argv = words("--from", w.path, "--n-steps 4 --warmup-steps 1 --no-tensorboard")
+    trained(tmp_path, *argv, "--run-name right")
+    steps = [json.loads(s) for s in (tmp_path / "right/steps.jsonl").read_text().splitlines()]
+    assert w.wrong_steps("fp32", steps) is None
+    assert workload_of(read_result(tmp_path / "right/result.json")).shape == w.shape
+    far = max(abs(s["loss"] / known - 1) for s, known in zip(steps, w.losses, strict=True))
+    assert far < 1e-5
+
+
+@pytest.mark.parametrize("wrong", [{"is_causal": False}, {"scale": 0.5}], ids=str)
+def test_a_wrong_computation_is_seen_by_its_first_steps(wrong, tmp_path):
+    """Attention that sees later tokens, or is scaled by four times what it should be."""
+    w = workloads.workload_named("gpt2-tiny-fp32")
+    right = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options):
+        options |= {"is_causal": is_causal} | wrong
+        return right(q, k, v, attn_mask, dropout_p, **options)
+
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", attend):
+        argv = "--n-steps 4 --warmup-steps 1 --no-tensorboard --attention math"
+        trained(tmp_path, words("--from", w.path, argv))
+    (path,) = tmp_path.glob("*/steps.jsonl")
+    steps = [json.loads(line) for line in path.read_text().splitlines()]
+    assert w.wrong_steps("fp32", steps) is not None
+
+
+def test_rates_are_measured_on_a_cpu(monkeypatch):
+    told = probe.measure_rates(CPU, 0.01)
+    rates = told["rates"]
+    for name in ("matmul fp32", "matmul bf16", "memory", "launch", "attention forward"):
+        assert 0 < rates[name] < 1e6, name
+    assert rates["throttled_cpu"] >= 0 and told["use"]["rank"] == 0
+    figures = {f.name: f for f in references.rate_figures(rates, None)}
+    assert figures["launch"].less_is_better and figures["memory"].reference is None
+    assert figures.keys() <= references.RATES.keys()
+
+
+def test_rates_of_a_gpu_stand_beside_what_is_published_of_it():
+    rates = {"matmul bf16": 397.25, "memory": 4.08, "launch": 5.0, "link_gb_per_s": 63.0,
+             "host to device": 31.5}  # fmt: skip
+    found = {f.name: f for f in references.rate_figures(rates, device_called("H200 SXM"))}
+    assert found["matmul bf16"].part == pytest.approx(0.5)
+    assert found["memory"].part == pytest.approx(1.0)
+    assert found["memory"].reference.kind == "estimated"
+    assert found["host to device"].part == 0.5 and found["launch"].part is None
+
+
+def figure(part, kind="measured", wide=0.0):
+    reference = Reference(kind, 100.0, 100 * (1 - wide), 100 * (1 + wide), "x")
+    return Reached("w", "tokens/s", 100.0 * part, reference, workload=True)
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [([figure(0.96), figure(0.95)], "as it should be"), ([figure(0.8)], "below"),
+     ([figure(0.99), figure(0.7)], "below"),
+     # An estimate that may be 20 % off cannot say so; far below it can.
+     ([figure(0.95, "estimated", 0.2)], "not judged"), ([figure(0.6, "estimated", 0.2)], "below"),
+     ([figure(1.1, "estimated", 0.2)], "as it should be"),
+     ([Reached("w", "tokens/s", 1.0, None, workload=True)], "not judged"), ([], "not judged"),
+     # What a kernel reaches explains, and is not judged.
+     ([Reached("matmul", "TFLOP/s", 1.0, figure(1).reference)], "not judged")],
+)  # fmt: skip
+def test_verdicts_have_three_answers(figures, verdict):
+    assert judge_machine(figures, 0.9)[0] == verdict
+
+
+def test_a_part_of_several_workloads_is_their_geometric_mean():
+    verdict, part, text = judge_machine([figure(0.5), figure(2.0)], 0.9)
+    assert part == pytest.approx(1.0) and "100%" in text and verdict == "as it should be"
+    missing = Reached("moe", "tokens/s", None, missing="out of memory", workload=True)
+    assert "not judged: moe" in judge_machine([figure(1.0), missing], 0.9)[2]
+
+
+def stand_in(told_rates=None, use=None, run=None, device="NVIDIA H200"):
+    """check_machine with a stand-in for what is measured: runs of an H200."""
+    told = {"device": device, "rates": told_rates or {}, "use": DeviceUse(rank=0, **use or {})}
+    told["use"] = told["use"].model_dump()
+
+    def run_workload(w, ranks, directory):
+        shutil.copytree(RUNS / w.name, directory / w.name)
+        path = directory / w.name / "result.json"
+        if run:
+            content = json.loads(path.read_text())
+            run(content)
+            path.write_text(json.dumps(content))
+        return read_result(path), ""
+
+    return mock.patch.multiple(
+        machine_check, probe_device=lambda *_: told, run_workload=run_workload
+    )
+
+
+def checked(tmp_path, names=("gpt2-125m-bf16",), reached=lambda *_: (), at_least=0.9, **options):
+    chosen = [workloads.workload_named(name) for name in names]
+    with stand_in(**options), mock.patch.object(findings, "of_machine", lambda kind: iter(())):
+        return check_machine("nvidia", chosen, 1, tmp_path, at_least, reached, lambda _: None)
+
+
+def test_references_measured_before_published_before_estimated(tmp_path):
+    names = ("gpt2-125m-bf16", "gpt2-1.5b-fp8")
+    c = checked(tmp_path, names)
+    estimated, published = (f.reference for f in c.figures)
+    assert estimated.kind == "estimated" and estimated.low < estimated.value < estimated.high
+    assert published.kind == "published" and published.value == 61_200
+    assert c.verdict == "not judged" and "too uncertain" in c.about
+    again = checked(tmp_path / "2", reached=lambda w, hardware, n: [500_000.0, 600_000.0])
+    reference = again.figures[0].reference
+    assert (reference.kind, reference.value, reference.low) == ("measured", 550_000, 500_000)
+    assert again.verdict == "as it should be" and again.part == pytest.approx(0.997, abs=1e-3)
+
+
+def test_the_table_of_results_is_a_reference():
+    reached = reached_by_others(ROOT / "results")
+    w = workloads.workload_named("gpt2-125m-bf16")
+    assert reached(w, "H200 SXM", 1) == [pytest.approx(548_539.7)]
+    assert reached(w, "H200 SXM", 8) == reached(w, "H100 SXM", 1) == []
+    assert reached(workloads.workload_named("gpt2-tiny-fp32"), "H200 SXM", 1) == []
+
+
+def test_wrong_numbers_are_below_whatever_the_speed(tmp_path):
+    def wrong(content):
+        content["metrics"]["first_loss"] = 10.9
+
+    with mock.patch.object(workloads.Workload, "wrong_steps", lambda *_: "the loss of step 0 is 9"):
+        c = checked(tmp_path, reached=lambda *_: [500_000.0], run=wrong)
+    assert c.verdict == "below" and any("wrong numbers" in f.what for f in c.found)
+
+
+def of_run(change):
+    """Findings in a made-up run of an H200."""
+    result = read_result(RUNS / "gpt2-125m-bf16/result.json")
+    change(result)
+    return [f"{f.what}: {f.found} -> {f.advice}" for f in findings.of_run(result)]
+
+
+def throttled(**parts):
+    return lambda r: setattr(r.devices[0], "throttled", parts)
+
+
+CAUSES = {
+    "held-down clocks": (throttled(**{"thermal (hardware)": 0.3}), "thermal (hardware), in", "cooling"),
+    "power brake": (throttled(**{"power brake": 0.2}), "power brake", "power supply"),
+    "locked clocks": (lambda r: (throttled()(r), setattr(r.devices[0], "sm_clock_mean_mhz", 900.0)),
+                      "900 of 1980 MHz", "-rgc"),
+    "shared card": (lambda r: setattr(r.devices[0], "other_processes", 2), "2 other", "doctor.py"),
+    "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "virtual"),
+    "busy CPU": (lambda r: setattr(r.metrics, "other_cpu_fraction", 0.8), "took 80%", "top"),
+    "fallback kernel": (lambda r: setattr(r.observed, "mismatches", ["fp32 matmuls ran"]),
+                        "fp32 matmuls ran", "update PyTorch"),
+    "plain attention": (lambda r: setattr(r, "attention_kernel", "math"), "plain matmuls", "head size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_cause_is_found_in_a_run(name):
+    change, cause, cure = CAUSES[name]
+    (line,) = of_run(change)
+    assert cause in line and cure in line.partition(" -> ")[2]
+
+
+def test_nothing_is_found_where_nothing_is_wrong():
+    """A full power cap is normal; so is a device as slow as its neighbours."""
+    assert of_run(lambda r: None) == []
+    assert list(findings.of_devices([100.0, 99.0, 97.0, None])) == []
+    assert list(findings.of_devices([100.0])) == list(findings.of_rates({})) == []
+
+
+def test_a_slow_device_among_eight_is_named():
+    rates = [700.0] * 5 + [560.0] + [698.0] * 2
+    (found,) = findings.of_devices(rates)
+    assert found.what == "device 5 is slow" and "median device has 700" in found.found
+
+
+def test_copies_and_throttled_cpus_are_found():
+    (slow,) = findings.of_rates(
+        {"host to device": 12.0, "device to host": 50.0, "link_gb_per_s": 63.0}
+    )
+    assert slow.what == "copies host to device" and "63.0" in slow.found
+    (quota,) = findings.of_rates({"throttled_cpu": 0.4})
+    assert quota.what == "throttled CPU" and "40%" in quota.found
+
+
+def test_throttled_time_is_read_from_the_control_group(tmp_path):
+    (tmp_path / "cpu.stat").write_text("usage_usec 9\nnr_throttled 3\nthrottled_usec 2500000\n")
+    assert probe.throttled_seconds(tmp_path / "cpu.stat") == 2.5
+    assert probe.throttled_seconds(tmp_path / "none") == 0.0
+
+
+def test_numa_nodes_and_a_quota_are_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(findings, "_own_cores", lambda: {0, 1, 8})
+    for node, cores in (("node0", "0-3"), ("node1", "8-11"), ("node2", "12")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "cpulist").write_text(cores + "\n")
+    monkeypatch.setattr(findings, "n_cores", lambda: 3)
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    across, quota = findings.placement(tmp_path, tmp_path / "cpu.max")
+    assert "may run on 2" in across.found and "--numa" in across.advice
+    assert quota.found == "1.5 cores' time for 3 cores"
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    monkeypatch.setattr(findings, "_own_cores", lambda: {0, 1})
+    assert list(findings.placement(tmp_path, tmp_path / "cpu.max")) == []
+
+
+def test_little_shared_memory_is_found(monkeypatch):
+    usage = shutil._ntuple_diskusage(64 * 2**20, 0, 64 * 2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    found = {f.what: f for f in findings.machine()}
+    if Path("/dev/shm").exists():
+        assert (
+            found["shared memory"].state == "missing"
+            and "--shm-size" in found["shared memory"].advice
+        )
+
+
+SMI = """#!/bin/sh
+case "$*" in
+*query-gpu=index,uuid*) echo "0, GPU-a, NVIDIA H200, 535.1, 4, 143771";;
+*query-gpu=index,power*) echo "0, {power}, 700.00, {width}, 16, {ecc}, {clock}, 1980";;
+*query-gpu=driver*) echo "535.104.05";;
+*query-gpu=pcie*) echo "5, {width}";;
+*remapped*) echo "00000000:00:06.0, {pending}, {failure}";;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "found"),
+    [({}, "", ""), ({"power": "400.00"}, "GPU 0: power limit", "400 W, and the default is 700 W"),
+     ({"width": 4}, "GPU 0: PCIe", "4 of 16 lanes"),
+     ({"ecc": 7}, "GPU 0: memory errors", "7 uncorrected"),
+     ({"clock": 1200}, "GPU 0: clocks", "1200 of 1980 MHz"),
+     ({"pending": "Yes"}, "GPU 0: remapped memory rows", "pending"),
+     ({"failure": "Yes"}, "GPU 0: remapped memory rows", "failure"),
+     ({"power": "[N/A]", "ecc": "[N/A]", "pending": "[N/A]", "failure": "[N/A]"}, "", "")],
+)  # fmt: skip
+def test_the_state_of_a_gpu(changes, what, found, tmp_path, monkeypatch):
+    values = dict(power="700.00", width=16, ecc=0, clock=1980, pending="No", failure="No") | changes
+    (tmp_path / "nvidia-smi").write_text(SMI.format(**values))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    seen = [f for f in findings.drivers("nvidia") if f.state != "ok"]
+    assert [f.what for f in seen] == ([what] if what else [])
+    assert all(found in f.found and f.advice for f in seen)
+    assert findings.pcie_gb_per_s(0) == pytest.approx(3.938 * values["width"])
+
+
+def test_an_old_driver_is_found(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text(SMI.format(power=1, width=1, ecc=0, clock=1, pending="No",
+                                                    failure="No"))  # fmt: skip
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    output, told = findings._output, json.dumps(["2.13.0", "13.0", None, 1, True])
+    for cuda, old in (("13.0", True), ("12.8", False)):
+        seen = told.replace("13.0", cuda) if cuda != "13.0" else told
+        seen = seen.replace("2.12.8", "2.13.0")
+
+        def answer(*command, seen=seen):
+            return seen if command[1] == "-c" else output(*command)
+
+        monkeypatch.setattr(findings, "_output", answer)
+        assert any(f.what == "old driver" for f in findings.torch_sees("nvidia")) == old
+
+
+def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
+    """Rates and one workload for real; the archive holds them; without a reference it is not judged."""
+    monkeypatch.setattr(machine_check, "PROBE_SECONDS", 0.01)
+    monkeypatch.setattr(check, "detect_platform", lambda: "cpu")
+    archive = tmp_path / "a.tgz"
+    argv = words("--only gpt2-tiny-fp32 --json --results none --archive", archive)
+    assert check.main([*argv, "--output-dir", str(tmp_path / "out")]) == 5
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "not judged" and told["count"] == 1
+    figures = {f["name"]: f for f in told["figures"]}
+    assert figures["gpt2-tiny-fp32"]["value"] > 100 and figures["matmul fp32"]["value"] > 0
+    assert figures["gpt2-tiny-fp32"]["reference"]["kind"] == "estimated"
+    assert not [f for f in told["findings"] if f["state"] == "bad"]
+    with tarfile.open(archive) as packed:
+        assert {"check.json", "gpt2-tiny-fp32.json"} <= set(packed.getnames())
+    # The same, held against itself: measured, and as it should be.
+    run = tmp_path / "out/gpt2-tiny-fp32/result.json"
+    rate = read_result(run).metrics.tokens_per_sec_per_gpu
+    figure_again = references.workload_figure(
+        workloads.workload_named("gpt2-tiny-fp32"), read_result(run), None, [rate]
+    )
+    assert judge_machine([figure_again], 0.9)[0] == "as it should be"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [("--only gpt2-125", "there are gpt2-1.5b-bf16"), ("--at-least ninety", "must be per cent"),
+     ("--at-least 0%", "must be per cent"), ("--author x", "--verify"),
+     ("--nodes --nproc 1", "one rank has nothing to compare"), ("--verify none.json", "cannot be read")],
+)  # fmt: skip
+def test_bad_input_is_one_line(argv, message, capsys):
+    assert check.main(argv.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_workload_that_fails_is_said_and_the_others_go_on(tmp_path, monkeypatch):
+    w = workloads.workload_named("gpt2-125m-bf16")
+    run, why = machine_check.run_workload(w, 1, tmp_path)  # no GPU here, or it runs
+    if not torch.cuda.is_available():
+        assert run is None and why.startswith("train.py: --device cuda")
+    missing = mock.patch.object(
+        machine_check, "run_workload", lambda *_: (None, "train.py: no room")
+    )
+    with stand_in(), mock.patch.object(findings, "of_machine", lambda kind: iter(())), missing:
+        c = check_machine("nvidia", [w], 1, tmp_path, 0.9, lambda *_: (), lambda _: None)
+    assert c.figures[-1].missing == "train.py: no room" and c.verdict == "not judged"
+    assert json.loads(json.dumps(c.as_json()))["figures"][-1]["value"] is None
+
+
+# --nodes
+
+
+def test_every_pair_meets_once():
+    for n in (2, 3, 4, 7, 8):
+        pairs = [pair for pairs in node_survey.rounds_of(n) for pair in pairs]
+        assert sorted(pairs) == list(itertools.combinations(range(n), 2))
+    for pairs in node_survey.rounds_of(20):
+        assert len({i for pair in pairs for i in pair}) == 2 * len(pairs) == 20
+
+
+# With this variable ranks are really slowed down, by sleep, and rates are measured; for a quiet machine.
+REALLY = "LLM_TRAIN_BENCH_SLOW_RANKS" in os.environ
+
+
+def _survey_with_a_fault(rank, n, private, fault, victims, per_node):
+    """A rank of a survey in which some compute or send slower; all exchange what they would."""
+    if per_node:
+        os.environ["NODE_RANK"] = str(rank // per_node)
+    rate, exchange = node_survey.device_tflops, node_survey.exchange_rate
+    send = torch.distributed.batch_isend_irecv
+
+    def computes(device):
+        slow = fault == "computes" and rank in victims
+        return (rate(device) if REALLY else 10.0) * (0.5 if slow else 1.0)
+
+    def sends(peer, device):
+        pair = {rank, peer}
+        slow = fault == "sends" and (
+            pair == set(victims) if len(victims) == 2 else pair & set(victims)
+        )
+
+        def late(ops):
+            time.sleep(0.1 if slow and REALLY else 0.0)
+            return send(ops)
+
+        with mock.patch.object(node_survey.dist, "batch_isend_irecv", late):
+            measured = exchange(peer, device)
+        return measured if REALLY else 2.0 if slow else 10.0
+
+    for name, stand_in in (("device_tflops", computes), ("exchange_rate", sends)):
+        mock.patch.object(node_survey, name, stand_in).start()
+    node_survey._rank_of_survey(rank, n, private)
+
+
+@pytest.mark.parametrize(
+    ("n", "fault", "victims", "per_node", "failed"),
+    [(4, "computes", (2,), 0, ["rank 2: computes at 50%"]),
+     (4, "sends", (1,), 0, ["rank 1: sends at 20%"]), (4, "sends", (0, 3), 0, ["the link between rank 0 and rank 3"]), (4, "", (), 0, []),
+     (8, "computes", (5,), 2, ["node 2"]), (8, "sends", (6,), 0, ["rank 6: sends"])],
+)  # fmt: skip
+def test_the_slow_node_or_link_is_named(n, fault, victims, per_node, failed, tmp_path, monkeypatch):
+    monkeypatch.setattr(node_survey, "SIZES_MIB", (0.1,))
+    monkeypatch.setattr(node_survey, "EXCHANGED_MIB", 16 if REALLY else 1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    args = n, str(tmp_path), fault, victims, per_node
+    torch.multiprocessing.start_processes(_survey_with_a_fault, args, n, start_method="fork")
+    told = json.loads((tmp_path / "survey.json").read_text())
+    lines = machine_check.failures_of(told)
+    assert len(lines) == len(failed) and told["passed"] is (not failed), lines
+    found = [line.startswith(words.partition(" at ")[0] if REALLY else words)
+             for line, words in zip(lines, failed, strict=True)]  # fmt: skip
+    assert all(found), lines
+    units = n // per_node if per_node else n
+    assert len(told["units"]) == units and len(told["pairs"]) == units * (units - 1) // 2
+
+
+def test_a_survey_is_judged_by_the_others():
+    """Made-up rates: one slow node, one slow link, a slow sender; two nodes have no third to tell."""
+
+    def judged(rates, pairs):
+        units = [node_survey.Unit(f"n{i}", [i], rate) for i, rate in enumerate(rates)]
+        s = node_survey.Survey("x", units, pairs, [], [])
+        node_survey.judge_survey(s)
+        return machine_check.failures_of(s.as_json())
+
+    links = dict.fromkeys(itertools.combinations(range(4), 2), 10.0)
+    assert judged([5, 5, 5, 5], links) == []
+    assert judged([5, 5, 3, 5], links) == ["n2: computes at 60% of the median"]
+    assert judged([5] * 4, links | {(0, 3): 4.0}) == ["the link between n0 and n3 is slow"]
+    slow = {pair: 3.0 for pair in links if 1 in pair}
+    assert judged([5] * 4, links | slow) == ["n1: sends at 30% of the others' rate"]
+    assert judged([5, 4.9], {(0, 1): 1.0}) == []
+    assert not math.isnan(judged([5, 2], {(0, 1): 1.0})[0].count("n1"))
+
+
+def test_a_survey_that_fails_is_one_line(monkeypatch):
+    monkeypatch.setattr(node_survey, "spawn", mock.Mock(side_effect=node_survey.ProcessExitedException(
+        "process 1 terminated", error_index=1, error_pid=2, exit_code=3)))  # fmt: skip
+    with pytest.raises(UsageError, match="a rank of the survey failed: process 1"):
+        node_survey.survey_here(2)
+
+
+def test_a_survey_prints_a_verdict_for_each_node(capsys):
+    units = [
+        node_survey.Unit("node 0 (a)", [0, 1], 5.0),
+        node_survey.Unit("node 1 (b)", [2, 3], 2.0),
+    ]
+    rows = [{"kind": "all_reduce", "mib": 1, "seconds": [0.1, 0.1], "bus_gb_per_s": 2.0}]
+    s = node_survey.Survey("x", units, {(0, 1): 1.0}, [], rows)
+    node_survey.judge_survey(s)
+    node_survey.show_survey(s.as_json())
+    out = capsys.readouterr().out
+    assert "| node 0 (a) |   0-1 |" in out and "FAIL: node 1 (b): computes at 40%" in out
+    assert Path(check.__file__).exists() and "all_reduce" in out
