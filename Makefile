@@ -8,7 +8,7 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test layouts test-cells test-oldest test-newest test-track docs records pictures lint bytes faults fuzz mutants bench gpu-machine gpu-exact gpu-facts \
+.PHONY: demo test layouts test-cells test-oldest test-newest test-track site-test docs records pictures lint bytes faults fuzz mutants bench gpu-machine gpu-exact gpu-facts \
   gpu-compare gpu-check gpu-test gpu-bench cpu-baselines image-test cluster-test clean
 
 $(READY): pyproject.toml $(CONSTRAINTS)
@@ -67,6 +67,12 @@ test-track: $(READY)
 	test -d .venv-track || $(PYTHON) -m venv .venv-track
 	.venv-track/bin/pip install -q pytest pydantic rich numpy pyyaml pandas wandb mlflow-skinny prometheus_client
 	.venv-track/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/trackers.py
+
+# The page of shared results in a real browser; needs chromium and chromium-driver.
+site-test: $(READY)
+	test -d .venv-site || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/pip install -q pytest selenium pydantic rich numpy pyyaml
+	.venv-site/bin/python -m pytest -q --noconftest -o addopts="" -p no:cacheprovider tests/site_page.py
 
 # Compare every layout of ranks with one device: losses, norms, every gradient; three minutes.
 layouts: $(READY)

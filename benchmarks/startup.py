@@ -19,7 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.common import ROOT, interleave, parser_of, report
 
 SCRIPTS = ("train.py", "train_ddp.py", "train_fsdp.py", "train_pp.py")
-TOOLS = ("estimate.py", "sweep.py", "compare.py", "doctor.py", "trace_report.py", "prepare_data.py")
+TOOLS = (
+    "estimate.py",
+    "sweep.py",
+    "compare.py",
+    "check.py",
+    "doctor.py",
+    "trace_report.py",
+    "prepare_data.py",
+)
 TINY = "configs/gpt2-tiny.json --bsz 1 --seq-len 64 --n-steps 1 --warmup-steps 0".split()
 
 

@@ -20,8 +20,8 @@ def run(*argv: str) -> None:
     subprocess.run([sys.executable, *argv], cwd=ROOT, check=True)
 
 
-def draw(page: Path, name: str, width: int, height: int) -> None:
-    """Render a page to docs/images/NAME."""
+def draw(page: Path, name: str, width: int, height: int, more: str = "", link: str = "") -> None:
+    """Render a page to docs/images/NAME, with more of Chromium's flags and a link's end."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if not chromium:
         raise SystemExit("docs/pictures.py: needs chromium or google-chrome on the PATH")
@@ -29,11 +29,12 @@ def draw(page: Path, name: str, width: int, height: int) -> None:
         "--headless --no-sandbox --disable-gpu --disable-background-networking --hide-scrollbars"
     )
     size, target = f"--window-size={width},{height}", f"--screenshot={IMAGES / name}"
-    subprocess.run([chromium, *flags.split(), size, target, page.as_uri()], check=True)
+    words = [chromium, *flags.split(), *more.split(), size, target, page.as_uri() + link]
+    subprocess.run(words, check=True)
 
 
 def main() -> None:
-    """A sweep of four settings as a report, and a step of two ranks as a timeline."""
+    """A sweep as a report, a step of two ranks as a timeline, and the page of shared results."""
     IMAGES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         top = Path(folder)
@@ -45,6 +46,12 @@ def main() -> None:
         run(*TRACED.split(), folder)
         run("trace_report.py", f"{folder}/llama-tiny-fsdp", "--html", f"{folder}/timeline.html")
         draw(top / "timeline.html", "timeline.png", 1250, 265)
+        run("compare.py", "--site", "results", "--output-dir", folder)
+        row = "#open=h200-sxm%2Fllm-train-bench%2Fgpt2-125m-bf16-20261127.json"
+        draw(top / "index.html", "results.png", 1400, 760, "", row)
+        dark = "--blink-settings=preferredColorScheme=0"
+        draw(top / "index.html", "results-dark.png", 1400, 560, dark)
+        draw(top / "index.html", "results-phone.png", 500, 800)
 
 
 if __name__ == "__main__":

@@ -410,7 +410,8 @@ def _survey_with_a_fault(rank, n, private, fault, victims, per_node):
 @pytest.mark.parametrize(
     ("n", "fault", "victims", "per_node", "failed"),
     [(4, "computes", (2,), 0, ["rank 2: computes at 50%"]),
-     (4, "sends", (1,), 0, ["rank 1: sends at 20%"]), (4, "sends", (0, 3), 0, ["the link between rank 0 and rank 3"]), (4, "", (), 0, []),
+     (4, "sends", (1,), 0, ["rank 1: sends at 20%"]),
+     (4, "sends", (0, 3), 0, ["the link between rank 0 and rank 3"]), (4, "", (), 0, []),
      (8, "computes", (5,), 2, ["node 2"]), (8, "sends", (6,), 0, ["rank 6: sends"])],
 )  # fmt: skip
 def test_the_slow_node_or_link_is_named(n, fault, victims, per_node, failed, tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -448,12 +449,21 @@ def verified_files(
     return [(s, path, fourth_tier(v, s, pairs)[0]) for s, path, v in found]
 
 
+def check_place(path: Path, author: str, r: Result) -> None:
+    """Refused unless a submitted file lies where its hardware and its author say."""
+    hardware, right = folder_of(r.device.hardware), path.resolve().parts[-3:-1]
+    if right != (hardware, author) or not re.fullmatch(r"[\w.-]{1,100}\.json", path.name, re.ASCII):
+        raise Refused(f"a file of {author} belongs into results/{hardware}/{author}/NAME.json")
+
+
 def show_tier(
     path: Path, folder: Path, author: str | None, as_json: bool, say: Callable[[str], None]
 ) -> int:
     """Print what a shared result proves; 0, or 1 if it is refused."""
     try:
         v = verify_file(path)
+        if author:
+            check_place(path, author, v.shared.result)
     except Refused as refusal:
         told: dict[str, Any] = {"tier": 0, "refused": str(refusal)}
         print(json.dumps(told) if as_json else f"refused: {printable(str(refusal))}")
