@@ -15,7 +15,7 @@ from pathlib import Path
 
 import llm_train_bench.base.start  # noqa: F401
 
-from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.machine import Platform, detect_platform
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.check import machine_check
@@ -115,7 +115,7 @@ def percent(text: str) -> float:
 
 def say(text: str) -> None:
     """Progress, apart from the table."""
-    print(f"check.py: {text}", file=sys.stderr)
+    print(f"check.py: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from llm_train_bench import __version__
 # The scripts by the names of their commands; each reads its own arguments.
 COMMANDS = {
     name: ROOT / f"{name.replace('-', '_')}.py"
-    for name in "train train-ddp train-fsdp train-pp estimate sweep compare check doctor prepare-data".split()
+    for name in (
+        "train train-ddp train-fsdp train-pp estimate sweep compare check doctor prepare-data"
+    ).split()
 } | {"trace": ROOT / "trace_report.py"}
 
 

@@ -5,34 +5,34 @@ FLOPs from the config, the peaks from configs/hardware.json.
 """
 
 import dataclasses
-import datetime
+import itertools
 import json
 import math
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from llm_train_bench.base.errors import UsageError, printable
-from llm_train_bench.base.hardware import Hardware, device_called, find_peaks, threads_of
-from llm_train_bench.check.references import estimate_of, plan_of_result
+from llm_train_bench.base.hardware import Hardware, device_called, devices
+from llm_train_bench.check.references import estimate_of
 from llm_train_bench.check.share import (
-    ENVIRONMENT,
+    EXACT,
+    Refused,
     SharedRun,
-    cleaned_result,
+    SharedStep,
+    canonical,
+    changed_paths,
     folder_of,
+    moment,
     read_shared,
 )
 from llm_train_bench.check.workloads import Workload, format_of, workload_of
-from llm_train_bench.formulas.flops import flops_per_token
-from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
-from llm_train_bench.model.config import parse_config
 from llm_train_bench.model.json_keys import ConfigError
-from llm_train_bench.results.figures import fill_flop_metrics, fill_flop_rates, fill_step_metrics
-from llm_train_bench.results.metrics import Metrics
 from llm_train_bench.results.schema import LIMIT_SLACK, Result
-from llm_train_bench.settings.flags import Args, declared
+from llm_train_bench.settings.flags import Script
 
 TIERS = {
     0: "not a valid result",
@@ -41,15 +41,16 @@ TIERS = {
     3: "plausible: the first losses are those of the workload, and the speed is in the estimate's range",
     4: "reproduced: another submitter reached the same speed within 5 %",
 }
-# Recomputed figures may differ by this part: libraries round sums and percentiles differently.
-EXACT = 1e-6
-# Clocks of the host and of the device agree to this part of a window, and this many steps.
-CLOCKS_AGREE, STEPS_AHEAD = 0.05, 3
+# The host's clock, read when a step has been issued, is within this part of a step, of a window, and
+# seconds from the device's times. On an H200 it was within 0.2 of a step.
+STEP_LAG, CLOCKS_AGREE, CLOCK_S = 0.6, 0.03, 0.02
+# A plausible run has so many measured steps, or takes so long [s]; and so much of the estimated memory.
+FEWEST_STEPS, SHORTEST_S, MEMORY_AGREES = 10, 10.0, 0.5
 REPRODUCED = 0.05
-
-
-class Refused(Exception):
-    """A file that contradicts itself or what is known; the message says where."""
+# A device's average power by its counter, and by samples, and its average over the window.
+POWER_AGREES, ENERGY_AGREES = 0.25, 0.05
+# bf16 operations a clock of a core with matrix units (AMX, Intel's intrinsics guide), at 6 GHz [TFLOP/s].
+CORE_TFLOPS = 2048 * 6e9 / 1e12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,23 +81,14 @@ class Verified:
         return statistics.median(self.rates)
 
     @property
-    def what(self) -> tuple[Any, ...]:
-        """What another run must share to reproduce this one: model, hardware, size and format."""
+    def what(self) -> str:
+        """What another run must share to reproduce this one: all settings but the micro batch."""
         r = self.shared.result
+        own = ("bsz", "grad_acc_steps", "config", "device", "nproc", "peak_tflops", "usd_per_hour")
+        settings = {k: v for k, v in r.settings.items() if k not in own}
         sizes = (r.batch.global_batch, r.batch.seq_len, r.device.count)
-        flags = tuple(r.args.get(name) for name in ("pt_compile", "compile_mode", "sac_freq"))
-        layout = tuple(
-            r.args.get(n) for n in ("tp", "cp", "ep", "pp", "dp_replicate", "cpu_offload")
-        )
-        return (
-            r.model.hash,
-            r.device.hardware,
-            sizes,
-            self.number_format,
-            flags,
-            layout,
-            r.entrypoint,
-        )
+        parts = r.model.hash, r.device.hardware, sizes, r.entrypoint, settings
+        return json.dumps(parts, sort_keys=True, default=str)
 
 
 def verify_file(path: Path) -> Verified:
@@ -107,7 +99,8 @@ def verify_file(path: Path) -> Verified:
     runs = sorted(map(verify_run, read_shared(path).runs), key=lambda v: v.rates)
     if len({run.what for run in runs}) > 1:
         raise Refused("its runs are not repeats of one setting; share each in a file")
-    if len({run.shared.result.started_at for run in runs}) < len(runs):
+    results = [run.shared for run in runs]
+    if any(is_copy(a, b) for a, b in itertools.combinations(results, 2)):
         raise Refused("a run is in it twice")
     rates = tuple(rate for run in runs for rate in run.rates)
     lowest, middle = min(runs, key=lambda v: v.tier), runs[(len(runs) - 1) // 2]
@@ -117,198 +110,136 @@ def verify_file(path: Path) -> Verified:
 def verify_run(shared: SharedRun) -> Verified:
     """Tiers 1 to 3 of one run; Refused with what is wrong with it."""
     r = shared.result
-    hardware = device_called(r.device.name) or device_called(r.device.hardware)
     try:
-        check_clean(r)
+        if r.status != "ok" or r.resumed_from:
+            raise Refused(f"the run's status is {r.status}, or it was resumed")
         check_steps(shared)
-        why = check_figures_again(shared)
+        right, found = (x.model_dump(mode="json") for x in (canonical(shared), r))
+        if wrong := min(changed_paths(found, right), default=None, key=_order):
+            shown = (str(_at(x, wrong))[:60] for x in (found, right))
+            raise Refused("{} is {}; what the file holds gives {}".format(wrong, *shown))
+        hardware = device_called(r.device.name)
+        check_devices(r, hardware)
         check_limits(r, hardware)
+        rates = (r.metrics.tokens_per_sec_per_gpu or 0.0,)
+        result = Verified(2, "", shared, None, hardware is not None, rates)
+        if not r.model.config:
+            why = "its model's config is not known, so nobody can compute its FLOPs"
+            return dataclasses.replace(result, tier=1, why_not_higher=why)
+        workload = workload_of(r)
+        told = third_tier(shared, workload, hardware)
+        return dataclasses.replace(result, workload=workload, **told)
     except (UsageError, ConfigError) as error:
-        raise Refused(f"its arguments and config make no run: {error}") from None
+        raise Refused(f"its flags and config make no run: {error}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise Refused(f"its figures cannot be computed again: {error}") from None
-    rates = (r.metrics.tokens_per_sec_per_gpu or 0.0,)
-    if why:
-        return Verified(1, why, shared, known_hardware=hardware is not None, rates=rates)
-    workload = workload_of(r)
-    result = Verified(2, "", shared, workload, hardware is not None, rates)
-    return dataclasses.replace(result, **third_tier(shared, workload, hardware))
 
 
-def check_clean(r: Result) -> None:
-    """Refused for a file that --share would have cleaned, and for parts that no run has."""
-    content = r.model_dump(mode="json")
-    if cleaned_result(content, ()) != content:
-        raise Refused(
-            "it has paths, hosts or secrets; make it with compare.py RUN --share FILE.json"
-        )
-    if r.status != "ok":
-        raise Refused(f"the run's status is {r.status}")
-    if unknown := sorted(r.environment.keys() - ENVIRONMENT):
-        raise Refused(f"environment.{unknown[0]} is no fact that a run tells")
-    if r.ours and (unknown := sorted(r.args.keys() - declared(Args).keys())):
-        raise Refused(f"args.{unknown[0]} is no flag")
-    if r.resumed_from:
-        raise Refused("the run was resumed; share one that has all of its steps")
+def _order(path: str) -> tuple[bool, int, str]:
+    """What is named first of several differences: not what only repeats others."""
+    return path.split(".")[0] in ("command", "run_name", "lineage"), path.count("."), path
+
+
+def _at(content: Any, path: str) -> Any:
+    """The value at a dotted path, as far as there is one."""
+    for key in path.split("."):
+        content = content.get(key) if isinstance(content, dict) else content
+    return content
 
 
 def check_steps(shared: SharedRun) -> None:
-    """Refused where steps are missing, or contradict the arguments, the result or the clocks."""
-    r, steps = shared.result, [s for s in shared.steps if s.phase != "profile"]
-    if [s.step for s in shared.steps] != list(range(len(shared.steps))):
+    """Refused where steps are missing, or contradict the flags, the result or the host's clock."""
+    r, steps = shared.result, shared.steps
+    if [s.step for s in steps] != list(range(len(steps))):
         raise Refused("steps are missing or out of order")
     phases = [s.phase for s in steps]
-    warmup = phases.count("warmup")
-    if phases != ["warmup"] * warmup + ["measure"] * (len(phases) - warmup):
-        raise Refused("measured steps lie before the warm-up")
-    if r.ours and (warmup, len(phases) - warmup) != (
-        r.args.get("warmup_steps"),
-        r.args.get("n_steps"),
-    ):
+    n = phases.count("measure")
+    if not n or phases != ["warmup"] * (len(steps) - n) + ["measure"] * n:
+        raise Refused("it has no measured step, or one before the end of the warm-up")
+    counts = len(steps) - n, n
+    if counts != (r.args.get("warmup_steps"), r.args.get("n_steps")):
+        said = f"{r.args.get('warmup_steps')} and {r.args.get('n_steps')}"
         raise Refused(
-            f"it has {warmup} steps of warm-up and {len(phases) - warmup} measured ones; its flags "
-            f"say {r.args.get('warmup_steps')} and {r.args.get('n_steps')}"
+            f"it has {counts[0]} steps of warm-up and {n} measured ones; its flags say {said}"
         )
-    measured = steps[warmup:]
-    if not measured:
-        raise Refused("it has no measured step")
     for s in steps:
-        parts = [
-            s.data_time_s,
-            s.forward_time_s,
-            s.backward_time_s,
-            s.optimizer_time_s,
-            s.idle_time_s,
-        ]
-        if s.step_time_s <= 0 or min(p or 0.0 for p in parts) < 0:
-            raise Refused(f"step {s.step} has a time that is not above 0")
-        if sum(p or 0.0 for p in parts) > 1.02 * s.step_time_s + 1e-3:
-            raise Refused(f"the parts of step {s.step} take longer than the step")
-        if s.tokens != r.batch.tokens_per_step:
-            raise Refused(f"step {s.step} has {s.tokens} tokens, not {r.batch.tokens_per_step}")
-    agree("warmup_step_times_s", [s.step_time_s for s in steps[:warmup]], r.warmup_step_times_s)
-    _check_slowest_rank(r, [s.step_time_s for s in measured])
-    # The host's clock, read when it had issued a step, against the device's times.
-    times, at = [s.step_time_s for s in measured], [s.at for s in measured]
-    if sorted(at) != at or min(at) <= 0:
-        raise Refused("the steps' times of day are missing or out of order")
-    span, total = at[-1] - at[0], sum(times[1:])
-    room = STEPS_AHEAD * max(times) + CLOCKS_AGREE * total + 0.05
-    if len(times) > STEPS_AHEAD and abs(span - total) > room:
+        _check_step(s, r)
+    first, times = steps[-n:], [s.step_time_s for s in steps[-n:]]
+    at = [s.at for s in first]
+    late = [
+        a - at[0] - total
+        for a, total in zip(at, itertools.accumulate([0.0, *times[1:]]), strict=True)
+    ]
+    room = STEP_LAG * max(times) + CLOCKS_AGREE * sum(times) + CLOCK_S
+    if any(b < a for a, b in itertools.pairwise(s.at for s in steps)) or max(map(abs, late)) > room:
         raise Refused(
-            f"the measured steps take {total:.3g} s, and {span:.3g} s by the host's clock"
+            f"the measured steps are up to {max(map(abs, late)):.3g} s off the host's clock"
         )
-    began, ended = (_moment(text) for text in (r.started_at, r.ended_at))
-    whole = sum(s.step_time_s for s in steps)
-    if began is None or ended is None or ended - began + 2 < whole:
-        raise Refused(
-            f"its steps take {whole:.3g} s, longer than the run from its start to its end"
-        )
-    if not began - 2 <= at[0] <= at[-1] <= ended + 2:
-        raise Refused("its steps lie outside the run's start and end")
+    began, ended = moment(r.started_at) or 0.0, moment(r.ended_at) or 0.0
+    if not began - 2 <= steps[0].at <= at[-1] <= ended + 2 or ended > time.time() + 86_400:
+        raise Refused("its steps lie outside the run's start and end, or in the future")
+    if sum(s.step_time_s for s in steps) > ended - began + 2:
+        raise Refused("its steps take longer than the run from its start to its end")
+    if r.device.count > 1:
+        whole = sum(r.step_times_s)
+        if len(r.step_times_s) != n or min(r.step_times_s) <= 0:
+            raise Refused(f"it has {len(r.step_times_s)} times of the slowest rank, and {n} steps")
+        if not 1 - EXACT <= whole / sum(times) <= 1.1:
+            raise Refused("the slowest rank's times are not near those of the steps")
 
 
-def _check_slowest_rank(r: Result, first_rank: list[float]) -> None:
-    """The times of the window are those of the slowest rank; steps.jsonl has those of the first."""
-    if r.device.count == 1:
-        agree("step_times_s", first_rank, r.step_times_s)
-        return
-    if r.ours and [rank.rank for rank in r.ranks] != list(range(r.device.count)):
-        raise Refused(f"it has {r.device.count} devices and {len(r.ranks)} ranks")
-    means = [rank.step_time_mean_s for rank in r.ranks]
-    if means:
-        agree("step times of rank 0", statistics.fmean(first_rank), means[0])
-        agree("step times of the slowest rank", max(means), statistics.fmean(r.step_times_s))
+def _check_step(s: SharedStep, r: Result) -> None:
+    parts = [s.data_time_s, s.forward_time_s, s.backward_time_s, s.optimizer_time_s, s.idle_time_s]
+    known = [p for p in (*parts, s.compile_s) if p is not None]
+    if s.step_time_s <= 0 or min(known) < 0:
+        raise Refused(f"step {s.step} has a time that is not above 0")
+    if sum(p or 0.0 for p in parts) > 1.02 * s.step_time_s + 1e-3:
+        raise Refused(f"the parts of step {s.step} take longer than the step")
+    if s.compile_s and s.phase == "measure":
+        raise Refused(f"step {s.step} was compiled in the window")
+    if s.tokens < 1 or (r.ours and s.tokens != r.batch.tokens_per_step):
+        raise Refused(f"step {s.step} has {s.tokens} tokens, not {r.batch.tokens_per_step}")
+    if r.ours and s.loss is None:
+        raise Refused(f"step {s.step} has no finite loss")
 
 
-def _moment(text: str | None) -> float | None:
-    try:
-        return datetime.datetime.fromisoformat(text or "").timestamp()
-    except ValueError:
-        return None
-
-
-def check_figures_again(shared: SharedRun) -> str:
-    """Compute all figures of steps and FLOPs again; Refused where one differs. Returns what cannot be."""
-    r = shared.result
-    again = r.model_copy(deep=True, update={"metrics": Metrics(), "notes": []})
-    again.metrics.energy_j = sum(d.energy_j or 0.0 for d in r.devices) or None
-    if r.metrics.energy_j is None:
-        again.metrics.energy_j = None
-    steps = [s.as_step() for s in shared.steps]
-    phases = {name: [s for s in steps if s.phase == name] for name in ("warmup", "measure")}
-    fill_step_metrics(again, phases["warmup"], phases["measure"])
-    if r.batch.seq_len and again.metrics.tokens_per_sec:
-        again.metrics.samples_per_sec = again.metrics.tokens_per_sec / r.batch.seq_len
-    if not r.model.config:
-        _compare(r, again)
-        return "its model's config is not known, so nobody can compute its FLOPs again"
-    config = parse_config(
-        r.model.config, r.model.path or "config.json", r.args.get("pad_vocab") or 1
-    )
-    if r.ours:
-        plan = plan_of_result(r, "cpu" if r.device.type == "cpu" else "nvidia", r.device.memory_gib)
-        planned = dataclasses.asdict(plan.work.batch)
-        for name, value in planned.items():
-            agree(f"batch.{name}", value, getattr(r.batch, name))
-        if bool(plan.work.fp8) != bool(r.fp8):
-            raise Refused("its flags and its result differ on FP8")
-        fill_flop_metrics(again, plan.work)
-    else:
-        for mark in ("palm", "causal"):
-            agree(
-                f"flops_per_token_{mark}",
-                flops_per_token(config, r.batch.seq_len or 0, mark == "causal"),
-                getattr(r.metrics, f"flops_per_token_{mark}"),
-            )
-        fill_flop_rates(
-            again, r.metrics.flops_per_token_palm or 0.0, r.metrics.flops_per_token_causal
-        )
-    agree("model.hash", config.hash, r.model.hash)
-    agree("model.n_parameters", count_parameters(config), r.model.n_parameters)
-    agree("model.n_matmul_parameters", sum(linear_parameters(config).values()),
-          r.model.n_matmul_parameters)  # fmt: skip
-    if r.fp8 and r.fp8.n_parameters > sum(linear_parameters(config).values()):
-        raise Refused("more parameters ran in FP8 than the model's linear layers have")
-    _compare(r, again)
-    return ""
-
-
-# What cannot be computed from the file: a roof is the machine's own.
-NOT_AGAIN = {"roof_time_fraction"}
-
-
-def _compare(r: Result, again: Result) -> None:
-    for name, value in again.metrics.model_dump().items():
-        if value is not None and name not in NOT_AGAIN:
-            agree(f"metrics.{name}", value, getattr(r.metrics, name))
-    for name in (
-        "mfu",
-        "mfu_causal",
-        "hfu",
-        "hfu_causal",
-        "ideal_time_fraction",
-        "tokens_per_joule",
+def check_devices(r: Result, hardware: Hardware | None) -> None:
+    """Refused for readings of sensors that contradict each other."""
+    if len(r.devices) not in (
+        (r.device.count,) if r.device.type == "cuda" else (0, r.device.count)
     ):
-        if getattr(again.metrics, name) is None and getattr(r.metrics, name) is not None:
-            raise Refused(f"metrics.{name} has a value, and nothing in the file gives one")
-
-
-def agree(name: str, right: Any, found: Any) -> None:
-    """Refused if a value of the file is not the one that was computed again."""
-    if isinstance(right, list):
-        same = isinstance(found, list) and len(found) == len(right)
-        same = same and all(map(_close, right, found))
-    else:
-        same = _close(right, found)
-    if not same:
-        shown = [f"{x:.6g}" if isinstance(x, float) else str(x)[:60] for x in (found, right)]
-        raise Refused(f"{name} is {shown[0]}, and what the file holds gives {shown[1]}")
-
-
-def _close(a: Any, b: Any) -> bool:
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (a, b))
-    return math.isclose(a, b, rel_tol=EXACT, abs_tol=1e-12) if numbers else a == b
+        raise Refused(f"it has {r.device.count} devices and readings of {len(r.devices)}")
+    if [u.rank for u in r.devices] != list(range(len(r.devices))):
+        raise Refused("the readings are not one of each rank")
+    if r.entrypoint == Script.ONE and r.device.count != 1:
+        raise Refused(f"{r.entrypoint} runs on one device, not on {r.device.count}")
+    window = r.metrics.window_s or 0.0
+    for u in r.devices:
+        numbers = [v for v in u.model_dump().values() if isinstance(v, float)]
+        if min([*numbers, *(u.throttled or {}).values(), u.other_processes or 0], default=0) < 0:
+            raise Refused(f"rank {u.rank} has a reading below 0")
+        if (u.energy_j is None) != (u.average_power_w is None):
+            raise Refused(f"rank {u.rank} has energy without power, or the reverse")
+        if u.energy_j is not None and u.average_power_w is not None:
+            if not _near(u.energy_j, u.average_power_w * window, ENERGY_AGREES):
+                raise Refused(
+                    f"rank {u.rank}: {u.energy_j:.4g} J in {window:.4g} s, and {u.average_power_w:.4g} W"
+                )
+            sampled = u.sampled_power_mean_w if u.n_samples >= 5 else None
+            if sampled and not _near(u.average_power_w, sampled, POWER_AGREES):
+                raise Refused(f"rank {u.rank}: energy and samples of power differ")
+            watts = u.power_limit_w or (hardware and hardware.tdp_w) or math.inf
+            if u.average_power_w > (1 + LIMIT_SLACK) * watts:
+                raise Refused(
+                    f"rank {u.rank} drew {u.average_power_w:.0f} W; its limit is {watts:.0f} W"
+                )
+        if hardware and hardware.tdp_w and (u.power_limit_w or 0) > 1.2 * hardware.tdp_w:
+            raise Refused(
+                f"a power limit of {u.power_limit_w:.0f} W; {hardware.name} has {hardware.tdp_w:.0f} W"
+            )
+        clocks = [c for c in (u.sm_clock_min_mhz, u.sm_clock_mean_mhz, u.sm_clock_limit_mhz) if c]
+        if any(b < a / 1.05 for a, b in itertools.pairwise(clocks)):
+            raise Refused(f"rank {u.rank}: its clocks are not in order: {clocks}")
 
 
 def check_limits(r: Result, hardware: Hardware | None) -> None:
@@ -316,49 +247,48 @@ def check_limits(r: Result, hardware: Hardware | None) -> None:
     for line in r.impossible.values():
         raise Refused(line)
     d, m = r.device, r.metrics
-    cpu = d.type == "cpu" and threads_of(d.name, int(r.environment.get("torch_threads") or 1))
-    peaks = find_peaks(d.name)
-    if (
-        d.type == "cuda"
-        and hardware
-        and d.hardware != peaks.name
-        and not d.hardware.startswith(d.name)
-    ):
-        raise Refused(
-            f"device.hardware is {d.hardware}, and {d.name} is {peaks.name or 'not listed'}"
-        )
-    if d.type == "cpu" and d.hardware not in (d.name, cpu):
-        raise Refused(f"device.hardware is {d.hardware}, and its CPU is {d.name}")
-    for use in r.devices:
-        if use.energy_j and use.average_power_w:
-            agree(
-                "devices.energy_j",
-                True,
-                _near(use.energy_j, use.average_power_w * (m.window_s or 0)),
-            )
-        watts = use.power_limit_w or (hardware and hardware.tdp_w) or math.inf
-        if (use.energy_j or 0) > (1 + LIMIT_SLACK) * watts * (m.window_s or 0.0):
-            raise Refused(f"rank {use.rank} used more energy than {watts:.0f} W give in the window")
-        if hardware and hardware.tdp_w and (use.power_limit_w or 0) > 1.5 * hardware.tdp_w:
-            limit = f"{use.power_limit_w:.0f} W"
-            raise Refused(f"a power limit of {limit}; {hardware.name} has {hardware.tdp_w} W")
-    if len(r.devices) not in (0, d.count):
-        raise Refused(f"it has {d.count} devices and readings of {len(r.devices)}")
-    if hardware is None:
+    for name, value in m.model_dump().items():
+        if isinstance(value, float) and value < 0 and "drift" not in name and "loss" not in name:
+            raise Refused(f"metrics.{name} is {value:.4g}, below 0")
+    tflops = m.model_tflops_per_gpu_causal or 0.0
+    if d.type == "cpu":
+        cores = re.search(r"(\d+) cores?\)$", d.name)
+        if d.name != r.environment.get("cpu") or not cores or similar_devices(d.name):
+            raise Refused(f"device.name {d.name} is no CPU's, or not the one of the environment")
+        if tflops * d.count > CORE_TFLOPS * int(cores[1]):
+            raise Refused(f"{tflops:.3g} TFLOP/s are more than {cores[1]} cores can do")
         return
-    if (d.memory_gib or 0) > 1.05 * hardware.memory_gib:
-        has = f"{hardware.name} has {hardware.memory_gib:.0f}"
-        raise Refused(f"a memory of {d.memory_gib:.0f} GiB; {has}")
-    if "--peak-tflops" not in d.peak_source and d.type == "cuda":
-        agree("device.peak_bf16_tflops", peaks.bf16_tflops, d.peak_bf16_tflops)
-        agree("device.peak_fp8_tflops", peaks.fp8_tflops, d.peak_fp8_tflops)
+    if d.memory_gib is None or m.peak_allocated_gib is None:
+        raise Refused("device.memory_gib or metrics.peak_allocated_gib is missing")
+    if hardware is None:
+        if near := similar_devices(d.name):
+            raise Refused(f"device.name {d.name} is like {near}, and is none of its names")
+        return
+    has = f"{hardware.name} has {hardware.memory_gib:.4g} GiB"
+    if (
+        max(d.memory_gib, m.peak_allocated_gib, m.peak_reserved_gib or 0.0)
+        > 1.05 * hardware.memory_gib
+    ):
+        raise Refused(f"a memory of {d.memory_gib:.4g} GiB, or its use; {has}")
     peak = _peak_of(r, hardware)
-    if (tflops := m.model_tflops_per_gpu_causal or 0.0) > peak:
+    if tflops > peak:
         raise Refused(f"{tflops:,.0f} TFLOP/s; the dense peak of {hardware.name} is {peak:,.0f}")
 
 
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) <= 0.05 * max(abs(a), abs(b))
+def similar_devices(name: str) -> str | None:
+    """The listed device whose name this one resembles; its own name counts too."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.casefold())
+
+    known = {
+        bare(n): d.name for d in devices() if d.platform != "cpu" for n in (d.name, *d.driver_names)
+    }
+    return known.get(bare(name))
+
+
+def _near(a: float, b: float, part: float) -> bool:
+    return abs(a - b) <= part * max(abs(a), abs(b))
 
 
 def _peak_of(r: Result, hardware: Hardware) -> float:
@@ -382,13 +312,24 @@ def third_tier(
         return {"why_not_higher": f"nobody knows the losses of {workload.shape} in {number_format}"}
     if wrong := workload.wrong_steps(number_format, [s.model_dump() for s in shared.steps]):
         raise Refused(wrong)
+    kernels = " ".join(r.observed.matmuls) if r.observed else ""
+    if kernels and number_format.replace("tf32", "fp32") not in kernels:
+        raise Refused(f"it says {number_format}, and the kernels that ran are {kernels}")
     if r.unfit:
         return {
             "why_not_higher": f"its figures are not of an undisturbed run: {'; '.join(r.unfit)}"
         }
     if hardware is None or r.device.type == "cpu":
         return {"why_not_higher": "its hardware is not listed, so nothing bounds its speed"}
+    if not kernels:
+        return {"why_not_higher": "nobody looked which kernels ran"}
+    n, window = len(r.step_times_s), r.metrics.window_s or 0.0
+    if n < FEWEST_STEPS and window < SHORTEST_S:
+        return {"why_not_higher": f"{n} steps in {window:.3g} s are too few"}
     e = estimate_of(r, hardware)
+    estimated = (e.memory.peak + e.memory_outside) / 2**30
+    if not _near(r.metrics.peak_allocated_gib or 0.0, estimated, MEMORY_AGREES):
+        return {"why_not_higher": f"its memory is far from the estimate, {estimated:.4g} GiB"}
     if e.accuracy is None:
         return {
             "why_not_higher": f"no published figure tells the error of estimates for {hardware.name}"
@@ -409,9 +350,9 @@ def fourth_tier(
         return one, ""
     away = []
     for submitter, other in others:
-        if submitter.lower() == author.lower() or other.tier < 3 or other.what != one.what:
+        if _same_name(submitter, author) or other.tier < 3 or other.what != one.what:
             continue
-        if is_copy(one.shared.result, other.shared.result):
+        if is_copy(one.shared, other.shared):
             away.append(f"the file of {submitter} is a copy")
             continue
         if abs(other.rate / one.rate - 1) <= REPRODUCED:
@@ -420,19 +361,30 @@ def fourth_tier(
     return one, "; ".join(away)
 
 
-def is_copy(a: Result, b: Result) -> bool:
-    """Whether two results are of one run: step times of two runs are not proportional to each other."""
-    if a.lineage.id == b.lineage.id or a.started_at == b.started_at:
+# GitHub's names.
+SUBMITTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,38}(\[bot\])?", re.ASCII)
+
+
+def _same_name(a: str, b: str) -> bool:
+    return a.casefold() == b.casefold()
+
+
+def is_copy(a: SharedRun, b: SharedRun) -> bool:
+    """Whether two runs are one: step times of two runs are not proportional to each other."""
+    x, y = a.result, b.result
+    if x.lineage.id == y.lineage.id or moment(x.started_at) == moment(y.started_at):
         return True
-    times = list(zip(a.step_times_s, b.step_times_s, strict=False))
-    ratios = [x / y for x, y in times]
+    if {s.at for s in a.steps} & {s.at for s in b.steps}:
+        return True
+    ratios = [s / t for s, t in zip(x.step_times_s, y.step_times_s, strict=False)]
     return len(ratios) > 2 and statistics.pstdev(ratios) < 1e-5 * statistics.fmean(ratios)
 
 
 def shared_files(folder: Path, hardware: str = "*") -> Iterator[tuple[str, Path]]:
     """(submitter, file) of a folder of results, HARDWARE/SUBMITTER/NAME.json."""
     for path in sorted(folder.glob(f"{hardware}/*/*.json")):
-        yield path.parent.name, path
+        if SUBMITTER.fullmatch(path.parent.name):
+            yield path.parent.name, path
 
 
 def verified_files(
@@ -452,7 +404,11 @@ def verified_files(
 def check_place(path: Path, author: str, r: Result) -> None:
     """Refused unless a submitted file lies where its hardware and its author say."""
     hardware, right = folder_of(r.device.hardware), path.resolve().parts[-3:-1]
-    if right != (hardware, author) or not re.fullmatch(r"[\w.-]{1,100}\.json", path.name, re.ASCII):
+    if (
+        right != (hardware, author)
+        or not SUBMITTER.fullmatch(author)
+        or not re.fullmatch(r"[\w.-]{1,100}\.json", path.name, re.ASCII)
+    ):
         raise Refused(f"a file of {author} belongs into results/{hardware}/{author}/NAME.json")
 
 

@@ -72,6 +72,7 @@ class StepLog:
         `compile_s` returns the seconds of compilation so far; it is not called inside the window.
         """
         self.compile_s, self.compiled_s = compile_s, compile_s()
+        self.epoch = time.time() - time.perf_counter()  # a clock that is set goes on evenly here
         self.device, self.sinks, self.guard = device, sinks, guard
         self.steps: list[Step] = []
         self.pending: deque[_Pending] = deque()
@@ -132,7 +133,7 @@ class StepLog:
             self.values[step, begin:end].copy_(values, non_blocking=True)
         self.mark(last)
         known: dict[str, Any] = {"step": step, "phase": phase, "lr": lr, "tokens": tokens}
-        known["at"] = round(time.time(), 6)
+        known["at"] = round(self.epoch + time.perf_counter(), 6)
         if not isinstance(values, Tensor):
             known["loss"] = values
         if norm is None:
