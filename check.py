@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import llm_train_bench.base.start  # noqa: F401
+from llm_train_bench.base.start import ROOT
 
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.machine import Platform, detect_platform
@@ -33,7 +34,7 @@ class CheckArgs:
 
     verify: Check a shared result instead: print its tier, or what is wrong with it. Needs no torch.
     results: With --verify: a folder of shared results, HARDWARE/SUBMITTER/NAME.json, in which another
-        submitter's run may reproduce this one. Otherwise: where references are from.
+        submitter's run may reproduce this one. Otherwise: references. By default the project's.
     author: With --verify: who submits the file.
     nodes: Find the slow node or link of a job: run this under your launcher, one process a GPU. Without a
         launcher it starts one process for each GPU of this machine.
@@ -47,7 +48,7 @@ class CheckArgs:
     """
 
     verify: str | None = flag(None, metavar="FILE.json")
-    results: str = flag("results", metavar="FOLDER")
+    results: str | None = flag(None, metavar="FOLDER")
     author: str | None = flag(None, metavar="NAME", needs="verify")
     nodes: bool = flag(False)
     only: tuple[str, ...] = flag((), metavar="NAME ...")
@@ -62,8 +63,9 @@ class CheckArgs:
 def main(argv: Sequence[str]) -> int:
     """Check, print, and return the exit code: 0, 1 below, 5 not judged, 2 for bad input."""
     args = parse_dataclass(CheckArgs, argv, "check.py")
+    results = Path(args.results) if args.results else ROOT / "results"
     if args.verify:
-        return show_tier(Path(args.verify), Path(args.results), args.author, args.json, say)
+        return show_tier(Path(args.verify), results, args.author, args.json, say)
     if args.nodes:
         from llm_train_bench.check.node_survey import survey_job  # needs torch
 
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
             ranks,
             directory,
             at_least,
-            machine_check.reached_by_others(Path(args.results)),
+            machine_check.reached_by_others(results),
             say,
         )
         if args.archive:

@@ -73,9 +73,9 @@ def run(wheel, tmp_path_factory):
 def test_the_wheel_has_every_file_under_one_name(wheel):
     names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     tree = {f"llm_train_bench/{p.relative_to(ROOT)}" for p in (ROOT / "model").glob("*.py")}
-    for pattern in ("**/*.py", "py.typed", "compare/*.html", "compare/*.toml"):
+    for pattern in ("**/*.py", "py.typed", "*/*.html", "compare/*.toml", "compare/page.*"):
         tree |= {str(p.relative_to(ROOT)) for p in (ROOT / "llm_train_bench").glob(pattern)}
-    for pattern in ("*.json", "sweeps/*.yaml"):
+    for pattern in ("*.json", "sweeps/*.yaml", "workloads/*/*"):
         tree |= {f"llm_train_bench/configs/{p.relative_to(ROOT / 'configs')}"
                  for p in (ROOT / "configs").glob(pattern) if p.name != "roofs.json"}  # fmt: skip
     tree |= {f"llm_train_bench/scripts/{p.name}" for p in ROOT.glob("*.py")}
@@ -97,7 +97,15 @@ def test_a_run_a_sweep_and_their_comparison_from_an_empty_directory(run):
 
 def test_the_tools_and_their_help(run):
     shown = run("--help").stdout
-    for command in ("train-fsdp", "train-pp", "estimate", "trace", "doctor", "prepare-data"):
+    for command in (
+        "train-fsdp",
+        "train-pp",
+        "estimate",
+        "trace",
+        "check",
+        "doctor",
+        "prepare-data",
+    ):
         assert f"  {command} " in shown
     done = run("estimate", "configs/llama-3.1-8b.json", "--gpu", "h100", "--gpus", "8", "--json")
     assert done.returncode in (0, 4) and json.loads(done.stdout)["gpu"] == "H100 SXM"
