@@ -26,6 +26,7 @@ EXACT = """
     gpt-oss-20b 20_914_757_184 gpt-oss-120b 116_829_156_672 moonlight-16b-a3b 15_960_108_544
     deepseek-v3 671_026_404_352 kimi-k2 1_026_408_209_408 cs336-small 128_625_408
     cs336-medium 423_183_360 cs336-large 969_411_840 cs336-xl 1_998_235_200 cs336-2.7b 3_406_809_600
+    moe-0.7b 738_880_000
 """.split()
 EXACT = dict(zip(EXACT[::2], map(int, EXACT[1::2]), strict=True))
 # Billions that a token uses, as published; gpt-oss's 3.6 and 5.1 leave out the embedding's 0.58.

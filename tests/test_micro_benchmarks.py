@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks import attention, collectives
+from benchmarks import attention
 from llm_train_bench.base.hardware import devices, find_hardware
+from llm_train_bench.measure.collective_rates import COLLECTIVES
 from llm_train_bench.settings.command_line import parse_args
 from llm_train_bench.settings.flags import Script
 from llm_train_bench.settings.plan import make_plan
@@ -32,7 +33,7 @@ def test_collectives_run_and_estimates_take_their_rate(own_hardware):
     own, flags = own_hardware(), "--device cpu --mib 0.01 1 --rounds 1 --no-save --hardware h100"
     known = find_hardware("h100")
     done = python("benchmarks/collectives.py --nproc 2", flags)
-    assert all(done.stdout.count(kind) == 2 for kind in collectives.KINDS)
+    assert all(done.stdout.count(kind) == 2 for kind in COLLECTIVES)
     (entry,) = json.loads(own.read_text())["devices"]
     devices.cache_clear()
     found = find_hardware("h100")
