@@ -3,7 +3,7 @@
     python check.py
     python check.py --only gpt2-125m-bf16 --at-least 95%
 
-Takes ten minutes on a GPU, three on a CPU. docs/CHECK.md explains the figures and their references.
+Takes ten minutes on a GPU, one to three on a CPU. docs/CHECK.md explains figures and references.
 """
 
 import contextlib
@@ -74,6 +74,13 @@ def main(argv: Sequence[str]) -> int:
     kind = detect_platform()
     device = "cpu" if kind == "cpu" else "cuda"
     chosen = [workload_named(name) for name in args.only]
+    if wrong := [w.name for w in chosen if w.device != device]:
+        raise UsageError(f"--only {wrong[0]}: is not for this machine, which has {kind}")
+    for place in filter(None, (args.output_dir, args.archive and Path(args.archive).parent)):
+        try:
+            Path(place).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{place}: cannot be written: {error.strerror}") from None
     chosen = chosen or [w for w in workloads().values() if w.device == device]
     ranks = args.nproc or gpu_count(kind)
     with contextlib.contextmanager(machine_check.output_directory)(args.output_dir) as directory:

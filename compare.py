@@ -19,7 +19,8 @@ import llm_train_bench.base.start  # noqa: F401
 from llm_train_bench.base.errors import UsageError, printable
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.check.public_site import write_site
-from llm_train_bench.check.share import share
+from llm_train_bench.check.share import Refused, share
+from llm_train_bench.check.verify import verify_file
 from llm_train_bench.compare import report
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import gate
@@ -130,6 +131,10 @@ def main(argv: Sequence[str]) -> int:
             return gate(args.results, path, args.tolerance, update, allowed, directory)
         if args.share:
             gone = share(map(Path, args.results), Path(args.share))
+            try:
+                verify_file(Path(args.share))
+            except Refused as refusal:
+                raise UsageError(f"--share: {args.share} would be refused: {refusal}") from None
             print(f"wrote {args.share}, without: {', '.join(gone)}")
             return 0
         facts = log_facts(args.log, args.log_pattern)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_train_bench import __version__
-from llm_train_bench.base.errors import printable_data
+from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.base.files import write_whole
 from llm_train_bench.base.hardware import Hardware, device_called, devices
 from llm_train_bench.check.references import PUBLISHED
@@ -22,6 +22,8 @@ TEMPLATE = Path(__file__).parent / "site_page.html"
 
 def write_site(folder: Path, directory: Path, say: Callable[[str], None]) -> int:
     """Write directory/index.html; 0, or 1 if a file of the folder was refused."""
+    if not folder.is_dir():
+        raise UsageError(f"--site {folder}: no such folder")
     refused: list[str] = []
     files = verified_files(folder, refused.append)
     for line in refused:
@@ -53,7 +55,7 @@ def shared_row(submitter: str, path: Path, v: Verified) -> dict[str, Any]:
     """A file as the page's script takes it."""
     r, m = v.shared.result, v.shared.result.metrics
     e, observed = r.environment, r.observed
-    hardware = device_called(r.device.name) or device_called(r.device.hardware)
+    hardware = device_called(r.device.hardware)
     kernels = []
     if observed:
         kernels += [f"{k}: {', '.join(v)}" for k, v in sorted(observed.attention.items())]

@@ -53,10 +53,11 @@ EXACT = 1e-6
 # A word that says a version, a format, a kernel or a value of a flag: no path, address or sentence.
 WORD = re.compile(r"(?![0-9a-zA-Z]{24})[\w.+:, =()-]{0,80}", re.ASCII)
 DEVICE_NAME = re.compile(r"(?=.*[A-Za-z])[\w.+,@()/ -]{2,120}", re.ASCII)
-# Values of variables: switches, numbers, versions, lists, constants, and key:value of an allocator.
+# Values of variables: switches, numbers, versions, NCCL's constants, and key:value of an allocator.
 SETTING = re.compile(
-    r"true|false|on|off|(?!(?:\d+\.){3}\d+$)\d[\d.,;+-]{0,30}|\d{1,12}[\d.]{0,8}[a-zA-Z]{0,3}|[A-Z][A-Z0-9_,]{0,24}|"
-    r"(?:[a-z_]{2,40}:(?:True|False|[\d.]+),?){1,4}",
+    r"true|false|on|off|\d{1,6}|\d{1,3}(?:\.\d{1,4}){1,2}(?:[-+]\d{1,3}|[a-z])?|"
+    r"WARN|INFO|VERSION|RING|TREE|SIMPLE|LL|LL128|SYS|PIX|PXB|PHB|NVL|LOC|ACTIVE|PASSIVE|"
+    r"(?:[a-z_]{2,40}:(?:True|False|[\d.]{1,8}),?){1,4}",
     re.ASCII,
 )
 # Variables whose values name hosts, devices of a network, jobs or places.
@@ -70,6 +71,13 @@ COMPILED_METRICS = "compile_s n_compiled_graphs n_graph_breaks n_recompilations"
 # Facts of the environment by their kinds.
 TEXTS = ("os", "python", "cpu", "cuda", "hip", "nccl", "driver")
 NUMBERS = ("cpu_count", "torch_threads", "cudnn")
+
+
+# Keys of configs whose values are words.
+TEXT_KEYS = frozenset(
+    "model_type hidden_act hidden_activation activation_function rope_type type layer_types "
+    "scoring_func topk_method position_embedding_type arch_name".split()
+)
 
 
 class Refused(Exception):
@@ -140,6 +148,7 @@ def canonical(run: SharedRun) -> Result:
         deep=True,
         update={
             "notes": [],
+            "unfit_reasons": [],
             "error": None,
             "writer": Writer(host="", pid=0),
             "lineage": Lineage(
@@ -154,6 +163,14 @@ def canonical(run: SharedRun) -> Result:
             "attention_kernel": word(r.attention_kernel),
             "linear": word(r.linear),
             "environment": _environment(r.environment),
+            "devices": [
+                u.model_copy(
+                    update={"throttled": {k: v for k, v in u.throttled.items() if word(k)}}
+                    if u.throttled is not None
+                    else {}
+                )
+                for u in r.devices
+            ],
             "observed": _observed(r.observed),
             "ranks": [],
             "memory": None,
@@ -219,11 +236,8 @@ def _model(r: Result) -> tuple[ModelConfig | None, ModelInfo]:
         return None, ModelInfo(name="unknown", hash="0" * 16)
     pad = r.args.get("pad_vocab") if r.ours else 1
     config = parse_config(r.model.config, "config.json", pad if isinstance(pad, int) else 1)
-    raw = {
-        k: v
-        for k, v in r.model.config.items()
-        if k not in config.unknown_keys and not _private(k, v)
-    }
+    unknown = set(config.unknown_keys)
+    raw = {k: v for k, v in r.model.config.items() if k not in unknown and not _private(k, v)}
     name = f"{config.model_type}-{config.hash[:8]}"
     for path in sorted(CONFIGS.glob("*-*.json")):
         if path.stem == r.model.name and shipped_hash(path) == config.hash:
@@ -246,20 +260,25 @@ def shipped_hash(path: Path) -> str:
 
 
 def _private(key: str, value: Any) -> bool:
-    """Whether a key of a config may say more than the model's shape."""
+    """Whether a key of a config may say more than the model's shape; few keys have texts."""
     if isinstance(value, dict):
         return any(_private(k, v) for k, v in value.items())
     if isinstance(value, list):
         return any(_private(key, v) for v in value)
     text = isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9_.]{1,40}", value)
+    text = text or (isinstance(value, str) and key not in TEXT_KEYS)
     return key.startswith("_") or not re.fullmatch(r"\w{1,60}", key, re.ASCII) or text
 
 
 def _args(r: Result) -> dict[str, Any]:
     """The flags; those that only say where something is written have their defaults."""
     if not r.ours:
-        plain = {k: v for k, v in r.args.items() if word(k) and not SECRET.search(k)}
-        return {k: word(v) if isinstance(v, str) else v for k, v in plain.items()
+        names = [
+            k for k in r.args if re.fullmatch(r"\w{1,40}", k, re.ASCII) and not SECRET.search(k)
+        ]
+        plain = {k: r.args[k] for k in names}
+        return {k: (v if re.fullmatch(r"[A-Za-z]\w{0,23}", v, re.ASCII) else None)
+                if isinstance(v, str) else v for k, v in plain.items()
                 if v is None or isinstance(v, str | int | float)}  # fmt: skip
     args = dict(defaults(Args))
     for name in args.keys() - of_kind(OUTPUT):
@@ -342,6 +361,8 @@ def _environment(e: dict[str, Any]) -> dict[str, Any]:
     found["tf32"] = bool(e.get("tf32"))
     parts = {name: e.get(name) for name in ("libraries", "settings", "image", "numa")}
     parts = {name: value if isinstance(value, dict) else {} for name, value in parts.items()}
+    if len(parts["libraries"]) > 50 or len(parts["settings"]) > 200:
+        raise Refused("environment has more libraries or settings than a run tells")
     found["libraries"] = {str(k): word(v) for k, v in parts["libraries"].items() if word(k)}
     found["settings"] = {
         str(k): v
@@ -492,6 +513,8 @@ def _no_number(text: str) -> None:
 def _strange(value: Any, path: str = "") -> Iterator[str]:
     """Where data has numbers that no run has, or texts and lists that are too long."""
     if isinstance(value, dict):
+        if len(value) > 2000 or any(len(key) > 200 for key in value):
+            yield f"{path}: an object has more than 2,000 keys, or a key more than 200 characters"
         for key, inner in value.items():
             yield from _strange(inner, f"{path}.{key}".lstrip(".")[:LONGEST_TEXT])
     elif isinstance(value, list):

@@ -45,7 +45,7 @@ TIERS = {
 # seconds from the device's times. On an H200 it was within 0.2 of a step.
 STEP_LAG, CLOCKS_AGREE, CLOCK_S = 0.6, 0.03, 0.02
 # A plausible run has so many measured steps, or takes so long [s]; and so much of the estimated memory.
-FEWEST_STEPS, SHORTEST_S, MEMORY_AGREES = 10, 10.0, 0.5
+FEWEST_STEPS, SHORTEST_S, MEMORY_AGREES = 20, 20.0, 0.5
 REPRODUCED = 0.05
 # A device's average power by its counter, and by samples, and its average over the window.
 POWER_AGREES, ENERGY_AGREES = 0.25, 0.05
@@ -64,6 +64,7 @@ class Verified:
     known_hardware: bool = False
     rates: tuple[float, ...] = ()
     """Tokens/s per device of each of the file's runs; `shared` is the median run."""
+    runs: tuple[SharedRun, ...] = ()
 
     @property
     def number_format(self) -> str:
@@ -104,7 +105,7 @@ def verify_file(path: Path) -> Verified:
         raise Refused("a run is in it twice")
     rates = tuple(rate for run in runs for rate in run.rates)
     lowest, middle = min(runs, key=lambda v: v.tier), runs[(len(runs) - 1) // 2]
-    return dataclasses.replace(lowest, shared=middle.shared, rates=rates)
+    return dataclasses.replace(lowest, shared=middle.shared, rates=rates, runs=tuple(results))
 
 
 def verify_run(shared: SharedRun) -> Verified:
@@ -118,7 +119,7 @@ def verify_run(shared: SharedRun) -> Verified:
         if wrong := min(changed_paths(found, right), default=None, key=_order):
             shown = (str(_at(x, wrong))[:60] for x in (found, right))
             raise Refused("{} is {}; what the file holds gives {}".format(wrong, *shown))
-        hardware = device_called(r.device.name)
+        hardware = device_called(r.device.hardware)  # not of a part of a GPU
         check_devices(r, hardware)
         check_limits(r, hardware)
         rates = (r.metrics.tokens_per_sec_per_gpu or 0.0,)
@@ -175,6 +176,8 @@ def check_steps(shared: SharedRun) -> None:
         raise Refused(
             f"the measured steps are up to {max(map(abs, late)):.3g} s off the host's clock"
         )
+    if min(times) < 0.5 * statistics.median(times):
+        raise Refused("a measured step takes less than half of the median")
     began, ended = moment(r.started_at) or 0.0, moment(r.ended_at) or 0.0
     if not began - 2 <= steps[0].at <= at[-1] <= ended + 2 or ended > time.time() + 86_400:
         raise Refused("its steps lie outside the run's start and end, or in the future")
@@ -184,7 +187,8 @@ def check_steps(shared: SharedRun) -> None:
         whole = sum(r.step_times_s)
         if len(r.step_times_s) != n or min(r.step_times_s) <= 0:
             raise Refused(f"it has {len(r.step_times_s)} times of the slowest rank, and {n} steps")
-        if not 1 - EXACT <= whole / sum(times) <= 1.1:
+        near = all(0.5 < s / t < 2 for s, t in zip(r.step_times_s, times, strict=True))
+        if not near or not 1 - EXACT <= whole / sum(times) <= 1.1:
             raise Refused("the slowest rank's times are not near those of the steps")
 
 
@@ -201,6 +205,11 @@ def _check_step(s: SharedStep, r: Result) -> None:
         raise Refused(f"step {s.step} has {s.tokens} tokens, not {r.batch.tokens_per_step}")
     if r.ours and s.loss is None:
         raise Refused(f"step {s.step} has no finite loss")
+    if (
+        not 0 <= (s.loss or 0) <= 1000
+        or min(s.grad_norm or 0, s.lr or 0, *s.micro_batch_times_s, 0) < 0
+    ):
+        raise Refused(f"step {s.step} has a loss, norm or rate that no run has")
 
 
 def check_devices(r: Result, hardware: Hardware | None) -> None:
@@ -218,6 +227,12 @@ def check_devices(r: Result, hardware: Hardware | None) -> None:
         numbers = [v for v in u.model_dump().values() if isinstance(v, float)]
         if min([*numbers, *(u.throttled or {}).values(), u.other_processes or 0], default=0) < 0:
             raise Refused(f"rank {u.rank} has a reading below 0")
+        if u.n_samples < 0 or max([*(u.throttled or {}).values()], default=0) > 1.05:
+            raise Refused(f"rank {u.rank} has a part of the window above 1, or samples below 0")
+        if (u.temperature_max_c or 0) > 150 or (u.sm_clock_mean_mhz or 0) > 5000:
+            raise Refused(f"rank {u.rank} is hotter than 150 C, or faster than 5 GHz")
+        if (u.memory_mean_gib or 0) > 1.05 * (r.device.memory_gib or math.inf):
+            raise Refused(f"rank {u.rank} held more memory than it has")
         if (u.energy_j is None) != (u.average_power_w is None):
             raise Refused(f"rank {u.rank} has energy without power, or the reverse")
         if u.energy_j is not None and u.average_power_w is not None:
@@ -250,6 +265,10 @@ def check_limits(r: Result, hardware: Hardware | None) -> None:
     for name, value in m.model_dump().items():
         if isinstance(value, float) and value < 0 and "drift" not in name and "loss" not in name:
             raise Refused(f"metrics.{name} is {value:.4g}, below 0")
+    if max(m.stolen_cpu_fraction or 0, m.other_cpu_fraction or 0) > 1.05:
+        raise Refused("other processes took more than all CPU time")
+    if (m.peak_reserved_gib or math.inf) < (m.peak_allocated_gib or 0.0):
+        raise Refused("more memory was allocated than reserved")
     tflops = m.model_tflops_per_gpu_causal or 0.0
     if d.type == "cpu":
         cores = re.search(r"(\d+) cores?\)$", d.name)
@@ -312,9 +331,19 @@ def third_tier(
         return {"why_not_higher": f"nobody knows the losses of {workload.shape} in {number_format}"}
     if wrong := workload.wrong_steps(number_format, [s.model_dump() for s in shared.steps]):
         raise Refused(wrong)
-    kernels = " ".join(r.observed.matmuls) if r.observed else ""
-    if kernels and number_format.replace("tf32", "fp32") not in kernels:
+    kernels: dict[str, float] = {}
+    for name, count in r.observed.matmuls.items() if r.observed else ():
+        kernels[name.split()[-1]] = kernels.get(name.split()[-1], 0.0) + count
+    wanted = number_format.replace("tf32", "fp32")
+    if kernels and (
+        min(kernels.values()) < 0
+        or kernels.get(wanted, 0.0) < max(kernels.values())
+        or (wanted != "fp8" and "fp8" in kernels)
+    ):
         raise Refused(f"it says {number_format}, and the kernels that ran are {kernels}")
+    asked = r.args.get("attention")
+    if asked not in ("auto", r.attention_kernel):
+        raise Refused(f"it asked for {asked} attention, and {r.attention_kernel} ran")
     if r.unfit:
         return {
             "why_not_higher": f"its figures are not of an undisturbed run: {'; '.join(r.unfit)}"
@@ -352,7 +381,7 @@ def fourth_tier(
     for submitter, other in others:
         if _same_name(submitter, author) or other.tier < 3 or other.what != one.what:
             continue
-        if is_copy(one.shared, other.shared):
+        if any(is_copy(a, b) for a, b in itertools.product(one.runs, other.runs)):
             away.append(f"the file of {submitter} is a copy")
             continue
         if abs(other.rate / one.rate - 1) <= REPRODUCED:
@@ -376,8 +405,13 @@ def is_copy(a: SharedRun, b: SharedRun) -> bool:
         return True
     if {s.at for s in a.steps} & {s.at for s in b.steps}:
         return True
-    ratios = [s / t for s, t in zip(x.step_times_s, y.step_times_s, strict=False)]
-    return len(ratios) > 2 and statistics.pstdev(ratios) < 1e-5 * statistics.fmean(ratios)
+    first, second = ([s.step_time_s for s in run.steps] for run in (a, b))
+    for shift in range(-4, 5):  # a few steps may be left out
+        pairs = zip(first[max(0, shift) :], second[max(0, -shift) :], strict=False)
+        ratios = [s / t for s, t in pairs][2:]
+        if len(ratios) > 2 and statistics.pstdev(ratios) < 1e-3 * statistics.fmean(ratios):
+            return True
+    return False
 
 
 def shared_files(folder: Path, hardware: str = "*") -> Iterator[tuple[str, Path]]:
@@ -409,7 +443,7 @@ def check_place(path: Path, author: str, r: Result) -> None:
         or not SUBMITTER.fullmatch(author)
         or not re.fullmatch(r"[\w.-]{1,100}\.json", path.name, re.ASCII)
     ):
-        raise Refused(f"a file of {author} belongs into results/{hardware}/{author}/NAME.json")
+        raise Refused(f"a file of {author} belongs in results/{hardware}/{author}/NAME.json")
 
 
 def show_tier(
