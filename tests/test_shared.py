@@ -131,6 +131,21 @@ def with_args(*also, **args):
     return change
 
 
+def fast_first_step(content) -> None:
+    step = content["runs"][0]["steps"][10]
+    for name in (
+        "step_time_s",
+        "forward_time_s",
+        "backward_time_s",
+        "optimizer_time_s",
+        "data_time_s",
+    ):
+        step[name] *= 1e-3
+    window = sum(s["step_time_s"] for s in content["runs"][0]["steps"][10:])
+    content["runs"][0]["result"]["devices"][0]["energy_j"] = 690.36 * window
+    refill(content)
+
+
 def refilled(change):
     return lambda content: (change(content), refill(content))
 
@@ -251,6 +266,19 @@ ATTACKS = {
     "libraries that are a text": (at(f"{R}.environment.libraries", "x"), "libraries"),
     "a name with a space": (a_loop, "entrypoint"),
     "a run twice": (lambda c: c["runs"].append(copy.deepcopy(c["runs"][0])), "twice"),
+    "a first step of no time": (fast_first_step, "less than half of the median"),
+    "a part of a GPU": (refilled(at(f"{D}.memory_gib", 43.0)), None),
+    "kernels of FP8": (refilled(at(f"{R}.observed.matmuls", {"cublas bf16": 1, "x fp8": 2})),
+                                   "kernels that ran"),
+    "fewer than no kernels": (refilled(at(f"{R}.observed.matmuls", {"cublas bf16": -9.0})), "kernels"),
+    "attention that was not asked for": (refilled(at(f"{R}.args.attention", "flash")), "cudnn ran"),
+    "a loss below 0": (at("steps.25.loss", -50.0), "that no run has"),
+    "a learning rate below 0": (at("steps.25.lr", -1.0), "that no run has"),
+    "less reserved than allocated": (refilled(at(f"{M}.peak_reserved_gib", 1.0)), "than reserved"),
+    "a part above 1": (devices_reading(throttled={"power cap": 5.0}), "above 1"),
+    "a fire": (devices_reading(temperature_max_c=5000.0), "150 C"),
+    "reasons with a path": (devices_reading(throttled={"/home/x <script>": 0.5}), None),
+    "a huge config": (at(f"{R}.model.config.more", {str(i): i for i in range(3000)}), "2,000 keys"),
     "a huge batch": (at(f"{R}.args.bsz", "auto"), "bsz|batch"),
 }  # fmt: skip
 
@@ -259,8 +287,10 @@ ATTACKS = {
 def test_an_inconsistent_file_is_refused(name, shared, verified):
     change, words_of_it = ATTACKS[name]
     change(shared)
-    if words_of_it is None:  # it is another setting, and its memory or kernels may agree
-        assert verified(shared).what != verify_file(SHARED).what
+    if words_of_it is None:  # it is another setting or device, or the text is gone
+        v = verified(shared)
+        text = v.shared.model_dump_json()
+        assert (v.what != verify_file(SHARED).what and v.tier < 4) or "/home" not in text
         return
     with pytest.raises((Refused, share.UsageError)) as refusal:
         verified(shared)

@@ -279,6 +279,7 @@ def check_limits(r: Result, hardware: Hardware | None) -> None:
         return
     if d.memory_gib is None or m.peak_allocated_gib is None:
         raise Refused("device.memory_gib or metrics.peak_allocated_gib is missing")
+    hardware = hardware or device_called(d.name)  # a part of a GPU has the whole one's limits
     if hardware is None:
         if near := similar_devices(d.name):
             raise Refused(f"device.name {d.name} is like {near}, and is none of its names")
