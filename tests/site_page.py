@@ -104,7 +104,7 @@ def test_a_row_opens_to_its_evidence_by_keyboard(page):
     button.send_keys(Keys.ENTER)
     text = browser.find_element(By.CSS_SELECTOR, "td.evidence").text
     for words in ("why not higher", "nobody else has reproduced it", "torch 2.11.0", "driver 580",
-                  "train.py --from", "cudnn", "989.4 TFLOP/s dense BF16"):  # fmt: skip
+                  "train.py configs/gpt2-125m.json", "cudnn", "989.4 TFLOP/s dense BF16"):  # fmt: skip
         assert words in text, words
     assert "open=" in browser.execute_script("return location.hash")
 
