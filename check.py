@@ -6,7 +6,6 @@
 Takes ten minutes on a GPU, one to three on a CPU. docs/CHECK.md explains figures and references.
 """
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"{place}: cannot be written: {error.strerror}") from None
     chosen = chosen or [w for w in workloads().values() if w.device == device]
     ranks = args.nproc or gpu_count(kind)
-    with contextlib.contextmanager(machine_check.output_directory)(args.output_dir) as directory:
+    with machine_check.output_directory(args.output_dir) as directory:
         result = machine_check.check_machine(
             kind,
             chosen,

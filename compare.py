@@ -134,6 +134,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 verify_file(Path(args.share))
             except Refused as refusal:
+                Path(args.share).unlink()
                 raise UsageError(f"--share: {args.share} would be refused: {refusal}") from None
             print(f"wrote {args.share}, without: {', '.join(gone)}")
             return 0

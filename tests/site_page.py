@@ -77,7 +77,7 @@ def choose(browser, name: str, value: str) -> None:
 
 def test_filter_sort_open_and_link(page):
     browser = page(rows_of_ours())
-    assert len(cells(browser, "model")) == 6
+    assert len(cells(browser, "model")) == len(FILES)
     assert cells(browser, "model")[0] == "gpt2-125m"  # the fastest first
     choose(browser, "filter-format", "fp8")
     assert cells(browser, "precision") == ["fp8"] * 2 and "2 of 6" in browser.page_source

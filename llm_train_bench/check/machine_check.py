@@ -250,6 +250,7 @@ def pack(c: MachineCheck, archive: Path) -> None:
             packed.add(file, file.name)
 
 
+@contextlib.contextmanager
 def output_directory(wanted: str | None) -> Iterator[Path]:
     """Where a check writes its runs: the directory that was asked for, or one that is removed."""
     if wanted:

@@ -2,7 +2,7 @@
 
 The file holds results and their steps. All that can be derived is derived (`canonical`): --share writes
 it, and --verify refuses a file that differs. What remains are times, losses, readings of sensors, the
-model's config, flags and versions. Texts are words of known kinds, so no path, name or secret is one.
+model's config, flags and versions. Texts are versions and words of known kinds.
 """
 
 import datetime
@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from llm_train_bench.base.errors import UsageError, printable_data
 from llm_train_bench.base.files import SECRET, write_whole
 from llm_train_bench.base.hardware import find_peaks, name_of_part
 from llm_train_bench.base.strict import Strict, first_problem
 from llm_train_bench.check.references import plan_of_result
+from llm_train_bench.check.workloads import model_hash
 from llm_train_bench.formulas.flops import flops_per_token
 from llm_train_bench.formulas.parameters import count_parameters, linear_parameters
 from llm_train_bench.model.config import ModelConfig, parse_config
@@ -50,7 +51,7 @@ FORMAT, VERSION = "llm-train-bench shared result", 1
 MOST_BYTES, MOST_RUNS, MOST_STEPS, MOST_DEVICES = 8 * 2**20, 20, 20_000, 100_000
 LONGEST_TEXT, LONGEST_LIST = 400, 20_000
 EXACT = 1e-6
-# A word that says a version, a format, a kernel or a value of a flag: no path, address or sentence.
+# A version, or a few plain words: no path, no mail address, and no key that is long.
 WORD = re.compile(r"(?![0-9a-zA-Z]{24})[\w.+:, =()-]{0,80}", re.ASCII)
 DEVICE_NAME = re.compile(r"(?=.*[A-Za-z])[\w.+,@()/ -]{2,120}", re.ASCII)
 # Values of variables: switches, numbers, versions, NCCL's constants, and key:value of an allocator.
@@ -71,8 +72,6 @@ COMPILED_METRICS = "compile_s n_compiled_graphs n_graph_breaks n_recompilations"
 # Facts of the environment by their kinds.
 TEXTS = ("os", "python", "cpu", "cuda", "hip", "nccl", "driver")
 NUMBERS = ("cpu_count", "torch_threads", "cudnn")
-
-
 # Keys of configs whose values are words.
 TEXT_KEYS = frozenset(
     "model_type hidden_act hidden_activation activation_function rope_type type layer_types "
@@ -84,37 +83,14 @@ class Refused(Exception):
     """A file that contradicts itself or what is known; the message says where."""
 
 
-class SharedStep(Strict):
-    """A step, as in steps.jsonl."""
-
-    step: int
-    phase: Literal["warmup", "measure"]
-    loss: float | None
-    lr: float | None
-    grad_norm: float | None
-    step_time_s: float
-    tokens: int
-    data_time_s: float
-    forward_time_s: float | None
-    backward_time_s: float | None
-    optimizer_time_s: float | None
-    idle_time_s: float = 0.0
-    saved: Literal[False] = False
-    at: float = 0.0
-    compile_s: float = 0.0
-    micro_batch_times_s: list[float] = Field(default_factory=list)
-
-    def as_step(self) -> Step:
-        """The step as the figures take it."""
-        fields = self.model_dump(exclude={"micro_batch_times_s"})
-        return Step(**fields, micro_batch_times_s=tuple(self.micro_batch_times_s))
+STEP_OF_A_FILE = TypeAdapter(Step)
 
 
 class SharedRun(Strict):
     """A result with its steps."""
 
     result: Result
-    steps: list[SharedStep] = Field(max_length=MOST_STEPS)
+    steps: list[Step] = Field(max_length=MOST_STEPS)
 
 
 class SharedFile(Strict):
@@ -157,7 +133,7 @@ def canonical(run: SharedRun) -> Result:
             "run_name": model.name,
             "version": word(r.version) or "unknown",
             "entrypoint": r.entrypoint if r.ours else "Meter",
-            "args": _args(r),
+            "args": _args(r, model.name),
             "model": model,
             "device": _device(r),
             "attention_kernel": word(r.attention_kernel),
@@ -181,8 +157,7 @@ def canonical(run: SharedRun) -> Result:
     clean.metrics = Metrics(**{name: getattr(r.metrics, name) for name in READ_METRICS})
     m = clean.metrics
     m.energy_source = word(r.metrics.energy_source)
-    steps = [s.as_step() for s in run.steps]
-    phases = {name: [s for s in steps if s.phase == name] for name in ("warmup", "measure")}
+    phases = {name: [s for s in run.steps if s.phase == name] for name in ("warmup", "measure")}
     if r.device.count == 1:
         clean.step_times_s = []  # of several ranks they are the slowest's
     plan = None
@@ -239,9 +214,9 @@ def _model(r: Result) -> tuple[ModelConfig | None, ModelInfo]:
     unknown = set(config.unknown_keys)
     raw = {k: v for k, v in r.model.config.items() if k not in unknown and not _private(k, v)}
     name = f"{config.model_type}-{config.hash[:8]}"
-    for path in sorted(CONFIGS.glob("*-*.json")):
-        if path.stem == r.model.name and shipped_hash(path) == config.hash:
-            name = path.stem
+    shipped = CONFIGS / f"{r.model.name}.json"
+    if re.fullmatch(r"[\w.-]+", r.model.name) and shipped.exists():
+        name = shipped.stem if model_hash(str(shipped)) == config.hash else name
     config = parse_config(raw, f"configs/{name}.json", config.vocab_multiple)
     return config, ModelInfo(
         name=name,
@@ -252,11 +227,6 @@ def _model(r: Result) -> tuple[ModelConfig | None, ModelInfo]:
         shape=storable(json.loads(json.dumps(config.shape()))),
         config=raw,
     )
-
-
-def shipped_hash(path: Path) -> str:
-    """The hash of a shipped config."""
-    return parse_config(parse_json(path.read_text(encoding="utf-8")), path).hash
 
 
 def _private(key: str, value: Any) -> bool:
@@ -270,7 +240,7 @@ def _private(key: str, value: Any) -> bool:
     return key.startswith("_") or not re.fullmatch(r"\w{1,60}", key, re.ASCII) or text
 
 
-def _args(r: Result) -> dict[str, Any]:
+def _args(r: Result, model: str) -> dict[str, Any]:
     """The flags; those that only say where something is written have their defaults."""
     if not r.ours:
         names = [
@@ -287,7 +257,7 @@ def _args(r: Result) -> dict[str, Any]:
         args[name] = r.args[name]
     args |= {name: "file" for name in ("data", "val_data", "init_from") if args[name] not in
              ("synthetic", None)}  # fmt: skip
-    args["config"] = f"configs/{_model(r)[1].name}.json"
+    args["config"] = f"configs/{model}.json"
     args |= {"device": r.device.type, "peak_tflops": r.args.get("peak_tflops")}
     if not isinstance(args["bsz"], int):
         raise Refused(f"args.bsz is {str(args['bsz'])[:40]}, and a run's is a number")
@@ -493,7 +463,7 @@ def read_shared(path: Path) -> SharedFile:
         for run in runs[:MOST_RUNS] if isinstance(runs, list) else ():
             steps = run.get("steps") if isinstance(run, dict) else None
             for step in steps if isinstance(steps, list) else ():
-                SharedStep.model_validate(step, strict=True)
+                STEP_OF_A_FILE.validate_json(json.dumps(step), strict=True)
         return SharedFile.model_validate_json(json.dumps(printable_data(content)), strict=True)
     except ValidationError as error:
         raise UsageError(f"{path}: {first_problem(error)}") from None

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import ConfigDict
+
 from llm_train_bench.base.errors import printable_data
 from llm_train_bench.base.files import shown_word
 from llm_train_bench.model.json_keys import parse_json
@@ -202,6 +204,8 @@ class Step:
 
     None is what a loop of others did not tell.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # of a shared file's steps
 
     step: int
     phase: str
