@@ -439,6 +439,38 @@ def test_another_submitter_reproduces_it_but_a_copy_or_oneself_does_not(shared, 
         assert tier.tier == 3 and "is a copy" in said
 
 
+def same_start(copied, original) -> None:
+    set_at(copied, f"{R}.started_at", original["runs"][0]["result"]["started_at"])
+
+
+def same_clock(copied, original) -> None:
+    for step, was in zip(copied["runs"][0]["steps"], original["runs"][0]["steps"], strict=True):
+        step["at"] = was["at"]
+
+
+def same_times(copied, original, factor=1.02) -> None:
+    for step, was in zip(copied["runs"][0]["steps"], original["runs"][0]["steps"], strict=True):
+        step["step_time_s"] = factor * was["step_time_s"]
+
+
+def same_times_a_step_later(copied, original) -> None:
+    steps, was = (c["runs"][0]["steps"] for c in (copied, original))
+    for step, before in zip(steps[1:], was, strict=False):
+        step["step_time_s"] = before["step_time_s"] * (1 + 3e-5 * (step["step"] % 2))
+
+
+@pytest.mark.parametrize(
+    "alike", [same_start, same_clock, same_times, same_times_a_step_later, None]
+)
+def test_one_trait_gives_a_copy_away(alike, shared):
+    """All others were changed; two runs that share none are no copy."""
+    other = another_run(shared)
+    if alike:
+        alike(other, shared)
+    one, two = (share.SharedRun.model_validate(c["runs"][0]) for c in (shared, other))
+    assert verify.is_copy(one, two) is bool(alike)
+
+
 def test_repeats_are_one_file_and_others_are_refused(shared, verified):
     both = shared["runs"] + another_run(shared)["runs"]
     v = verified({**shared, "runs": both})
