@@ -198,6 +198,8 @@ CAUSES = {
     "shared card": (lambda r: setattr(r.devices[0], "other_processes", 2), "2 other", "doctor.py"),
     "stolen time": (lambda r: setattr(r.metrics, "stolen_cpu_fraction", 0.2), "20%", "overbooked"),
     "busy CPU": (lambda r: setattr(r.metrics, "other_cpu_fraction", 0.8), "took 80%", "top"),
+    "drift": (lambda r: setattr(r, "step_times_s", [0.2 + 0.001 * i for i in range(30)]),
+              "step time changed by", "--warmup-steps"),
     "fallback kernel": (lambda r: setattr(r.observed, "mismatches", ["fp32 matmuls ran"]),
                         "fp32 matmuls ran", "update PyTorch"),
     "plain attention": (lambda r: setattr(r, "attention_kernel", "math"), "plain matmuls", "head size"),
