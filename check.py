@@ -9,6 +9,7 @@ Takes ten minutes on a GPU, one to three on a CPU. docs/CHECK.md explains figure
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(f"{place}: cannot be written: {error.strerror}") from None
     chosen = chosen or [w for w in workloads().values() if w.device == device]
     ranks = args.nproc or gpu_count(kind)
-    with machine_check.output_directory(args.output_dir) as directory:
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(args.output_dir or temporary)
         result = machine_check.check_machine(
             kind,
             chosen,

@@ -122,9 +122,10 @@ def test_a_part_of_several_workloads_is_their_geometric_mean():
     assert "not judged: moe" in judge_machine([figure(1.0), missing], 0.9)[2]
 
 
-def stand_in(told_rates=None, use=None, run=None, device="NVIDIA H200"):
+def stand_in(told_rates=None, use=None, run=None, memory_gib=139.8):
     """check_machine with a stand-in for what is measured: runs of an H200."""
-    told = {"device": device, "rates": told_rates or {}, "use": DeviceUse(rank=0, **use or {})}
+    told = {"device": "NVIDIA H200", "memory_gib": memory_gib, "rates": told_rates or {}}
+    told["use"] = DeviceUse(rank=0, **use or {})
     told["use"] = told["use"].model_dump()
 
     def run_workload(w, ranks, directory):
@@ -472,3 +473,23 @@ def test_a_survey_prints_a_verdict_for_each_node(capsys):
     out = capsys.readouterr().out
     assert "| node 0 (a) |   0-1 |" in out and "FAIL: node 1 (b): computes at 40%" in out
     assert Path(check.__file__).exists() and "all_reduce" in out
+
+
+def test_an_archive_is_made_of_a_disturbed_run_too(tmp_path):
+    """A vendor gets the figures and findings; the run itself is not one to share."""
+
+    def saved(content):
+        content["metrics"]["window_saves"] = 1
+
+    c = checked(tmp_path, ("gpt2-125m-bf16", "gpt2-1.5b-bf16"), run=saved)
+    machine_check.pack(c, tmp_path / "a.tgz")
+    with tarfile.open(tmp_path / "a.tgz") as packed:
+        told = json.load(packed.extractfile("check.json"))
+        assert "gpt2-125m-bf16.json" not in packed.getnames()
+    assert len(told["figures"]) == 2 and told["verdict"] == c.verdict
+
+
+def test_a_part_of_a_gpu_has_no_reference_of_the_whole(tmp_path):
+    whole = checked(tmp_path / "1", told_rates={"matmul bf16": 90.0})
+    part = checked(tmp_path / "2", told_rates={"matmul bf16": 90.0}, memory_gib=17.0)
+    assert whole.figures[0].reference.value == 794.5 and part.figures[0].reference is None

@@ -15,7 +15,7 @@ from typing import Any
 from llm_train_bench import __version__
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import ROOT
-from llm_train_bench.base.hardware import Hardware, device_called
+from llm_train_bench.base.hardware import Hardware, device_called, name_of_part
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.check import findings
@@ -163,7 +163,7 @@ def check_machine(
     say("rates ...")
     told = probe_device(device, directory)
     rates = told["rates"]
-    hardware = device_called(told["device"])
+    hardware = device_called(name_of_part(told["device"], told["memory_gib"]))
     if ranks == 1 and (entry := rates.get("entry")):
         hardware = Hardware(driver_names=(entry["name"],), **entry)
     result = MachineCheck(told["device"], ranks, list(rate_figures(rates, hardware)), found)
@@ -201,7 +201,7 @@ def show_check(c: MachineCheck) -> None:
     for f in c.figures:
         r = f.reference
         value = f.missing or number(f.value, ",.4g" if (f.value or 0) < 1000 else ",.0f")
-        known = ("none", "", "", "nobody has published one that we know")
+        known = ("none", "", "", "")
         if r:
             form = ",.4g" if r.value < 1000 else ",.0f"
             known = (format(r.value, form), r.kind, number(f.part, ".0%"), r.source)
@@ -239,7 +239,8 @@ def pack(c: MachineCheck, archive: Path) -> None:
         top = Path(folder)
         (top / "check.json").write_text(json.dumps(c.as_json(), indent=1), encoding="utf-8")
         for name, run in c.runs.items():
-            share([run], top / f"{name}.json")
+            with contextlib.suppress(UsageError):  # a disturbed run is in the figures alone
+                share([run], top / f"{name}.json")
         for command in ("nvidia-smi -q", "rocm-smi --showallinfo", "amd-smi static"):
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 done = subprocess.run(
@@ -248,14 +249,3 @@ def pack(c: MachineCheck, archive: Path) -> None:
                 (top / f"{command.split()[0]}.txt").write_text(done.stdout, encoding="utf-8")
         for file in sorted(top.iterdir()):
             packed.add(file, file.name)
-
-
-@contextlib.contextmanager
-def output_directory(wanted: str | None) -> Iterator[Path]:
-    """Where a check writes its runs: the directory that was asked for, or one that is removed."""
-    if wanted:
-        Path(wanted).mkdir(parents=True, exist_ok=True)
-        yield Path(wanted)
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield Path(temporary)
