@@ -13,16 +13,16 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import llm_train_bench.base.start  # noqa: F401
 
 import numpy as np
 
-from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base.errors import UsageError
 from llm_train_bench.base.files import walk
+from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.base.tool_main import run_tool, tool
 from llm_train_bench.model.json_keys import plain_file
 from llm_train_bench.settings.command_line import parse_dataclass
@@ -83,9 +83,12 @@ def prepare(args: PrepareArgs) -> None:
     if args.val_fraction and not args.val_fraction / 4 < part <= min(0.99, 2 * args.val_fraction):
         # Documents are too few or too unlike to hold out whole ones: hold out the end of the text.
         arrays = [encode(text) for text in read_texts(paths, inputs)]
-        stream = np.concatenate(arrays or [np.zeros(0, np.uint8)])
-        cut = round(len(stream) * (1 - args.val_fraction))
-        parts = {"train": [stream[:cut]], "val": [stream[cut:]]}
+        left = round(sum(map(len, arrays)) * (1 - args.val_fraction))
+        parts = {"train": [], "val": []}
+        for array in arrays:
+            parts["train"].append(array[:left])
+            parts["val"].append(array[left:])
+            left = max(0, left - len(array))
     else:
         split = {"train": [p for p in paths if p not in held_out], "val": sorted(held_out)}
         parts = {name: map(encode, read_texts(files, inputs)) for name, files in split.items()}
@@ -95,14 +98,26 @@ def prepare(args: PrepareArgs) -> None:
     # training text into the validation.
     with tempfile.TemporaryDirectory(dir=out) as unfinished:
         for name, arrays in parts.items():
-            total = write_tokens(Path(unfinished) / name, arrays, vocab_size)
+            ends: list[int] = []
+            total = write_tokens(Path(unfinished) / name, counted(arrays, ends), vocab_size)
+            with (Path(unfinished) / f"{name}.ends.npy").open("wb") as f:
+                np.save(f, np.unique([end for end in ends if end]))  # some documents have no tokens
             if not total:
                 first = ", ".join(map(str, paths[:3]))
                 raise UsageError(f"no text in {first}; nothing was written")
             print(f"{out / name}.bin: {total:,} tokens, vocabulary {vocab_size}")
-        (out / "val.bin").unlink(missing_ok=True)
+        for name in ("val.bin", "val.ends.npy"):
+            (out / name).unlink(missing_ok=True)
         for name in parts:
             (Path(unfinished) / name).replace(out / f"{name}.bin")
+            (Path(unfinished) / f"{name}.ends.npy").replace(out / f"{name}.ends.npy")
+
+
+def counted(arrays: Iterable[np.ndarray], ends: list[int]) -> Iterator[np.ndarray]:
+    """The arrays; where each ends among all goes into `ends`."""
+    for array in arrays:
+        ends.append((ends[-1] if ends else 0) + len(array))
+        yield array
 
 
 def find_texts(place: Path, stdlib: bool) -> list[Path]:

@@ -33,7 +33,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed)  # dropout; parameters and data have separate generators
     kernel = select_attention(work, plan.flex, device)
-    data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
+    sizes = work.config.vocab_size, work.batch, n_steps
+    data, val_data = open_data(files, *sizes, device, plan.packing)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced)
     fp8 = apply_fp8(model, work, device)
@@ -49,7 +50,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         optimizer = build_optimizer(model, plan.optimizer, fp8)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch)
-        micro_batches = batches(data, samples, device, files.n_workers)
+        micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)
         passes = loop.build_passes(run, model, micro_batches)
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)

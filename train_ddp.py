@@ -33,7 +33,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, plan.flex, device)
-    data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
+    sizes = work.config.vocab_size, work.batch, n_steps
+    data, val_data = open_data(files, *sizes, device, plan.packing)
     with torch.device("meta"):
         model = Transformer(work.config, work.batch.seq_len, plan.flex, work.balanced, layout)
     fp8 = apply_fp8(model, work, device)
@@ -50,7 +51,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         optimizer = replica_optimizer(model, plan.optimizer, fp8, work.ddp, device)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, ranks.rank)
-        micro_batches = batches(data, samples, device, files.n_workers)
+        micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)
         passes = loop.build_passes(run, ddp, micro_batches, ddp.no_sync)
         step = loop.build_step(run, ddp, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)

@@ -34,7 +34,8 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
     set_precision(work.amp, work.tf32, device)
     torch.manual_seed(files.seed + ranks.rank)  # dropout, which must differ between ranks
     kernel = select_attention(work, plan.flex, device)
-    data, val_data = open_data(files, work.config.vocab_size, work.batch, n_steps, device)
+    sizes = work.config.vocab_size, work.batch, n_steps
+    data, val_data = open_data(files, *sizes, device, plan.packing)
     with torch.device("meta"):
         model = Pipeline(work, plan.flex, layout)
     weights = check_pretrained(work.config, files.init_from)
@@ -53,7 +54,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         optimizer = build_optimizer(model, plan.optimizer)
         saver = build_saver(run, model, optimizer)
         samples = sample_plan(plan.schedule, work.batch, layout.data_rank)
-        micro_batches = batches(data, samples, device, files.n_workers)
+        micro_batches = batches(data, samples, device, files.n_workers, plan.schedule.start_sample)
         passes = loop.build_pipelined_passes(run, model, micro_batches)
         step = loop.build_step(run, model, optimizer, passes, saver)
         evaluate = loop.build_evaluation(run, model, val_data)

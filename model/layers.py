@@ -12,12 +12,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from llm_train_bench.model.block_attention import attend_in_blocks
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.fused_backward import BiasApart, Gelu, SplitHeads
 from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
 from llm_train_bench.model.shapes import RopeScaling, Yarn
 
 
@@ -115,11 +116,12 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines
-Mask = Tensor | BlockMask | None
+# What hides keys besides the causal rule: to be computed in pieces, by FlexAttention, or nothing.
+Mask = Seen | BlockMask | None
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, T, H, D) by tables of (T, D / 2); halves are paired as in Hugging Face weights.
+    """Rotate (B, T, H, D) by tables of (T, D / 2) or (B, T, D / 2); halves are paired as in Hugging Face.
 
     In fp32, rounded once. With tables of fewer elements the rest of a head stays as it is.
     """
@@ -127,7 +129,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return torch.cat((apply_rope(x[..., :turned], cos, sin), x[..., turned:]), dim=-1)
     if torch.compiler.is_compiling():  # one fused kernel
         first, second = x.float().chunk(2, dim=-1)
-        cos, sin = cos[:, None, :], sin[:, None, :]
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
     return _Rotation.apply(x, cos, sin)
 
@@ -147,7 +149,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    cos, sin = cos[:, None, :], sin[:, None, :]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     rotated = torch.empty_like(x)
     (first, second), (low, high) = x.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
     # The kernels read x's dtype, compute in that of the tables, and write x's dtype.
@@ -156,16 +158,38 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     return rotated
 
 
-def window_mask(seq_len: int, window: int, device: torch.device, flex: bool) -> Tensor | BlockMask:
-    """Causal mask in which position i sees i - window + 1 ... i: boolean (T, T), or a BlockMask."""
+def block_mask(
+    T: int, window: int | None, starts: Tensor | None, device: torch.device
+) -> BlockMask:
+    """FlexAttention's mask of T positions with a window, and of documents that begin at `starts` (B, T).
+
+    Blocks are told from their first and last positions. (create_block_mask evaluates T x T pairs.)
+    """
+    size = 128 * max(1, 2 ** math.ceil(math.log2(T / 128 / 1024)))  # at most 1024 blocks
+    n = -(-T // size)
+    begins = torch.zeros(1, T, dtype=torch.int64) if starts is None else starts
+    begins, reach = begins.to(device, non_blocking=True), window or T
 
     def visible(batch, head, query, key):
-        return (query >= key) & (query - key < window)
+        seen = (query >= key) & (query - key < reach)
+        return seen if starts is None else seen & (key >= begins[batch, query])
 
-    if flex:
-        return create_block_mask(visible, None, None, seq_len, seq_len, device=device)
-    position = torch.arange(seq_len, device=device)
-    return visible(None, None, position[:, None], position[None, :])
+    first = torch.arange(n, device=device) * size
+    last = (first + size - 1).clamp(max=T - 1)
+    # The first keys that some and that all queries of a block see; those before the block are seen whole.
+    low = torch.maximum(begins[:, first], first - reach + 1)
+    high = torch.maximum(begins[:, last], last - reach + 1)
+    row = torch.arange(n, device=device).expand(len(begins), n)
+    low, high = low // size, torch.minimum(-(-high // size), row)
+    high = torch.maximum(high, low)
+    column = torch.arange(n, device=device)
+    # Blocks low ... high - 1 and the diagonal are partial, high ... row - 1 full.
+    edge = (high - low).unsqueeze(-1)
+    partial = torch.where(column < edge, low.unsqueeze(-1) + column, row.unsqueeze(-1))
+    full = (high.unsqueeze(-1) + column).clamp(max=n - 1)
+    counts = [(high - low + 1)[:, None], partial[:, None], (row - high)[:, None], full[:, None]]
+    counts = [x.to(torch.int32).contiguous() for x in counts]
+    return BlockMask.from_kv_blocks(*counts, BLOCK_SIZE=size, mask_mod=visible, seq_lengths=(T, T))
 
 
 @functools.cache
@@ -179,7 +203,13 @@ def _compiled_flex_attention():
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float | None, blocks=False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | None,
+    dropout: float,
+    scale: float | None,
+    blocks=False,
 ) -> Tensor:
     """(B, H, T, D): attention of queries of that size over (B, K, S, D) keys and values.
 
@@ -195,30 +225,11 @@ def attend(
         # No fused kernel has groups in fp32: all T x T scores would be kept (pytorch/pytorch#181528).
         group = q.shape[1] // k.shape[1]
         k, v, gqa = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False
-    causal = mask is None
-    if blocks and causal:
+    if blocks:
         return attend_in_blocks(q, k, v, scale)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=gqa, scale=scale
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa, scale=scale
     )
-
-
-def attend_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float, scale: float, sinks: Tensor
-) -> Tensor:
-    """Attention in which each head's softmax has one more score, of `sinks` (H,), and no value for it.
-
-    `mask` (T, S + 1) has the sink's column first, always true. The score enters by one more key of
-    zeros, and one more element of each head: 1 in that key, the score in the queries. Heads grow by 8
-    elements, so that kernels can load them.
-    """
-    B, H, T, _ = q.shape
-    score = (sinks.to(q.dtype) / scale).view(1, H, 1, 1).expand(B, H, T, 1)
-    q = torch.cat((q, score, q.new_zeros(B, H, T, 7)), dim=-1)
-    k = F.pad(k, (0, 8, 1, 0))
-    one = F.one_hot(torch.tensor(k.shape[-1] - 8), k.shape[-1]).to(k)
-    k = torch.cat((one.expand(*k.shape[:2], 1, -1), k[:, :, 1:]), dim=2)
-    return attend(q, k, F.pad(v, (0, 0, 1, 0)), mask, dropout, scale)
 
 
 class Attention(nn.Module):
@@ -249,7 +260,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
-        """(B, T, d) to (B, T, d); `rope` is the tables for T positions, `mask` only for a window."""
+        """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
         x = self.layout.gather(x)
         B, T, _ = x.shape
         heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
@@ -270,12 +281,13 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
         """(B, T, H, D) queries over (B, S, K, D) keys and values; `first` is the first head's number."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        dropout = self.dropout if self.training else 0.0
-        if self.sinks is None:
-            y = attend(q, k, v, mask, dropout, self.scale, self.blocks)
+        sinks = None if self.sinks is None else self.sinks[first : first + q.shape[1]]
+        if isinstance(mask, Seen) or sinks is not None:
+            seen = mask if isinstance(mask, Seen) else Seen()
+            y = attend_in_pieces(q, k, v, seen, self.scale, sinks)
         else:
-            scale, sinks = self.scale or self.head_dim**-0.5, self.sinks[first : first + q.shape[1]]
-            y = attend_with_sinks(q, k, v, mask, dropout, scale, sinks)
+            dropout = self.dropout if self.training else 0.0
+            y = attend(q, k, v, mask, dropout, self.scale, self.blocks)
         return y.transpose(1, 2)
 
 

@@ -6,7 +6,7 @@ methods here and knows no process group; parallel/layout.py has the layout of se
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,45 @@ from llm_train_bench.model.shares import divided
 Attend = Callable[..., Tensor]
 
 
+class Documents:
+    """The packed documents of a micro batch.
+
+    No tensor itself, so that DDP and FSDP leave it on the host.
+    """
+
+    def __init__(self, starts: Tensor, weight: float = 1.0):
+        """`starts` (B, T) int64 on the host: the position where each position's document begins."""
+        self.starts, self.weight = starts, weight
+        """`weight` is a step's positions over its labels that are not masked."""
+
+    def places(self, device: torch.device) -> Tensor:
+        """(B, T) positions within the documents."""
+        places = torch.arange(self.starts.shape[1]) - self.starts
+        return places.to(device, non_blocking=True)
+
+
+class Places(NamedTuple):
+    """Positions (of a sample, int64) that a rank has; None for all, in their order."""
+
+    own: Tensor | None = None
+    """(t,) of the residual stream."""
+    gathered: Tensor | None = None
+    """(T / cp,) after `Layout.gather`."""
+    queries: Tensor | None = None
+    """The same on the host, where they meet keys that all cp ranks gather."""
+    order: Tensor | None = None
+    """(T,) where each position lies among those keys."""
+
+
 class Layout:
     """The layout of one rank: nothing moves. `tp`, `cp` and `ep` divide heads, tokens and experts."""
 
     tp = cp = ep = pp = 1
     tp_rank = cp_rank = ep_rank = pp_rank = 0
 
-    def own_positions(self, T: int, device: torch.device) -> Tensor | None:
-        """The positions (t,) of a sample of T tokens that this rank holds; None for all."""
-        return None
-
-    def gathered_positions(self, T: int, device: torch.device) -> Tensor | None:
-        """The positions after `gather`; None for all."""
-        return None
+    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
+        """The positions that this rank has, of samples of T tokens."""
+        return Places()
 
     def gather(self, x: Tensor) -> Tensor:
         """(B, t, d) own tokens to the (B, T / cp, d) of the ranks that share heads."""

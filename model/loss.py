@@ -18,6 +18,8 @@ from llm_train_bench.model.chunks import CHUNK_ELEMENTS, chunk_rows
 from llm_train_bench.model.layers import autocast_dtype, no_autocast
 from llm_train_bench.model.operators import taken
 
+# A label that is left out.
+MASKED = -100
 # (M, K) and (N, K) to (M, N), perhaps into a third tensor: the first times the second transposed.
 Times = Callable[..., Tensor]
 
@@ -41,9 +43,10 @@ def aligned_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Losses (n,) in fp32, and softmax minus one-hot in the shape and dtype of the logits.
 
-    Columns from `vocab_size` on are padding and get no probability. The logits may be overwritten.
+    Both are 0 where a label is below 0. Columns from `vocab_size` on are padding and get no probability.
+    The logits may be overwritten.
     """
-    target = labels[:, None]
+    masked, target = labels[:, None] < 0, labels[:, None].clamp(min=0)
     padded = logits.shape[1] > vocab_size
     if torch.compiler.is_compiling():
         # One fused kernel; a scatter would split it in two.
@@ -52,18 +55,20 @@ def logits_loss(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor
         if padded:
             wide = wide.masked_fill(column >= vocab_size, float("-inf"))
         log_z = wide.logsumexp(dim=-1, keepdim=True)
-        loss = (log_z - wide.gather(1, target)).squeeze(1)
-        grad = (wide - log_z).exp() - (column == target).float()
+        loss = (log_z - wide.gather(1, target)).masked_fill(masked, 0.0).squeeze(1)
+        grad = ((wide - log_z).exp() - (column == target).float()).masked_fill(masked, 0.0)
         return loss, grad.to(logits.dtype)
     if padded:
         logits[:, vocab_size:] = float("-inf")
-    return in_few_passes(logits, logits, target, converts=logits.is_cuda)
+    return in_few_passes(logits, logits, target, masked, converts=logits.is_cuda)
 
 
 def in_few_passes(
-    logits: Tensor, low: Tensor, target: Tensor, converts: bool
+    logits: Tensor, low: Tensor, target: Tensor, masked: Tensor, converts: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses (n,) of (n, V) logits for (n, 1) labels, and softmax minus one-hot, written to `low`.
+
+    Both are 0 where `masked` (n, 1).
 
     `low` may be the logits' own memory. At most one fp32 copy of the logits is used (logsumexp and
     softmax use two). With `converts` the kernels convert as they read and write, as a GPU's do; on
@@ -75,8 +80,10 @@ def in_few_passes(
     grad = torch.sub(wide, highest, out=wide if wide.dtype == torch.float32 else None).exp_()
     z = grad.sum(dim=-1, keepdim=True)
     grad.scatter_add_(1, target, -z)
+    loss = (z.log() - at_target).masked_fill_(masked, 0.0).squeeze(1)
+    z.masked_fill_(masked, float("inf"))
     low = torch.div(grad, z, out=low) if converts else low.copy_(grad.div_(z))
-    return (z.log() - at_target).squeeze(1), low
+    return loss, low
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -183,6 +190,8 @@ class LinearCrossEntropy(nn.Module):
 
     def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """(N, d) hidden states, (V, d) weight and (N,) int64 labels to a scalar in fp32.
+
+        It is the mean over all N, of which those with a label below 0 count 0.
 
         Under autocast the matmuls run in its dtype; softmax and sums are always fp32.
         """

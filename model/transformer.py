@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from llm_train_bench.model import block_attention, onednn
+from llm_train_bench.model import block_attention, onednn, piece_attention
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import MixtureOfExperts
 from llm_train_bench.model.fused_backward import BiasApart, NormBeside
@@ -28,12 +28,13 @@ from llm_train_bench.model.layers import (
     RMSNorm,
     Rope,
     autocast_dtype,
+    block_mask,
     no_autocast,
     rope_tables,
-    window_mask,
 )
-from llm_train_bench.model.layout import ALONE, HasWeights, Layout
+from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
 from llm_train_bench.model.loss import LinearCrossEntropy
+from llm_train_bench.model.piece_attention import Seen
 
 
 def saved_ops(attention: bool) -> set:
@@ -52,7 +53,7 @@ def saved_ops(attention: bool) -> set:
     matmuls = "mm addmm bmm baddbmm linear _scaled_mm _grouped_mm max"
     collectives = "reduce_scatter_tensor all_gather_into_tensor all_reduce all_to_all_single"
     ops |= {getattr(aten, name).default for name in matmuls.split()}
-    ops |= {block_attention.forward, onednn.linear}
+    ops |= {block_attention.forward, piece_attention.forward, onednn.linear}
     return ops | {getattr(c10d, name).default for name in collectives.split()}
 
 
@@ -75,7 +76,7 @@ class Block(nn.Module):
         self.fused = False  # fuse_backward
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        """(B, T, d) to (B, T, d), with the rotary tables of T positions and a window's mask."""
+        """(B, T, d) to (B, T, d), with the rotary tables of T positions."""
         rope = rope if self.rotates else None
         if self.norm_after:
             x = x + self.drop(self.attn_norm(self.attn(x, rope, mask)))
@@ -129,10 +130,10 @@ class Transformer(HasWeights):
     """A GPT-2 or Llama-family language model, its parameters not yet initialised.
 
     Build it under `torch.device("meta")` to allocate nothing; `model.init.materialize` then gives
-    it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies sliding
-    windows by FlexAttention (no backward on a CPU) instead of a dense mask. `balanced` deals experts out
-    in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has the embedding
-    with the first layer, norm and head with the last, and a tied head's weight at both ends.
+    it storage and values. `seq_len` bounds the positions of a forward pass. `flex` applies windows
+    and documents by FlexAttention (no backward on a CPU) instead of attention in pieces. `balanced` deals
+    experts out in turn in place of choosing them. `layers` are those of one stage of a pipeline: it has
+    the embedding with the first layer, norm and head with the last, a tied head's weight at both ends.
     """
 
     embed: Embedding
@@ -169,28 +170,35 @@ class Transformer(HasWeights):
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
         self.rope: Rope | None = None
-        self.masks: dict[tuple[int, int | None], Tensor | BlockMask] = {}
+        self.masks: dict[tuple[int, int | None], BlockMask] = {}
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self.named_parameters():
             yield self.native_name(name), parameter
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
         """(B, T) int64 token ids and labels to the mean loss; without labels to logits.
+
+        Labels below 0 are masked: their loss is 0. Positions begin anew with each of the `documents`,
+        and attention does not leave them.
 
         In a layout of several ranks the loss and the logits are of this rank's own tokens (B, t). A stage
         after the first takes the residual stream (B, t, d); one before the last returns it.
         """
         layout, x = self.layout, tokens
         T = x.shape[1] if self.first else x.shape[1] * layout.tp * layout.cp
-        positions = layout.own_positions(T, x.device)
+        places = layout.places(T, x.device, documents)
+        inside = None if documents is None else documents.places(x.device)
         if self.first:
-            x = self.embed_tokens(x if positions is None else x[:, positions], positions)
-        rope, gathered = self.rope_for(T, x.device), layout.gathered_positions(T, x.device)
-        if rope is not None and gathered is not None:
-            rope = rope[0][gathered], rope[1][gathered]
+            x = self.embed_tokens(x, places.own, inside)
+        rope, masks = self.rope_for(T, x.device, places.gathered, inside), {}
         for layer, block in self.blocks.items():
-            x = block(x, rope, self.mask_for(T, self.config.windows[int(layer)], x.device))
+            window = self.config.windows[int(layer)]
+            if window not in masks:
+                masks[window] = self.mask_for(T, window, places, documents, x.device)
+            x = block(x, rope, masks[window])
         if not self.last:
             return x
         x = self.norm(x)
@@ -198,17 +206,19 @@ class Transformer(HasWeights):
             x = x * self.config.logit_scale
         if labels is None:
             return F.linear(x, self.head_weight)[..., : self.config.vocab_size]
-        labels = labels if positions is None else labels[:, positions]
+        labels = labels if places.own is None else labels[:, places.own]
         return self.loss(x.flatten(0, 1), self.head_weight, labels.flatten())
 
-    def embed_tokens(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """(B, T) ids to the residual stream (B, T, d), with learned positions and dropout."""
-        x = self.look_up(tokens)
+    def embed_tokens(self, tokens: Tensor, own: Tensor | None, inside: Tensor | None) -> Tensor:
+        """(B, T) ids to the residual stream (B, t, d), with learned positions and dropout."""
+        x = self.look_up(tokens if own is None else tokens[:, own])
         if self.config.embedding_scale != 1:
             x = x * self.config.embedding_scale
         if self.positions is not None:
             weight = self.positions.weight
-            x = x + (weight[: tokens.shape[1]] if positions is None else weight[positions])
+            where = inside if inside is None or own is None else inside[:, own]
+            where = own if where is None else where
+            x = x + (weight[: tokens.shape[1]] if where is None else weight[where])
         if self.config.embedding_dropout:
             x = F.dropout(x, self.config.embedding_dropout, self.training)
         if (dtype := autocast_dtype(x.device)) is not None:
@@ -229,28 +239,45 @@ class Transformer(HasWeights):
         """(V, d): the head's own weight, or the embedding's where they are tied."""
         return self.embed.weight if self.lm_head is None else self.lm_head.weight
 
-    def rope_for(self, T: int, device: torch.device) -> Rope | None:
-        """The rotary tables of T positions, made at the first call and kept in fp32."""
+    def rope_for(
+        self,
+        T: int,
+        device: torch.device,
+        gathered: Tensor | None = None,
+        inside: Tensor | None = None,
+    ) -> Rope | None:
+        """The rotary tables of a rank's positions, made at the first call and kept in fp32."""
         if self.config.learned_positions:
             return None
         if self.rope is None or self.rope[0].device != device:
             cos, sin = rope_tables(self.config, self.seq_len)
             self.rope = cos.to(device), sin.to(device)
         cos, sin = self.rope
-        return cos[:T], sin[:T]
+        if inside is None:
+            where = slice(T) if gathered is None else gathered
+        else:
+            where = inside if gathered is None else inside[:, gathered]
+        return cos[where], sin[where]
 
-    def mask_for(self, T: int, window: int | None, device: torch.device) -> Mask:
-        """The mask of a layer with this window: (T, T) true where seen, or FlexAttention's.
-
-        None where plain causal attention is the same.
-        """
+    def mask_for(
+        self,
+        T: int,
+        window: int | None,
+        places: Places,
+        documents: Documents | None,
+        device: torch.device,
+    ) -> Mask:
+        """What a layer with this window sees; None where that is all that comes before."""
         window = None if window is None or window >= T else window
-        if window is None and not self.config.sinks:
+        starts = None if documents is None else documents.starts
+        if places.queries is not None:
+            return Seen(window, starts, places.queries, places.order)
+        if window is None and starts is None:
             return None
+        if not self.flex or self.config.sinks:
+            return Seen(window, starts)
+        if starts is not None:
+            return block_mask(T, window, starts, device)
         if (T, window) not in self.masks:
-            flex = self.flex and not self.config.sinks
-            mask = window_mask(T, window or T, device, flex)
-            if self.config.sinks and isinstance(mask, Tensor):
-                mask = F.pad(mask, (1, 0), value=True)  # the column of the sink comes first
-            self.masks[T, window] = mask
+            self.masks[T, window] = block_mask(T, window, None, device)
         return self.masks[T, window]

@@ -49,9 +49,10 @@ from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.fp8.te import TransformerEngineFp8
 from llm_train_bench.apply.optimizer import build_optimizer, gradient_norm, optimizer_step
 from llm_train_bench.apply.precision import LossScaler
-from llm_train_bench.model import layers, te
+from llm_train_bench.model import layers, te, transformer
 from llm_train_bench.model.experts import Router, fullest_expert
 from llm_train_bench.model.init import fill_normal
+from llm_train_bench.model.piece_attention import Seen
 from llm_train_bench.model.shares import divided
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.fsdp import apply_fsdp, materialize_shards, whole
@@ -246,6 +247,9 @@ def restless(best):
 
 # Ways to break layouts, which tests/layouts.py must see.
 MUTANTS = {
+    "documents see each other": lambda: mock.patch.object(
+        transformer, "Seen", lambda window=None, starts=None, *rest: Seen(window, None, *rest)
+    ),
     "gradients are averaged": lambda: mock.patch(
         "llm_train_bench.parallel.fsdp.sharded_modules", lambda model: []
     ),

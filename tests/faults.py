@@ -33,7 +33,7 @@ import torch
 import train_ddp  # noqa: F401 (before the ranks are forked)
 import train_fsdp  # noqa: F401
 from llm_train_bench.apply import precision
-from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.model.layout import ALONE as ALONE_HERE
 from llm_train_bench.model.stored import DTYPES, read_block
 from llm_train_bench.parallel.ranks import ALONE, MEETING, Ranks

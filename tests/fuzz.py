@@ -39,9 +39,9 @@ import estimate
 import prepare_data
 import sweep
 import trace_report
-from llm_train_bench.apply.tokens import open_tokens, write_tokens
 from llm_train_bench.base import hardware
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.check import findings
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.gate import read_baselines

@@ -19,7 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm_train_bench.apply.tokens import write_tokens
+from llm_train_bench.base.documents import index_path
+from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.formulas.collectives import traffic as traffic_of
 from tests.dist_worker import Job, run_jobs
 from tests.faults import steps_of, whole_state
@@ -86,6 +87,7 @@ class Case:
         return "train_pp.py" if "--pp" in self.flags.split() else "train_fsdp.py"
 
 
+PACK = "--pack --pack-lengths 9,0.8"
 CASES = {
     "tp2": Case(2, "qwen3", "--tp 2"),
     "tp2-biases": Case(2, "gpt2", "--tp 2 --sac-freq 1/1"),
@@ -138,6 +140,15 @@ CASES = {
     "pp2-cp2-half": Case(4, "deepseek", "--pp 2 --cp 2 --ep 2 --grad-acc-steps 4 --sac-freq 1/2"),
     "pp2-tp2-dp2-ep4": Case(8, "moe", "--pp 2 --tp 2 --ep 4 --grad-acc-steps 2"),
     "pp2-hsdp2x2": Case(8, "deep", "--pp 2 --pp-virtual 2 --dp-replicate 2 --grad-acc-steps 2"),
+    "tp2-packed": Case(2, "qwen3", f"--tp 2 {PACK}"),
+    "cp2-packed": Case(2, "llama", f"--cp 2 {PACK} --sac-freq 1/1"),
+    "cp4-gather-packed": Case(4, "qwen2", f"--cp 4 {PACK}"),
+    "cp4-gather-packed-compiled": Case(4, "qwen2", f"--cp 4 --pt-compile {PACK}", True),
+    "tp2-cp4-gather-packed-gpt-oss": Case(8, "gpt_oss", f"--tp 2 --cp 4 {PACK}"),
+    "tp2-cp2-packed-deepseek": Case(4, "deepseek", f"--tp 2 --cp 2 --ep 4 {PACK}"),
+    "dp2-packed-accumulate": Case(2, "gpt2", f"--bsz 2 --grad-acc-steps 2 {PACK}"),
+    "pp2-packed-interleaved": Case(2, "deep", f"--pp 2 --pp-virtual 2 {PACK}"),
+    "pp2-cp4-packed": Case(8, "gpt2", f"--pp 2 --cp 4 --grad-acc-steps 2 {PACK}"),
     "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
 }
 CASES |= {
@@ -181,14 +192,16 @@ MUTANTS = {
     "mutant-fused": Case(2, "qwen3", "--tp 2", mutant="fused weights are cut unordered"),
     "mutant-norms": Case(2, "qwen3", "--tp 2", mutant="norms' gradients stay partial"),
     "mutant-tied": Case(2, "gpt2", "--pp 2", mutant="a tied head's gradients stay apart"),
+    "mutant-crosses": Case(2, "qwen3", f"--cp 2 {PACK}", mutant="documents see each other"),
     "mutant-tie": Case(2, "moe", "--cp 2 --sac-freq 1/1", mutant="recomputation routes otherwise"),
 }
 CASES |= MUTANTS
 GLOBAL = 8  # samples of a step
 SHORT = (
     "tp2-biases cp2 tp2-reduce-last dp2-deepseek ep2-deepseek ep2-deepseek-bf16 tp2-cp2-gpt-oss "
-    "dp2-ep2-accumulate pp2-fused "
-    "cp4-gather ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half mutant-divided mutant-tied mutant-tie "
+    "dp2-ep2-accumulate pp2-fused cp4-gather "
+    "cp4-gather-packed pp2-packed-interleaved ep2-idle pp2-interleaved pp2-hsdp2 pp2-cp2-half "
+    "mutant-divided mutant-tied mutant-tie mutant-crosses "
     "tp2-save cp2-resume-tp2 ep2-resume-cp2 pp-save-tied dp2-resume-tied "
     "few-save few-resume few-resume-ep2"
 ).split()
@@ -202,6 +215,7 @@ def flags_of(case: Case, out: Path) -> list[str]:
     if not (case.mutant or case.resumes or "--save-every" in words):
         val, size = out / f"{case.model}.bin", MODELS[case.model]["vocab_size"]
         write_tokens(val, [np.random.default_rng(0).integers(0, size, GLOBAL * 32 + 1)], size)
+        np.save(index_path(val), [*range(11, GLOBAL * 32, 11), GLOBAL * 32 + 1])
         words += ["--val-data", str(val)]
     if "--bsz" not in words:
         pp = case.size("--pp")
@@ -217,12 +231,12 @@ def checkpoint(case: Case, out: Path) -> Path:
     return out / case.resumes / f"checkpoints/step-{case.first:08}"
 
 
-def reference(model: str, accumulation: int, out: Path, bf16: bool = False) -> Path:
+def reference(model: str, accumulation: int, out: Path, more: str = "") -> Path:
     """One device's run of a model: its directory, with the tensors beside the steps."""
-    name = f"{model}-{accumulation}{'-bf16' * bf16}"
+    name = f"{model}-{accumulation}{more.replace(' ', '')}"
     if not (out / name).exists():
         flags = f"--bsz {GLOBAL // accumulation} --grad-acc-steps {accumulation}"
-        alone = Case(1, model, flags + " --amp bf16" * bf16)
+        alone = Case(1, model, flags + more)
         run_jobs([Job(name, alone.script, flags_of(alone, out))], out, gradients=True)
     return out / name
 
@@ -277,7 +291,8 @@ def compare(name: str, out: Path) -> Difference:
     # A balance loss is of one micro batch.
     micro = case.size("--grad-acc-steps") if MODELS[case.model].get("output_router_logits") else 1
     bf16 = "--amp bf16" in case.flags
-    alone, here = reference(case.model, micro, out, bf16), out / name
+    more = "".join(f" {flags}" for flags in ("--amp bf16", PACK) if flags in case.flags)
+    alone, here = reference(case.model, micro, out, more), out / name
     steps = [steps_of(directory) for directory in (alone, here)]
     first = case.first
     clipped = [step["grad_norm"] > CLIPS.get(case.model, 0.3) for step in steps[0]]

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from llm_train_bench.apply import data
 from llm_train_bench.apply.optimizer import learning_rate
-from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.compare.find_results import read_records
 from llm_train_bench.compare.records import LogFacts
 from llm_train_bench.parallel import ranks

@@ -11,8 +11,8 @@ import torch
 import prepare_data
 from llm_train_bench.apply import data
 from llm_train_bench.apply.data import FileTokens, SyntheticTokens, batches, hash_ids
-from llm_train_bench.apply.tokens import open_tokens, write_tokens
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import open_tokens, write_tokens
 from llm_train_bench.settings.flags import BatchFlags, DataFlags
 from llm_train_bench.settings.plan import Schedule, resolve_batch
 from tests.helpers import only_result, train_main, words
@@ -85,7 +85,7 @@ def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_f
     source = FileTokens(str(counting_file), 1000, bsz=3, seq_len=37, seed=0)
     assert source.n_windows == 27
     all_labels = []
-    for inputs, labels in batches(source, range(0, 27, 3), CPU):
+    for inputs, labels, _ in batches(source, range(0, 27, 3), CPU):
         assert inputs.shape == labels.shape == (3, 37)
         assert torch.equal(labels, inputs + 1)
         all_labels += labels.flatten().tolist()
@@ -95,7 +95,7 @@ def test_labels_are_the_next_tokens_and_an_epoch_uses_each_label_once(counting_f
 def test_epochs_differ_and_seeds_differ(counting_file):
     def order(seed, epoch):
         source = FileTokens(str(counting_file), 1000, 1, 37, seed)
-        return [source.start(epoch * 27 + i) for i in range(27)]
+        return [source.windows.start(epoch * 27 + i) for i in range(27)]
 
     assert sorted(order(0, 0)) == sorted(order(0, 1)) == sorted(order(1, 0))
     assert order(0, 0) != order(0, 1) and order(0, 0) != order(1, 0)
@@ -109,7 +109,8 @@ def test_a_later_step_needs_no_earlier_one_and_workers_change_none(n_workers, co
     whole, fresh = (FileTokens(str(counting_file), 1000, 4, 37, 0) for _ in range(2))
     through = list(batches(whole, plan, CPU))
     late = list(batches(fresh, plan[30:], CPU, n_workers=n_workers))
-    torch.testing.assert_close(late, through[30:], rtol=0, atol=0)
+    pairs = [[batch[:2] for batch in each] for each in (late, through[30:])]
+    torch.testing.assert_close(*pairs, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("source_kind", ["file", "synthetic"])
@@ -123,7 +124,7 @@ def test_ranks_and_accumulation_split_the_same_global_batch(counting_file, sourc
             if source_kind == "synthetic":
                 source = SyntheticTokens(1000, bsz, 31, 5, CPU)
             plan = plan_of(6, accumulation, bsz, rank, world)
-            per_step = [i for i, _ in batches(source, plan, CPU)]
+            per_step = [i for i, *_ in batches(source, plan, CPU)]
             assert len(per_step) == 6 * accumulation
             rows.append(torch.stack(per_step).view(6, accumulation * bsz, 31))
         return [sorted(map(tuple, step.tolist())) for step in torch.cat(rows, dim=1)]
@@ -250,7 +251,7 @@ def test_a_call_that_fails_leaves_the_files_of_the_last_one(tmp_path, refused):
     for i in range(40):  # one of them is in val.bin
         (tmp_path / "in" / f"{i:02}.txt").write_bytes(b"\xff" if i % 2 else b"new")
     refused(prepare_data.main, "not UTF-8 text", argv, "--val-fraction 0.1")
-    assert prepared(out) == before and len(list(out.iterdir())) == 2
+    assert prepared(out) == before and len(list(out.iterdir())) == 4
 
 
 @pytest.mark.parametrize(("windows", "batches"), [(40, 5), (1000, 8), (3, 1)])

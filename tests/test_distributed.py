@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.formulas.collectives import ddp_bytes
 from llm_train_bench.formulas.work import Ddp, Recompute
 from llm_train_bench.model.config import load_config

@@ -19,7 +19,6 @@ from llm_train_bench.formulas.work import Fp8Work, Recompute
 from llm_train_bench.model import layers
 from llm_train_bench.model.config import load_config
 from llm_train_bench.model.experts import Stacked
-from llm_train_bench.model.layers import window_mask
 from llm_train_bench.model.transformer import Transformer
 from tests.helpers import FAMILIES, config, plan_of
 from tests.test_config import SHIPPED
@@ -29,16 +28,16 @@ os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 
 @pytest.fixture(autouse=True)
 def what_torch_counts(monkeypatch):
-    """Grouped matmuls it does not: rows meet one expert each, here all the first. No sinks: their key
-    is an overhead of how we compute them."""
+    """Grouped matmuls it does not: rows meet one expert each, here all the first. Attention in pieces
+    is counted as the whole: these are below every window."""
 
-    def attend(q, k, v, mask, dropout, scale, sinks):
-        return layers.attend(q, k, v, mask[:, 1:], dropout, scale)
+    def attend(q, k, v, seen, scale, sinks=None):
+        return layers.attend(q, k, v, None, 0.0, scale)
 
     def first_expert(self, rows, counts):
         return F.linear(rows, self.weight[0])
 
-    monkeypatch.setattr(layers, "attend_with_sinks", attend)
+    monkeypatch.setattr(layers, "attend_in_pieces", attend)
     monkeypatch.setattr(Stacked, "forward", first_expert)
 
 
@@ -86,8 +85,8 @@ def test_every_family_and_the_forward_alone(family):
 @pytest.mark.parametrize(("T", "window"), [(512, None), (512, 64), (512, 512), (512, 1000)])
 def test_attended_keys_against_the_mask_itself(T, window):
     """Pairs the mask lets through, per query; the formulas leave out the diagonal's half pair."""
-    mask = window_mask(T, window or T, torch.device("cpu"), flex=False)
-    pairs = mask.sum().item() / T
+    key = torch.arange(T)
+    pairs = ((key <= key[:, None]) & (key[:, None] - key < (window or T))).sum().item() / T
     assert attended_keys(T, window, causal=True) == pytest.approx(pairs, abs=0.51)
     assert attended_keys(T, window, causal=False) == min(T, window or T)
 

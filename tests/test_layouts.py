@@ -129,7 +129,7 @@ def test_balanced_routing_is_the_same_on_every_layout():
     for tp, cp in ((2, 1), (1, 2), (2, 3)):
         for rank in range(tp * cp):
             part = RankLayout(Fsdp(shards=tp * cp, tp=tp, cp=cp, ulysses=cp == 2), rank)
-            at = part.own_positions(12, torch.device("cpu"))
+            at = part.places(12, torch.device("cpu")).own
             assert torch.equal(_in_turn(3, 12, e, part, at.device), whole[:, at].flatten(0, 1))
             mlp.layout = part
             torch.testing.assert_close(mlp(x[:, at]), y[:, at])

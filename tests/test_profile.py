@@ -16,6 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trace_report
+from llm_train_bench.apply.data import MicroBatch
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.base.machine import cpu_name
@@ -215,7 +216,7 @@ def test_the_nsys_range_holds_the_steps_asked_for(rank, monkeypatch):
     )  # fmt: skip
     model = Transformer(plan.work.config, 8)
     ids = torch.ones(1, 8, dtype=torch.int64)
-    passes = loop.build_passes(run, model, itertools.repeat((ids, ids)))
+    passes = loop.build_passes(run, model, itertools.repeat(MicroBatch(ids, ids)))
     step_fn = loop.build_step(run, model, build_optimizer(model, plan.optimizer), passes, None)
     (capture,) = profiling.build_capture(run, model)
     run.log.start()
@@ -233,16 +234,15 @@ def test_the_nsys_range_holds_the_steps_asked_for(rank, monkeypatch):
 
 
 def test_attention_in_parts_is_attention():
-    """Groups, a mask, a scale; values and gradients; and each part is drawn once."""
+    """Groups, a scale; values and gradients; and each part is drawn once."""
     drawn = []
     draw = lambda name: contextlib.nullcontext(drawn.append(name))  # noqa: E731
     torch.manual_seed(0)
-    window = torch.ones(7, 7, dtype=torch.bool).tril().triu(-2)
-    for mask, scale in ((None, None), (window, 0.3)):
+    for scale in (None, 0.3):
         q, k, v = (torch.randn(2, h, 7, 8, requires_grad=True) for h in (4, 2, 2))
         outcomes = []
         for attend in (layers.attend, functools.partial(profiling.attend_in_parts, draw, None)):
-            y = attend(q, k, v, mask, 0.0, scale)
+            y = attend(q, k, v, None, 0.0, scale)
             outcomes.append((y, *torch.autograd.grad(y.square().sum(), (q, k, v))))
         torch.testing.assert_close(*outcomes)
     assert drawn == ["attention scores", "attention softmax", "attention values"] * 2

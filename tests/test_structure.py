@@ -133,7 +133,7 @@ WITHOUT_TORCH = [
     *(name_of(p) for room in ("base", "settings", "formulas", "results", "trace", "compare", "sweep")
       for p in sorted(PACKAGE.glob(f"{room}/*.py"))),
     *(f"llm_train_bench.{name}" for name in
-      ("apply.tokens", "model.config", "model.json_keys")),
+      ("base.token_files", "model.config", "model.json_keys")),
     *(f"llm_train_bench.check.{name}" for name in
       ("findings", "machine_check", "public_site", "references", "share", "verify", "workloads")),
     "check", "estimate", "sweep", "compare", "trace_report", "doctor", "prepare_data",

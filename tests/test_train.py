@@ -19,9 +19,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llm_train_bench.apply.tokens import write_tokens
 from llm_train_bench.base import start
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import write_tokens
 from llm_train_bench.results import trackers
 from llm_train_bench.results.console import print_result, table_rows
 from llm_train_bench.results.result_files import read_result

@@ -8,15 +8,19 @@ import contextlib
 import itertools
 import shutil
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from llm_train_bench.apply.tokens import open_tokens
+from llm_train_bench.base.documents import Packing, make_packing, starts_of
 from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import Windows, open_tokens
 from llm_train_bench.formulas.work import Batch
+from llm_train_bench.model.layout import Documents
+from llm_train_bench.model.loss import MASKED
 from llm_train_bench.settings.flags import DataFlags
 from llm_train_bench.settings.plan import Schedule
 
@@ -28,9 +32,11 @@ class SyntheticTokens:
     """
 
     AHEAD = 2**17  # tokens made at once: a MiB
+    packing: Packing | None = None
+    global_batch = 1
 
     def __init__(self, vocab_size: int, bsz: int, seq_len: int, seed: int, device: torch.device):
-        self.vocab_size, self.seed = vocab_size, seed
+        self.vocab_size, self.bsz, self.seed = vocab_size, bsz, seed
         self.row = torch.arange(bsz, device=device)[:, None] * (seq_len + 1)
         self.column = torch.arange(seq_len + 1, device=device)
         self.stride = seq_len + 1
@@ -60,47 +66,30 @@ def hash_ids(counter: Tensor, seed: int) -> Tensor:
 
 
 class FileTokens(Dataset):
-    """Windows of seq_len + 1 tokens of a .bin file, in a new random order every epoch.
+    """Windows of seq_len + 1 tokens of a .bin file, in a new random order every epoch."""
 
-    Windows start seq_len apart, so that every token is a label once an epoch and no two samples of an
-    epoch share one.
-    """
+    packing: Packing | None = None
+    global_batch = 1
 
     def __init__(
         self, path: str, vocab_size: int, bsz: int, seq_len: int, seed: int, dtype: str = "auto"
     ):
         self.path, self.vocab_size, self.dtype = path, vocab_size, dtype
-        self.bsz, self.seq_len, self.seed = bsz, seq_len, seed
-        self.tokens = open_tokens(path, dtype)
-        self.n_windows = (len(self.tokens) - 1) // seq_len
-        if self.n_windows < 1:
-            raise UsageError(
-                f"{path}: {len(self.tokens)} tokens are fewer than one sequence of {seq_len} and its "
-                "labels need; use a longer file or a smaller --seq-len"
-            )
-        self.orders: dict[int, np.ndarray] = {}
+        self.bsz, self.seq_len, self.tokens = bsz, seq_len, open_tokens(path, dtype)
+        self.windows = Windows(path, len(self.tokens), seq_len, seed)
+        self.n_windows = self.windows.number
 
     def __getstate__(self) -> dict:
         """For data loading processes that are not forked: they map the file themselves."""
-        return self.__dict__ | {"tokens": None}
+        return self.__dict__ | {"tokens": None, "packing": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__ = state
         self.tokens = open_tokens(self.path, self.dtype)
 
-    def start(self, sample: int) -> int:
-        """Where in the file a sample begins."""
-        epoch, index = divmod(sample, self.n_windows)
-        if epoch not in self.orders:
-            if len(self.orders) > 1:  # a batch may straddle two epochs, never three at a time
-                self.orders.pop(min(self.orders))
-            generator = np.random.default_rng([self.seed, epoch])
-            self.orders[epoch] = generator.permutation(self.n_windows)
-        return int(self.orders[epoch][index]) * self.seq_len
-
     def rows(self, first: int, n: int) -> np.ndarray:
         """(n, seq_len + 1) tokens of the samples from number `first` on, in the file's width."""
-        starts = [self.start(sample) for sample in range(first, first + n)]
+        starts = [self.windows.start(sample) for sample in range(first, first + n)]
         return np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts])
 
     def __getitem__(self, first: int) -> Tensor:
@@ -120,6 +109,21 @@ class FileTokens(Dataset):
 
 
 Source = SyntheticTokens | FileTokens
+
+
+class MicroBatch(NamedTuple):
+    """(B, T) int64 tokens, the labels next to them, and the documents that they are packed of."""
+
+    inputs: Tensor
+    labels: Tensor
+    documents: Documents | None = None
+
+    @property
+    def weight(self) -> float:
+        """The factor of the mean loss that leaves out the step's masked labels."""
+        return 1.0 if self.documents is None else self.documents.weight
+
+
 WORKER_TIMEOUT_S = 120.0  # without data from a data loading process
 # Validation data: where the micro batches come from, and their first samples.
 Validation = tuple[FileTokens, range]
@@ -127,15 +131,24 @@ VAL_BATCHES = 8  # micro batches of a validation loss
 
 
 def open_data(
-    flags: DataFlags, vocab_size: int, batch: Batch, n_steps: int, device: torch.device
+    flags: DataFlags,
+    vocab_size: int,
+    batch: Batch,
+    n_steps: int,
+    device: torch.device,
+    packing: Packing | None = None,
 ) -> tuple[Source, Validation | None]:
-    """Training data and, if asked for, validation data; UsageError if one cannot serve the run."""
+    """Training data and, if asked for, validation data; UsageError if one cannot serve the run.
+
+    `packing` are the documents of the training data; validation data then are packed likewise.
+    """
     bsz, seq_len = batch.micro_batch, batch.seq_len
     if flags.data == "synthetic":
         source = SyntheticTokens(vocab_size, bsz, seq_len, flags.seed, device)
     else:
         source = FileTokens(flags.data, vocab_size, bsz, seq_len, flags.seed, flags.data_dtype)
         source.check(n_steps * batch.global_batch)
+    source.packing, source.global_batch = packing, batch.global_batch
     if not flags.val_data:
         return source, None
     val_source = FileTokens(flags.val_data, vocab_size, bsz, seq_len, 0, flags.data_dtype)
@@ -143,6 +156,10 @@ def open_data(
     n_batches = max(1, min(VAL_BATCHES, val_source.n_windows // bsz))
     n_samples = n_batches * bsz
     val_source.check(n_samples)
+    if packing is not None:
+        more = seq_len, 0, None, flags.pack_separator
+        val_source.packing = make_packing(flags.val_data, flags.data_dtype, *more)
+        val_source.global_batch = n_samples
     return source, (val_source, range(0, n_samples, bsz))
 
 
@@ -184,9 +201,9 @@ def repeating_last(items: Iterator) -> Iterator:
 
 
 def batches(
-    source: Source, plan: range, device: torch.device, n_workers: int = 0
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Micro batches of the plan on the device: (bsz, seq_len) inputs and the labels next to them."""
+    source: Source, plan: range, device: torch.device, n_workers: int = 0, start_sample: int = 0
+) -> Iterator[MicroBatch]:
+    """Micro batches of the plan on the device; steps are counted from `start_sample`."""
     if isinstance(source, SyntheticTokens):
         rows = source.micro_batches(plan)
     else:
@@ -197,8 +214,26 @@ def batches(
         options |= {"num_workers": n_workers, "timeout": WORKER_TIMEOUT_S}
         # With a separate generator dropout draws the same numbers.
         rows = _loaded(DataLoader(source, generator=torch.Generator(), **options))
-    for ids in rows:
+    step, weight = range(0), 1.0
+    for first, ids in zip(plan, rows, strict=False):
         if ids.device.type != device.type:
             ids = ids if ids.is_pinned() else ids.pin_memory()
             ids = ids.to(device, non_blocking=True)
-        yield ids[:, :-1], ids[:, 1:]
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        if source.packing is None:
+            yield MicroBatch(inputs, labels)
+            continue
+        if first not in step:
+            begin = first - (first - start_sample) % source.global_batch
+            step = range(begin, begin + source.global_batch)
+            weight = _weight(source.packing, step, labels.shape[1])
+        begins = source.packing.begins(np.arange(first, first + source.bsz))
+        ends = torch.from_numpy(begins[:, 1:].copy()).to(device, non_blocking=True)
+        documents = Documents(torch.from_numpy(starts_of(begins)), weight)
+        yield MicroBatch(inputs, labels.masked_fill(ends, MASKED), documents)
+
+
+def _weight(packing: Packing, samples: range, seq_len: int) -> float:
+    """Positions of these samples over the labels among them that are not masked."""
+    positions = len(samples) * seq_len
+    return positions / max(1, positions - packing.masked(np.array(samples)))

@@ -78,7 +78,7 @@ def make_estimate(plan: Plan, wanted: EstimateFlags, gpu: Hardware) -> Estimate:
     limit = gpu.memory_gib * BYTES_PER_GIB
     speed = estimate_speed(work, gpu, wanted.per_node)
     per_second = batch.tokens_per_step / speed.step_s
-    flops = flops_per_token(work.config, batch.seq_len, False, work.pass_type)
+    flops = flops_per_token(work.config, batch.lengths, False, work.pass_type)
     price = plan.peaks.usd_per_hour or gpu.usd_per_hour
     watts = BUSY * gpu.tdp_w * world
     seconds = wanted.tokens / per_second if wanted.tokens else None

@@ -8,19 +8,31 @@ training takes three forwards. Two conventions for attention, both always report
 
 N counts the parameters that multiply: the linear layers and the head (also where it is tied to the
 embedding), but not the embedding look-up, norms or biases. d is heads x head_dim. A layer with a
-window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Padded vocabulary rows are no
+window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Of packed documents each has a T
+of its own. Padded vocabulary rows are no
 useful work and are not counted.
 """
+
+from collections.abc import Sequence
 
 from llm_train_bench.formulas.parameters import linear_parameters
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work
 from llm_train_bench.model.config import ModelConfig
 
 
-def attended_keys(seq_len: int, window: int | None, causal: bool) -> float:
-    """Keys that a query meets on average."""
-    w = min(seq_len, window or seq_len)
-    return w - w * w / (2 * seq_len) if causal else w
+def attended_keys(
+    lengths: int | Sequence[tuple[int, int]], window: int | None, causal: bool
+) -> float:
+    """Keys that a query meets on average, in sequences of one length, or of `Batch.lengths`.
+
+    Of documents of l tokens each meets l (palm) or l / 2, so that their mean is over sum l^2 / sum l.
+    """
+    lengths = ((lengths, 1),) if isinstance(lengths, int) else lengths
+    pairs = 0.0
+    for length, count in lengths:
+        w = min(length, window or length)
+        pairs += count * length * (w - w * w / (2 * length) if causal else w)
+    return pairs / sum(length * count for length, count in lengths)
 
 
 def attention_width(config: ModelConfig) -> int:
@@ -29,12 +41,18 @@ def attention_width(config: ModelConfig) -> int:
 
 
 def flops_per_token(
-    config: ModelConfig, seq_len: int, causal: bool, pass_type: str = "step"
+    config: ModelConfig,
+    lengths: int | Sequence[tuple[int, int]],
+    causal: bool,
+    pass_type: str = "step",
 ) -> float:
-    """FLOPs per token of a pass, in the `causal` or (False) the `palm` convention."""
+    """FLOPs per token of a pass, in the `causal` or (False) the `palm` convention.
+
+    `lengths` is the sequence length, or of packed documents `Batch.lengths`.
+    """
     forward = 2 * sum(linear_parameters(config).values())
     width = attention_width(config)
-    forward += sum(width * attended_keys(seq_len, window, causal) for window in config.windows)
+    forward += sum(width * attended_keys(lengths, window, causal) for window in config.windows)
     return PASS_FORWARDS[pass_type] * forward
 
 
@@ -55,7 +73,7 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:
-        total += width * attended_keys(work.batch.seq_len, config.windows[i], causal)
+        total += width * attended_keys(work.batch.lengths, config.windows[i], causal)
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
             if stops_early:

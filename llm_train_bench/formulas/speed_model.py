@@ -216,14 +216,14 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
 
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward."""
-    config, seq_len, amp, c = work.config, work.batch.seq_len, work.amp, gpu.constants
+    config, amp, c = work.config, work.amp, gpu.constants
     cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
-    keys = attended_keys(seq_len, window, causal=True)
+    keys = attended_keys(work.batch.lengths, window, causal=True)
     tp = work.fsdp.tp
     flops = work.gathered_tokens * attention_width(config) * keys / tp
-    if cudnn and (window is None or window >= seq_len):
+    if cudnn and not work.batch.documents and (window is None or window >= work.batch.seq_len):
         parts = c.cudnn_forward, c.cudnn_backward
     else:
         parts = c.attention_forward, c.attention_backward

@@ -26,6 +26,13 @@ class Batch:
     global_batch: int
     seq_len: int
     tokens_per_step: int
+    documents: tuple[tuple[int, int], ...] = ()
+    """Of packed samples: the lengths of documents, and how many there are of each."""
+
+    @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Lengths over which attention reaches, and how many there are of each."""
+        return self.documents or ((self.seq_len, 1),)
 
     @property
     def micro_tokens(self) -> int:
@@ -237,6 +244,16 @@ class Work:
     def windowed(self) -> bool:
         """Whether a layer has a sliding window shorter than the sequence."""
         return any(w is not None and w < self.batch.seq_len for w in self.config.windows)
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether cp ranks gather keys and values."""
+        return self.fsdp.cp > 1 and not self.fsdp.ulysses
+
+    @property
+    def masked(self) -> bool:
+        """Whether attention is other than causal over the whole sequence."""
+        return bool(self.windowed or self.config.sinks or self.by_tokens or self.batch.documents)
 
     @property
     def layers(self) -> range:

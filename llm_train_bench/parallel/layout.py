@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from llm_train_bench.formulas.work import Fsdp
 from llm_train_bench.model.config import ModelConfig
 from llm_train_bench.model.experts import inverse
-from llm_train_bench.model.layout import Attend, HasWeights, joined
+from llm_train_bench.model.layout import Attend, Documents, HasWeights, Places, joined
 from llm_train_bench.model.shares import divided, whole_shape
 from llm_train_bench.parallel.ddp import ReplicaLayout
 from llm_train_bench.parallel.fsdp import whole
@@ -168,24 +168,28 @@ class RankLayout(ReplicaLayout):
     def gradients(self, model: HasWeights) -> "Gradients | None":
         return Gradients(model, self) if self.fsdp.divided else None
 
+    def places(self, T: int, device: torch.device, documents: Documents | None = None) -> Places:
+        if documents is None or self.cp == 1 or self.ulysses:
+            return self._fixed_places(T, device)
+        return self._placed(shared_by_work(documents.starts, self.cp), device)
+
     @functools.cache  # noqa: B019 (a layout lives as long as its run)
-    def _order(self, T: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Positions (cp, T / cp) that the cp ranks hold, and the places of all positions among them."""
-        positions = torch.arange(T, device=device)
-        if self.cp == 1 or self.ulysses:
-            held = positions.view(self.cp, -1)
-        else:  # a chunk from the head and one from the tail: equal work under a causal mask
-            head, tail = positions.view(2 * self.cp, -1).split(self.cp)
-            held = torch.cat((head, tail.flip(0)), dim=1)
-        return held, held.flatten().argsort()
-
-    def own_positions(self, T: int, device: torch.device) -> Tensor | None:
+    def _fixed_places(self, T: int, device: torch.device) -> Places:
         if self.tp * self.cp == 1:
-            return None
-        return self._order(T, device)[0][self.cp_rank].chunk(self.tp)[self.tp_rank]
+            return Places()
+        held = torch.arange(T, device="cpu").view(self.cp, -1)
+        if not self.ulysses:  # a chunk from the head and one from the tail: equal work
+            head, tail = held.view(2 * self.cp, -1).split(self.cp)
+            held = torch.cat((head, tail.flip(0)), dim=1)
+        return self._placed(held, device)
 
-    def gathered_positions(self, T: int, device: torch.device) -> Tensor | None:
-        return None if self.cp == 1 else self._order(T, device)[0][self.cp_rank]
+    def _placed(self, held: Tensor, device: torch.device) -> Places:
+        """The places of this rank, if the cp ranks hold these positions (cp, T / cp) on the host."""
+        mine, order = held[self.cp_rank], held.flatten().argsort().to(device)
+        own, gathered = mine.chunk(self.tp)[self.tp_rank].to(device), mine.to(device)
+        if self.cp == 1 or self.ulysses:
+            return Places(own, None if self.cp == 1 else gathered)
+        return Places(own, gathered, mine, order)
 
     def gather(self, x: Tensor) -> Tensor:
         if self.tp == 1:
@@ -222,23 +226,12 @@ class RankLayout(ReplicaLayout):
         return _all_to_all(back, ones, ones, name).permute(2, 1, 0, 3).reshape(B, t, H, -1)
 
     def _attend_by_tokens(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-        """Own queries over all keys and values, which are gathered: first the head's, then the tail's."""
-        t = q.shape[1]
-        T = t * self.cp
+        """Own queries over all keys and values, which are gathered, and put in their order."""
         both = torch.cat((k.flatten(2), v.flatten(2)), dim=-1).transpose(0, 1)
-        both = _all_gather(both, self.cp, self.names["cp"])
-        held, places = self._order(T, q.device)
-        parts = both[places].transpose(0, 1).tensor_split([k.shape[2] * k.shape[3]], dim=-1)
-        k_all, v_all = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
-        if mask is None:
-            mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-        outputs = []
-        for chunk, positions in zip(q.chunk(2, dim=1), held[self.cp_rank].chunk(2), strict=True):
-            end = (1 + self.cp_rank if not outputs else 2 * self.cp - self.cp_rank) * (t // 2)
-            seen = mask[positions]
-            sink = seen.shape[1] - T  # a column of sinks comes first
-            outputs.append(attend(chunk, k_all[:, :end], v_all[:, :end], seen[:, : end + sink], 0))
-        return torch.cat(outputs, dim=1)
+        both = _all_gather(both, self.cp, self.names["cp"])[mask.order]
+        parts = both.transpose(0, 1).tensor_split([k.shape[2] * k.shape[3]], dim=-1)
+        k, v = (p.unflatten(-1, x.shape[2:]) for p, x in zip(parts, (k, v), strict=True))
+        return attend(q, k, v, mask, 0)
 
     def experts(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows go to the ranks that have their experts, and come back."""
@@ -266,6 +259,28 @@ class RankLayout(ReplicaLayout):
         """Rows to and from each of the ep ranks: the one wait for the device of a layer."""
         there, here = torch.stack((sent, received)).tolist()
         return there, here
+
+
+# Chunks of a sample for each cp rank, of which documents give unequal work.
+CHUNKS = 16
+
+
+def shared_by_work(starts: Tensor, cp: int) -> Tensor:
+    """(cp, T / cp) positions for cp ranks, in chunks, with about equal numbers of keys to meet.
+
+    `starts` (B, T): where each position's document begins. The chunk with the most work goes to the rank
+    with the least, of those that have room.
+    """
+    T = starts.shape[1]
+    each = next(n for n in (CHUNKS, CHUNKS // 2, CHUNKS // 4, 2) if T % (n * cp) == 0)
+    keys = (torch.arange(1, T + 1) - starts).sum(0).view(cp * each, -1).sum(1).tolist()
+    work, chunks = [0] * cp, [[] for _ in range(cp)]
+    for chunk in sorted(range(len(keys)), key=keys.__getitem__, reverse=True):
+        rank = min((r for r in range(cp) if len(chunks[r]) < each), key=work.__getitem__)
+        work[rank] += keys[chunk]
+        chunks[rank].append(chunk)
+    positions = torch.arange(T).view(cp * each, -1)
+    return torch.stack([positions[sorted(mine)].flatten() for mine in chunks])
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

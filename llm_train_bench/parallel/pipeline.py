@@ -4,7 +4,7 @@ The schedules are PyTorch's: 1F1B, and Interleaved1F1B where a rank has several 
 al. 2021, section 2.2). Each stage is sharded by FSDP, and stays gathered over all micro batches.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
+from llm_train_bench.apply.data import MicroBatch
 from llm_train_bench.apply.precision import AMP_DTYPES
 from llm_train_bench.formulas.work import Work
 from llm_train_bench.measure.steps import StepLog
-from llm_train_bench.model.layout import HasWeights
+from llm_train_bench.model.layout import Documents, HasWeights
 from llm_train_bench.model.transformer import Transformer
 from llm_train_bench.parallel.layout import RankLayout
 
@@ -53,7 +54,7 @@ class Pipeline(HasWeights):
         for stage in self.stages:
             yield from stage.weights()
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor, documents: Documents | None = None) -> Tensor:
         """(B, T) ids and labels, the same on all stages, through all of them without a backward.
 
         The mean loss times pp on the ranks of the last stage, zero elsewhere: its mean is the loss.
@@ -63,22 +64,23 @@ class Pipeline(HasWeights):
             if number:
                 x = boundary(self.work, tokens.device)
                 dist.recv(x, group=group, group_src=(number - 1) % pp)
-            x = stage(x, labels)
+            x = stage(x, labels, documents)
             if number < self.work.fsdp.stages - 1:
                 dist.send(x.detach().contiguous(), group=group, group_dst=(number + 1) % pp)
         return x * pp if self.stages[-1].last else torch.zeros((), device=tokens.device)
 
     def build_schedule(self, device: torch.device, log: StepLog) -> Callable[..., Tensor]:
-        """The function from all (m B, T) ids and labels of a step to its loss; it leaves the gradients.
+        """The function from a step's micro batches to its loss; it leaves the gradients.
 
         The loss is as `forward` gives it. Times of forward and backward passes go into the log; what lies
         between them is spent waiting.
         """
         work, fsdp = self.work, self.work.fsdp
         n_micro, total = work.batch.grad_acc_steps, torch.zeros((), device=device)
+        weight = 1.0
 
         def scaled(loss: Tensor, labels: Tensor) -> Tensor:
-            loss = loss.squeeze()
+            loss = loss.squeeze() * weight
             total.add_(loss.detach(), alpha=fsdp.pp / n_micro)
             return loss / (n_micro * fsdp.ranks)
 
@@ -89,13 +91,22 @@ class Pipeline(HasWeights):
         else:
             schedule = ScheduleInterleaved1F1B([*stages], n_micro, scaled, scale_grads=False)
 
-        def run(tokens: Tensor, labels: Tensor) -> Tensor:
+        def run(parts: Sequence[MicroBatch]) -> Tensor:
+            nonlocal weight
+            weight = parts[0].weight
+            tokens = torch.cat([part.inputs for part in parts])
+            labels = torch.cat([part.labels for part in parts])
             total.zero_()
             for stage in stages:
                 stage.left = n_micro
             inputs = (tokens,) if stages[0].is_first else ()
-            loss: dict[str, Any] = dict(target=labels, losses=[], labels=labels)
-            schedule.step(*inputs, **loss if stages[-1].is_last else {})
+            more: dict[str, Any] = {}
+            if stages[-1].is_last:
+                more = dict(target=labels, losses=[], labels=labels)
+            packed = [part.documents.starts for part in parts if part.documents is not None]
+            if packed:
+                more["starts"] = torch.cat(packed)
+            schedule.step(*inputs, **more)
             return total.clone()
 
         return run
@@ -108,8 +119,9 @@ class _Plain(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args, **kwargs) -> Tensor:
-        y = self.module(*args, **kwargs)
+    def forward(self, *args, starts: Tensor | None = None, **kwargs) -> Tensor:
+        documents = None if starts is None else Documents(starts)
+        y = self.module(*args, documents=documents, **kwargs)
         return y if y.ndim else y[None]
 
 

@@ -205,9 +205,16 @@ def fill_step_metrics(result: Result, warmup: list[Step], measured: list[Step]) 
 
 def fill_flop_metrics(result: Result, work: Work) -> None:
     """FLOPs per token, the rate they ran at, and that rate against the peak, into `result`."""
-    m, d, config, T = result.metrics, result.device, work.config, work.batch.seq_len
-    palm, causal = (flops_per_token(config, T, masked, work.pass_type) for masked in (False, True))
+    m, d, config, batch = result.metrics, result.device, work.config, work.batch
+    palm, causal = (
+        flops_per_token(config, batch.lengths, masked, work.pass_type) for masked in (False, True)
+    )
     fill_flop_rates(result, palm, causal)
+    if batch.documents:
+        number = sum(count for _, count in batch.documents)
+        m.document_length_mean = sum(n * count for n, count in batch.documents) / number
+        m.flops_per_token_unpacked = flops_per_token(config, batch.seq_len, False, work.pass_type)
+        m.mfu_unpacked = m.mfu and m.mfu * m.flops_per_token_unpacked / palm
     if m.tokens_per_sec_per_gpu is None:
         return
     m.roof_time_fraction, _ = _time_fraction(result, work, d.roof_bf16_tflops, d.roof_fp8_tflops)

@@ -24,6 +24,9 @@ class Metrics(Strict):
     model_tflops_per_gpu_causal: float | None = None
     mfu: float | None = None
     mfu_causal: float | None = None
+    mfu_unpacked: float | None = None
+    flops_per_token_unpacked: float | None = None
+    document_length_mean: float | None = None
     hfu: float | None = None
     hfu_causal: float | None = None
     ideal_time_fraction: float | None = None

@@ -50,7 +50,7 @@ class Run(RunRecord):
             ranks,
             plan.schedule.total,
             plan.output,
-            flops_per_token(work.config, work.batch.seq_len, False, work.pass_type),
+            flops_per_token(work.config, work.batch.lengths, False, work.pass_type),
             work.compiled,
             work.cuda_graphs,
             plan.profile.memory_snapshot,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llm_train_bench.apply.compile import compile_errors_named
-from llm_train_bench.apply.data import Validation, batches, repeating_last
+from llm_train_bench.apply.data import MicroBatch, Validation, batches, repeating_last
 from llm_train_bench.apply.optimizer import learning_rate, optimizer_step
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.sharded import reshard, sharded_modules
@@ -31,7 +31,7 @@ from llm_train_bench.trace.read_trace import Trace
 if TYPE_CHECKING:  # only train_pp.py needs PyTorch's pipelining
     from llm_train_bench.parallel.pipeline import Pipeline
 
-Batches = Iterator[tuple[Tensor, Tensor]]
+Batches = Iterator[MicroBatch]
 NoSync = Callable[[], contextlib.AbstractContextManager]
 # The phase of a step that is only traced, by observe_kernels.
 OBSERVE = "observe"
@@ -180,13 +180,13 @@ def build_passes(
         for micro in range(n_micro):
             run.begin_micro_step(step)
             with log.part("data"):
-                inputs, labels = next(micro_batches)
+                batch = next(micro_batches)
             if graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             with no_sync() if micro < n_micro - 1 else contextlib.nullcontext():
                 with log.part("forward"):
                     with torch.set_grad_enabled(train), autocast(amp, device), fp8.forward(micro):
-                        loss = model(inputs, labels) / n_micro
+                        loss = model(*batch) / (n_micro / batch.weight)
                     total += loss.detach()
                 if train:
                     with log.part("backward"):
@@ -213,9 +213,8 @@ def build_pipelined_passes(run: Run, model: "Pipeline", micro_batches: Batches) 
     def passes(step: int) -> Tensor:
         run.begin_micro_step(step)
         with log.part("data"):
-            pairs = [next(micro_batches) for _ in range(n_micro)]
-            inputs, labels = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
-        total = scheduled(inputs, labels)
+            parts = [next(micro_batches) for _ in range(n_micro)]
+        total = scheduled(parts)
         log.mark("idle")
         return total
 
@@ -288,11 +287,11 @@ def validation_loss(run: Run, model: nn.Module, data: Validation | None) -> floa
     amp = forward_amp(work.amp, model)
     model.eval()
     total = torch.zeros((), device=device)
-    for inputs, labels in batches(*data, device):
+    for batch in batches(*data, device):
         if work.cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         with autocast(amp, device):
-            total += model(inputs, labels)
+            total += model(*batch) * batch.weight
     model.train()
     reshard(sharded_modules(model))
     if work.fsdp.divided:  # each rank's loss is of its own tokens

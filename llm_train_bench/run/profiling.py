@@ -257,12 +257,12 @@ def attend_in_parts(
     draw: Draw, fused: Attend, q: Tensor, k: Tensor, v: Tensor, mask, dropout=0.0, scale=None, *_
 ) -> Tensor:
     """What model.layers.attend computes, each part of it as a range; the softmax is fp32."""
-    if mask is not None and not isinstance(mask, Tensor):
+    if mask is not None:
         return fused(q, k, v, mask, dropout, scale)
-    T, S, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    T, group = q.shape[2], q.shape[1] // k.shape[1]
     with draw("attention scores"):
         scores = (q @ k.repeat_interleave(group, 1).mT) * (scale or q.shape[-1] ** -0.5)
-        keep = torch.ones(T, S, dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        keep = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~keep, float("-inf"))
     with draw("attention softmax"):
         weights = F.dropout(scores.float().softmax(dim=-1).to(v.dtype), dropout)

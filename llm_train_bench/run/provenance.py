@@ -66,7 +66,7 @@ def open_result(
         args=dataclasses.asdict(plan.args) | resolved,
         model=describe_model(config),
         device=describe_device(device, work.world, plan.peaks.peak_tflops),
-        batch=StepSize(**dataclasses.asdict(work.batch)),
+        batch=StepSize(**{name: getattr(work.batch, name) for name in StepSize.model_fields}),
         fp8=fp8,
         attention_kernel=attention_kernel,
         writer=this_process(),

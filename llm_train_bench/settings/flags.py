@@ -194,6 +194,11 @@ class DataFlags:
         unchanged.
     data: Training tokens: synthetic (random), or a .bin file of prepare_data.py, llm.c or nanoGPT.
     data_dtype: Format of token files without a header, such as nanoGPT's. auto refuses them.
+    pack: Samples are packed documents: positions begin anew with each, attention stays inside, and no
+        label crosses. Documents of a token file end where its index (prepare_data.py) says.
+    pack_lengths: Lengths of synthetic documents: a file with a JSON list to draw from, or mean [tokens]
+        and sigma of a lognormal distribution, such as 800,1.2.
+    pack_separator: Id of the token that ends each document of a token file, instead of an index.
     val_data: A .bin file for a validation loss before and after training.
     eval_every: Also evaluate the validation loss every N steps; 0 never.
     n_workers: Data loading processes; 0 reads in the training process.
@@ -204,6 +209,9 @@ class DataFlags:
     pad_vocab: int = flag(1, SPEED, at_least=1)
     data: str = flag("synthetic", LEARNT, metavar="FILE")
     data_dtype: Literal["auto", "uint16", "uint32"] = flag("auto", LEARNT)
+    pack: bool = flag(False, LEARNT, headline=True)
+    pack_lengths: str | None = flag(None, LEARNT, needs="pack", metavar="FILE|MEAN,SIGMA")
+    pack_separator: int | None = flag(None, LEARNT, needs="pack", at_least=0)
     val_data: str | None = flag(None, LENGTH, metavar="FILE")
     eval_every: int = flag(0, LENGTH, needs="val_data", at_least=0)
     n_workers: int = flag(0, OUTPUT, at_least=0)

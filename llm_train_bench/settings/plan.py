@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from llm_train_bench.base.documents import Packing, count_lengths, make_packing
 from llm_train_bench.base.errors import DoesNotFit, UsageError
 from llm_train_bench.base.machine import Platform
 from llm_train_bench.formulas.collectives import traffic
@@ -122,7 +123,9 @@ class Plan:
     work: Work
     schedule: Schedule
     flex: bool
-    """Whether sliding windows go through FlexAttention."""
+    """Whether windows and documents go through FlexAttention."""
+    packing: Packing | None = None
+    """The documents that the training data are packed of."""
     notes: tuple[str, ...] = ()
     """What the record should say of how the plan was made."""
 
@@ -210,6 +213,13 @@ def make_plan(
         )
     if script is Script.PP:
         check_pipeline(layout["fsdp"], config, resolved, args.global_bsz)
+    packing = None
+    if args.pack:
+        more = args.pack_lengths, args.pack_separator
+        packing = make_packing(args.data, args.data_dtype, seq_len, args.seed, *more)
+        size = resolved.global_batch
+        measured = range(schedule.window_begin * size, max(1, schedule.window_end) * size)
+        resolved = dataclasses.replace(resolved, documents=count_lengths(packing, measured))
     flags = ("pass_type", "amp", "tf32", "attention", "optimizer", "fused_backward")
     same = {name: getattr(args, name) for name in flags}
     work = Work(
@@ -224,7 +234,7 @@ def make_plan(
     if args.use_fp8:
         fp8 = resolve_fp8_layers(args.part(Fp8Flags), work, platform)
         work = dataclasses.replace(work, fp8=fp8)
-    return Plan(script, args, platform, work, schedule, flex)
+    return Plan(script, args, platform, work, schedule, flex, packing)
 
 
 def largest_plan(sized: Callable[[int], Plan], global_bsz: int | None, memory_gib: float) -> Plan:
@@ -394,29 +404,24 @@ def _must_divide(flag: str, value: int, what: str, *sizes: int, least: int = 1) 
 
 
 def resolve_flex(work: Work, platform: Platform) -> bool:
-    """Whether sliding windows go through FlexAttention; UsageError for a kernel that cannot serve."""
+    """Whether windows and documents go through FlexAttention; UsageError for what cannot serve."""
     config, name = work.config, work.attention
-    windowed = work.windowed and not config.sinks  # their window is part of a mask
-    by_tokens = work.fsdp.cp > 1 and not work.fsdp.ulysses
+    able = (work.windowed or bool(work.batch.documents)) and not config.sinks and not work.by_tokens
     why = ""
-    if name == "flex" and not windowed:
-        why = "no layer has a sliding window shorter than the sequence"
-    elif name == "flex" and platform == "cpu" and work.trains:
+    if name == "flex" and platform == "cpu" and work.trains:
         why = "FlexAttention works on a CPU only under --pass-type forward"
-    elif name == "cudnn" and windowed:
-        why = "under a sliding window's mask its gradients can be NaN (pytorch/pytorch#196678)"
-    elif name == "flex" and by_tokens:
-        why = "heads do not divide over --cp, and only some rows of the mask would be needed"
+    elif name == "flex" and not able:
+        why = "it is for sliding windows and --pack, without sinks and keys gathered by --cp"
+    elif name not in ("auto", "flex", "flash", "blocks") and work.masked:
+        why = "sliding windows, sinks, --pack and keys gathered by --cp have kernels of their own"
     if why:
         raise UsageError(f"--attention {name}: {why}; use --attention auto")
-    chosen = name == "flex" or (name == "auto" and platform != "cpu")
-    flex = windowed and chosen and not by_tokens
-    if flex and config.attention_dropout:
+    if work.masked and config.attention_dropout:
         raise UsageError(
-            f"{config.path}: attention_dropout {config.attention_dropout} does not work with "
-            "FlexAttention, which applies the sliding window; set it to 0, or use --attention math"
+            f"{config.path}: attention_dropout {config.attention_dropout} does not work with sliding "
+            "windows, sinks, --pack and keys gathered by --cp; set it to 0"
         )
-    return flex
+    return able and (name == "flex" or (name == "auto" and platform != "cpu"))
 
 
 def resolve_attention(work: Work, platform: Platform) -> str:
@@ -425,12 +430,11 @@ def resolve_attention(work: Work, platform: Platform) -> str:
     Up to the limit of `auto` the probabilities that they keep are a third of what else a block keeps.
     """
     config, name = work.config, work.attention
-    masked = work.windowed or config.sinks or (work.fsdp.cp > 1 and not work.fsdp.ulysses)
-    able = platform == "cpu" and not masked and not config.attention_dropout
+    able = platform == "cpu" and not work.masked and not config.attention_dropout
     if name == "blocks" and not able:
         raise UsageError(
-            "--attention blocks: works on a CPU alone, and without windows, sinks, attention_dropout and "
-            "keys gathered by --cp; use --attention auto"
+            "--attention blocks: works on a CPU alone, and without windows, sinks, --pack, "
+            "attention_dropout and keys gathered by --cp; use --attention auto"
         )
     short = work.batch.seq_len * work.matmul_bytes <= 2048
     return "blocks" if name == "auto" and able and short else name

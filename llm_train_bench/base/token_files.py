@@ -55,6 +55,33 @@ def open_tokens(path: str | Path, dtype: str = "auto") -> np.ndarray:
     return np.memmap(path, dtype=width, mode="r", offset=HEADER_BYTES, shape=(count,))
 
 
+class Windows:
+    """Samples of a token file: windows of seq_len + 1 tokens, in a new random order every epoch.
+
+    Windows start seq_len apart, so that every token is a label once an epoch and no two samples of an
+    epoch share one. UsageError for a file that holds none.
+    """
+
+    def __init__(self, path: str | Path, n_tokens: int, seq_len: int, seed: int):
+        self.seq_len, self.seed, self.number = seq_len, seed, (n_tokens - 1) // seq_len
+        if self.number < 1:
+            raise UsageError(
+                f"{path}: {n_tokens} tokens are fewer than one sequence of {seq_len} and its "
+                "labels need; use a longer file or a smaller --seq-len"
+            )
+        self.orders: dict[int, np.ndarray] = {}
+
+    def start(self, sample: int) -> int:
+        """Where in the file a sample begins."""
+        epoch, index = divmod(sample, self.number)
+        if epoch not in self.orders:
+            if len(self.orders) > 1:  # a batch may straddle two epochs, never three at a time
+                self.orders.pop(min(self.orders))
+            generator = np.random.default_rng([self.seed, epoch])
+            self.orders[epoch] = generator.permutation(self.number)
+        return int(self.orders[epoch][index]) * self.seq_len
+
+
 def _open_bare(path: Path, size: int, dtype: str, start: bytes) -> np.ndarray:
     """An array of ids without a header, in the format that --data-dtype names."""
     if dtype == "auto":

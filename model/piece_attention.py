@@ -1,0 +1,315 @@
+"""Causal attention without a mask of all scores, in pieces that a kernel computes as they are.
+
+Windows, packed documents, sinks, and the queries of one rank among gathered keys become runs of queries
+that see the keys from some position to their own. A run's earlier keys and its own are two pieces, joined
+by their log-sum-exp, from which the backward of each piece follows exactly (as in ring attention, Liu et
+al. 2023). A sink (gpt-oss) only adds to the log-sum-exp. No mask has more than 2048 x 6144 elements.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from llm_train_bench.model.operators import OwnFunction, operator, taken
+
+aten = torch.ops.aten
+# Queries times keys of one mask, about; and the queries of a piece that has one.
+MASK_ELEMENTS, MASK_ROWS = 2**23, 2048
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees beside the causal rule."""
+
+    window: int | None = None
+    """The last positions that a query sees, with its own."""
+    starts: Tensor | None = None
+    """(B, S) int64 on the host: where each position's document begins."""
+    positions: Tensor | None = None
+    """(t,) int64 on the host: the queries' positions among the keys, if these are more."""
+    order: Tensor | None = None
+    """(S,) int64: where each position lies among the keys as cp ranks gather them."""
+
+
+class _Piece(NamedTuple):
+    """Queries `at` to `at + n` of some samples, at positions from `first` on, over keys from `low` on."""
+
+    samples: slice
+    at: int
+    n: int
+    low: int
+    first: int
+
+    def queries(self, x: Tensor) -> Tensor:
+        return x[self.samples, :, self.at : self.at + self.n]
+
+    def keys(self, x: Tensor) -> Tensor:
+        return x[self.samples, :, self.low : self.first + self.n]
+
+
+def _pieces(
+    B: int, S: int, starts: Tensor | None, positions: Tensor | None, window: int, rows: int
+) -> Iterator[_Piece]:
+    """The pieces of a batch; those with a window have at most `rows` queries."""
+    places = torch.arange(S) if positions is None else positions
+    for b in range(B if starts is not None else 1):
+        samples = slice(b, b + 1) if starts is not None else slice(None)
+        lows = torch.zeros_like(places) if starts is None else starts[b][places]
+        breaks = (places.diff() != 1) | (lows.diff() != 0)
+        edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(places)]
+        for at, end in itertools.pairwise(edges):
+            first, low = int(places[at]), int(lows[at])
+            step = rows if window else end - at
+            for i in range(at, end, step):
+                n, begin = min(step, end - i), first + i - at
+                seen = max(low, begin - window + 1) if window else low
+                yield _Piece(samples, i, n, seen, begin)
+
+
+@functools.lru_cache(4)
+def _hidden(n: int, m: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(n, m) zeros, and minus infinity where the last n of m queries do not see a key."""
+    query = torch.arange(m - n, m, device=device)[:, None]
+    key = torch.arange(m, device=device)
+    seen = (key <= query) & (query - key < window)
+    return torch.zeros(n, m, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+
+
+class _Cpu:
+    """PyTorch's flash attention of CPUs, which has no causal form for fewer queries than keys."""
+
+    forward_ = aten._scaled_dot_product_flash_attention_for_cpu
+    backward_ = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    @classmethod
+    def calls(cls, q, k, v, window):
+        """Keys and values of each call, by their range; whether it is causal; its mask."""
+        n, m = q.shape[2], k.shape[2]
+        if window and (n > 1 or m > window):
+            yield (
+                slice(None),
+                dict(is_causal=False, attn_mask=_hidden(n, m, window, q.dtype, q.device)),
+            )
+            return
+        if m > n:
+            yield slice(0, m - n), dict(is_causal=False)
+        yield slice(m - n, m), dict(is_causal=True)
+
+    @classmethod
+    def forward(cls, q, k, v, window, scale):
+        (y, lse), *more = [
+            cls.forward_(q, k[:, :, part], v[:, :, part], 0.0, scale=scale, **how)
+            for part, how in cls.calls(q, k, v, window)
+        ]
+        for of, its in more:
+            both = torch.logaddexp(lse, its)
+            y = y * (lse - both).exp().unsqueeze(-1) + of * (its - both).exp().unsqueeze(-1)
+            lse = both
+        return y, lse
+
+    @classmethod
+    def backward(cls, grad, q, k, v, y, lse, window, scale):
+        parts = [
+            cls.backward_(grad, q, k[:, :, part], v[:, :, part], y, lse, 0.0, scale=scale, **how)
+            for part, how in cls.calls(q, k, v, window)
+        ]
+        of_q, of_k, of_v = ([part[i] for part in parts] for i in range(3))
+        of_q = of_q[0] if len(of_q) == 1 else of_q[0] + of_q[1]
+        return of_q, torch.cat(of_k, dim=2), torch.cat(of_v, dim=2)
+
+
+class _Flash:
+    """FlashAttention as PyTorch has it: the last queries of more keys, and a window, in one call."""
+
+    @staticmethod
+    def forward(q, k, v, window, scale):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        sizes, how = (q.shape[1], k.shape[1]), _Flash.how(window, scale)
+        y, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, *sizes, 0.0, True, False, **how
+        )
+        return y.transpose(1, 2), lse
+
+    @staticmethod
+    def backward(grad, q, k, v, y, lse, window, scale):
+        grad, q, k, v, y = (x.transpose(1, 2).contiguous() for x in (grad, q, k, v, y))
+        sizes, how = (q.shape[1], k.shape[1]), _Flash.how(window, scale)
+        none = torch.zeros(2, dtype=torch.int64, device=q.device)  # a state of random numbers
+        grads = aten._flash_attention_backward(
+            grad, q, k, v, y, lse.contiguous(), None, None, *sizes, 0.0, True, none, none, **how
+        )
+        return tuple(x.transpose(1, 2) for x in grads)
+
+    @staticmethod
+    def how(window, scale):
+        return dict(scale=scale) | (
+            dict(window_size_left=window - 1, window_size_right=0) if window else {}
+        )
+
+
+class _Plain:
+    """By matmuls, some queries at a time, in fp32: where a GPU has no kernel, and as a reference."""
+
+    ROWS = 512
+
+    @staticmethod
+    def scores(q, k, window, scale):
+        """By queries: their range, and their scores over groups (B, K, H / K, rows, m)."""
+        n, m, heads = q.shape[2], k.shape[2], k.shape[1]
+        q, k = q.unflatten(1, (heads, -1)).float(), k.float().unsqueeze(2)
+        for at in range(0, n, _Plain.ROWS):
+            rows = slice(at, min(at + _Plain.ROWS, n))
+            hidden = _hidden(n, m, window or m, torch.float32, q.device)[rows]
+            yield rows, q[..., rows, :] @ k.transpose(-1, -2) * scale + hidden
+
+    @staticmethod
+    def forward(q, k, v, window, scale):
+        y, lse, wide = [], [], v.float().unsqueeze(2)
+        for _, scores in _Plain.scores(q, k, window, scale):
+            lse.append(scores.logsumexp(-1))
+            y.append((scores - lse[-1].unsqueeze(-1)).exp() @ wide)
+        return torch.cat(y, -2).flatten(1, 2).to(q.dtype), torch.cat(lse, -1).flatten(1, 2)
+
+    @staticmethod
+    def backward(grad, q, k, v, y, lse, window, scale):
+        heads = k.shape[1]
+        grad, y, lse, wide = (x.unflatten(1, (heads, -1)).float() for x in (grad, y, lse, q))
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (wide, k, v))
+        delta, k, v = (
+            (grad * y).sum(-1, keepdim=True),
+            k.float().unsqueeze(2),
+            v.float().unsqueeze(2),
+        )
+        for rows, scores in _Plain.scores(q, k.squeeze(2), window, scale):
+            p, g = (scores - lse[..., rows, None]).exp(), grad[..., rows, :]
+            of_scores = p * (g @ v.transpose(-1, -2) - delta[..., rows, :]) * scale
+            dq[..., rows, :] = of_scores @ k
+            dk += (of_scores.transpose(-1, -2) @ wide[..., rows, :]).sum(2)
+            dv += (p.transpose(-1, -2) @ g).sum(2)
+        return dq.flatten(1, 2).to(q.dtype), dk, dv
+
+
+def _kernel(q: Tensor, v: Tensor, window: int):
+    """What computes a piece, and the most queries of one with a window."""
+    rows = max(16, min(max(window, 64), MASK_ROWS, MASK_ELEMENTS // max(window, 1)))
+    if q.device.type == "cpu":
+        return _Cpu, rows
+    sized = q.shape[-1] == v.shape[-1] <= 256
+    if sized and q.dtype in (torch.float16, torch.bfloat16) and not (window and torch.version.hip):
+        return _Flash, 2**31
+    return _Plain, rows
+
+
+def piece_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    positions: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(B, H, t, D) over (B, K, S, D) and (B, K, S, D) to (B, H, t, D), and log-sum-exp (B, H, t)."""
+    B, H, t, _ = q.shape
+    y = q.new_empty(B, t, H, v.shape[3]).transpose(1, 2)
+    return y, q.new_empty(B, H, t, dtype=torch.float32)
+
+
+def _piece_attention(q, k, v, sinks, starts, positions, window, scale):
+    taken["attention"] = "pieces"
+    y, lse = piece_attention(q, k, v, sinks, starts, positions, window, scale)
+    kernel, rows = _kernel(q, v, window)
+    for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
+        of, its = kernel.forward(piece.queries(q), piece.keys(k), piece.keys(v), window, scale)
+        piece.queries(y).copy_(of)
+        piece.queries(lse).copy_(its)
+    if sinks is not None:
+        whole = torch.logaddexp(lse, sinks.float()[:, None])
+        y.mul_((lse - whole).exp().unsqueeze(-1))
+        lse = whole
+    return y, lse
+
+
+def piece_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    starts: Tensor | None,
+    positions: Tensor | None,
+    window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and, in fp32, of the sinks (H,); k's and v's are summed in fp32."""
+    grads = [x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v)]
+    dq, dk, dv = grads
+    return dq, dk, dv, q.new_empty(q.shape[1], dtype=torch.float32)
+
+
+def _piece_attention_backward(grad, q, k, v, y, lse, sinks, starts, positions, window, scale):
+    dq, dk, dv, of_sinks = piece_attention_backward(
+        grad, q, k, v, y, lse, sinks, starts, positions, window, scale
+    )
+    sums = [torch.zeros_like(x, dtype=torch.float32) for x in (dk, dv)]
+    kernel, rows = _kernel(q, v, window)
+    for piece in _pieces(q.shape[0], k.shape[2], starts, positions, window, rows):
+        g, of_y, of_lse = (piece.queries(x) for x in (grad, y, lse))
+        of, *rest = kernel.backward(
+            g, piece.queries(q), piece.keys(k), piece.keys(v), of_y, of_lse, window, scale
+        )
+        piece.queries(dq).copy_(of)
+        for total, part in zip(sums, rest, strict=True):
+            piece.keys(total).add_(part)
+    if sinks is not None:
+        part = (sinks.float()[:, None] - lse).exp() * (grad.float() * y.float()).sum(-1)
+        of_sinks.copy_(-part.sum((0, 2)))
+    return dq, dk.copy_(sums[0]), dv.copy_(sums[1]), of_sinks
+
+
+forward = operator(piece_attention, cpu=_piece_attention, cuda=_piece_attention)
+backward = operator(
+    piece_attention_backward, cpu=_piece_attention_backward, cuda=_piece_attention_backward
+)
+
+
+class _Pieces(OwnFunction):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, starts, positions, window, scale):
+        y, lse = forward(q, k, v, sinks, starts, positions, window, scale)
+        ctx.save_for_backward(q, k, v, y, lse, sinks, starts, positions)
+        ctx.how = window, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors  # may be read once
+        *of, of_sinks = backward(grads[0], *saved, *ctx.how)
+        return *of, None if saved[5] is None else of_sinks.to(saved[5].dtype), *[None] * 4
+
+
+def attend_in_pieces(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, sinks: Tensor | None = None
+) -> Tensor:
+    """(B, H, t, D) over (B, K, S, D) and (B, K, S, E) to (B, H, t, E); K divides H.
+
+    `sinks` (H,) are scores of each head that take part in the softmax and have no value.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    window = 0 if seen.window is None or seen.window >= k.shape[2] else seen.window
+    size = v.shape[-1]
+    if size < q.shape[-1]:  # kernels want one size of heads
+        v = F.pad(v, (0, q.shape[-1] - size))
+    y = _Pieces.apply(q, k, v, sinks, seen.starts, seen.positions, window, scale)
+    return y[..., :size]

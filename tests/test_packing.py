@@ -1,0 +1,363 @@
+"""Packed documents: each is computed as if it were alone, in every family, kernel, file and layout."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import prepare_data
+from llm_train_bench.apply import data
+from llm_train_bench.base.documents import (
+    DrawnDocuments,
+    FileDocuments,
+    count_lengths,
+    index_path,
+    lengths_in,
+    make_packing,
+    read_ends,
+    read_lengths,
+    starts_of,
+)
+from llm_train_bench.base.errors import UsageError
+from llm_train_bench.base.token_files import Windows, open_tokens, write_tokens
+from llm_train_bench.formulas.flops import attended_keys, flops_per_token
+from llm_train_bench.model import piece_attention
+from llm_train_bench.model.layers import block_mask
+from llm_train_bench.model.layout import Documents
+from llm_train_bench.model.loss import MASKED
+from llm_train_bench.model.piece_attention import Seen, attend_in_pieces
+from llm_train_bench.parallel.layout import shared_by_work
+from tests.helpers import FAMILIES, config, plan_of, trained, words
+from tests.test_parity import built, some_tokens
+
+T, CPU = 24, torch.device("cpu")
+# Beginnings in two samples: a document of one token, one of two, and long ones.
+BEGINS = torch.zeros(2, T + 1, dtype=torch.bool)
+BEGINS[0, [0, 1, 3, 17]] = BEGINS[1, [0, 11, 24]] = True
+
+
+def packed(tokens):
+    """Inputs, labels without those that cross, and the documents, of (2, T + 1) tokens."""
+    starts = torch.from_numpy(starts_of(BEGINS.numpy()))
+    labels = tokens[:, 1:].masked_fill(BEGINS[:, 1:], MASKED)
+    return tokens[:, :-1], labels, Documents(starts)
+
+
+def one_by_one(model, tokens):
+    """The loss of the documents, each alone, summed over labels, over all positions."""
+    total = torch.zeros(())
+    for row, begin in zip(tokens, BEGINS, strict=True):
+        edges = [*begin.nonzero().flatten().tolist(), T + 1]
+        for first, end in itertools.pairwise(edges):
+            inputs = row[first : min(end, T)][None]
+            labels = row[first + 1 : min(end, T + 1)][None]
+            if n := labels.shape[1]:
+                total = total + n * model(inputs[:, :n], labels)
+    return total / (2 * T)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_documents_are_the_documents_one_by_one(family):
+    model, tokens = built(config(family), 0, T), some_tokens(2, T + 1)
+    outcomes = []
+    for loss in (one_by_one(model, tokens), model(*packed(tokens))):
+        model.zero_grad()
+        loss.backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        outcomes.append({"loss": loss.detach()} | grads)
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_flex_attention_sees_the_same_documents(family):
+    models = (built(config(family), 3, T, flex) for flex in (False, True))
+    inputs, _, documents = packed(some_tokens(2, T + 1))
+    with torch.no_grad():
+        torch.testing.assert_close(*(model(inputs, None, documents) for model in models))
+
+
+def test_the_blocks_of_flex_attention_hold_each_visible_pair_once():
+    """The partial and full blocks against the pairs themselves; full blocks have no other pair."""
+    length, size = 1000, 128
+    begins = torch.rand(2, length, generator=torch.Generator().manual_seed(0)) < 0.004
+    begins[:, 0] = True
+    position = torch.arange(length)
+    starts = torch.where(begins, position, 0).cummax(1).values
+    for window, where in itertools.product((None, 1, 100, 128, 300), (starts, None)):
+        mask = block_mask(length, window, where, CPU)
+        seen = (position <= position[:, None]) & (position > position[:, None] - (window or length))
+        seen = seen[None] & (position >= (starts if where is not None else 0 * starts)[..., None])
+        n = -(-length // size)
+        pairs = torch.nn.functional.pad(seen.float(), (0, n * size - length) * 2)
+        pairs = pairs.view(2, n, size, n, size).sum((2, 4))
+        found = torch.zeros(2, n, n)
+        for kinds in ("kv", "full_kv"):
+            counts, indices = (getattr(mask, f"{kinds}_{x}") for x in ("num_blocks", "indices"))
+            for b, row in itertools.product(range(len(counts)), range(n)):
+                listed = indices[b, 0, row, : counts[b, 0, row]]
+                assert len(listed.unique()) == len(listed)
+                both = slice(None) if len(counts) == 1 else b
+                found[both, row, listed] += 1
+                if kinds == "full_kv":
+                    rest = length - (n - 1) * size if row == n - 1 else size
+                    assert (pairs[both, row, listed] == rest * size).all()
+        assert found.max() == 1 and (found[pairs > 0] == 1).all()
+
+
+def plainly(q, k, v, seen, scale, sinks):
+    """Attention by a mask of all scores."""
+    (B, H, t, _), S = q.shape, k.shape[2]
+    position = torch.arange(S) if seen.positions is None else seen.positions
+    key = torch.arange(S)
+    mask = (key <= position[:, None]) & (position[:, None] - key < (seen.window or S))
+    mask = mask[None, None].expand(B, 1, -1, -1)
+    if seen.starts is not None:
+        mask = mask & (key >= seen.starts[:, position][:, None, :, None])
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(1, H, 1, 1).expand(B, H, t, 1)), -1)
+    return scores.softmax(-1)[..., :S] @ v
+
+
+@pytest.mark.parametrize("kernel", ["_Cpu", "_Plain"])
+def test_pieces_are_attention_under_a_mask(kernel, monkeypatch):
+    """Windows, documents, chunks of queries, sinks, groups and narrow values; all gradients."""
+    if kernel == "_Plain":  # the kernel of GPUs in fp32
+        monkeypatch.setattr(piece_attention, "_kernel", lambda *_: (piece_attention._Plain, 20))
+        monkeypatch.setattr(piece_attention._Plain, "ROWS", 16)
+    torch.manual_seed(0)
+    for S, window, packs, chunks, has_sinks in itertools.product(
+        (40, 64), (None, 1, 7, 30, 200), (0, 1), (0, 1), (0, 1)
+    ):
+        K, E = ((4, 16), (2, 16), (1, 8))[S // 8 % 3]
+        begins = torch.rand(2, S) < 0.1
+        begins[:, 0] = True
+        starts = torch.where(begins, torch.arange(S), 0).cummax(1).values if packs else None
+        parts = torch.randperm(8)[:3].sort().values
+        positions = torch.arange(S).view(8, -1)[parts].flatten() if chunks else None
+        t = len(positions) if chunks else S
+        inputs = [torch.randn(2, t, 4, 16).transpose(1, 2), torch.randn(2, K, S, 16)]
+        inputs += [torch.randn(2, K, S, E)] + [torch.randn(4)] * has_sinks
+        inputs = [x.requires_grad_() for x in inputs]
+        seen, outcomes = Seen(window, starts, positions), []
+        for attend in (plainly, attend_in_pieces):
+            y = attend(*inputs[:3], seen, 0.3, inputs[3] if has_sinks else None)
+            grads = torch.autograd.grad((y * torch.cos(y.detach() + 1)).sum(), inputs)
+            outcomes.append([y, *grads])
+        torch.testing.assert_close(*outcomes, rtol=2e-5, atol=2e-5)
+
+
+def test_no_mask_is_larger_than_4096_squared():
+    """Every tensor that a kernel makes on a rank of a million tokens, under fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        masks, calls = 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(x, torch.Tensor) and x.ndim >= 2 and x.shape[-1] > 128:
+                    Largest.masks = max(Largest.masks, math.prod(x.shape[-2:]))
+            Largest.calls += "flash" in str(func)
+            return out
+
+    length, cp = 2**20, 16
+    chunk = length // (2 * cp)
+    positions = torch.cat((torch.arange(chunk), torch.arange(length - chunk, length)))
+    for window in (0, 128, 4096, 2**17):
+        pieces = [
+            (slice(0, 1), 0, piece.n, piece.low, piece.first)
+            for piece in itertools.islice(
+                piece_attention._pieces(
+                    1, length, None, positions, window,
+                    piece_attention._kernel(torch.empty(1), torch.empty(1), window)[1],
+                ), 4)
+        ]  # fmt: skip
+        with FakeTensorMode(), Largest():
+            for _, _, n, low, first in pieces:
+                q = torch.empty(1, 8, n, 128, dtype=torch.bfloat16)
+                k = torch.empty(1, 1, first + n - low, 128, dtype=torch.bfloat16)
+                piece_attention._hidden.cache_clear()
+                y, lse = piece_attention._Cpu.forward(q, k, k, window, 0.1)
+                piece_attention._Cpu.backward(y, q, k, k, y, lse, window, 0.1)
+        piece_attention._hidden.cache_clear()
+    assert 0 < Largest.masks <= 4096**2 and Largest.calls > 8
+    counts = block_mask(length, None, torch.zeros(1, length, dtype=torch.int64), CPU)
+    assert counts.kv_indices.numel() <= 4096**2
+
+
+def test_shares_of_documents_are_balanced():
+    """By the keys that each rank's queries meet; a head and a tail alone would be far off."""
+    packing = DrawnDocuments(read_lengths("500,1.2"), 8192, 0)
+    starts = torch.from_numpy(starts_of(packing.begins(np.arange(1))))
+    keys = torch.arange(1, 8193) - starts[0]
+    for cp in (2, 4, 8):
+        shares = shared_by_work(starts, cp)
+        assert shares.flatten().sort().values.equal(torch.arange(8192))
+        assert (shares.diff(dim=1) > 0).all()
+        work = keys[shares].sum(1).double()
+        assert work.max() / work.mean() < 1.1
+    head, tail = torch.arange(8192).view(16, -1).split(8)
+    plain = keys[torch.cat((head, tail.flip(0)), dim=1)].sum(1).double()
+    assert plain.max() / plain.mean() > 1.5
+
+
+def test_lengths_are_drawn_from_a_list_or_a_lognormal(tmp_path):
+    path = tmp_path / "lengths.json"
+    path.write_text("[7, 3, 3]")
+    packing = make_packing("synthetic", "auto", 999, 5, str(path))
+    begins = packing.begins(np.arange(300))
+    counts = dict(count_lengths(packing, range(300)))
+    assert sum(n * count for n, count in counts.items()) == 300 * 999
+    assert counts[3] / counts[7] == pytest.approx(2, rel=0.05)
+    assert packing.masked(np.arange(300)) == begins[:, 1:].sum()
+    assert (begins == packing.begins(np.arange(300))).all()
+    assert (packing.begins(np.arange(7, 8)) == begins[7:8]).all()
+    other = make_packing("synthetic", "auto", 999, 6, str(path)).begins(np.arange(300))
+    assert (other != begins).any()
+    table = read_lengths("800,1.2")
+    assert table.mean() == pytest.approx(800, rel=1e-3)
+    assert np.log(table).std() == pytest.approx(1.2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "[]", "[0]", "[1.5]", "{}", "[true]", "0,1", "5,-1", "a,b", "nan,1"]
+)
+def test_lengths_that_are_none(text, tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    for given in (str(path), text) if "," in text else (str(path),):
+        with pytest.raises(UsageError, match="--pack-lengths"):
+            read_lengths(given)
+
+
+@pytest.fixture
+def tokens_file(tmp_path):
+    """40 documents of 1 to 40 tokens, the last of each of which is 0."""
+    documents = [np.append(np.full(n, 1 + n % 50), 0) for n in range(40)]
+    path = tmp_path / "x.bin"
+    write_tokens(path, documents, 97)
+    np.save(index_path(path), np.cumsum([len(d) for d in documents]))
+    return path
+
+
+def test_documents_of_a_file_end_where_its_index_or_separator_says(tokens_file):
+    by_index, by_token = (make_packing(str(tokens_file), "auto", 37, 0, None, s) for s in (None, 0))
+    samples = np.arange(30)
+    tokens, begins = open_tokens(tokens_file), by_index.begins(samples)
+    assert (begins == by_token.begins(samples)).all()
+    for sample, row in zip(samples.tolist(), begins, strict=True):
+        start = by_index.windows.start(sample)
+        right = [0, *(i for i in range(1, 38) if tokens[start + i - 1] == 0)]
+        assert row.nonzero()[0].tolist() == right
+    assert by_index.masked(samples) == begins[:, 1:].sum()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5])
+def test_prepared_files_have_an_index(fraction, tmp_path, capsys):
+    """Whole documents held out, or the end of the text: each file's index is that of its separators."""
+    (tmp_path / "in").mkdir()
+    for i in range(3 if fraction == 0.3 else 40):
+        (tmp_path / "in" / f"{i:02}.txt").write_text("x" * (i + 1))
+    argv = words(tmp_path / "in", "--output-dir", tmp_path / "out", "--val-fraction", fraction)
+    assert prepare_data.main(argv) == 0
+    files = sorted((tmp_path / "out").glob("*.bin"))
+    assert len(files) == 1 + bool(fraction)
+    for path in files:
+        ends = np.load(index_path(path)).tolist()
+        by_token = read_ends(str(path), "auto", 0).tolist()
+        assert ends == by_token + [len(open_tokens(path))] * (by_token[-1] != ends[-1])
+
+
+def test_indices_that_belong_to_another_file_are_refused(tokens_file):
+    index = index_path(tokens_file)
+    good = np.load(index)
+    for wrong in (good[:-1], good[::-1], good + 1, good.astype(float), good[None], good[:0]):
+        np.save(index, wrong)
+        with pytest.raises(UsageError, match=r"is no index of the documents"):
+            make_packing(str(tokens_file), "auto", 37, 0)
+    index.write_bytes(b"no array")
+    with pytest.raises(UsageError, match="cannot be read as an index"):
+        make_packing(str(tokens_file), "auto", 37, 0)
+    index.unlink()
+    with pytest.raises(UsageError, match=r"has no index x\.ends\.npy"):
+        make_packing(str(tokens_file), "auto", 37, 0)
+    with pytest.raises(UsageError, match="does not hold that token"):
+        make_packing(str(tokens_file), "auto", 37, 0, None, 96)
+
+
+def test_a_step_counts_its_own_labels_alone():
+    """However its samples are dealt out, the mean over micro batches is the mean over labels."""
+    packing = DrawnDocuments(np.array([2, 3, 50]), 31, 0)
+    source = data.SyntheticTokens(97, 2, 31, 0, CPU)
+    source.packing, source.global_batch = packing, 8
+    for first_sample in (0, 3):
+        got = list(
+            data.batches(source, range(first_sample, first_sample + 24, 2), CPU, 0, first_sample)
+        )
+        for step in range(3):
+            parts = got[4 * step : 4 * step + 4]
+            labels = torch.cat([part.labels for part in parts])
+            kept = (labels != MASKED).sum().item()
+            assert {part.weight for part in parts} == {labels.numel() / kept}
+    starts = got[0].documents.starts
+    crossing = torch.cat((starts[:, 1:] != starts[:, :-1], torch.zeros(2, 1, dtype=torch.bool)), 1)
+    assert (got[0].labels[:, :-1] == MASKED).equal(crossing[:, :-1])
+
+
+def test_flops_count_the_documents():
+    lengths = ((10, 3), (70, 1))
+    assert attended_keys(lengths, None, False) == (3 * 100 + 4900) / 100
+    assert attended_keys(lengths, None, True) == (3 * 100 + 4900) / 200
+    assert attended_keys(lengths, 20, False) == (3 * 100 + 70 * 20) / 100
+    begins = np.zeros((2, 9), dtype=bool)
+    begins[0, [0, 3]] = begins[1, 0] = begins[1, 8] = True
+    assert lengths_in(begins) == {3: 1, 5: 1, 8: 1}
+
+
+PACKED = "--device cpu --amp off --seq-len 48 --n-steps 2 --warmup-steps 1 --bsz 2 --pack".split()
+
+
+def test_a_packed_run_names_both_counts(tmp_path, tokens_file):
+    shape = config("llama")
+    path = tmp_path / "llama.json"
+    path.write_text(json.dumps(shape.raw))
+    run = trained(tmp_path / "runs", path, PACKED, "--data", tokens_file, "--val-data", tokens_file)
+    m = run["metrics"]
+    assert m["val_loss"] < m["val_loss_before"]
+    assert run["attention_kernel"] == "flash" and run["observed"]["paths"]["attention"] == "pieces"
+    plan = plan_of(words(path, PACKED, "--data", tokens_file), platform="cpu")
+    assert isinstance(plan.packing, FileDocuments) and isinstance(plan.packing.windows, Windows)
+    used = plan.packing.begins(np.arange(2, 6))
+    assert dict(plan.work.batch.documents) == lengths_in(used)
+    assert m["flops_per_token_palm"] == flops_per_token(shape, plan.work.batch.lengths, False)
+    assert (
+        m["flops_per_token_unpacked"]
+        == flops_per_token(shape, 48, False)
+        > m["flops_per_token_palm"]
+    )
+    assert m["document_length_mean"] == 4 * 48 / sum(lengths_in(used).values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "needs their lengths"),
+        ("--pack-lengths 5,1 --pack-separator 0", "is for token files"),
+        ("--pack-lengths 5,1 --attention blocks", "--pack"),
+        ("--pack-lengths 5,1 --attention math", "have kernels of their own"),
+        ("--pack-lengths 5,1 --data x.bin", "documents of its own"),
+    ],
+)
+def test_what_does_not_work_with_packing(flags, message):
+    with pytest.raises(UsageError, match=message):
+        plan_of(words("x.json", PACKED, flags), platform="cpu", config=config("llama"))
+    with pytest.raises(UsageError, match="attention_dropout"):
+        shape = config("gpt2", attn_pdrop=0.1)
+        plan_of(words("x.json", PACKED, "--pack-lengths 5,1"), platform="cpu", config=shape)
