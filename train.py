@@ -11,6 +11,7 @@ from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.apply.kernels import apply_kernels
+from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -46,6 +47,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks = ALONE) -> None:
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
+        apply_offload(model, work.offload, device)
         materialize(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer, fp8)
         saver = build_saver(run, model, optimizer)

@@ -11,6 +11,7 @@ from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.fp8.choose import apply_fp8
 from llm_train_bench.apply.kernels import apply_kernels
+from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -47,6 +48,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
         apply_kernels(model, work, run.choose_linear())
         apply_recompute(model, work.recompute, fp8)
         apply_compile(model, work.compile_mode, work.exact_casts)
+        apply_offload(model, work.offload, device)
         apply_fsdp(model, layout.connect(device, plan.ranks.dist_timeout), work)
         materialize_shards(model, device, files.seed, weights, fp8, work.fsdp.cpu_offload)
         optimizer = build_optimizer(model, plan.optimizer, fp8)

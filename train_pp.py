@@ -11,6 +11,7 @@ from llm_train_bench.apply.compile import apply_compile
 from llm_train_bench.apply.data import batches, open_data, sample_plan
 from llm_train_bench.apply.fp8.base import Fp8
 from llm_train_bench.apply.kernels import apply_kernels
+from llm_train_bench.apply.offload import apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import set_precision
 from llm_train_bench.apply.recompute import apply_recompute
@@ -49,6 +50,7 @@ def train(plan: Plan, device: torch.device, ranks: Ranks) -> None:
             apply_kernels(stage, work, linear)
             apply_recompute(stage, work.recompute)
             apply_compile(stage, work.compile_mode)
+            apply_offload(stage, work.offload, device)
             apply_fsdp(stage, meshes, work)
         materialize_shards(model, device, files.seed, weights)
         optimizer = build_optimizer(model, plan.optimizer)

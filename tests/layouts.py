@@ -149,6 +149,12 @@ CASES = {
     "dp2-packed-accumulate": Case(2, "gpt2", f"--bsz 2 --grad-acc-steps 2 {PACK}"),
     "pp2-packed-interleaved": Case(2, "deep", f"--pp 2 --pp-virtual 2 {PACK}"),
     "pp2-cp4-packed": Case(8, "gpt2", f"--pp 2 --cp 4 --grad-acc-steps 2 {PACK}"),
+    "dp2-offload": Case(2, "qwen3", "--offload-activations"),
+    "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile", True),
+    "tp2-cp2-offload-sac": Case(
+        4, "moe", "--tp 2 --cp 2 --ep 4 --offload-activations --sac-freq 1/1"
+    ),
+    "pp2-offload": Case(2, "qwen3", "--pp 2 --offload-activations"),
     "pp2-compiled": Case(2, "qwen3", "--pp 2 --pt-compile --sac-freq 1/1 --sac-policy op", True),
 }
 CASES |= {

@@ -37,6 +37,8 @@ class Hardware:
     tdp_w: float = 0.0  # unknown
     ring_gb_per_s: float = 20.0
     nic_gb_per_s: float = 12.5
+    host_gb_per_s: float = 32.0
+    """Of the link to the host, one way: PCIe 3, 4 and 5 with 16 lanes have 16, 32 and 64."""
     measured_bf16_tflops: float | None = None
     measured_fp8_tflops: float | None = None
     usd_per_hour: float | None = None

@@ -10,7 +10,7 @@ PyTorch (CUDA context, communication buffers).
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 from llm_train_bench.apply.kernels import apply_kernels
+from llm_train_bench.apply.offload import Copies, apply_offload
 from llm_train_bench.apply.optimizer import build_optimizer
 from llm_train_bench.apply.precision import autocast
 from llm_train_bench.apply.recompute import apply_recompute
@@ -67,6 +68,7 @@ def traced_memory(work: Work, optimizer: OptimizerFlags | None, pp_rank: int = 0
             model = Transformer(config, seq_len, balanced=True, layout=layout, layers=layers)
         apply_kernels(model, work, "plain")
         apply_recompute(model, work.recompute)
+        apply_offload(model, work.offload, CPU, _Elsewhere())
         if even:
             apply_fsdp(model, even.connect(CPU, 60.0), work)
         with (
@@ -145,6 +147,16 @@ def _pipelined(
         del output
         if done + ahead < n_micro:
             forward()
+
+
+class _Elsewhere(Copies):
+    """Copies on a host whose memory is not traced."""
+
+    def out(self, x: Tensor) -> Any:
+        return x.size(), x.stride(), x.dtype
+
+    def back(self, host: Any) -> Tensor:
+        return torch.empty_strided(*host[:2], dtype=host[2])
 
 
 class _FusedRmsNorm(torch.autograd.Function):

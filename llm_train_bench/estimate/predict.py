@@ -14,7 +14,12 @@ from llm_train_bench.base.tables import markdown_table, number, show_whole
 from llm_train_bench.estimate.estimate_flags import EstimateArgs, EstimateFlags, adapted, device_of
 from llm_train_bench.estimate.step_events import simulate_step, write_trace
 from llm_train_bench.formulas.flops import flops_per_token
-from llm_train_bench.formulas.memory_model import MemoryEstimate, estimate_memory, largest_batch
+from llm_train_bench.formulas.memory_model import (
+    MemoryEstimate,
+    estimate_memory,
+    largest_batch,
+    offloaded_bytes,
+)
 from llm_train_bench.formulas.parameters import count_parameters
 from llm_train_bench.formulas.speed_model import estimate_speed
 from llm_train_bench.formulas.work import Work
@@ -273,6 +278,9 @@ def show_estimate(e: Estimate, wanted: EstimateFlags, work: Work) -> None:
             row(f"  {name}", f"{seconds:.4g} s")
     if work.fsdp.cpu_offload:
         row("  --cpu-offload", "its transfers are not counted")
+    if sent := offloaded_bytes(work, work.layers_of(0)):
+        row("  --offload-activations", f"{_gib(sent)} each way in a micro batch")
+    if e.memory.host:
         row("memory of the host, for each", _gib(e.memory.host))
     row("tokens/s, per GPU", f"{e.tokens_per_sec:,.0f}, {e.tokens_per_sec_per_gpu:,.0f}")
     accuracy = "unvalidated: no published row of such a device and layout"

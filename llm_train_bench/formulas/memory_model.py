@@ -40,7 +40,7 @@ class MemoryEstimate:
     peak: float
     apart: float = 0.0
     host: float = 0.0
-    """What --cpu-offload keeps in the host's memory."""
+    """What --cpu-offload and --offload-activations keep in the host's memory."""
 
     def on_device(self, world: int) -> float:
         """Bytes taken on each of `world` GPUs, with what is outside PyTorch's tensors."""
@@ -84,6 +84,9 @@ def estimate_memory(
 
     width, stream = sizes.width, work.matmul_bytes * work.config.hidden_size * work.own_tokens
     kept = _kept(work, work.layers, fused_norm) if train else stream
+    if work.offload:
+        host += kept
+        kept = _kept_here(work, work.layers, fused_norm)
     activations = kept + (2 if train else 1) * stream + sizes.copies  # the last norm's output too
     logits, head_gradient = _loss(work, sizes, fused_norm)
     in_loss = lasting + sizes.root_gathered + activations + logits + head_gradient
@@ -100,6 +103,8 @@ def estimate_memory(
     in_backward = lasting + gathered + kept + sizes.copies
     in_backward += sizes.vocabulary * width if fsdp else head_gradient
     in_backward += _in_backward(work, work.layers, reduced, fused_norm)
+    if work.offload and not (several or work.ddp.buckets):
+        in_backward += gradients  # elsewhere they grow while what is kept shrinks
     at_end = parameters + optimizer + gradients
     if fsdp:
         # Gradients of embedding and head are reduced together, last of all.
@@ -135,7 +140,9 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
         warm_up = (fsdp.virtual - 1) * fsdp.pp + 2 * (fsdp.pp - 1 - pp_rank) + 1
         flying = min(fsdp.virtual * batch.grad_acc_steps, warm_up) / fsdp.virtual
     # What each stage returns is kept too.
-    kept = flying * (_kept(work, layers, fused_norm) + stream * len(stages))
+    kept, host = flying * (_kept(work, layers, fused_norm) + stream * len(stages)), 0.0
+    if work.offload:
+        host, kept = kept, _kept_here(work, layers, fused_norm) + flying * stream * len(stages)
     last = config.num_hidden_layers - 1 in layers
     logits, head_gradient = _loss(work, sizes, fused_norm) if last else (0.0, 0.0)
     gathered = sizes.root_gathered + sizes.gathered_blocks
@@ -154,7 +161,9 @@ def _of_a_group(work: Work, fused_norm: bool, pp_rank: int) -> MemoryEstimate:
     at_end = parameters + optimizer + sizes.root_gathered + whole + boundaries + gradients + unit
     gradients, activations, logits = gradients + whole, kept + boundaries, logits + head_gradient
     peak = max(in_loss, in_backward, at_end)
-    return MemoryEstimate(parameters, gradients, optimizer, activations, logits, gathered, peak)
+    return MemoryEstimate(
+        parameters, gradients, optimizer, activations, logits, gathered, peak, host=host
+    )
 
 
 def _lasting(work: Work, sizes: "_Sizes") -> tuple[float, float, float]:
@@ -295,27 +304,24 @@ def _attention_kept(work: Work) -> tuple[float, float]:
         other += 4 * 2
         if cp > 1 and not in_blocks:  # what was exchanged in place of what was sent
             numbers += values - heads * m.nope_dim
+        if work.masked:  # values and outputs as wide as queries
+            numbers += 2 * (a - values)
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     fused, rotated = a + 2 * kv, config.qk_norm or not config.learned_positions
     if config.qk_norm:
         other += 4 * (heads + config.num_key_value_heads / tp)
     if config.whole_qk_norm:
         numbers += a + kv  # made contiguous for the norms
-    if config.sinks:  # padded copies of q, k and v in the place of q, k and v
-        wider = 8 / config.head_dim
-        numbers += (a + kv) * (1 + wider) + kv + a
-    elif in_blocks:
+    if in_blocks:
         numbers += (fused if config.qk_norm else 0) + in_blocks + a
     elif cp == 1:
         numbers += fused + (a + kv if rotated else 0) + a
     else:
         numbers += (fused if config.qk_norm else 0) + a + a
-        numbers += fused if fsdp.ulysses else a + 2 * kv * cp
+        numbers += fused if fsdp.ulysses else 2 * kv * cp
     if te:
         other += a
-    own = work.batch.seq_len / cp
-    mask = own * own * (2 * cp + 1) / 4 if cp > 1 and not fsdp.ulysses else 0.0  # its rows
-    return numbers * work.gathered_tokens, other * work.gathered_tokens + mask
+    return numbers * work.gathered_tokens, other * work.gathered_tokens
 
 
 def _blocks_kept(work: Work) -> float:
@@ -349,7 +355,7 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     f, rows = e.size, work.own_tokens * e.per_token
     # Rows, both halves, activation, product, and the output before it is weighed; gpt-oss clamps.
-    numbers = rows * (d + 2 * f + 2 * f + d + (4 * f if e.limit else 0))
+    numbers = rows * (d + 2 * f + 2 * f + d + (3 * f if e.limit else 0))
     other = rows * 8 * 3  # which row is whose
     numbers += d * work.own_tokens  # what the router sees
     other += work.own_tokens * e.number * 4 * 2
@@ -404,6 +410,19 @@ def _kept(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
             if tp > 1:  # what collectives gathered, and sums of which each rank has a part
                 total += times * w * work.gathered_tokens * 4 * d
     return total
+
+
+def offloaded_bytes(work: Work, layers: Iterable[int]) -> float:
+    """Bytes that --offload-activations sends to the host in the forward of a micro batch, and back."""
+    return _kept(work, layers, fused_norm=True) if work.offload else 0.0
+
+
+def _kept_here(work: Work, layers: Iterable[int], fused_norm: bool) -> float:
+    """Bytes of them that are on the device at a time: of a block in backward, and of the one before."""
+    return min(
+        2 * max(_kept(work, [layer], fused_norm) for layer in layers),
+        _kept(work, layers, fused_norm),
+    )
 
 
 def _backward_buffers(work: Work, layer: int) -> float:

@@ -22,6 +22,7 @@ from llm_train_bench.formulas.collectives import (
     token_time,
 )
 from llm_train_bench.formulas.flops import attended_keys, attention_width
+from llm_train_bench.formulas.memory_model import offloaded_bytes
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
 from llm_train_bench.model.shares import part_shape, sharded_dimension
@@ -62,6 +63,9 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
         each = 3 * weight + {"adamw": 4, "sgd": 2}[work.optimizer] * moment
         share = 1 / work.world if work.theirs.zero2 or work.ddp.zero1 else 1
         optimizer = (each * share + 3 * weight) * numbers / gpu.memory_rate
+    # Copies to the host run beside the forward, and those back beside the backward.
+    sent = offloaded_bytes(work, work.layers_of(pp_rank)) / (gpu.host_gb_per_s * c.network * 1e9)
+    waits = max(0.0, sent - forward_part * compute) + max(0.0, sent - (1 - forward_part) * compute)
     moves = token_time(work, gpu, per_node, pp_rank)
     if fsdp.pp > 1:
         moves += 2 * send_time(work, gpu, per_node)
@@ -74,20 +78,21 @@ def estimate_speed(work: Work, gpu: Hardware, per_node: int = 8) -> SpeedEstimat
     kernels = 3 if work.cuda_graphs else kernels * (1 if work.trains else 1 / 3)
     layers = len(work.layers_of(pp_rank))
     host = c.launch_s * (layers + 2) * (kernels + (20 if fsdp else 0))
-    micro = max(compute + moves + host * c.serial_host, host)
+    micro = max(compute + moves + waits + host * c.serial_host, host)
     others = sum(times) / max(times) - 1
     bubble = others / fsdp.virtual * micro if fsdp.pp > 1 else 0.0
     # Under DDP and in a pipeline gradients travel once a step; under FSDP all in every micro step.
     travels = micro_steps if fsdp and fsdp.pp == 1 else 1
     slowest = slowest_node(work, gpu, per_node)
     step = micro_steps * micro + bubble + optimizer + travels * exposed
-    idle = micro - compute - moves  # below a picosecond it is rounding
+    idle = micro - compute - moves - waits  # below a picosecond it is rounding
     seconds = {
         "matmuls": micro_steps * time.matmuls,
         "attention": micro_steps * time.attention,
         "memory-bound": micro_steps * time.memory,
         "optimizer": optimizer,
         "tokens between ranks": micro_steps * moves,
+        "waiting for offloaded activations": micro_steps * waits,
         "pipeline bubble": bubble,
         "exposed communication": travels * exposed,
         "hidden communication": travels * total - travels * exposed,

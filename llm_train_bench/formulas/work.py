@@ -215,6 +215,8 @@ class Work:
     """Library of linear layers: plain, onednn, auto where the run is to choose, None without a choice."""
     fused_backward: bool = False
     """Whether backward passes make the gradients of biases and norms too (model/fused_backward.py)."""
+    offload: bool = False
+    """Whether what blocks keep for backward goes to the host."""
     fp8: Fp8Work = NO_FP8
     ddp: Ddp = NO_DDP
     fsdp: Fsdp = NO_FSDP

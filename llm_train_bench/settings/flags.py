@@ -179,10 +179,13 @@ class RecomputeFlags:
         1/4 for every fourth.
     sac_policy: What a chosen block recomputes. block: everything. op: everything except matmuls,
         attention (without dropout) and collectives.
+    offload_activations: Keep what blocks save for backward in host memory. Copies run beside the
+        computation. With --sac-freq 1/1 these are the inputs of blocks alone.
     """
 
     sac_freq: str | None = flag(None, SPEED, metavar="Q/P", headline=True)
     sac_policy: Literal["block", "op"] = flag("block", SPEED)
+    offload_activations: bool = flag(False, SPEED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -224,6 +224,7 @@ def make_plan(
     same = {name: getattr(args, name) for name in flags}
     work = Work(
         config, resolved, world, **same, **layout, balanced=args.route == "balanced",
+        offload=args.offload_activations,
         chunk_elements=chunk_elements(None if platform == "cpu" else memory_gib),
         compile_mode=args.compile_mode if args.pt_compile else None,
         cuda_graphs=args.pt_compile and args.compile_mode in GRAPH_MODES and platform != "cpu",

@@ -75,6 +75,11 @@ TOGGLES = (
 CONTRADICTIONS = (
     ("--sac-freq needs a backward; use --pass-type forward-backward or step",
      lambda a, s: a.sac_freq and a.pass_type == "forward"),
+    ("--offload-activations needs a backward; use --pass-type forward-backward or step",
+     lambda a, s: a.offload_activations and a.pass_type == "forward"),
+    ("--offload-activations does not work with CUDA graphs, which replay without its hooks; use "
+     "--compile-mode default",
+     lambda a, s: a.offload_activations and a.compile_mode in GRAPH_MODES),
     ("--sac-policy op needs --sac-freq, for example 1/1",
      lambda a, s: a.sac_policy == "op" and not a.sac_freq),
     ("--global-bsz sets --grad-acc-steps; give one of the two",
