@@ -387,7 +387,7 @@ def build(name: str, shape: Shape, depth: int, dtype: torch.dtype):
                 if name != "ours-plain":
                     fuse_backward(model)
                 torch.set_default_dtype(torch.float32)
-                model.rope = model.rope_for(shape.T, torch.device("cuda"))
+                model.rope_for(shape.T, torch.device("cuda"))
                 apply_compile(model, "default")
                 return model, model
             if name == "transformers":

@@ -12,7 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from llm_train_bench.model.families import FAMILIES, NOT_IMPLEMENTED, from_first_dialect
+from llm_train_bench.model.families import (
+    FAMILIES,
+    MTP_FAMILIES,
+    MTP_KEYS,
+    NOT_IMPLEMENTED,
+    from_first_dialect,
+)
 from llm_train_bench.model.json_keys import (
     CONFIGS,
     ConfigError,
@@ -22,7 +28,15 @@ from llm_train_bench.model.json_keys import (
     parse_json,
     plain_file,
 )
-from llm_train_bench.model.shapes import NO_EXPERTS, NO_LATENT, Experts, Latent, RopeScaling
+from llm_train_bench.model.shapes import (
+    NO_EXPERTS,
+    NO_LATENT,
+    NO_RECURRENT,
+    Experts,
+    Latent,
+    Recurrent,
+    RopeScaling,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +93,23 @@ class ModelConfig:
     """The norms of queries and keys span all heads."""
     norm_after: bool = False
     """Norms follow attention and MLP, and are not before them."""
+    norm_around: bool = False
+    """Norms are before and after them."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies in layers with a window, if they have their own."""
+    query_scale: tuple[float, int] | None = None
+    """Queries at position p are multiplied by 1 + a log(1 + floor(p / b)), of these a and b."""
+    output_gate: bool = False
+    """Attention's output is multiplied by a sigmoid of the token, element by element."""
+    recurrent: Recurrent = NO_RECURRENT
+    mtp_layers: int = 0
+    """Modules that predict further tokens, of the file; they run with --mtp alone."""
+    mlp_alone: tuple[int, ...] = ()
+    """Layers that have an MLP or experts, and nothing before them."""
+    mixer_alone: tuple[int, ...] = ()
+    """Layers that have attention or a recurrent mixer, and nothing after it."""
     attention_scale: float | None = None
     """Factor of the scores, if not head_dim ** -0.5."""
     embedding_scale: float = 1.0
@@ -107,14 +138,34 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of an MLP."""
-        return bool(self.experts) and layer not in self.dense_layers
+        return bool(self.experts) and layer not in (*self.dense_layers, *self.mixer_alone)
 
-    def attention_shapes(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of the linear layers of a block's attention."""
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return layer not in (*self.recurrent.layers, *self.mlp_alone)
+
+    @property
+    def attention_windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers that have attention."""
+        return tuple(w for i, w in enumerate(self.windows) if self.has_attention(i))
+
+    @property
+    def qkv_sizes(self) -> tuple[int, ...]:
+        """Rows of the fused first layer of attention: queries, keys, values, and perhaps gates."""
+        gate = (self.query_size,) if self.output_gate else ()
+        return (self.query_size, self.kv_size, self.kv_size, *gate)
+
+    def attention_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
+        """(out, in) of the linear layers of a block's attention, or of what is in its place."""
         d, heads = self.hidden_size, self.num_attention_heads
+        if layer in self.mlp_alone:
+            return {}
+        if layer in self.recurrent.layers:
+            r = self.recurrent
+            return {"project": (sum(r.segments), d), "out": (d, r.heads * r.head_dim)}
         out = {"out": (d, heads * self.value_dim)}
         if not self.latent:
-            return {"qkv": (self.query_size + 2 * self.kv_size, d)} | out
+            return {"qkv": (sum(self.qkv_sizes), d)} | out
         m = self.latent
         query = {"q_down": (m.q_rank, d), "q_up": (self.query_size, m.q_rank)}
         query = query if m.q_rank else {"q": (self.query_size, d)}
@@ -123,23 +174,29 @@ class ModelConfig:
 
     def mlp_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out, in) of the linear layers of a block that every token passes besides attention."""
-        d = self.hidden_size
+        d, e = self.hidden_size, self.experts
+        if layer in self.mixer_alone:
+            return {}
         if not self.has_experts(layer):
             f = self.intermediate_size
             return {"up": (2 * f if self.gated_mlp else f, d), "down": (d, f)}
-        shapes, f = {"router": (self.experts.number, d)}, self.experts.shared_size
-        return shapes | ({"shared_up": (2 * f, d), "shared_down": (d, f)} if f else {})
+        shapes, f = {"router": (e.number, d)}, e.shared_size
+        if e.latent:
+            shapes |= {"latent_down": (e.latent, d), "latent_up": (d, e.latent)}
+        if e.shared_gate:
+            shapes |= {"shared_gate": (1, d)}
+        return shapes | ({"shared_up": (e.wide * f, d), "shared_down": (d, f)} if f else {})
 
     def block_shapes(self, layer: int = 0) -> dict[str, tuple[int, int]]:
         """(out, in) of a block's linear layers that every token passes, in their order."""
-        return self.attention_shapes() | self.mlp_shapes(layer)
+        return self.attention_shapes(layer) | self.mlp_shapes(layer)
 
     def expert_shapes(self, layer: int) -> dict[str, tuple[int, int]]:
         """(out, in) of the two matrices of one expert; none in a layer without experts."""
         if not self.has_experts(layer):
             return {}
-        d, f = self.hidden_size, self.experts.size
-        return {"experts_up": (2 * f, d), "experts_down": (d, f)}
+        d, f = self.experts.latent or self.hidden_size, self.experts.size
+        return {"experts_up": (self.experts.wide * f, d), "experts_down": (d, f)}
 
     @property
     def padded_vocab_size(self) -> int:
@@ -148,7 +205,8 @@ class ModelConfig:
     @property
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the resolved shape."""
-        shape = {k: v for k, v in self.shape().items() if k != "name"} | {"vocab_multiple": 1}
+        apart = ("name", "mtp_layers")
+        shape = {k: v for k, v in self.shape().items() if k not in apart} | {"vocab_multiple": 1}
         text = json.dumps(shape, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -211,6 +269,9 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
         raise keys.error("model_type", why)
     model_type = keys.choice("model_type", tuple(FAMILIES))
     fields = FAMILIES[model_type](keys)
+    if model_type in MTP_FAMILIES:
+        further = [keys.integer(key, 0, minimum=0, null=True) or 0 for key in MTP_KEYS]
+        fields["mtp_layers"] = max(further)
     keys.refuse_unsupported()
     fields |= dict(name=model_name(path), path=str(path), model_type=model_type, raw=raw)
     config = ModelConfig(**fields, vocab_multiple=vocab_multiple, unknown_keys=keys.unknown())
@@ -219,7 +280,8 @@ def parse_config(raw: dict[str, Any], path: str | Path, vocab_multiple: int = 1)
             f"{path}: num_attention_heads {config.num_attention_heads} is not a multiple of "
             f"num_key_value_heads {config.num_key_value_heads}; query heads share them evenly"
         )
-    if not config.learned_positions and config.rope_dim % 2:
+    rotates = len(config.no_rope_layers) < config.num_hidden_layers
+    if rotates and not config.learned_positions and config.rope_dim % 2:
         key = "head_dim x partial_rotary_factor" if config.rotary_size else "head_dim"
         key = "qk_rope_head_dim" if config.latent else key
         raise ConfigError(f"{path}: {key} {config.rope_dim} is odd; rotary embeddings need pairs")

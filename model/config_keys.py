@@ -6,7 +6,7 @@ of neighbouring families that are copied into such files.
 
 # Names of activations to the function of model.layers that computes them.
 ACTIVATIONS = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
-ACTIVATIONS |= dict(gelu="gelu", silu="silu", swish="silu", relu="relu")
+ACTIVATIONS |= dict(gelu="gelu", silu="silu", swish="silu", relu="relu", relu2="relu2")
 # Transformer Engine's names for a plain and a gated MLP, which activates the first half of its rows; its
 # gelu is the tanh approximation.
 TE_ACTIVATIONS = dict(gelu_tanh=("gelu", "geglu"), relu=("relu", "reglu"), silu=("silu", "swiglu"))

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llm_train_bench.model.config import ModelConfig
-from llm_train_bench.model.layers import ACTIVATIONS, GatedMLP, autocast_dtype, no_autocast
+from llm_train_bench.model.layers import (
+    ACTIVATIONS,
+    MLP,
+    GatedMLP,
+    autocast_dtype,
+    no_autocast,
+)
 from llm_train_bench.model.layout import ALONE, Layout
 from llm_train_bench.model.shapes import Experts
 
@@ -108,18 +114,24 @@ class Stacked(nn.Module):
 
 
 class StackedMLPs(nn.Module):
-    """The gated MLPs of all experts."""
+    """The MLPs of all experts."""
+
+    gate_up: Stacked
+    up: Stacked
 
     def __init__(self, config: ModelConfig, layout: Layout):
         super().__init__()
-        e, d = config.experts, config.hidden_size
+        e = config.experts
+        d = e.latent or config.hidden_size
         self.options, self.activation = e, ACTIVATIONS[config.activation]
         number = e.number // layout.ep
-        self.gate_up = Stacked(number, d, 2 * e.size, e.biases)
+        setattr(self, "gate_up" if e.gated else "up", Stacked(number, d, e.wide * e.size, e.biases))
         self.down = Stacked(number, e.size, d, e.biases)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, d) sorted by expert, `counts` (E,) of each, to (R, d)."""
+        if not self.options.gated:
+            return self.down(self.activation(self.up(rows, counts)), counts)
         gate, up = self.gate_up(rows, counts).chunk(2, dim=-1)
         limit = self.options.limit
         if limit is None:
@@ -136,8 +148,12 @@ class MixtureOfExperts(nn.Module):
         self.options, self.balanced, self.layout = config.experts, balanced, layout
         self.router = Router(config)
         self.experts = StackedMLPs(config, layout)
-        size = config.experts.shared_size
-        self.shared = GatedMLP(config, layout, size) if size else None
+        e, d = config.experts, config.hidden_size
+        self.latent_down = nn.Linear(d, e.latent, bias=config.mlp_bias) if e.latent else None
+        self.latent_up = nn.Linear(e.latent, d, bias=config.mlp_bias) if e.latent else None
+        shared = GatedMLP if e.gated else MLP
+        self.shared = shared(config, layout, e.shared_size) if e.shared_size else None
+        self.shared_gate = nn.Linear(d, 1, bias=False) if e.shared_gate else None
         # Rows that each expert of this layer has had, and those before this step; fp32, on the device.
         self.rows: Tensor | None = None
         # The factor of the balance loss in this backward, as that of the model's own loss.
@@ -152,11 +168,18 @@ class MixtureOfExperts(nn.Module):
             whole = x.shape[1] * self.layout.tp * self.layout.cp
             balanced = _in_turn(len(x), whole, self.options, self.layout, x.device)
         scores, index, weights = self.router(tokens, balanced)
-        y = self.mixed(tokens, index, weights.to(x.dtype))
+        rows = tokens if self.latent_down is None else self.latent_down(tokens)
+        y = self.mixed(rows, index, weights.to(x.dtype))
+        y = y if self.latent_up is None else self.latent_up(y)
         if self.options.aux_loss and torch.is_grad_enabled():
             y = _WithLoss.apply(y, self.loss_factor * self.balance_loss(scores, index))
         y = y.view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
 
     def mixed(self, tokens: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """(N, d) tokens, and the choice, to the weighted sums (N, d) of their experts' outputs."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llm_train_bench.model.json_keys import Keys, kind_of
-from llm_train_bench.model.shapes import Experts, Latent, RopeScaling, Yarn
+from llm_train_bench.model.shapes import Experts, Latent, Recurrent, RopeScaling, Yarn
 
 Fields = dict[str, Any]
 
@@ -100,16 +100,22 @@ def _llama_family(
     biased: bool = False,
     pad_token: int | None = None,
     tied: bool = False,
-    partial: bool = False,
+    partial: float | None = None,
     latent: bool = False,
+    size: int | None = None,
+    activation: str = "hidden_act",
+    norm_key: str = "rms_norm_eps",
+    std: float = 0.02,
     **fixed: Any,
 ) -> Fields:
     """A decoder with RMS norms, rotary embeddings and a gated MLP.
 
     `positions`, `kv_heads`, `head_dim`, `theta`, `norm_eps`, `biased` (for attention_bias), `pad_token`
     and `tied` are the family's defaults of absent keys. `biases` 1 means that it has attention_bias, 2
-    that it has mlp_bias too; `windows` reads its sliding windows. With `partial` the family reads which
-    part of a head is rotated, with `latent` all sizes of heads. `fixed` fields have no key.
+    that it has mlp_bias too; `windows` reads its sliding windows. `partial` is the default of a head's
+    rotated part, where the family has such a key. With `latent` it reads all sizes of heads.
+    `size` and `std` are defaults of intermediate_size and initializer_range; `activation` and `norm_key`
+    name keys. `fixed` fields have no key.
     """
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
@@ -118,19 +124,19 @@ def _llama_family(
     head_dim = 1 if latent else keys.integer("head_dim", head_dim, null=True)
     bias = biases > 0 and keys.boolean("attention_bias", biased)
     positions = keys.integer("max_position_embeddings", positions)
-    theta, scaling = _rope(keys, positions, theta, partial)
-    size = keys.integer("vocab_size")
+    theta, scaling = _rope(keys, positions, theta, partial is not None)
+    words = keys.integer("vocab_size")
     fields = LLAMA | dict(
-        vocab_size=size,
+        vocab_size=words,
         max_position_embeddings=positions,
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=keys.integer("num_key_value_heads", kv_heads, null=True) or heads,
         head_dim=head_dim or keys.divide(hidden, heads),
-        intermediate_size=keys.integer("intermediate_size"),
-        activation=keys.activation("hidden_act", "silu"),
-        norm_eps=keys.number("rms_norm_eps", norm_eps),
+        intermediate_size=keys.integer("intermediate_size", size or ...),
+        activation=keys.activation(activation, "silu"),
+        norm_eps=keys.number(norm_key, norm_eps),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_word_embeddings=keys.boolean("tie_word_embeddings", tied),
@@ -139,11 +145,15 @@ def _llama_family(
         mlp_bias=biases > 1 and keys.boolean("mlp_bias", False),
         windows=windows(keys, layers) if windows else (None,) * layers,
         attention_dropout=keys.fraction("attention_dropout", 0.0),
-        initializer_range=keys.number("initializer_range", 0.02),
+        initializer_range=keys.number("initializer_range", std),
     )
-    token = keys.integer("pad_token_id", pad_token, minimum=-size, null=True)
+    if partial is not None:
+        part = _inner_rope(keys).get("partial_rotary_factor", partial)
+        turned = int(fields["head_dim"] * keys.number("partial_rotary_factor", part))
+        fields["rotary_size"] = None if turned == fields["head_dim"] else turned
+    token = keys.integer("pad_token_id", pad_token, minimum=-words, null=True)
     if token is not None and token < 0:
-        token += size  # negative ones count from the end, as torch does
+        token += words  # negative ones count from the end, as torch does
     return fields | dict(pad_token_id=token) | fixed
 
 
@@ -202,7 +212,7 @@ def _rope(
     inner = Keys(values, keys.where, prefix=where + ".")
     theta = inner.number("rope_theta", theta)
     kind, old = values.get("rope_type"), values.get("type")
-    inner.used |= {"rope_type", "type"}
+    inner.used |= {"rope_type", "type", *FAMILY_ROPE_KEYS.get(str(keys.raw.get("model_type")), ())}
     if kind and old and kind != old:
         raise keys.error(where, f"rope_type {kind!r} and type {old!r} disagree")
     kind = kind or old or "default"
@@ -229,6 +239,16 @@ def _rope(
     if extra := inner.leftover():
         raise keys.error(where, f"{extra[0]!r} has no meaning for rope type {kind!r}")
     return theta, scaling
+
+
+# Keys among the rotary parameters that only some families have, and read or need not read: for text all
+# sections of positions are alike.
+FAMILY_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "qwen3_5_text": ("mrope_section", "mrope_interleaved"),
+    "qwen3_5_moe_text": ("mrope_section", "mrope_interleaved"),
+    "ministral3": ("llama_4_scaling_beta", "max_position_embeddings"),
+    "mistral4": ("llama_4_scaling_beta", "max_position_embeddings"),
+}
 
 
 def _trained_positions(keys: Keys, inner: Keys, default: int) -> int:
@@ -272,12 +292,17 @@ def _qwen3_moe(keys: Keys) -> Fields:
     size = keys.integer("moe_intermediate_size", 768)
     normalised = keys.boolean("norm_topk_prob", False)
     experts = _experts(keys, "num_experts", 128, 8, size=size, normalised=normalised)
-    layers, step = fields["num_hidden_layers"], keys.integer("decoder_sparse_step", 1)
-    dense = keys.get("mlp_only_layers", None) or []
+    return fields | dict(
+        experts=experts, dense_layers=_dense_layers(keys, fields["num_hidden_layers"])
+    )
+
+
+def _dense_layers(keys: Keys, layers: int) -> tuple[int, ...]:
+    """Layers that have an MLP though the model has experts."""
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers", None) or []
     if not isinstance(dense, list) or not all(type(i) is int and 0 <= i < layers for i in dense):
         raise keys.error("mlp_only_layers", f"must be a list of layers from 0 to {layers - 1}")
-    dense = {*dense, *(i for i in range(layers) if (i + 1) % step)}
-    return fields | dict(experts=experts, dense_layers=tuple(sorted(dense)))
+    return tuple(sorted({*dense, *(i for i in range(layers) if (i + 1) % step)}))
 
 
 def _olmoe(keys: Keys) -> Fields:
@@ -310,51 +335,444 @@ def _gpt_oss(keys: Keys) -> Fields:
 
 def _deepseek_v3(keys: Keys) -> Fields:
     fields = _llama_family(keys, 4096, biases=1, latent=True)
-    heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
+    return (
+        fields
+        | _latent_family(keys, fields, (512, 128, 64, 128), 1536)
+        | dict(
+            experts=_grouped_experts(keys, 256, 8, 2048, (8, 4), 2.5),
+            dense_layers=_first_dense(keys, fields["num_hidden_layers"], 3),
+        )
+    )
+
+
+def _first_dense(keys: Keys, layers: int, default: int) -> tuple[int, ...]:
+    """Layers before the first one with experts."""
+    return tuple(range(min(layers, keys.integer("first_k_dense_replace", default, minimum=0))))
+
+
+def _latent_family(
+    keys: Keys, fields: Fields, widths: tuple[int, int, int, int], q_rank: int
+) -> Fields:
+    """Attention through narrow layers, whose widths are defaults: of keys and values, and of heads."""
+    heads = fields["num_attention_heads"]
     if fields["num_key_value_heads"] != heads:
         raise keys.error("num_key_value_heads", f"must be num_attention_heads = {heads}")
-    widths = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    widths = [keys.integer(key, default) for key, default in widths.items()]
-    latent = Latent(keys.integer("q_lora_rank", 1536, null=True), *widths)
+    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    sizes = [keys.integer(key, default) for key, default in zip(names, widths, strict=True)]
+    latent = Latent(keys.integer("q_lora_rank", q_rank, null=True), *sizes)
     if fields["attention_out_bias"]:
         raise keys.error("attention_bias", "only false is implemented for this family")
-    size = keys.integer("moe_intermediate_size", 2048)
-    groups = keys.integer("n_group", 8)
-    shared = keys.integer("n_shared_experts", 1, minimum=0, null=True) or 0
-    sizes = dict(size=size, shared_size=size * shared, groups=groups)
-    router: Fields = dict(
-        scores="sigmoid", correction=True, normalised=keys.boolean("norm_topk_prob", True)
-    )
-    router["scale"] = keys.number("routed_scaling_factor", 2.5)
-    router["groups_per_token"] = keys.integer("topk_group", 4)
-    experts = _experts(keys, "n_routed_experts", 256, 8, **sizes, **router)
-    if experts.number % groups or (groups > 1 and experts.number // groups < 2):
-        divisors = [str(g) for g in range(1, experts.number // 2 + 1) if experts.number % g == 0]
-        why = f"{experts.number} experts do not divide into groups of two or more"
-        raise keys.error("n_group", f"{why}; {', '.join(divisors or ['1'])} would do")
-    if experts.groups_per_token > groups:
-        raise keys.error("topk_group", f"is above n_group {groups}")
-    if experts.per_token > experts.number // groups * experts.groups_per_token:
-        raise keys.error("topk_group", "its groups have fewer experts than a token needs")
-    keys.choice("scoring_func", ("sigmoid",), "sigmoid")
     keys.choice("topk_method", ("noaux_tc",), "noaux_tc")
     keys.only("moe_layer_freq", 1)
-    # Of code and weights on the Hub, and of modules that predict further tokens, which are no part
-    # of the model proper: transformers leaves them out too.
-    keys.used |= {"quantization_config", "auto_map", "num_nextn_predict_layers", "num_mtp_layers"}
-    keys.used |= {"head_dim", "qk_head_dim"}
+    # Of code and weights on the Hub.
+    keys.used |= {"quantization_config", "auto_map", "head_dim", "qk_head_dim"}
     head_dim = latent.nope_dim + latent.rope_dim
     scale, mscale = head_dim**-0.5, _inner_rope(keys).get("mscale_all_dim")
     if isinstance(fields["rope_scaling"], Yarn) and mscale:
         scale *= yarn_mscale(fields["rope_scaling"].factor, mscale) ** 2
-    return fields | dict(
-        head_dim=head_dim,
-        experts=experts,
-        latent=latent,
-        attention_scale=scale,
-        dense_layers=tuple(range(min(layers, keys.integer("first_k_dense_replace", 3, minimum=0)))),
-        rope_pairs="neighbours" if keys.boolean("rope_interleave", True) else "halves",
+    pairs = "neighbours" if keys.boolean("rope_interleave", True) else "halves"
+    return dict(head_dim=head_dim, latent=latent, attention_scale=scale, rope_pairs=pairs)
+
+
+def _grouped_experts(
+    keys: Keys,
+    number: int,
+    per_token: int,
+    size: int,
+    groups: tuple[int, int] = (1, 1),
+    scale: float = 1.0,
+    scores: str = "sigmoid",
+    **fields: Any,
+) -> Experts:
+    """The experts of DeepSeek-V3 and its relatives, which may be chosen from the best groups.
+
+    All but `fields` are defaults of absent keys; `scores` are the family's.
+    """
+    size = keys.integer("moe_intermediate_size", size)
+    shared = keys.integer("n_shared_experts", 1, minimum=0, null=True) or 0
+    count, best = keys.integer("n_group", groups[0]), keys.integer("topk_group", groups[1])
+    router: Fields = dict(
+        scores=scores, correction=scores == "sigmoid", groups=count, groups_per_token=best
     )
+    router["normalised"] = keys.boolean("norm_topk_prob", True)
+    router["scale"] = keys.number("routed_scaling_factor", scale)
+    keys.choice("scoring_func", (scores,), scores)
+    fields = dict(size=size, shared_size=size * shared) | router | fields
+    experts = _experts(keys, "n_routed_experts", number, per_token, **fields)
+    if experts.number % count or (count > 1 and experts.number // count < 2):
+        divisors = [str(g) for g in range(1, experts.number // 2 + 1) if experts.number % g == 0]
+        why = f"{experts.number} experts do not divide into groups of two or more"
+        raise keys.error("n_group", f"{why}; {', '.join(divisors or ['1'])} would do")
+    if best > count:
+        raise keys.error("topk_group", f"is above n_group {count}")
+    if experts.per_token > experts.number // count * best:
+        raise keys.error("topk_group", "its groups have fewer experts than a token needs")
+    return experts
+
+
+def _glm4_moe(keys: Keys) -> Fields:
+    options: Fields = dict(norm_eps=1e-5, kv_heads=8, partial=0.5)
+    fields = _llama_family(keys, 131072, biases=1, **options)
+    return fields | dict(
+        attention_out_bias=False,
+        qk_norm=keys.boolean("use_qk_norm", False),
+        experts=_grouped_experts(keys, 128, 8, 1408),
+        dense_layers=_first_dense(keys, fields["num_hidden_layers"], 1),
+    )
+
+
+def _minimax_m2(keys: Keys) -> Fields:
+    if (size := keys.integer("rotary_dim", None)) is not None:
+        head = keys.integer("head_dim", 128, null=True)
+        head = head or keys.divide(keys.integer("hidden_size"), keys.integer("num_attention_heads"))
+        keys.raw = {"partial_rotary_factor": size / head} | keys.raw
+    options: Fields = dict(kv_heads=8, head_dim=128, theta=5e6, qk_norm=True, whole_qk_norm=True)
+    fields = _llama_family(keys, 196608, partial=1.0, size=1536, **options)
+    keys.only("router_jitter_noise", 0)
+    keys.only("use_qk_norm", True)
+    keys.choice("scoring_func", ("sigmoid",), "sigmoid")
+    keys.choice("qk_norm_type", ("per_layer",), "per_layer")
+    keys.only("shared_intermediate_size", 0)
+    kind: Fields = dict(size=fields["intermediate_size"], scores="sigmoid")
+    kind |= dict(correction=True, normalised=True)
+    return fields | dict(experts=_experts(keys, "num_local_experts", 256, 8, **kind))
+
+
+def _hy_v3(keys: Keys) -> Fields:
+    options: Fields = dict(
+        kv_heads=8, head_dim=128, theta=11158840.0, norm_eps=1e-5, qk_norm=True, std=0.006
+    )
+    fields = _llama_family(keys, 131072, biases=2, size=13312, **options)
+    layers, first = fields["num_hidden_layers"], keys.get("first_k_dense_replace", 1)
+    kinds = _per_layer(keys, "mlp_layer_types", layers, "names")
+    kinds = kinds or ["dense"] * 1 + ["sparse"] * (layers - 1)
+    if {*kinds} - {"dense", "sparse"} or ("first_k_dense_replace" in keys.raw and first != 1):
+        raise keys.error("mlp_layer_types", "must name dense or sparse for each layer")
+    size, shared = (
+        keys.integer("moe_intermediate_size", 1536),
+        keys.integer("num_shared_experts", 1),
+    )
+    keys.only("route_norm", True)
+    keys.used.add("enable_moe_fp32_combine")  # a rounding
+    kind: Fields = dict(size=size, shared_size=size * shared, scores="sigmoid", correction=True)
+    kind |= dict(normalised=True, scale=keys.number("router_scaling_factor", 2.826))
+    return fields | dict(
+        experts=_experts(keys, "num_experts", 192, 8, **kind),
+        dense_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense"),
+    )
+
+
+def _two_ropes(keys: Keys, theta: float, local: str | None, local_theta: float) -> float:
+    """Leave the rotary parameters of layers without windows in `keys`; return theta of the others.
+
+    They are those of rope_parameters by kind of layer, or are in the older keys, of which `local` has the
+    others' theta.
+    """
+    values = keys.raw.get("rope_parameters") or {}
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(values, dict) or not {*values} <= {*kinds}:
+        keys.raw = {"rope_theta": theta} | keys.raw
+        return keys.number(local, local_theta) if local else local_theta
+    full, slides = ((values.get(kind) or {}) for kind in kinds)
+    if not isinstance(full, dict) or not isinstance(slides, dict):
+        raise keys.error("rope_parameters", "must hold an object for each kind of layer")
+    inner = Keys(slides, keys.where, prefix="rope_parameters.sliding_attention.")
+    inner.choice("rope_type", ("default",), "default")
+    local_theta = inner.number(
+        "rope_theta", keys.number(local, local_theta) if local else local_theta
+    )
+    if extra := inner.leftover():
+        raise inner.error(extra[0], "is not implemented for layers with windows")
+    old = keys.raw.get("rope_scaling") or {}
+    full = {"rope_theta": keys.raw.get("rope_theta", theta)} | full | old
+    keys.raw = {k: v for k, v in keys.raw.items() if k != "rope_scaling"} | {
+        "rope_parameters": full
+    }
+    return local_theta
+
+
+def _olmo3(keys: Keys) -> Fields:
+    def windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+        return _windows(keys, layers, 4096, sliding=[(i + 1) % 4 != 0 for i in range(layers)])
+
+    local = _two_ropes(keys, 5e5, None, 5e5)
+    return _llama_family(
+        keys, 2048, **OLMO, windows=windows, norm_after=True, local_rope_theta=local
+    )
+
+
+def _gemma3(keys: Keys) -> Fields:
+    every = keys.integer("sliding_window_pattern", 6)
+
+    def windows(keys: Keys, layers: int) -> tuple[int | None, ...]:
+        return _windows(keys, layers, 4096, sliding=[(i + 1) % every != 0 for i in range(layers)])
+
+    local = _two_ropes(keys, 1e6, "rope_local_base_freq", 1e4)
+    for key, value in GEMMA3_SIZES.items():
+        keys.raw = {key: value} | keys.raw
+    options: Fields = dict(head_dim=256, pad_token=0, tied=True, activation="hidden_activation")
+    keys.raw = {"hidden_activation": "gelu_pytorch_tanh"} | keys.raw
+    fields = _llama_family(keys, 131072, biases=1, windows=windows, **options, qk_norm=True)
+    return fields | dict(
+        norm_around=True,
+        norm_offset=True,
+        local_rope_theta=local,
+        attention_scale=keys.number("query_pre_attn_scalar", 256) ** -0.5,
+        embedding_scale=fields["hidden_size"] ** 0.5,
+    )
+
+
+# Gemma 3's files on the Hub leave out what is at its defaults.
+GEMMA3_SIZES = dict(vocab_size=262208, hidden_size=2304, intermediate_size=9216)
+GEMMA3_SIZES |= dict(num_hidden_layers=26, num_attention_heads=8, num_key_value_heads=4)
+
+
+def _query_scale(keys: Keys, yarn: Fields) -> Fields:
+    """How far queries at late positions grow; without rotary parameters, the family's `yarn` is taken."""
+    if not (keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling")):
+        keys.raw = keys.raw | {
+            "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.1} | yarn
+        }
+    rope = _inner_rope(keys)
+    if rope.get("llama_4_scaling_beta") is None:
+        return {}
+    inner = Keys(rope, keys.where, prefix="rope_parameters.")
+    trained = inner.integer("original_max_position_embeddings")
+    return dict(query_scale=(inner.number("llama_4_scaling_beta"), trained))
+
+
+def _ministral3(keys: Keys) -> Fields:
+    scale = _query_scale(keys, MINISTRAL_ROPE)
+    sizes: Fields = dict(kv_heads=8, head_dim=128, norm_eps=1e-5, pad_token=11)
+    return _llama_family(keys, 262144, windows=_windows, **sizes) | scale
+
+
+MINISTRAL_ROPE: Fields = dict(rope_theta=1e6, factor=16.0, original_max_position_embeddings=16384)
+MINISTRAL_ROPE |= dict(mscale=1.0, mscale_all_dim=1.0)
+MISTRAL4_ROPE = MINISTRAL_ROPE | dict(
+    rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192
+)
+
+
+def _mistral4(keys: Keys) -> Fields:
+    scale = _query_scale(keys, MISTRAL4_ROPE)
+    keys.raw = {"num_key_value_heads": 32} | keys.raw
+    sizes: Fields = dict(pad_token=11, size=12288, partial=1.0)
+    fields = _llama_family(keys, 1048576, biases=1, latent=True, **sizes)
+    latent = _latent_family(keys, fields, (256, 64, 64, 128), 1024)
+    part = _inner_rope(keys).get("partial_rotary_factor")
+    if part is not None and int(latent["head_dim"] * part) != latent["latent"].rope_dim:
+        raise keys.error(
+            "rope_parameters", "partial_rotary_factor must be that of qk_rope_head_dim"
+        )
+    return (
+        fields
+        | latent
+        | scale
+        | dict(
+            rotary_size=None,
+            experts=_grouped_experts(keys, 128, 4, 2048, scores="softmax"),
+            dense_layers=_first_dense(keys, fields["num_hidden_layers"], 0),
+        )
+    )
+
+
+def _seed_oss(keys: Keys) -> Fields:
+    sizes: Fields = dict(kv_heads=8, head_dim=128, pad_token=1, biased=True, size=27648)
+    keys.raw = {"attention_dropout": 0.1} | keys.raw
+    fields = _llama_family(keys, 524288, biases=2, **sizes)
+    return fields | dict(
+        attention_out_bias=keys.boolean("attention_out_bias", False),
+        residual_dropout=keys.fraction("residual_dropout", 0.1),
+    )
+
+
+def _layer_kinds(keys: Keys, layers: int, full_every: int | None) -> tuple[int, ...]:
+    """The layers that have no attention but a recurrent mixer."""
+    names = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+    kinds = _per_layer(keys, "layer_types", layers, "names")
+    if kinds is None:
+        if full_every is None:
+            return tuple(range(layers))
+        return tuple(i for i in range(layers) if (i + 1) % full_every)
+    for kind in kinds:
+        if kind not in names:
+            raise keys.error("layer_types", f"{kind!r} is not implemented")
+    return tuple(i for i, kind in enumerate(kinds) if names[kind])
+
+
+def _qwen_hybrid(keys: Keys, experts: str) -> Fields:
+    """Qwen3-Next and Qwen3.5: Gated DeltaNet in most layers; `experts` in some layers, all or none."""
+    options: Fields = dict(head_dim=256, biases=1, qk_norm=True, partial=0.25)
+    options |= dict(
+        kv_heads=4 if experts == "none" else 2, size=5632 if experts == "some" else None
+    )
+    if experts == "all":
+        options["size"] = 1  # no layer has such an MLP
+    fields = _llama_family(keys, 32768, **options)
+    layers = fields["num_hidden_layers"]
+    recurrent = Recurrent(
+        _layer_kinds(keys, layers, keys.integer("full_attention_interval", 4)),
+        delta=True,
+        groups=keys.integer("linear_num_key_heads", 16),
+        state=keys.integer("linear_key_head_dim", 128),
+        heads=keys.integer("linear_num_value_heads", 32),
+        head_dim=keys.integer("linear_value_head_dim", 128),
+        kernel=keys.integer("linear_conv_kernel_dim", 4),
+        chunk=64,
+        activation=fields["activation"],
+    )
+    if recurrent.heads % recurrent.groups:
+        raise keys.error("linear_num_value_heads", "is not a multiple of linear_num_key_heads")
+    keys.only("attn_output_gate", True)
+    keys.used |= {"mamba_ssm_dtype", "mtp_use_dedicated_embeddings"}
+    if experts != "some":
+        keys.used |= {"mlp_only_layers"}
+    fields |= dict(recurrent=recurrent, output_gate=True, norm_offset=True)
+    if experts == "none":
+        return fields
+    dense = _dense_layers(keys, layers) if experts == "some" else ()
+    number, per_token = (512, 10) if experts == "some" else (256, 8)
+    size = keys.integer("moe_intermediate_size", 512)
+    shared = keys.integer("shared_expert_intermediate_size", 512)
+    normalised = experts == "all" or keys.boolean("norm_topk_prob", True)
+    kind: Fields = dict(size=size, shared_size=shared, normalised=normalised, shared_gate=True)
+    kind["experts"] = _experts(keys, "num_experts", number, per_token, **kind)
+    return fields | dict(experts=kind["experts"], dense_layers=dense)
+
+
+def _nemotron_h(keys: Keys) -> Fields:
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    old = {"mamba": "linear_attention", "attention": "full_attention"}
+    kinds, pattern = keys.get("layers_block_type", None), keys.get("hybrid_override_pattern", None)
+    if kinds is None and isinstance(pattern, str):
+        kinds = [letters.get(letter, letter) for letter in pattern]
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"] if kinds is None else kinds
+    if not isinstance(kinds, list) or not kinds or not all(isinstance(k, str) for k in kinds):
+        raise keys.error("layers_block_type", "must be a list of names")
+    kinds = [old.get(kind, kind) for kind in kinds]
+    if unknown := {*kinds} - {*letters.values()}:
+        raise keys.error("layers_block_type", f"{unknown.pop()!r} is not implemented")
+    # Deprecated there: the list tells how many.
+    keys.raw = keys.raw | {"num_hidden_layers": len(kinds)}
+    keys.used |= {"rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters"}
+    plain = {k: v for k, v in keys.raw.items() if k not in keys.used or k == "num_hidden_layers"}
+    inner = Keys(plain, keys.where)
+    options: Fields = dict(kv_heads=8, head_dim=128, norm_eps=1e-5, pad_token=0, size=21504)
+    options |= dict(activation="mlp_hidden_act", norm_key="layer_norm_epsilon")
+    inner.raw = {"mlp_hidden_act": "relu2"} | inner.raw
+    fields = _llama_family(inner, 4096, **options)
+    keys.used |= inner.used | {"attention_bias", "sliding_window"}  # its code reads neither
+
+    def of(kind: str) -> tuple[int, ...]:
+        return tuple(i for i, name in enumerate(kinds) if name == kind)
+
+    def first(*names: str) -> str:
+        return next((name for name in names if name in keys.raw), names[0])
+
+    least = keys.number(first("time_step_min", "mamba_dt_min"), 0.001)
+    recurrent = Recurrent(
+        of("linear_attention"),
+        delta=False,
+        groups=keys.integer(first("n_groups", "mamba_n_groups"), 8),
+        state=keys.integer("ssm_state_size", 128),
+        heads=keys.integer("mamba_num_heads", 128),
+        head_dim=keys.integer("mamba_head_dim", 64),
+        kernel=keys.integer(first("conv_kernel", "mamba_d_conv"), 4),
+        chunk=keys.integer(first("chunk_size", "mamba_chunk_size"), 128),
+        activation=keys.activation("mamba_hidden_act", "silu"),
+        conv_bias=keys.boolean(first("use_conv_bias", "mamba_conv_bias"), True),
+        bias=keys.boolean("use_bias", False),
+        norm_groups=keys.integer(first("n_groups", "mamba_n_groups"), 8),
+        least_step=least,
+    )
+    _check_mamba(keys, recurrent, "mamba_num_heads")
+    keys.only("mamba_proj_bias", False)
+    keys.used |= NEMOTRON_IGNORED
+    fields["mlp_bias"] = keys.boolean("mlp_bias", False)
+    if not fields["mlp_bias"]:
+        keys.used.add("residual_in_fp32")
+    fields |= dict(gated_mlp=False, recurrent=recurrent, no_rope_layers=tuple(range(len(kinds))))
+    fields |= dict(mlp_alone=(*of("moe"), *of("mlp")), dense_layers=of("mlp"))
+    fields["mlp_alone"] = tuple(sorted(fields["mlp_alone"]))
+    fields["mixer_alone"] = tuple(sorted((*of("linear_attention"), *of("full_attention"))))
+    if not of("moe"):
+        keys.used |= {k for k in keys.raw if "expert" in k or "moe_" in k or "group" in k}
+        keys.used |= {"norm_topk_prob", "routed_scaling_factor"}
+        return fields | dict(dense_layers=())
+    if fields["mlp_bias"]:
+        raise keys.error("mlp_bias", "only false is implemented with experts")
+    shared = keys.integer("moe_shared_expert_intermediate_size", 7688)
+    keys.used.add("n_shared_experts")  # one, of that size
+    more: Fields = dict(
+        gated=False, shared_size=shared, latent=keys.integer("moe_latent_size", None)
+    )
+    return fields | dict(experts=_grouped_experts(keys, 8, 2, 7688, **more))
+
+
+# Keys that concern its first values, kernels and generation, or that its code does not read.
+NEMOTRON_IGNORED = set(
+    """num_logits_to_keep expand mamba_expand time_step_max mamba_dt_max time_step_limit mamba_dt_limit
+    time_step_floor mamba_dt_init_floor time_step_rank rescale_prenorm_residual use_mamba_kernels
+    mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32 hidden_dropout norm_eps rms_norm_eps
+    mtp_layers_block_type mtp_hybrid_override_pattern attention_head_dim auto_map intermediate_size
+    """.split()
+)
+
+
+def _check_mamba(keys: Keys, r: Recurrent, key: str) -> None:
+    if r.heads % r.groups:
+        raise keys.error(key, f"is not a multiple of the {r.groups} groups")
+
+
+def _granite_hybrid(keys: Keys) -> Fields:
+    fields = _granite(keys)
+    layers, hidden = fields["num_hidden_layers"], fields["hidden_size"]
+    heads, inner = keys.integer("mamba_n_heads", 128), keys.integer("mamba_expand", 2) * hidden
+    size = keys.get("mamba_d_head", "auto")
+    size = inner // heads if size == "auto" else keys.integer("mamba_d_head")
+    if size * heads != inner:
+        raise keys.error(
+            "mamba_d_head", f"x mamba_n_heads must be mamba_expand x hidden_size = {inner}"
+        )
+    limits = keys.get("time_step_limit", None) or (0.0, math.inf)
+    try:
+        least, most = (math.inf if isinstance(x, dict) else float(x) for x in limits)
+    except (TypeError, ValueError):
+        raise keys.error("time_step_limit", "must be a list of two numbers") from None
+    recurrent = Recurrent(
+        _layer_kinds(keys, layers, None),
+        delta=False,
+        groups=keys.integer("mamba_n_groups", 1),
+        state=keys.integer("mamba_d_state", 256),
+        heads=heads,
+        head_dim=size,
+        kernel=keys.integer("mamba_d_conv", 4),
+        chunk=keys.integer("mamba_chunk_size", 256),
+        activation=fields["activation"],
+        conv_bias=keys.boolean("mamba_conv_bias", True),
+        bias=keys.boolean("mamba_proj_bias", False),
+        least_step=least,
+        most_step=most,
+    )
+    _check_mamba(keys, recurrent, "mamba_n_heads")
+    keys.raw = {"position_embedding_type": "nope"} | keys.raw
+    if keys.raw["position_embedding_type"] is None:
+        keys.raw = keys.raw | {"position_embedding_type": "nope"}
+    if keys.choice("position_embedding_type", ("rope", "nope")) != "rope":
+        fields["no_rope_layers"] = tuple(range(layers))
+    shared, number = (
+        keys.integer("shared_intermediate_size", 1024),
+        keys.get("num_local_experts", 8),
+    )
+    fields |= dict(recurrent=recurrent, mlp_bias=False)
+    if not number:
+        keys.used |= {"num_experts_per_tok", "output_router_logits", "router_aux_loss_coef"}
+        return fields | dict(intermediate_size=shared)
+    kind: Fields = dict(
+        size=fields["intermediate_size"], shared_size=shared, scores="softmax_chosen"
+    )
+    return fields | dict(experts=_experts(keys, "num_local_experts", 8, 2, **kind))
 
 
 def _experts(
@@ -380,12 +798,9 @@ def _experts(
 
 
 def _phi3(keys: Keys) -> Fields:
-    options: Fields = dict(norm_eps=1e-5, partial=True, pad_token=32000)
+    options: Fields = dict(norm_eps=1e-5, partial=1.0, pad_token=32000)
     fields = _llama_family(keys, 4096, windows=_windows, **options)
-    part = keys.number("partial_rotary_factor", _inner_rope(keys).get("partial_rotary_factor", 1.0))
-    size = int(fields["head_dim"] * part)
     return fields | dict(
-        rotary_size=None if size == fields["head_dim"] else size,
         embedding_dropout=keys.fraction("embd_pdrop", 0.0),
         residual_dropout=keys.fraction("resid_pdrop", 0.0),
     )
@@ -417,12 +832,17 @@ def _granite(keys: Keys) -> Fields:
     )
 
 
+# The number of modules that predict further tokens, and the families that have them.
+MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+MTP_FAMILIES = """deepseek_v3 kimi_k2 glm4_moe hy_v3 minimax_m2 nemotron_h qwen3_next qwen3_5_text
+    qwen3_5_moe_text""".split()
+
+
 # Families that users ask for and that compute what is not implemented, with what that is.
 NOT_IMPLEMENTED = {
     "gemma": "norms of 1 + weight and a scaled embedding",
     "gemma2": "soft-capped scores and logits",
-    "gemma3": "rotary frequencies that differ by layer",
-    "gemma3_text": "rotary frequencies that differ by layer",
+    "gemma3": "its vision layers (take its text_config)",
     "deepseek_v2": "groups scored by their maximum",
     "qwen2_moe": "a gate of the shared expert",
     "llama4": "chunked attention",
@@ -452,4 +872,17 @@ FAMILIES: dict[str, Callable[[Keys], Fields]] = {
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "olmo3": _olmo3,
+    "ministral3": _ministral3,
+    "mistral4": _mistral4,
+    "minimax_m2": _minimax_m2,
+    "hy_v3": _hy_v3,
+    "gemma3_text": _gemma3,
+    "seed_oss": _seed_oss,
+    "qwen3_next": functools.partial(_qwen_hybrid, experts="some"),
+    "qwen3_5_text": functools.partial(_qwen_hybrid, experts="none"),
+    "qwen3_5_moe_text": functools.partial(_qwen_hybrid, experts="all"),
+    "nemotron_h": _nemotron_h,
+    "granitemoehybrid": _granite_hybrid,
 }

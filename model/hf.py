@@ -21,9 +21,16 @@ from llm_train_bench.model.transformer import Transformer
 ARCHITECTURES = {kind: f"{kind.title().replace('_', '')}ForCausalLM" for kind in FAMILIES}
 ARCHITECTURES |= dict(gpt2="GPT2LMHeadModel", smollm3="SmolLM3ForCausalLM")
 ARCHITECTURES["kimi_k2"] = "DeepseekV3ForCausalLM"
+ARCHITECTURES |= {
+    kind: f"{name}ForCausalLM"
+    for kind, name in dict(
+        qwen3_5_text="Qwen3_5", qwen3_5_moe_text="Qwen3_5Moe", granitemoehybrid="GraniteMoeHybrid",
+        minimax_m2="MiniMaxM2", hy_v3="HYV3", gemma3_text="Gemma3",
+    ).items()
+}  # fmt: skip
 # Fields that may differ between the weights' config and the run's: they do not change the function.
 TRAINING_KEYS = """name path raw unknown_keys embedding_dropout residual_dropout attention_dropout
-    initializer_range pad_token_id""".split()
+    initializer_range pad_token_id mtp_layers""".split()
 # Tables that old checkpoints kept beside the weights.
 NO_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 GPT2_NAMES = {
@@ -57,13 +64,66 @@ LLAMA_NAMES = {
     "mlp.shared.gate_up": "mlp.shared_experts.gate_proj mlp.shared_experts.up_proj",
     "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
+AROUND = dict(attn_after="post_attention_layernorm", mlp_norm="pre_feedforward_layernorm")
+AROUND |= dict(mlp_after="post_feedforward_layernorm")
+QWEN_HYBRID = {
+    "mlp.shared.gate_up": "mlp.shared_expert.gate_proj mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+QWEN35 = {"attn.project": " ".join(f"linear_attn.in_proj_{x}" for x in ("qkv", "z", "b", "a"))}
+# Where the parameters of layers with states are; and their names.
+MIXERS: dict[str, str] = dict.fromkeys(
+    ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), "linear_attn"
+)
+MIXERS |= dict(nemotron_h="mixer", granitemoehybrid="mamba")
+MIXER_NAMES = {"attn.project": "in_proj", "attn.conv": "conv1d", "attn.gated_norm": "norm"}
+MIXER_NAMES |= {"attn.out": "out_proj"}
+MIXER_KINDS = dict(decay="A_log", step_bias="dt_bias", skip="D")
 # Names that differ in single families.
 FAMILY_NAMES = {
     "mixtral": {"mlp.router": "block_sparse_moe.gate"},
     "gpt_oss": {"mlp.router": "mlp.router"},
     "phi3": {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"},
     "olmo2": {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"},
+    "minimax_m2": {
+        "mlp.router": "block_sparse_moe.gate",
+        "mlp.router.correction": "block_sparse_moe.e_score_correction_bias",
+    },
+    "hy_v3": {
+        "mlp.router": "mlp.router.gate",
+        "mlp.router.correction": "mlp.expert_bias",
+        "mlp.shared.gate_up": "mlp.shared_mlp.gate_proj mlp.shared_mlp.up_proj",
+        "mlp.shared.down": "mlp.shared_mlp.down_proj",
+    },
+    "gemma3_text": AROUND,
+    "qwen3_next": QWEN_HYBRID | {"attn.project": "linear_attn.in_proj_qkvz linear_attn.in_proj_ba"},
+    "qwen3_5_text": QWEN35,
+    "qwen3_5_moe_text": QWEN_HYBRID | QWEN35,
+    "granitemoehybrid": {
+        "mlp.gate_up": "shared_mlp.input_linear",
+        "mlp.down": "shared_mlp.output_linear",
+        "mlp.shared.gate_up": "shared_mlp.input_linear",
+        "mlp.shared.down": "shared_mlp.output_linear",
+        "mlp.router": "block_sparse_moe.router.layer",
+    },
+    "nemotron_h": {
+        "embed": "backbone.embeddings",
+        "norm": "backbone.norm_f",
+        "attn_norm": "norm",
+        "mlp_norm": "norm",
+        "attn.qkv": "mixer.q_proj mixer.k_proj mixer.v_proj",
+        "attn.out": "mixer.o_proj",
+        "mlp.up": "mixer.up_proj",
+        "mlp.down": "mixer.down_proj",
+        "mlp.router": "mixer.gate",
+        "mlp.latent_down": "mixer.fc1_latent_proj",
+        "mlp.latent_up": "mixer.fc2_latent_proj",
+        "mlp.shared.up": "mixer.shared_experts.up_proj",
+        "mlp.shared.down": "mixer.shared_experts.down_proj",
+    },
 }
+FAMILY_NAMES["olmo3"] = FAMILY_NAMES["olmo2"]
 
 
 # A parameter's name to the files and tensors that make it up, or to the reader of a checkpoint's block.
@@ -78,9 +138,18 @@ def hf_names(config: ModelConfig, name: str) -> list[str]:
     if not module.startswith("blocks."):
         return [f"{theirs.get(module, module)}.{kind}"]
     _, layer, part = module.split(".", 2)
-    prefix = f"transformer.h.{layer}" if gpt2 else f"model.layers.{layer}"
+    base = "backbone" if family == "nemotron_h" else "model"
+    prefix = f"transformer.h.{layer}" if gpt2 else f"{base}.layers.{layer}"
     if part.startswith("mlp.experts."):
         return [f"{prefix}.{name}" for name in _expert_names(config, part.split(".")[-1], kind)]
+    if (whole := theirs.get(f"{part}.{kind}")) is not None:
+        return [f"{prefix}.{whole}"]
+    if int(layer) in config.recurrent.layers and part.split(".")[0] == "attn":
+        mixer = MIXERS[family]
+        if part == "attn":
+            return [f"{prefix}.{mixer}.{MIXER_KINDS[kind]}"]
+        if part not in theirs or part == "attn.out":
+            return [f"{prefix}.{mixer}.{MIXER_NAMES[part]}.{kind}"]
     kind = {"correction": "e_score_correction_bias"}.get(kind, kind)
     names = theirs.get(part, f"self_{part}")  # self_attn, self_attn.q_norm and self_attn.k_norm
     return [f"{prefix}.{each}.{kind}" for each in names.split()]
@@ -90,7 +159,14 @@ def _expert_names(config: ModelConfig, part: str, kind: str) -> list[str]:
     """Names of the tensors of all experts, those of the first expert first."""
     if config.model_type == "gpt_oss":  # all experts in one tensor
         return [f"mlp.experts.{part}_proj" + ("_bias" if kind == "bias" else "")]
-    if config.model_type == "mixtral":
+    if config.model_type == "mistral4":
+        return [f"mlp.experts.{part}_proj"]
+    if config.model_type == "granitemoehybrid":
+        which = {"gate_up": "input", "down": "output"}[part]
+        return [f"block_sparse_moe.{which}_linear.weight"]
+    if config.model_type == "nemotron_h":
+        inner, names = "mixer.experts", {"up": ("up_proj",), "down": ("down_proj",)}
+    elif config.model_type in ("mixtral", "minimax_m2"):
         inner, names = "block_sparse_moe.experts", {"gate_up": ("w1", "w3"), "down": ("w2",)}
     else:
         inner, names = "mlp.experts", {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
@@ -105,6 +181,12 @@ def _converted(
     if config.model_type == "gpt2" and module in ("qkv", "out", "up", "down"):
         return value.t()  # they keep its linear layers as (in, out)
     if ".mlp.experts." not in name:
+        if (order := _row_order(config, name)) is not None:
+            value = value[order if shape is None else order.argsort()]
+        if module == "conv" and kind == "weight":
+            value = value.unsqueeze(1) if shape is None else value.squeeze(1)
+        return value
+    if config.model_type in ("mistral4", "granitemoehybrid"):  # stacked like ours
         return value
     if config.model_type != "gpt_oss":
         return value.flatten(0, 1) if shape is None else value.view(shape)
@@ -116,16 +198,48 @@ def _converted(
     return value.transpose(1, 2) if shape is None and kind == "weight" else value
 
 
+def _row_order(config: ModelConfig, name: str) -> Tensor | None:
+    """Which of our rows is which of theirs, where they keep them in another order."""
+    module, r = ".".join(name.split(".")[2:-1]), config.recurrent
+    if module == "attn.qkv" and config.output_gate:  # a head's queries, then its gates
+        q, k, v, gate = torch.arange(sum(config.qkv_sizes)).split(config.qkv_sizes)
+        heads = config.num_attention_heads
+        return torch.cat(
+            (torch.stack((q.view(heads, -1), gate.view(heads, -1)), 1).flatten(), k, v)
+        )
+    if module not in ("attn.project", "attn.conv") or not name.startswith("blocks."):
+        return None
+    sizes = r.segments if module == "attn.project" else r.channels
+    parts = torch.arange(sum(sizes)).split(sizes)
+    if not r.delta:  # gates, values, B, C, steps
+        c, b, x, *rest = parts
+        return torch.cat((*rest[:1], x, b, c, *rest[1:]))
+    if config.model_type != "qwen3_next" or module == "attn.conv":
+        return None
+    by_group = [part.view(r.groups, -1) for part in parts]
+    return torch.cat([torch.cat(some, 1).flatten() for some in (by_group[:4], by_group[4:])])
+
+
+def _sizes(config: ModelConfig, name: str, names: list[str]) -> list[int] | None:
+    """Rows of each of the tensors that make up a parameter; None where they are alike."""
+    module, q, kv = name.split(".")[-2], config.query_size, config.kv_size
+    if module == "qkv" and len(names) == 3:
+        return [q * (1 + config.output_gate), kv, kv]
+    if module != "project" or len(names) == 1:
+        return None
+    *wide, b, a = config.recurrent.segments
+    if len(names) == 2:
+        return [sum(wide), b + a]
+    return [sum(wide[:3]), wide[3], b, a]
+
+
 def to_hf(config: ModelConfig, name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Our parameter (or its gradient) as the Hugging Face tensors it stands for."""
     if name in ("embed.weight", "lm_head.weight"):
         value = value[: config.vocab_size]
     value, names = _converted(config, name, value), hf_names(config, name)
-    if name.split(".")[-2] == "qkv" and len(names) == 3:
-        heads = (config.num_attention_heads, *[config.num_key_value_heads] * 2)
-        parts = value.split([h * config.head_dim for h in heads])
-    else:
-        parts = value.chunk(len(names))
+    sizes = _sizes(config, name, names)
+    parts = value.chunk(len(names)) if sizes is None else value.split(sizes)
     for hf_name, part in zip(names, parts, strict=True):
         yield hf_name, part.contiguous()
 
@@ -182,9 +296,10 @@ def _misfit(name: str, shape: list[int], config: ModelConfig, right: Sequence[in
 
 def _further(config: ModelConfig, name: str) -> bool:
     """Whether a tensor is of DeepSeek's modules that predict further tokens: layers after the last."""
+    if name.startswith("mtp."):
+        return True
     layer = name.removeprefix("model.layers.").split(".")[0]
-    further = config.raw.get("num_nextn_predict_layers") or config.raw.get("num_mtp_layers")
-    return bool(further) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
+    return bool(config.mtp_layers) and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def _check_checkpoint(model: Transformer, directory: Path) -> Pretrained:

@@ -43,8 +43,14 @@ def fill(
         read_pretrained(parameter, name, config, weights)
     elif kind in ("bias", "correction", "sinks"):
         parameter.zero_()
-    elif module.endswith("norm"):
-        parameter.fill_(1.0)
+    elif kind in STATE_SPACES:
+        low, high = STATE_SPACES[kind]
+        parameter.copy_(torch.linspace(low, high, len(parameter), device="cpu"))
+    elif module.endswith(("norm", "_after")):
+        plain = module == "gated_norm" or not config.norm_offset
+        parameter.fill_(1.0 if plain else 0.0)
+    elif module == "conv":
+        fill_normal(parameter, config.recurrent.kernel**-0.5, f"{seed}/{name}")
     else:
         std = config.initializer_range
         if module in ("out", "down"):
@@ -55,6 +61,9 @@ def fill(
         parameter[rows:].zero_()
 
 
+# First values of the parameters of recurrent layers, from the first to the last head. The state's rates
+# are 1 to 16, and steps about 0.001 to 0.1, as in Mamba2: the logarithms, and the inverse of softplus.
+STATE_SPACES = {"decay": (0.0, math.log(16.0)), "step_bias": (-6.9, -2.25), "skip": (1.0, 1.0)}
 LEVELS = 2**16
 # Hashes made at once: their temporary tensors fit a CPU's cache, or take 64 MiB on a GPU.
 CPU_HASHES, GPU_HASHES = 2**15, 2**22

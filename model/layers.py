@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,12 +49,15 @@ class RMSNorm(nn.RMSNorm):
     """Root mean square norm without bias (Zhang & Sennrich 2019).
 
     Statistics are fp32 inside the kernel. Autocast is off here: it would return fp32 and so double
-    the traffic of the bf16 residual stream.
+    the traffic of the bf16 residual stream. With an `offset` it multiplies by that plus the weight.
     """
+
+    offset = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         with no_autocast(x.device):
-            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+            weight = self.weight + self.offset if self.offset else self.weight
+            return F.rms_norm(x, self.weight.shape, weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -65,20 +69,46 @@ class LayerNorm(nn.LayerNorm):
             return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
-def rope_tables(config: ModelConfig, seq_len: int) -> tuple[Tensor, Tensor]:
+class Rope(NamedTuple):
+    """Tables of a rotary embedding by position, in fp32."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: Tensor | None = None
+    """(T, 1) factors of queries."""
+
+    def at(self, where: Tensor | slice) -> "Rope":
+        """The tables of some positions."""
+        scale = None if self.scale is None else self.scale[where]
+        return Rope(self.cos[where], self.sin[where], scale)
+
+    def scaled(self, q: Tensor) -> Tensor:
+        """Queries (B, T, H, D), larger at late positions where the model has that."""
+        return q if self.scale is None else (q * self.scale.unsqueeze(-2)).to(q.dtype)
+
+
+def rope_tables(config: ModelConfig, seq_len: int, local: bool = False) -> Rope:
     """Cosines and sines of the rotary embedding, each (seq_len, head_dim / 2) in fp32.
 
-    Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says.
+    Source: Su et al. 2021 (RoFormer), with frequencies scaled as the config's `rope_scaling` says. Those
+    of layers with a window (`local`) are not.
     """
     scaling, size = config.rope_scaling, config.rope_dim
     exponent = torch.arange(0, size, 2, dtype=torch.float32) / size
-    frequency, factor = 1.0 / config.rope_theta**exponent, 1.0
+    if local and config.local_rope_theta:
+        scaling = None
+    theta = config.local_rope_theta if local and config.local_rope_theta else config.rope_theta
+    frequency, factor = 1.0 / theta**exponent, 1.0
     if isinstance(scaling, Yarn):
         frequency, factor = stretch(frequency, scaling, config.rope_theta), scaling.attention_factor
     elif scaling is not None:
         frequency = scale_rope(frequency, scaling)
-    angle = torch.outer(torch.arange(seq_len, dtype=torch.float32), frequency)
-    return angle.cos() * factor, angle.sin() * factor
+    position, scale = torch.arange(seq_len, dtype=torch.float32), None
+    angle = torch.outer(position, frequency)
+    if config.query_scale is not None:
+        grows, trained = config.query_scale
+        scale = 1 + grows * torch.log(1 + torch.floor(position / trained)).unsqueeze(-1)
+    return Rope(angle.cos() * factor, angle.sin() * factor, scale)
 
 
 def stretch(frequency: Tensor, yarn: Yarn, theta: float) -> Tensor:
@@ -115,7 +145,6 @@ def scale_rope(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     return blend * frequency + (1 - blend) * frequency / scaling.factor
 
 
-Rope = tuple[Tensor, Tensor]  # cosines and sines
 # What hides keys besides the causal rule: to be computed in pieces, by FlexAttention, or nothing.
 Mask = Seen | BlockMask | None
 
@@ -251,31 +280,36 @@ class Attention(nn.Module):
         self.scale = config.attention_scale
         self.whole_norm = config.whole_qk_norm
         d, D = config.hidden_size, config.head_dim
-        self.qkv = nn.Linear(d, (self.n_heads + 2 * self.n_kv_heads) * D, bias=config.qkv_bias)
+        self.heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
+        self.heads += [self.n_heads] if config.output_gate else []
+        self.qkv = nn.Linear(d, sum(self.heads) * D, bias=config.qkv_bias)
         self.out = nn.Linear(self.n_heads * D, d, bias=config.attention_out_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             sizes = (config.query_size, config.kv_size) if self.whole_norm else (D, D)
             self.q_norm, self.k_norm = (RMSNorm(size, config.norm_eps) for size in sizes)
+            self.q_norm.offset = self.k_norm.offset = float(config.norm_offset)
         self.sinks = nn.Parameter(torch.empty(self.n_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
         """(B, T, d) to (B, T, d); `rope` is the tables for T positions."""
         x = self.layout.gather(x)
         B, T, _ = x.shape
-        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-        qkv = self.qkv(x).view(B, T, sum(heads), self.head_dim)
+        qkv = self.qkv(x).view(B, T, sum(self.heads), self.head_dim)
         if isinstance(self.qkv, BiasApart):
-            q, k, v = SplitHeads.apply(qkv, self.qkv.bias, heads)
+            q, k, v, *gate = SplitHeads.apply(qkv, self.qkv.bias, tuple(self.heads))
         else:
-            q, k, v = qkv.split(heads, dim=2)
+            q, k, v, *gate = qkv.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             whole = self.whole_norm
             q = self.q_norm(q.flatten(2)).view_as(q) if whole else self.q_norm(q)
             k = self.k_norm(k.flatten(2)).view_as(k) if whole else self.k_norm(k)
         if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+            q, k = apply_rope(q, rope.cos, rope.sin), apply_rope(k, rope.cos, rope.sin)
+            q = rope.scaled(q)
         y = self.layout.attend(self.attend, q, k, v, mask)
+        if gate:
+            y = y * torch.sigmoid(gate[0])
         return self.layout.reduce(self.out, y.reshape(B, T, self.n_heads * self.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
@@ -327,7 +361,7 @@ class LatentAttention(nn.Module):
         kv = self.kv_up(self.kv_down_norm(low)).view(B, T, -1, m.nope_dim + m.value_dim)
         k, v = kv.split((m.nope_dim, m.value_dim), dim=-1)
         q_rope, k_rope = self.rotate(q_rope, rope), self.rotate(k_rope[:, :, None], rope)
-        q = torch.cat((q, q_rope), dim=-1)
+        q = rope.scaled(torch.cat((q, q_rope), dim=-1))
         k = torch.cat((k, k_rope.expand(-1, -1, k.shape[2], -1)), dim=-1)
         y = self.layout.attend(self.attend, q, k, v, mask)
         return self.layout.reduce(self.out, y.flatten(2))
@@ -338,7 +372,7 @@ class LatentAttention(nn.Module):
         """(B, T, H, D) rotated; neighbours are brought into halves first, in queries and keys alike."""
         if self.neighbours:
             x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
-        return apply_rope(x.contiguous(), *rope)
+        return apply_rope(x.contiguous(), rope.cos, rope.sin)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -355,16 +389,18 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
 }
 
 
 class MLP(nn.Module):
     """Two-layer perceptron of GPT-2: d to f, activation, f to d."""
 
-    def __init__(self, config: ModelConfig, layout: Layout = ALONE):
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE, size: int | None = None):
+        """`size` elements of the activation, the config's if None."""
         super().__init__()
         self.layout = layout
-        d, f = config.hidden_size, config.intermediate_size // layout.tp
+        d, f = config.hidden_size, (size or config.intermediate_size) // layout.tp
         self.up = nn.Linear(d, f, bias=config.mlp_bias)
         self.down = nn.Linear(f, d, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]

@@ -1,6 +1,7 @@
 """Parts of a model's shape that only some families have. Needs no torch."""
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,17 @@ class Experts:
     """Gate and up are clamped to this, as gpt-oss does."""
     gain: float = 1.702
     """Of the sigmoid in gpt-oss's activation, which has the limit."""
+    gated: bool = True
+    """Whether an expert's activation gates a second product; the shared one's too."""
+    latent: int | None = None
+    """Elements that the experts see of a token, by a layer before and one after them (Nemotron 3)."""
+    shared_gate: bool = False
+    """Whether the shared expert's output is weighed by a sigmoid of the token."""
+
+    @property
+    def wide(self) -> int:
+        """Halves of an expert's first matrix."""
+        return 2 if self.gated else 1
 
     def __bool__(self) -> bool:
         return self.number > 0
@@ -86,5 +98,46 @@ class Latent:
         return self.kv_rank > 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """Layers with states in place of attention: Gated DeltaNet, or Mamba2 (model/recurrent.py)."""
+
+    layers: tuple[int, ...]
+    delta: bool
+    """Whether they follow the delta rule; Mamba2 does not."""
+    groups: int
+    """Groups of heads that share queries and keys (C and B of Mamba2), of `state` elements each."""
+    state: int
+    heads: int
+    head_dim: int
+    kernel: int
+    """Positions that the convolution sees."""
+    chunk: int
+    """Positions that are computed together."""
+    activation: str = "silu"
+    conv_bias: bool = False
+    bias: bool = False
+    """Whether the linear layers have one."""
+    norm_groups: int = 1
+    """Parts of all values that Mamba2's norm takes apart."""
+    least_step: float = 0.0
+    most_step: float = math.inf
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Rows of the first linear layer: queries, keys, values, gates of values, and of steps."""
+        key, value = self.groups * self.state, self.heads * self.head_dim
+        return (key, key, value, value, *[self.heads] * (1 + self.delta))
+
+    @property
+    def channels(self) -> tuple[int, ...]:
+        """Those that pass the convolution."""
+        return self.segments[:3]
+
+
 # Of models without them, and false.
 NO_EXPERTS, NO_LATENT = Experts(0, 0, 0), Latent(None, 0, 0, 0, 0)
+NO_RECURRENT = Recurrent((), False, 0, 0, 0, 0, 0, 0)

@@ -13,27 +13,33 @@ def divided(config: ModelConfig, name: str) -> tuple[str, int, tuple[int, ...]] 
     """
     if not name.startswith("blocks."):
         return None
-    _, _, *path, kind = name.split(".")
+    _, layer, *path, kind = name.split(".")
     part = ".".join(path)
-    heads = config.num_attention_heads
+    heads, r, e = config.num_attention_heads, config.recurrent, config.experts
     if part.startswith("mlp.experts."):
         return "ep", 0, (config.experts.number,)
-    shared = config.experts.shared_size if config.experts else 0
+    shared = e.shared_size if e else 0
     columns = {"mlp.down": config.intermediate_size, "mlp.shared.down": shared}
-    columns["attn.out"] = heads * config.value_dim
+    mixes = int(layer) in r.layers
+    columns["attn.out"] = r.heads * r.head_dim if mixes else heads * config.value_dim
     if part in columns:
         return ("tp", 1, (columns[part],)) if kind == "weight" else None
     rows = {
-        "attn.qkv": (config.query_size, config.kv_size, config.kv_size),
+        "attn.qkv": config.qkv_sizes,
+        "attn.project": r.segments,
+        "attn.conv": r.channels,
         "attn.q": (config.query_size,),
         "attn.q_up": (config.query_size,),
         "attn.kv_up": (heads * (config.head_dim - config.rope_dim + config.value_dim),),
         "mlp.up": (config.intermediate_size,),
         "mlp.gate_up": (config.intermediate_size,) * 2,
         "mlp.shared.gate_up": (shared,) * 2,
+        "mlp.shared.up": (shared,),
     }
-    if kind == "sinks":
-        return "tp", 0, (heads,)
+    if part == "attn":  # a number for each head
+        return "tp", 0, (r.heads if mixes else heads,)
+    if not r.delta:
+        rows["attn.gated_norm"] = (r.heads * r.head_dim,)
     return ("tp", 0, rows[part]) if part in rows else None
 
 

@@ -35,6 +35,7 @@ from llm_train_bench.model.layers import (
 from llm_train_bench.model.layout import ALONE, Documents, HasWeights, Layout, Places
 from llm_train_bench.model.loss import LinearCrossEntropy
 from llm_train_bench.model.piece_attention import Seen
+from llm_train_bench.model.recurrent import RecurrentMixer
 
 
 def saved_ops(attention: bool) -> set:
@@ -58,18 +59,28 @@ def saved_ops(attention: bool) -> set:
 
 
 class Block(nn.Module):
-    """One residual block: attention, then the MLP, each behind its norm."""
+    """One residual block: attention, then the MLP, each behind its norm; a few have only one."""
+
+    attn_norm: Any
+    attn: Any
+    mlp_norm: Any
+    mlp: Any
 
     def __init__(self, config: ModelConfig, layer: int, balanced: bool, layout: Layout):
         super().__init__()
-        norm = RMSNorm if config.rms_norm else LayerNorm
-        self.attn_norm = norm(config.hidden_size, config.norm_eps)
-        self.attn = (LatentAttention if config.latent else Attention)(config, layout)
-        self.mlp_norm = norm(config.hidden_size, config.norm_eps)
+        attention = LatentAttention if config.latent else Attention
+        attention = RecurrentMixer if layer in config.recurrent.layers else attention
+        mixes, follows = layer not in config.mlp_alone, layer not in config.mixer_alone
+        self.attn_norm = norm_of(config) if mixes else None
+        self.attn = attention(config, layout) if mixes else None
+        self.mlp_norm = norm_of(config) if follows else None
         if config.has_experts(layer):
             self.mlp = MixtureOfExperts(config, balanced, layout)
         else:
-            self.mlp = (GatedMLP if config.gated_mlp else MLP)(config, layout)
+            mlp = GatedMLP if config.gated_mlp else MLP
+            self.mlp = mlp(config, layout) if follows else None
+        around = config.norm_around
+        self.attn_after, self.mlp_after = (norm_of(config) if around else None for _ in range(2))
         self.dropout, self.scale = config.residual_dropout, config.residual_scale
         self.norm_after, self.rotates = config.norm_after, layer not in config.no_rope_layers
         self.rotates &= not config.learned_positions
@@ -81,10 +92,15 @@ class Block(nn.Module):
         if self.norm_after:
             x = x + self.drop(self.attn_norm(self.attn(x, rope, mask)))
             return x + self.drop(self.mlp_norm(self.mlp(x)))
-        x, h = self.normed(x, self.attn_norm, self.attn.out)
-        x = x + self.drop(self.attn(h, rope, mask))
+        if self.attn is not None:
+            x, h = self.normed(x, self.attn_norm, self.attn.out)
+            h = self.attn(h, rope, mask)
+            x = x + self.drop(h if self.attn_after is None else self.attn_after(h))
+        if self.mlp is None:
+            return x
         x, h = self.normed(x, self.mlp_norm, getattr(self.mlp, "down", None))
-        return x + self.drop(self.mlp(h))
+        h = self.mlp(h)
+        return x + self.drop(h if self.mlp_after is None else self.mlp_after(h))
 
     def normed(self, x: Tensor, norm: nn.Module, layer: nn.Module | None) -> tuple[Tensor, Tensor]:
         """The residual stream and its norm; `layer` makes what is added to the stream next."""
@@ -101,6 +117,14 @@ class Block(nn.Module):
         return x if self.scale == 1 else x * self.scale
 
 
+def norm_of(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """A norm over the residual stream."""
+    norm = (RMSNorm if config.rms_norm else LayerNorm)(config.hidden_size, config.norm_eps)
+    if isinstance(norm, RMSNorm):
+        norm.offset = float(config.norm_offset)
+    return norm
+
+
 def fuse_backward(model: "Transformer") -> bool:
     """Let the functions of fused_backward.py compute what they can of each block, in place; whether any.
 
@@ -113,6 +137,7 @@ def fuse_backward(model: "Transformer") -> bool:
         norms = block.attn_norm, block.mlp_norm  # Transformer Engine has them inside its modules
         plain = all(isinstance(norm, RMSNorm | LayerNorm) for norm in norms)
         block.fused = plain and not block.norm_after and not block.dropout and block.scale == 1
+        block.fused &= not (model.config.norm_around or model.config.norm_offset)
         layers = []
         if isinstance(attn, Attention) and not attn.q_norm and not block.rotates:
             layers.append(attn.qkv)
@@ -161,15 +186,14 @@ class Transformer(HasWeights):
         self.positions = Embedding(config.max_position_embeddings, d) if learned else None
         # By the number of the layer, which is part of its parameters' names.
         self.blocks = nn.ModuleDict({str(i): Block(config, i, balanced, layout) for i in layers})
-        norm = RMSNorm if config.rms_norm else LayerNorm
-        self.register_module("norm", norm(d, config.norm_eps) if self.last else None)
+        self.register_module("norm", norm_of(config) if self.last else None)
         # A tied head has no parameter: a second name for one tensor would become a second tensor
         # when a meta-device model is given storage.
         self.lm_head = nn.Linear(d, V, bias=False) if self.last and not tied else None
         self.loss = LinearCrossEntropy(config.vocab_size)
         # A parameter's plain name, for blocks with exchanged modules (model/te.py).
         self.native_name: Callable[[str], str] = lambda name: name
-        self.rope: Rope | None = None
+        self.ropes: dict[bool, Rope] = {}  # of layers with a window, if these have their own
         self.masks: dict[tuple[int, int | None], BlockMask] = {}
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -193,12 +217,21 @@ class Transformer(HasWeights):
         inside = None if documents is None else documents.places(x.device)
         if self.first:
             x = self.embed_tokens(x, places.own, inside)
-        rope, masks = self.rope_for(T, x.device, places.gathered, inside), {}
+        where, masks = (T, x.device, places.gathered, inside), {}
+        rope = local = self.rope_for(*where)
+        if self.config.local_rope_theta is not None:
+            local = self.rope_for(*where, local=True)
+        recurrent = None
+        if documents is not None and self.config.recurrent:
+            recurrent = Seen(starts=documents.starts.to(x.device, non_blocking=True))
         for layer, block in self.blocks.items():
             window = self.config.windows[int(layer)]
+            if int(layer) in self.config.recurrent.layers:
+                x = block(x, rope, recurrent)
+                continue
             if window not in masks:
                 masks[window] = self.mask_for(T, window, places, documents, x.device)
-            x = block(x, rope, masks[window])
+            x = block(x, rope if window is None else local, masks[window])
         if not self.last:
             return x
         x = self.norm(x)
@@ -245,19 +278,24 @@ class Transformer(HasWeights):
         device: torch.device,
         gathered: Tensor | None = None,
         inside: Tensor | None = None,
+        local: bool = False,
     ) -> Rope | None:
-        """The rotary tables of a rank's positions, made at the first call and kept in fp32."""
+        """The rotary tables of a rank's positions, made at the first call and kept in fp32.
+
+        `local` are those of layers with a window.
+        """
         if self.config.learned_positions:
             return None
-        if self.rope is None or self.rope[0].device != device:
-            cos, sin = rope_tables(self.config, self.seq_len)
-            self.rope = cos.to(device), sin.to(device)
-        cos, sin = self.rope
+        local = local and self.config.local_rope_theta is not None
+        if local not in self.ropes or self.ropes[local].cos.device != device:
+            tables = rope_tables(self.config, self.seq_len, local)
+            scale = None if tables.scale is None else tables.scale.to(device)
+            self.ropes[local] = Rope(tables.cos.to(device), tables.sin.to(device), scale)
         if inside is None:
             where = slice(T) if gathered is None else gathered
         else:
             where = inside if gathered is None else inside[:, gathered]
-        return cos[where], sin[where]
+        return self.ropes[local].at(where)
 
     def mask_for(
         self,

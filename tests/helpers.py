@@ -24,49 +24,17 @@ LLAMA = dict(
     num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=64, rms_norm_eps=1e-5,
     rope_theta=500.0,
 )  # fmt: skip
+# The smallest config of each family, with its own keys, and some variants.
 FAMILIES = {
-    "gpt2": dict(
-        model_type="gpt2", vocab_size=97, n_positions=64, n_embd=48, n_layer=3, n_head=6,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "llama": LLAMA
-    | dict(head_dim=12, attention_bias=True,
-           rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                             original_max_position_embeddings=32)),
+    path.stem: json.loads(path.read_text())
+    for path in sorted((ROOT / "tests/configs").glob("*.json"))
+    if json.loads(path.read_text()).get("model_type") == path.stem
+}
+FAMILIES |= {
     "llama-linear-tied": LLAMA
     | dict(tie_word_embeddings=True, mlp_bias=True, rope_scaling=dict(type="linear", factor=2.0)),
-    "mistral": LLAMA | dict(model_type="mistral", sliding_window=9),
-    "qwen2": LLAMA
-    | dict(model_type="qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1,
-           tie_word_embeddings=True),
-    "qwen3": LLAMA | dict(model_type="qwen3", head_dim=16, pad_token_id=3),
     "llama-yarn": LLAMA
     | dict(rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)),
-    "phi3": LLAMA
-    | dict(model_type="phi3", pad_token_id=3, hidden_size=96, sliding_window=9, resid_pdrop=0.0,
-           embd_pdrop=0.0, partial_rotary_factor=0.75),
-    "olmo2": LLAMA | dict(model_type="olmo2"),
-    "smollm3": LLAMA | dict(model_type="smollm3", no_rope_layer_interval=2, pad_token_id=None),
-    "granite": LLAMA
-    | dict(model_type="granite", embedding_multiplier=3.0, residual_multiplier=0.3,
-           attention_multiplier=0.2, logits_scaling=2.0),
-    "mixtral": LLAMA | dict(model_type="mixtral", num_local_experts=5, num_experts_per_tok=2),
-    "olmoe": LLAMA | dict(model_type="olmoe", num_experts=6, num_experts_per_tok=3),
-    "qwen3_moe": LLAMA
-    | dict(model_type="qwen3_moe", head_dim=16, num_experts=8, num_experts_per_tok=3,
-           moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[1]),
-    "gpt_oss": LLAMA
-    | dict(model_type="gpt_oss", head_dim=16, num_local_experts=4, num_experts_per_tok=2,
-           intermediate_size=24, sliding_window=7, swiglu_limit=0.02,
-           rope_scaling=dict(rope_type="yarn", factor=4.0, truncate=False, beta_fast=32.0,
-                             beta_slow=1.0, original_max_position_embeddings=16)),
-    "deepseek_v3": LLAMA
-    | dict(model_type="deepseek_v3", num_key_value_heads=6, n_routed_experts=8, num_experts_per_tok=3,
-           n_group=4, topk_group=2, moe_intermediate_size=24, n_shared_experts=2,
-           first_k_dense_replace=1, q_lora_rank=20, kv_lora_rank=16, qk_nope_head_dim=12,
-           qk_rope_head_dim=8, v_head_dim=10, num_nextn_predict_layers=0,
-           rope_scaling=dict(type="yarn", factor=4.0, mscale=1.0, mscale_all_dim=0.7,
-                             beta_fast=32, beta_slow=1, original_max_position_embeddings=16)),
     "moonlight": LLAMA
     | dict(model_type="deepseek_v3", num_key_value_heads=6, n_routed_experts=6, num_experts_per_tok=2,
            n_group=1, topk_group=1, moe_intermediate_size=24, n_shared_experts=1,

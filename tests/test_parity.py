@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from llm_train_bench.apply.data import SyntheticTokens
@@ -30,8 +31,14 @@ def reference(values: dict):
     """A transformers model of a config file's content, with every parameter random."""
     torch.manual_seed(0)
     # It writes into the dictionaries that it is given.
-    hf_config = transformers.AutoConfig.for_model(**copy.deepcopy(values), dtype="float32")
-    model = transformers.AutoModelForCausalLM.from_config(hf_config)
+    values = copy.deepcopy(values)
+    if values["model_type"] == "kimi_k2":  # transformers has it under another name
+        values["model_type"] = "deepseek_v3"
+    hf_config = transformers.AutoConfig.for_model(**values, dtype="float32")
+    if values["model_type"] == "mistral4":  # is not in its auto class
+        model = Mistral4ForCausalLM(hf_config)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(hf_config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for name, buffer in model.named_buffers():
@@ -43,7 +50,14 @@ def reference(values: dict):
 def copied(theirs, ours_config, directory, **options) -> Transformer:
     """Our model with the weights of theirs, through their safetensors."""
     theirs.save_pretrained(directory, **options)
+    rename(directory, ours_config.model_type)
     return built(ours_config, seq_len=T, weights=check_pretrained(ours_config, directory))
+
+
+def rename(directory, model_type: str) -> None:
+    """Set the family of a directory's config, for the one that transformers calls differently."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
 
 
 def built(config, seed=0, seq_len=16, flex=False, weights=None) -> Transformer:
@@ -100,11 +114,14 @@ def test_files_of_either_side_mean_the_same_model(pair, tmp_path):
     """transformers 5 writes rope_parameters and layer_types."""
     ours_config, ours, theirs, directory = pair
     save_pretrained(ours, tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    kind = type(theirs)
+    if ours_config.model_type == "kimi_k2":
+        rename(tmp_path, "deepseek_v3")
+    again = kind.from_pretrained(tmp_path)
     assert_equal(dict(again.state_dict()), dict(theirs.state_dict()))
     newer = json.loads((directory / "config.json").read_text())
     assert parse_config(newer, "config.json").hash == ours_config.hash
-    if ours_config.model_type != "gpt2":
+    if ours_config.model_type not in ("gpt2", "nemotron_h"):
         assert "rope_parameters" in newer and "rope_theta" not in newer
 
 
@@ -124,20 +141,27 @@ def test_hub_files_without_prefix_and_sharded_files_load(pair, tmp_path):
 def test_weights_of_another_shape_are_refused(pair, tmp_path):
     ours_config, _, _, directory = pair
     key = "n_layer" if ours_config.model_type == "gpt2" else "num_hidden_layers"
-    layers = {"layer_types": None} if ours_config.model_type.startswith("qwen") else {}
-    raw = ours_config.raw | layers
-    deeper, fewer = (parse_config(raw | {key: n}, f"{n}.json") for n in (4, 2))
+    raw, own = ours_config.raw, ours_config.num_hidden_layers
+
+    def of_layers(n):
+        """The config with the last layer missing, or twice."""
+        lists = {k: (v + v[-1:])[:n] for k, v in raw.items() if k.startswith("layer") and v}
+        return parse_config(raw | {key: n} | lists, f"{n}.json")
+
+    deeper, fewer = of_layers(own + 1), of_layers(own - 1)
 
     def refuse(shape, message, weights=tmp_path):
         with pytest.raises(ConfigError, match=message):
             check_pretrained(shape, weights)
 
-    refuse(deeper, r"num_hidden_layers is 3, but 4\.json says 4", directory)
+    refuse(deeper, rf"num_hidden_layers is {own}, but {own + 1}\.json says {own + 1}", directory)
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors, tmp_path / "model.safetensors")
     refuse(deeper, "has no tensor")
-    refuse(fewer, r"has no place in 2\.json")
-    if ours_config.latent:  # unless the layers beyond are those that predict further tokens
+    refuse(fewer, rf"has no place in {own - 1}\.json")
+    if (
+        ours_config.model_type == "deepseek_v3"
+    ):  # unless the layers beyond are those that predict further tokens
         for beyond in ("num_nextn_predict_layers", "num_mtp_layers"):
             check_pretrained(parse_config(raw | {key: 2, beyond: 1}, "2.json"), tmp_path)
     name = next(n for n in tensors if n.endswith(("o_proj.weight", "c_attn.weight")))

@@ -15,7 +15,8 @@ def apply_kernels(model: Transformer, work: Work, linear: str) -> None:
     key_compiled_code(work.fp8.emulated, linear)
     model.loss.chunk_elements = work.chunk_elements
     for block in cast("Iterable[Any]", model.blocks.children()):
-        block.attn.blocks = work.attention == "blocks"
+        if block.attn is not None:
+            block.attn.blocks = work.attention == "blocks"
     if work.fused_backward and not fuse_backward(model):
         raise UsageError("--fused-backward: no part of this model can use it here; leave it out")
     if linear == "onednn":

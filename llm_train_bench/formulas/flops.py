@@ -9,8 +9,11 @@ training takes three forwards. Two conventions for attention, both always report
 N counts the parameters that multiply: the linear layers and the head (also where it is tied to the
 embedding), but not the embedding look-up, norms or biases. d is heads x head_dim. A layer with a
 window W < T counts W keys a query (palm), or W - W^2 / 2T (causal). Of packed documents each has a T
-of its own. Padded vocabulary rows are no
-useful work and are not counted.
+of its own.
+
+Layers with states in place of attention (Gated DeltaNet, Mamba2) are counted in their chunked form (Yang
+et al. 2024, section 3.3; Dao & Gu 2024, section 6): recurrent_flops_per_token. Padded vocabulary rows are
+no useful work and are not counted.
 """
 
 from collections.abc import Sequence
@@ -40,6 +43,26 @@ def attention_width(config: ModelConfig) -> int:
     return 2 * config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
+def recurrent_flops_per_token(
+    config: ModelConfig, lengths: int | Sequence[tuple[int, int]], causal: bool
+) -> float:
+    """Forward FLOPs per token of a layer with states, without its linear layers and its convolution.
+
+    A chunk of C positions has its C x C pairs, whole (palm) or by half (causal): of queries and keys (N
+    elements in each of G groups; by the delta rule of keys and keys too), and of values (P elements in
+    each of H heads). The delta rule solves C x C triangular systems for N + P columns. With the state
+    (N x P) there are two products a token, by the delta rule three.
+    """
+    r = config.recurrent
+    lengths = ((lengths, 1),) if isinstance(lengths, int) else lengths
+    tokens = sum(length * count for length, count in lengths)
+    chunk = sum(count * length * min(length, r.chunk) for length, count in lengths) / tokens
+    rows = r.groups * r.state * (1 + r.delta) + r.heads * r.head_dim
+    rows += r.delta * r.heads * (r.state + r.head_dim)
+    states = (2 + r.delta) * r.heads * r.state * r.head_dim
+    return 2 * (rows * chunk * (0.5 if causal else 1.0) + states)
+
+
 def flops_per_token(
     config: ModelConfig,
     lengths: int | Sequence[tuple[int, int]],
@@ -52,7 +75,12 @@ def flops_per_token(
     """
     forward = 2 * sum(linear_parameters(config).values())
     width = attention_width(config)
-    forward += sum(width * attended_keys(lengths, window, causal) for window in config.windows)
+    forward += sum(
+        width * attended_keys(lengths, window, causal) for window in config.attention_windows
+    )
+    if config.recurrent:
+        each = recurrent_flops_per_token(config, lengths, causal)
+        forward += len(config.recurrent.layers) * each
     return PASS_FORWARDS[pass_type] * forward
 
 
@@ -73,7 +101,10 @@ def recomputed_flops_per_token(work: Work, attention: bool = True, causal: bool 
     stops_early = work.compiled or not (fp8_down or config.residual_dropout)
     total = 0.0
     for i in recompute.blocks:
-        total += width * attended_keys(work.batch.lengths, config.windows[i], causal)
+        if config.has_attention(i):
+            total += width * attended_keys(work.batch.lengths, config.windows[i], causal)
+        elif i in config.recurrent.layers and attention:
+            total += recurrent_flops_per_token(config, work.batch.lengths, causal)
         if recompute.policy == "block":
             shapes = config.block_shapes(i)
             if stops_early:

@@ -11,14 +11,18 @@ Shapes = Mapping[str, Sequence[int]]
 
 def layer_names(config: ModelConfig) -> dict[str, str]:
     """The model's names of a block's matrices, by those in `block_shapes` and `expert_shapes`."""
-    attention = ("qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "out")
+    attention = ("qkv", "q", "q_down", "q_up", "kv_down", "kv_up", "project", "out")
+    wide = "gate_up" if config.experts.gated else "up"
     return {kind: f"attn.{kind}" for kind in attention} | {
         "up": "mlp.gate_up" if config.gated_mlp else "mlp.up",
         "down": "mlp.down",
         "router": "mlp.router",
-        "shared_up": "mlp.shared.gate_up",
+        "latent_down": "mlp.latent_down",
+        "latent_up": "mlp.latent_up",
+        "shared_gate": "mlp.shared_gate",
+        "shared_up": f"mlp.shared.{wide}",
         "shared_down": "mlp.shared.down",
-        "experts_up": "mlp.experts.gate_up",
+        "experts_up": f"mlp.experts.{wide}",
         "experts_down": "mlp.experts.down",
     }
 
@@ -31,10 +35,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.learned_positions:
         shapes["positions.weight"] = (config.max_position_embeddings, d)
     for i in range(config.num_hidden_layers):
-        block = {f"attn_norm.{kind}": shape for kind, shape in norm.items()}
-        block |= _attention_parameters(config)
-        block |= {f"mlp_norm.{kind}": shape for kind, shape in norm.items()}
-        block |= _mlp_parameters(config, i)
+        block: dict[str, tuple[int, ...]] = {}
+        absent = {"attn": config.mlp_alone, "mlp": config.mixer_alone}
+        for part in ("attn", "mlp"):
+            if i in absent[part]:
+                continue
+            for name in ("norm", "after") if config.norm_around else ("norm",):
+                block |= {f"{part}_{name}.{kind}": shape for kind, shape in norm.items()}
+            block |= (_attention_parameters if part == "attn" else _mlp_parameters)(config, i)
         shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
     shapes |= {f"norm.{kind}": shape for kind, shape in norm.items()}
     if not config.tie_word_embeddings:
@@ -42,9 +50,19 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _attention_parameters(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    shapes = config.attention_shapes()
+def _attention_parameters(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    shapes, r = config.attention_shapes(layer), config.recurrent
     parameters: dict[str, tuple[int, ...]] = {}
+    if layer in r.layers:
+        parameters |= {f"attn.{kind}.weight": shape for kind, shape in shapes.items()}
+        biased = {kind: shape[:1] for kind, shape in shapes.items()} if r.bias else {}
+        biased |= {"conv": (sum(r.channels),)} if r.conv_bias else {}
+        parameters |= {f"attn.{kind}.bias": shape for kind, shape in biased.items()}
+        parameters["attn.conv.weight"] = (sum(r.channels), r.kernel)
+        for kind in ("decay", "step_bias", *([] if r.delta else ["skip"])):
+            parameters[f"attn.{kind}"] = (r.heads,)
+        size = r.head_dim if r.delta else r.heads * r.head_dim
+        return parameters | {"attn.gated_norm.weight": (size,)}
     if config.sinks:
         parameters["attn.sinks"] = (config.num_attention_heads,)
     parameters |= {f"attn.{kind}.weight": shape for kind, shape in shapes.items()}

@@ -1,0 +1,268 @@
+"""Layers with a state for each head in place of attention: Gated DeltaNet and Mamba2.
+
+Both are linear attention whose state decays: S = exp(g) S + k v^T, y = S^T q. The delta rule first takes
+from v what the state has for k (Yang et al. 2024, "Gated Delta Networks"; Dao & Gu 2024, section 6, for
+Mamba2). A chunk of positions is computed by matmuls, and a state passes from chunk to chunk. These are
+PyTorch's operators in fp32, not the kernels of flash-linear-attention or mamba-ssm.
+
+Shapes in the comments: B samples, T positions, n chunks of C, G groups of N elements (keys and queries,
+or B and C of Mamba2), H heads of P elements (values).
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from llm_train_bench.model.config import ModelConfig
+from llm_train_bench.model.layers import ACTIVATIONS, Mask, Rope, no_autocast
+from llm_train_bench.model.layout import ALONE, Layout
+from llm_train_bench.model.operators import OwnFunction, operator
+from llm_train_bench.model.piece_attention import Seen
+
+
+def chunk_states(k: Tensor, v: Tensor, w: Tensor | None, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The state before each chunk (R, n, N, P), and the values (R, n, C, P) that were added to it.
+
+    Keys k (R, n, C, N), values v (R, n, C, P), factors of the state `decay` (R, n). With the delta rule
+    w (R, n, C, N) times the state is taken from the values.
+    """
+    R, n, _, N = k.shape
+    return v.new_empty(R, n, N, v.shape[3]), torch.empty_like(v)
+
+
+def _chunk_states(k, v, w, decay):
+    states, added = chunk_states(k, v, w, decay)
+    state = torch.zeros_like(states[:, 0])
+    for i in range(k.shape[1]):
+        states[:, i] = state
+        new = v[:, i] if w is None else torch.baddbmm(v[:, i], w[:, i], state, alpha=-1)
+        added[:, i] = new
+        state = torch.baddbmm(state * decay[:, i, None, None], k[:, i].mT, new)
+    return states, added
+
+
+def chunk_states_backward(
+    of_states: Tensor, of_added: Tensor, k: Tensor, w: Tensor | None, decay: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the state after each chunk (R, n, N, P), and of the values (R, n, C, P)."""
+    return torch.empty_like(states), torch.empty_like(of_added)
+
+
+def _chunk_states_backward(of_states, of_added, k, w, decay, states):
+    after, of_v = chunk_states_backward(of_states, of_added, k, w, decay, states)
+    grad = torch.zeros_like(states[:, 0])
+    for i in reversed(range(k.shape[1])):
+        after[:, i] = grad
+        new = torch.baddbmm(of_added[:, i], k[:, i], grad)
+        of_v[:, i] = new
+        grad = grad * decay[:, i, None, None] + of_states[:, i]
+        if w is not None:
+            grad = torch.baddbmm(grad, w[:, i].mT, new, alpha=-1)
+    return after, of_v
+
+
+states_forward = operator(chunk_states, cpu=_chunk_states, cuda=_chunk_states)
+states_backward = operator(
+    chunk_states_backward, cpu=_chunk_states_backward, cuda=_chunk_states_backward
+)
+
+
+class _States(OwnFunction):
+    @staticmethod
+    def forward(ctx, k, v, w, decay):
+        states, added = states_forward(k, v, w, decay)
+        ctx.save_for_backward(k, w, decay, states, added)
+        return states, added
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        k, w, decay, states, added = ctx.saved_tensors
+        of_states, of_added = (g.contiguous() for g in grads)
+        after, of_v = states_backward(of_states, of_added, k, w, decay, states)
+        of_w = None if w is None else -(of_v @ states.mT)
+        return added @ after.mT, of_v, of_w, (after * states).sum((-2, -1))
+
+
+class _Resets(NamedTuple):
+    """What documents hide, as factors 0 and 1: by chunks (B, n, ...), C positions each."""
+
+    pairs: Tensor
+    """(B, n, C, C) of one document."""
+    reads: Tensor
+    """(B, n, C) whose document began before the chunk."""
+    writes: Tensor
+    """(B, n, C) of the document that goes on after the chunk."""
+
+
+def _resets(starts: Tensor, C: int) -> _Resets:
+    """`starts` (B, n C): where each position's document begins."""
+    chunks = starts.unflatten(1, (-1, C))
+    before = torch.arange(chunks.shape[1], device=starts.device)[:, None] * C
+    pairs = chunks[..., :, None] == chunks[..., None, :]
+    marks = pairs, chunks < before, chunks == chunks[..., -1:]
+    return _Resets(*(x.float() for x in marks))
+
+
+def scan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, C: int, starts: Tensor | None
+) -> Tensor:
+    """Queries and keys (B, T, G, N), values (B, T, H, P), logarithms of decays (B, T, H) to (B, T, H, P).
+
+    In fp32; with `beta` (B, T, H) by the delta rule. States begin anew with documents: `starts` (B, T).
+    """
+    (B, T, G, _), H = q.shape, v.shape[2]
+    C = min(C, T)
+    n, pad = -(-T // C), -T % C
+
+    def chunks(x: Tensor) -> Tensor:
+        """(B, T, heads, size) to (B, heads, n, C, size), dense."""
+        x = F.pad(x.float(), (0, 0, 0, 0, 0, pad)).unflatten(1, (n, C))
+        return x.permute(0, 3, 1, 2, 4).contiguous()
+
+    q, k, v = chunks(q), chunks(k), chunks(v)
+    total = chunks(g.unsqueeze(-1)).squeeze(-1).cumsum(-1)  # (B, H, n, C)
+    hidden = torch.ones(C, C, dtype=torch.bool, device=q.device).triu(1)
+    pairs = total.unsqueeze(-1) - total.unsqueeze(-2)
+    pairs = pairs.masked_fill(hidden, float("-inf")).exp()
+    reads, writes = total.exp(), (total[..., -1:] - total).exp()
+    if starts is not None:
+        resets = _resets(F.pad(starts, (0, pad), value=T), C)
+        pairs = pairs * resets.pairs.unsqueeze(1)
+        reads, writes = reads * resets.reads.unsqueeze(1), writes * resets.writes.unsqueeze(1)
+    scores = (q @ k.mT).repeat_interleave(H // G, 1) * pairs  # one product for the heads of a group
+    k_all = k.repeat_interleave(H // G, 1)
+    w = None
+    if beta is not None:
+        beta = chunks(beta.unsqueeze(-1))
+        system = (k @ k.mT).repeat_interleave(H // G, 1) * pairs * beta
+        both = torch.cat((v * beta, k_all * (beta * reads.unsqueeze(-1))), dim=-1)
+        both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        v, w = both.split((v.shape[-1], k.shape[-1]), dim=-1)
+    keys = k_all * writes.unsqueeze(-1)
+    rows = [None if x is None else x.flatten(0, 1).contiguous() for x in (keys, v, w)]
+    states, added = _States.apply(*rows, reads[..., -1].flatten(0, 1).contiguous())
+    states, added = (x.unflatten(0, (B, H)) for x in (states, added))
+    q_all = q.repeat_interleave(H // G, 1) * reads.unsqueeze(-1)
+    y = q_all @ states + scores @ added
+    return y.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :T]
+
+
+class CausalConv(nn.Module):
+    """A convolution of each channel over the last positions of its document."""
+
+    def __init__(self, channels: int, kernel: int, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, kernel))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+
+    def forward(self, x: Tensor, begin: int, starts: Tensor | None) -> Tensor:
+        """(B, T, c) of the channels from `begin` on."""
+        part = slice(begin, begin + x.shape[2])
+        weight = self.weight[part].to(x.dtype)
+        y, T, K = x * weight[:, -1], x.shape[1], weight.shape[1]
+        for back in range(1, min(K, T)):
+            earlier = F.pad(x[:, : T - back], (0, 0, back, 0))
+            if starts is not None:
+                inside = torch.arange(T, device=x.device) - back >= starts
+                earlier = earlier * inside.unsqueeze(-1)
+            y = y + earlier * weight[:, -1 - back]
+        return y if self.bias is None else y + self.bias[part].to(x.dtype)
+
+
+class GatedNorm(nn.Module):
+    """RMS norm of groups of values, before (Qwen) or after (Mamba2) these meet their gates."""
+
+    def __init__(self, size: int, group: int, eps: float, gate_first: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.group, self.eps, self.gate_first = group, eps, gate_first
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """(B, T, groups x size of a group) each."""
+        wide, gate = x.float(), F.silu(gate.float())
+        wide = wide * gate if self.gate_first else wide
+        groups = wide.unflatten(-1, (-1, self.group))
+        normed = F.rms_norm(groups, (self.group,), None, self.eps).to(x.dtype)
+        normed = normed.flatten(-2).unflatten(-1, (-1, len(self.weight))) * self.weight.to(x.dtype)
+        normed = normed.flatten(-2)
+        return normed if self.gate_first else (normed * gate).to(x.dtype)
+
+
+class RecurrentMixer(nn.Module):
+    """Gated DeltaNet or Mamba2 in the place of attention; a layout's ranks share the heads."""
+
+    blocks = False
+
+    def __init__(self, config: ModelConfig, layout: Layout = ALONE):
+        super().__init__()
+        r, d, tp = config.recurrent, config.hidden_size, layout.tp
+        self.options, self.layout = r, layout
+        self.groups, self.heads = r.groups // tp, r.heads // tp
+        self.key, self.value = self.groups * r.state, self.heads * r.head_dim
+        gates = self.heads * (2 if r.delta else 1)
+        self.sizes = [self.key, self.key, self.value, self.value, gates]
+        self.project = nn.Linear(d, sum(self.sizes), bias=r.bias)
+        self.conv = CausalConv(2 * self.key + self.value, r.kernel, r.conv_bias)
+        self.decay = nn.Parameter(torch.empty(self.heads))
+        self.step_bias = nn.Parameter(torch.empty(self.heads))
+        self.skip = None if r.delta else nn.Parameter(torch.empty(self.heads))
+        group = r.head_dim if r.delta else r.heads * r.head_dim // r.norm_groups
+        size = r.head_dim if r.delta else self.value
+        self.gated_norm = GatedNorm(size, group, config.norm_eps, gate_first=not r.delta)
+        self.out = nn.Linear(self.value, d, bias=r.bias)
+        self.activation = ACTIVATIONS[config.recurrent.activation]
+
+    def forward(self, x: Tensor, rope: Rope | None = None, mask: Mask = None) -> Tensor:
+        """(B, T, d) to (B, T, d); a `mask` has the starts of documents on x's device."""
+        r = self.options
+        x = self.layout.gather(x)
+        q, k, v, z, gates = self.project(x).split(self.sizes, dim=-1)
+        q, k = (each.unflatten(-1, (self.groups, r.state)) for each in (q, k))
+        if (repeats := self.layout.cp // self.groups) > 1:  # so that each cp rank has a group
+            q, k = (each.repeat_interleave(repeats, 2) for each in (q, k))
+        v = v.unflatten(-1, (self.heads, r.head_dim))
+        gates = gates.unflatten(-1, (-1, self.heads)).transpose(-1, -2)
+        y = self.layout.attend(self.mix, q, k, torch.cat((v, gates), dim=-1), mask)
+        y = self.gated_norm(y.flatten(2), z)
+        return self.layout.reduce(self.out, y)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int) -> Tensor:
+        """(B, T, G, N) queries and keys, (B, T, H, P + gates) values to (B, T, H, P).
+
+        Of several cp ranks each has some heads; `first` is the first group's number.
+        """
+        r = self.options
+        starts = mask.starts if isinstance(mask, Seen) else None
+        (G, H), repeats = (q.shape[2], v.shape[2]), max(1, self.layout.cp // self.groups)
+        v, gates = v.split((r.head_dim, v.shape[3] - r.head_dim), dim=-1)
+        group, head = first // repeats * r.state, first // G * H
+        heads = slice(head, head + H)
+        begins = group, self.key + group, 2 * self.key + head * r.head_dim
+        q, k, v = (
+            self.activation(self.conv(x.flatten(2), begin, starts)).view(x.shape)
+            for x, begin in zip((q, k, v), begins, strict=True)
+        )
+        with no_autocast(q.device):
+            rate = -self.decay[heads].float().exp()
+            step = F.softplus(gates[..., -1].float() + self.step_bias[heads].float())
+            if r.delta:
+                q, k = (_unit(x) for x in (q, k))
+                beta = gates[..., 0].float().sigmoid()
+                y = scan(q * r.state**-0.5, k, v, rate * step, beta, r.chunk, starts)
+                return y.to(v.dtype)
+            step = step.clamp(r.least_step, r.most_step)
+            y = scan(q, k, v.float() * step.unsqueeze(-1), rate * step, None, r.chunk, starts)
+            assert self.skip is not None
+            return (y + self.skip[heads].float().unsqueeze(-1) * v.float()).to(v.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Vectors of length 1, in fp32, as flash-linear-attention makes them."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
