@@ -433,6 +433,8 @@ def _minimax_m2(keys: Keys) -> Fields:
     keys.choice("scoring_func", ("sigmoid",), "sigmoid")
     keys.choice("qk_norm_type", ("per_layer",), "per_layer")
     keys.only("shared_intermediate_size", 0)
+    keys.only("use_routing_bias", True)
+    keys.used |= {"use_mtp", "mtp_transformer_layers"}
     kind: Fields = dict(size=fields["intermediate_size"], scores="sigmoid")
     kind |= dict(correction=True, normalised=True)
     return fields | dict(experts=_experts(keys, "num_local_experts", 256, 8, **kind))
@@ -453,6 +455,7 @@ def _hy_v3(keys: Keys) -> Fields:
         keys.integer("num_shared_experts", 1),
     )
     keys.only("route_norm", True)
+    keys.only("qk_norm", True)
     keys.used.add("enable_moe_fp32_combine")  # a rounding
     kind: Fields = dict(size=size, shared_size=size * shared, scores="sigmoid", correction=True)
     kind |= dict(normalised=True, scale=keys.number("router_scaling_factor", 2.826))
@@ -833,7 +836,7 @@ def _granite(keys: Keys) -> Fields:
 
 
 # The number of modules that predict further tokens, and the families that have them.
-MTP_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+MTP_KEYS = "num_nextn_predict_layers num_mtp_layers mtp_num_hidden_layers num_mtp_modules".split()
 MTP_FAMILIES = """deepseek_v3 kimi_k2 glm4_moe hy_v3 minimax_m2 nemotron_h qwen3_next qwen3_5_text
     qwen3_5_moe_text""".split()
 

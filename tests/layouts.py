@@ -55,6 +55,30 @@ MODELS = {
     "few-biases": FAMILIES["gpt_oss"] | SIZES | dict(intermediate_size=32, num_local_experts=3),
     "lopsided": MOE | dict(vocab_size=5, pad_token_id=None) | ONE_EXPERT,
 }
+DELTA = FAMILIES["qwen3_next"] | dict(hidden_size=64, intermediate_size=96, num_attention_heads=8)
+DELTA |= dict(num_key_value_heads=4, head_dim=16, moe_intermediate_size=32, num_experts=8)
+DELTA |= dict(shared_expert_intermediate_size=32, linear_num_key_heads=4, linear_num_value_heads=8)
+MODELS |= {
+    "delta": DELTA | dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"]),
+    "mamba": FAMILIES["nemotron_h"]
+    | dict(
+        hidden_size=64, num_attention_heads=8, num_key_value_heads=4, n_routed_experts=8, n_groups=4
+    )
+    | dict(intermediate_size=96, moe_intermediate_size=32, moe_shared_expert_intermediate_size=32),
+    "granite": FAMILIES["granitemoehybrid"]
+    | dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, mamba_d_head=16)
+    | dict(num_local_experts=4, intermediate_size=32, shared_intermediate_size=32),
+    "gemma3": FAMILIES["gemma3_text"] | SIZES | dict(head_dim=16, sliding_window_pattern=2),
+    "glm": FAMILIES["glm4_moe"] | SIZES | dict(num_hidden_layers=2, moe_intermediate_size=32),
+    "mistral4": FAMILIES["mistral4"]
+    | SIZES
+    | dict(num_key_value_heads=8, moe_intermediate_size=32),
+    "hy3": FAMILIES["hy_v3"] | SIZES | dict(moe_intermediate_size=32, num_experts=8),
+    "minimax": FAMILIES["minimax_m2"] | SIZES | dict(intermediate_size=32, num_local_experts=8),
+    "olmo3": FAMILIES["olmo3"] | SIZES,
+    "ministral3": FAMILIES["ministral3"] | SIZES,
+    "seed-oss": FAMILIES["seed_oss"] | SIZES,
+}
 # --grad-clip. Here it ends during a run, as norms fall below it; elsewhere all norms are above 0.3.
 CLIPS = {"gpt2": 0.8, "deep": 1.1, "gpt_oss": 0.85, "lopsided": 0.7}
 
@@ -149,6 +173,25 @@ CASES = {
     "dp2-packed-accumulate": Case(2, "gpt2", f"--bsz 2 --grad-acc-steps 2 {PACK}"),
     "pp2-packed-interleaved": Case(2, "deep", f"--pp 2 --pp-virtual 2 {PACK}"),
     "pp2-cp4-packed": Case(8, "gpt2", f"--pp 2 --cp 4 --grad-acc-steps 2 {PACK}"),
+    "tp2-delta": Case(2, "delta", "--tp 2"),
+    "tp2-cp2-delta": Case(4, "delta", f"--tp 2 --cp 2 --ep 4 {PACK}"),
+    "cp4-delta": Case(4, "delta", "--cp 4 --sac-freq 1/1"),
+    "pp2-delta-compiled": Case(2, "delta", "--pp 2 --pt-compile", True),
+    "tp2-mamba": Case(2, "mamba", "--tp 2 --sac-freq 1/1"),
+    "tp2-cp2-mamba": Case(4, "mamba", "--tp 2 --cp 2 --ep 2"),
+    "dp2-mamba-compiled": Case(2, "mamba", "--ep 2 --pt-compile", True),
+    "pp2-mamba": Case(4, "mamba", f"--pp 2 --ep 2 {PACK}"),
+    "cp4-granite": Case(4, "granite", f"--cp 4 {PACK}"),
+    "ep2-granite": Case(2, "granite", "--ep 2 --sac-freq 1/2"),
+    "tp2-cp2-gemma3": Case(4, "gemma3", f"--tp 2 --cp 2 --sac-freq 1/1 {PACK}"),
+    "cp8-gather-gemma3": Case(8, "gemma3", "--cp 8"),
+    "tp2-ep4-glm": Case(4, "glm", "--tp 2 --ep 4"),
+    "tp2-cp2-mistral4": Case(4, "mistral4", f"--tp 2 --cp 2 --ep 4 {PACK}"),
+    "tp2-ep2-hy3": Case(4, "hy3", "--tp 2 --ep 2 --sac-freq 1/1"),
+    "cp2-ep2-minimax": Case(2, "minimax", "--cp 2 --ep 2"),
+    "cp8-gather-olmo3": Case(8, "olmo3", f"--cp 8 {PACK}"),
+    "tp2-ministral3": Case(2, "ministral3", "--tp 2 --sac-freq 1/1"),
+    "pp2-seed-oss": Case(2, "seed-oss", "--pp 2"),
     "dp2-offload": Case(2, "qwen3", "--offload-activations"),
     "dp2-offload-compiled": Case(2, "gpt2", "--offload-activations --pt-compile", True),
     "tp2-cp2-offload-sac": Case(

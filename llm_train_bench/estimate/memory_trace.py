@@ -170,7 +170,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
 
 
 class _FusedAttention(torch.autograd.Function):

@@ -197,24 +197,38 @@ def token_moves(work: Work, layer: int) -> Iterator[TokenMoves]:
     experts = config.experts if config.has_experts(layer) else NO_EXPERTS
     if fsdp.tp > 1:
         gathered = own * fsdp.tp * config.hidden_size * w
-        places = 2 if not experts or experts.shared_size else 1
+        mixes = layer not in config.mlp_alone
+        follows = layer not in config.mixer_alone and bool(not experts or experts.shared_size)
+        places = mixes + follows
         # Each place gathers and reduces forward, and the other way round backward.
         yield TokenMoves("all_gather", places * passes, gathered, fsdp.tp, 1)
-        reductions = places * (1 + back) + again
+        # A recomputation stops before the last reduction, unless a norm or a gate comes after it.
+        last = config.norm_around or config.norm_after
+        repeated = (mixes and (last or layer not in config.mixer_alone)) + (
+            follows and (last or experts.shared_gate)
+        )
+        reductions = places * (1 + back) + again * repeated
         yield TokenMoves("reduce_scatter", reductions, gathered, fsdp.tp, 1)
     if fsdp.cp > 1:
         tokens, heads = own * fsdp.tp, config.num_attention_heads // fsdp.tp
         kv_heads = heads if config.latent else config.num_key_value_heads // fsdp.tp
         kv = kv_heads * (config.head_dim + config.value_dim)
+        widths = heads * config.head_dim + kv, heads * config.value_dim
+        if layer in config.recurrent.layers:
+            r = config.recurrent
+            key, heads = max(r.groups // fsdp.tp, fsdp.cp) * r.state, r.heads // fsdp.tp
+            widths = 2 * key + heads * (r.head_dim + 1 + r.delta), heads * r.head_dim
+        if layer in config.mlp_alone:
+            widths, kv = (), 0
         if fsdp.ulysses:
-            for width in (heads * config.head_dim + kv, heads * config.value_dim):
+            for width in widths:
                 yield TokenMoves("all_to_all", passes, tokens * width * w, fsdp.cp, fsdp.tp)
-        else:
+        elif kv:
             size = tokens * fsdp.cp * kv * w
             yield TokenMoves("all_gather", 1 + again, size, fsdp.cp, fsdp.tp)
             yield TokenMoves("reduce_scatter", back, size, fsdp.cp, fsdp.tp)
     if experts and fsdp.ep > 1:
-        rows = own * experts.per_token * config.hidden_size * w
+        rows = own * experts.per_token * (experts.latent or config.hidden_size) * w
         yield TokenMoves("all_to_all", 2 * passes, rows, fsdp.ep, 1)
         yield TokenMoves("all_to_all", 1 + again, 8 * experts.number, fsdp.ep, 1)
     if experts.aux_loss and work.trains:

@@ -269,11 +269,13 @@ def block_activations(work: Work, fused_norm: bool, layer: int) -> float:
     they are recomputed or in FP8.
     """
     config, w, d = work.config, work.matmul_bytes, work.config.hidden_size
-    numbers = 2 * d * work.own_tokens  # the inputs of norms
-    extra = 4 * 2 * (1 if config.rms_norm else 2) * work.own_tokens
+    parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
+    norms = parts * (1 + config.norm_around)
+    numbers = norms * d * work.own_tokens  # the inputs of norms
+    extra = 4 * norms * (1 if config.rms_norm else 2) * work.own_tokens
     if config.rms_norm and not fused_norm and not work.compiled:
-        extra += 2 * d * (8 - w) * work.own_tokens  # input and product in fp32
-    for part in (_attention_kept(work), _mlp_kept(work, layer)):
+        extra += norms * d * (8 - w) * work.own_tokens  # input and product in fp32
+    for part in (_attention_kept(work, layer), _mlp_kept(work, layer)):
         numbers, extra = numbers + part[0], extra + part[1]
     return w * numbers + extra
 
@@ -283,13 +285,39 @@ def _keeps_inputs(work: Work) -> bool:
     return not work.compiled or not work.fp8 or work.fp8.recipe == "rowwise_with_gw_hp"
 
 
-def _attention_kept(work: Work) -> tuple[float, float]:
+def states_kept(work: Work) -> tuple[float, float]:
+    """What a layer with states keeps, as _attention_kept says it; its chunks are in fp32.
+
+    C positions a chunk, N x P numbers of a state, for each of H heads: copies of the convolution's input
+    and its sum; matrices of C x C pairs; queries and keys for every head; what enters and leaves norms.
+    """
+    config, r, tp, tokens = work.config, work.config.recurrent, work.fsdp.tp, work.gathered_tokens
+    key, value = r.groups * r.state / tp, r.heads * r.head_dim / tp
+    heads, chunk = r.heads / tp, min(r.chunk, work.batch.seq_len)
+    channels, gates = 2 * key + value, heads * (1 + r.delta)
+    numbers = (
+        config.hidden_size + sum(r.segments) / tp + value + gates + r.kernel * channels + 2 * value
+    )
+    every, state = heads * r.state, r.state * value / chunk
+    if r.delta:
+        wide = 4 * key + 5 * every + value + (every + value) + value + state
+        wide += 6 * chunk * heads + 3 * value + 10 * heads
+    else:
+        wide = 2 * key + 4 * every + 3 * value + state + 3 * chunk * heads + 4 * value + 7 * heads
+    return (numbers + r.delta * value) * tokens, 4 * wide * tokens
+
+
+def _attention_kept(work: Work, layer: int) -> tuple[float, float]:
     """Numbers in the format of matmuls, and bytes of others, that attention keeps for its backward.
 
     The input of its first layer, as all tp ranks have it; q, k, v and their rotated copies; output and
     log-sum-exp. Exchanges between cp ranks leave what came, not what was sent.
     """
     config, fsdp, te = work.config, work.fsdp, work.fp8.backend == "te"
+    if layer in config.mlp_alone:
+        return 0.0, 0.0
+    if layer in config.recurrent.layers:
+        return states_kept(work)
     tp, cp, d = fsdp.tp, fsdp.cp, config.hidden_size
     heads, a, kv = config.num_attention_heads / tp, config.query_size / tp, config.kv_size / tp
     values = heads * config.value_dim
@@ -321,6 +349,8 @@ def _attention_kept(work: Work) -> tuple[float, float]:
         numbers += fused if fsdp.ulysses else 2 * kv * cp
     if te:
         other += a
+    if config.output_gate:  # gates, their sigmoids, and the product
+        numbers += 3 * a
     return numbers * work.gathered_tokens, other * work.gathered_tokens
 
 
@@ -341,6 +371,8 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
     """The same of a block's MLP, or of its experts: their rows come from any rank."""
     config, fp8, tp = work.config, work.fp8, work.fsdp.tp
     d, e = config.hidden_size, config.experts
+    if layer in config.mixer_alone:
+        return 0.0, 0.0
     if not config.has_experts(layer):
         f = config.intermediate_size / tp
         numbers, other = (2 * f if config.gated_mlp else f), 0.0
@@ -355,7 +387,9 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         return numbers * work.gathered_tokens, other * work.gathered_tokens
     f, rows = e.size, work.own_tokens * e.per_token
     # Rows, both halves, activation, product, and the output before it is weighed; gpt-oss clamps.
-    numbers = rows * (d + 2 * f + 2 * f + d + (3 * f if e.limit else 0))
+    seen = e.latent or d
+    numbers = rows * (2 * seen + 2 * e.wide * f + (3 * f if e.limit else 0))
+    numbers += 2 * work.own_tokens * seen if e.latent else 0
     other = rows * 8 * 3  # which row is whose
     numbers += d * work.own_tokens  # what the router sees
     other += work.own_tokens * e.number * 4 * 2
@@ -363,7 +397,8 @@ def _mlp_kept(work: Work, layer: int) -> tuple[float, float]:
         other += 4 * d * work.own_tokens
     if e.shared_size:
         s = e.shared_size / tp
-        numbers += (d * (tp > 1) + 4 * s) * work.gathered_tokens
+        numbers += (d * (tp > 1) + 2 * e.wide * s) * work.gathered_tokens
+        numbers += (d + 2) * work.own_tokens * e.shared_gate
     return numbers, other
 
 

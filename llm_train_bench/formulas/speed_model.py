@@ -21,8 +21,12 @@ from llm_train_bench.formulas.collectives import (
     send_time,
     token_time,
 )
-from llm_train_bench.formulas.flops import attended_keys, attention_width
-from llm_train_bench.formulas.memory_model import offloaded_bytes
+from llm_train_bench.formulas.flops import (
+    attended_keys,
+    attention_width,
+    recurrent_flops_per_token,
+)
+from llm_train_bench.formulas.memory_model import offloaded_bytes, states_kept
 from llm_train_bench.formulas.parameters import layer_names
 from llm_train_bench.formulas.work import PASS_FORWARDS, Work, alike
 from llm_train_bench.model.shares import part_shape, sharded_dimension
@@ -205,7 +209,8 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
     for kind, shape in config.block_shapes(layer).items():
         name = f"blocks.{layer}.{names[kind]}.weight"
         n, k = part_shape(config, name, shape, {"tp": tp, "ep": ep})
-        tokens = work.own_tokens if kind == "router" else work.gathered_tokens
+        own = kind in ("router", "latent_down", "latent_up", "shared_gate")
+        tokens = work.own_tokens if own else work.gathered_tokens
         one = matmul_time(work, tokens, n, k, kind in low, gpu)
         seconds, last = seconds + one, one if kind == "down" else last
     for n, k in config.expert_shapes(layer).values():
@@ -220,8 +225,14 @@ def _block_matmuls(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]
 
 
 def _attention(work: Work, layer: int, gpu: Hardware) -> tuple[float, float]:
-    """Seconds of a layer's attention, forward and backward."""
+    """Seconds of a layer's attention, or of its states in fp32; forward and backward."""
     config, amp, c = work.config, work.amp, gpu.constants
+    if layer in config.mlp_alone:
+        return 0.0, 0.0
+    if layer in config.recurrent.layers:
+        each = recurrent_flops_per_token(config, work.batch.lengths, causal=False) / work.fsdp.tp
+        seconds = work.gathered_tokens * each / (gpu.fp32_tflops * 1e12 * c.fp32_of_peak)
+        return seconds, 2 * seconds
     cudnn = c.cudnn_forward and amp != "off" and work.attention in ("auto", "cudnn")
     head = min(1.0, config.head_dim / (config.head_dim + c.half_head) * (1 + c.half_head / 128))
     window = config.windows[layer]
@@ -245,14 +256,25 @@ def block_bytes(work: Work, layer: int) -> float:
     d, f = config.hidden_size, config.intermediate_size / tp
     a, kv = config.query_size / tp, config.kv_size / tp
     # Compiled: norm with the residual before it, rotary embedding, activation: once each.
-    norms = 2 * 4 * d if work.compiled else 2 * (2 * d + 3 * d)
+    parts = (layer not in config.mlp_alone) + (layer not in config.mixer_alone)
+    norms = parts * (1 + config.norm_around) * (4 * d if work.compiled else 2 * d + 3 * d)
     rope = 2 if work.compiled else 7 if w == 2 else 5  # a product in fp32 between its two kernels
     gated = 3 if work.compiled else 5
-    heads = 0 if config.learned_positions else rope * (a + kv)
+    heads = 0 if config.learned_positions or layer in config.no_rope_layers else rope * (a + kv)
+    heads += 3 * a * config.output_gate
     if m := config.latent:  # a share of each head turns; queries and keys are put together
         size = config.num_attention_heads / tp
         heads = rope * (size + 1) * m.rope_dim + 2 * 2 * a + 5 * ((m.q_rank or 0) + m.kv_rank)
+    if layer in config.mlp_alone:
+        heads = 0
     elements = norms * work.own_tokens + heads * work.gathered_tokens
+    if (
+        layer in config.recurrent.layers
+    ):  # what is kept is written once, and read by what comes next
+        numbers, others = states_kept(work)
+        elements = norms * work.own_tokens + 2 * (numbers + others / w)
+    if layer in config.mixer_alone:
+        return w * elements
     if not config.has_experts(layer):
         elements += (gated * f if config.gated_mlp else 2 * f) * work.gathered_tokens
         return w * elements
@@ -260,6 +282,7 @@ def block_bytes(work: Work, layer: int) -> float:
     rows = work.own_tokens * e.per_token
     # Rows are put in order and back, sent and received likewise, weighed and added up.
     moves = 4 + 3 + (4 if work.fsdp.ep > 1 else 0)
-    elements += rows * (gated * e.size + moves * d)
+    gated = gated if e.gated else 2
+    elements += rows * (gated * e.size + moves * (e.latent or d))
     elements += gated * e.shared_size / tp * work.gathered_tokens
     return w * elements + work.own_tokens * e.number * 4 * 6  # scores, in fp32

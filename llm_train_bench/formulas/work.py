@@ -166,11 +166,11 @@ NO_FP8, NO_DDP, NO_FSDP = Fp8Work("", ""), Ddp(used=False), Fsdp(1, used=False)
 
 
 def alike(work: "Work", layers: Iterable[int]) -> list[tuple[int, int]]:
-    """One of each kind of these blocks, and how many there are: experts, window, recomputed or not."""
-    found: dict[tuple[bool, int | None, bool], list[int]] = {}
+    """One of each kind of these blocks, and how many there are: by parts, window, recomputed or not."""
+    found: dict[tuple[tuple[str, ...], int | None, bool], list[int]] = {}
     again, config = set(work.recompute.blocks), work.config
     for layer in layers:
-        kind = config.has_experts(layer), config.windows[layer], layer in again
+        kind = tuple(config.block_shapes(layer)), config.windows[layer], layer in again
         found.setdefault(kind, []).append(layer)
     return [(same[0], len(same)) for same in found.values()]
 

@@ -350,9 +350,16 @@ def resolve_layout(
             f"--tp {tp}: {config.path} has norms of queries and keys that span all heads; use --cp"
         )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    sizes = [heads, kv_heads]
-    if not all(config.has_experts(i) for i in range(config.num_hidden_layers)):
+    sizes, r = [heads, kv_heads], config.recurrent
+    if any("down" in config.mlp_shapes(i) for i in range(config.num_hidden_layers)):
         sizes.append(config.intermediate_size)
+    if r:
+        sizes += [r.groups, r.heads]
+    if tp > 1 and r and not r.delta and r.norm_groups % tp:
+        raise UsageError(
+            f"--tp {tp}: {config.path} has norms of a state's outputs that span {r.norm_groups} parts of "
+            "all heads; use --cp"
+        )
     if config.experts and config.experts.shared_size:
         sizes.append(config.experts.shared_size)
     parts = "heads, key/value heads and MLP" if not config.latent else "heads and MLP"
@@ -365,6 +372,13 @@ def resolve_layout(
         _must_divide("--ep", ep, f"{config.experts.number} experts", config.experts.number)
         _must_divide("--ep", ep, f"the {shards} ranks of a replica", shards)
     ulysses = heads // tp % cp == 0 and kv_heads // tp % cp == 0
+    groups = r.groups // tp
+    even = cp == 1 or not r or (r.heads // tp % cp == 0 and 0 in (groups % cp, cp % groups))
+    if not even or (cp > 1 and r and not ulysses):
+        raise UsageError(
+            f"--cp {cp}: {config.path} has layers with states, whose heads must divide over --tp x --cp "
+            f"({heads}, of keys and values {kv_heads}, of states {r.heads}); use a smaller --cp"
+        )
     if not ulysses:
         _must_divide("twice --cp", 2 * cp, f"--seq-len {seq_len}", seq_len)
     # The stages of a pipeline stay gathered over all micro batches of a step.
@@ -459,7 +473,10 @@ def resolve_fp8_layers(flags: Fp8Flags, work: Work, platform: Platform) -> Fp8Wo
     config, tokens, recipe = work.config, work.batch.micro_tokens, flags.fp8_recipe
     te = flags.fp8_backend == "te"
     unable = {"experts": config.experts, "latent attention": config.latent}
-    unable["norms after its layers"] = te and config.norm_after
+    unable["layers with states"] = config.recurrent
+    unable["norms after its layers"] = te and (config.norm_after or config.norm_around)
+    unable["norms of 1 + weight"] = te and config.norm_offset
+    unable["a gate of attention's output"] = te and config.output_gate
     for part in (part for part, has in unable.items() if has):
         raise UsageError(
             f"--use-fp8: {config.path} has {part}, which run in high precision alone; leave it out"
