@@ -397,7 +397,7 @@ def _grouped_experts(
     router["normalised"] = keys.boolean("norm_topk_prob", True)
     router["scale"] = keys.number("routed_scaling_factor", scale)
     keys.choice("scoring_func", (scores,), scores)
-    fields = dict(size=size, shared_size=size * shared) | router | fields
+    fields = dict(size=size, shared_size=size * shared, aux_loss=0.0) | router | fields
     experts = _experts(keys, "n_routed_experts", number, per_token, **fields)
     if experts.number % count or (count > 1 and experts.number // count < 2):
         divisors = [str(g) for g in range(1, experts.number // 2 + 1) if experts.number % g == 0]
@@ -454,11 +454,13 @@ def _hy_v3(keys: Keys) -> Fields:
         keys.integer("moe_intermediate_size", 1536),
         keys.integer("num_shared_experts", 1),
     )
-    keys.only("route_norm", True)
+    for key in ("route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        keys.only(key, True)
+    keys.only("expert_hidden_dim", size)
     keys.only("qk_norm", True)
     keys.used.add("enable_moe_fp32_combine")  # a rounding
     kind: Fields = dict(size=size, shared_size=size * shared, scores="sigmoid", correction=True)
-    kind |= dict(normalised=True, scale=keys.number("router_scaling_factor", 2.826))
+    kind |= dict(normalised=True, scale=keys.number("router_scaling_factor", 2.826), aux_loss=0.0)
     return fields | dict(
         experts=_experts(keys, "num_experts", 192, 8, **kind),
         dense_layers=tuple(i for i, kind in enumerate(kinds) if kind == "dense"),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from llm_train_bench.formulas import parameters
 from llm_train_bench.formulas.parameters import count_parameters, parameter_shapes
@@ -27,13 +28,27 @@ EXACT = """
     deepseek-v3 671_026_404_352 kimi-k2 1_026_408_209_408 cs336-small 128_625_408
     cs336-medium 423_183_360 cs336-large 969_411_840 cs336-xl 1_998_235_200 cs336-2.7b 3_406_809_600
     moe-0.7b 738_880_000
+    qwen3-next-80b-a3b 79_674_391_296 qwen3.5-9b 8_953_803_264 qwen3.5-35b-a3b 34_660_610_688
+    nemotron-3-nano-30b-a3b 31_577_937_344 nemotron-3-super-120b-a12b 120_668_687_360
+    nemotron-3-ultra-550b-a55b 549_308_968_960 nemotron-h-56b 56_324_350_464 granite-4.0-h-small
+    32_207_337_984 glm-4.5-air 106_852_245_504 olmo-3-7b 7_298_011_136 ministral-3-8b 8_489_553_920
+    mistral-small-4-119b 118_972_826_624 minimax-m2 228_689_748_992 hy3 295_033_528_320 gemma-3-12b
+    11_766_034_176 seed-oss-36b 36_151_104_512 qwen3-235b-a22b 235_093_634_560 llama-2-70b
+    68_976_648_192 qwen3-8b 8_190_735_360 qwen3-8b-1m 8_190_735_360
 """.split()
 EXACT = dict(zip(EXACT[::2], map(int, EXACT[1::2]), strict=True))
 # Billions that a token uses, as published; gpt-oss's 3.6 and 5.1 leave out the embedding's 0.58.
 ACTIVE = {"qwen3-30b-a3b": 3.3, "mixtral-8x7b": 12.9, "moonlight-16b-a3b": 2.9, "deepseek-v3": 37.5}
 ACTIVE |= {"gpt-oss-20b": 3.6 + 0.58, "gpt-oss-120b": 5.13 + 0.58, "kimi-k2": 32.9}
+# These names leave out the embedding's 0.35 (Nano) and 0.54, or those of embedding and head.
+ACTIVE |= {"nemotron-3-nano-30b-a3b": 3.2 + 0.35, "nemotron-3-super-120b-a12b": 12.2 + 0.54}
+ACTIVE |= {"nemotron-3-ultra-550b-a55b": 55.0 + 1.07, "qwen3-235b-a22b": 22.2}
 PROXIES = """llama-3.1-8b llama-3.1-70b llama-70b llama-3.1-405b llama-2-7b mistral-7b-v0.1
-    qwen3-30b-a3b mixtral-8x7b gpt-oss-120b deepseek-v3 kimi-k2""".split()
+    qwen3-30b-a3b mixtral-8x7b gpt-oss-120b deepseek-v3 kimi-k2
+    qwen3-next-80b-a3b qwen3.5-9b qwen3.5-35b-a3b nemotron-3-nano-30b-a3b nemotron-3-super-120b-a12b
+    nemotron-3-ultra-550b-a55b nemotron-h-56b granite-4.0-h-small glm-4.5-air olmo-3-7b ministral-3-8b
+    mistral-small-4-119b minimax-m2 hy3 gemma-3-12b seed-oss-36b qwen3-235b-a22b llama-2-70b
+    qwen3-8b""".split()
 NAMED = {*EXACT, "gpt2-tiny", "llama-tiny", "moe-tiny", *(f"{name}-proxy" for name in PROXIES)}
 
 
@@ -61,7 +76,10 @@ def test_shipped_config_builds_counts_and_opens_in_transformers(path, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     hf_config = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
-        theirs = transformers.AutoModelForCausalLM.from_config(hf_config)
+        if raw["model_type"] == "mistral4":  # is not in its auto class
+            theirs = Mistral4ForCausalLM(hf_config)
+        else:
+            theirs = transformers.AutoModelForCausalLM.from_config(hf_config)
     assert sum(p.numel() for p in theirs.parameters()) == built
 
 
